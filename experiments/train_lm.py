@@ -1,0 +1,149 @@
+"""Trains a language model: a target or a drafter.
+
+Reads text, learns a byte-level BPE vocabulary (or takes --tokenizer), trains
+a Llama-shaped decoder, and leaves in --output_dir:
+
+  model.safetensors, config.json, tokenizer.json   the model
+  metrics.csv, events.out.tfevents.*               loss, bits per byte
+  checkpoints/                                     for an exact resume
+
+Killed and started again with the same flags it ends with the same weights,
+bit for bit. A target and a small drafter on Python's standard library:
+
+  python experiments/train_lm.py --output_dir=/tmp/target
+  python experiments/train_lm.py --output_dir=/tmp/drafter \\
+    --tokenizer=/tmp/target/tokenizer.json \\
+    --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
+
+The last line of stdout is one JSON object.
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import jax.numpy as jnp
+
+from specjax.data import batches
+from specjax.data import corpora
+from specjax.data import tokenizers
+from specjax.models import checkpoint
+from specjax.models import Transformer
+from specjax.models import TransformerConfig
+from specjax.training import evaluation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+
+_DATA = flags.DEFINE_string(
+    "data", "stdlib",
+    "what to train on: stdlib, stdlib-no-tests, a text file, a .jsonl file, a "
+    "directory of text files, or hf:NAME[:SPLIT] (Hugging Face datasets)")
+_FIELD = flags.DEFINE_string(
+    "field", "text", "field that holds the text in JSONL and datasets")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", None, "directory for the model and its checkpoints",
+    required=True)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "a tokenizer.json to use; default: learn one")
+_VOCAB_SIZE = flags.DEFINE_integer(
+    "vocab_size", 4096, "tokens of the vocabulary that is learned", 257)
+_WIDTH = flags.DEFINE_integer("width", 256, "of the residual stream", 1)
+_LAYERS = flags.DEFINE_integer("layers", 4, "transformer layers", 1)
+_HEADS = flags.DEFINE_integer("heads", 4, "query heads", 1)
+_KV_HEADS = flags.DEFINE_integer("kv_heads", 2, "key-value heads", 1)
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "width of a head", 2)
+_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "inner SwiGLU width", 1)
+_CONTEXT_LENGTH = flags.DEFINE_integer(
+    "context_length", 512, "tokens of a training window, and the longest "
+    "sequence the model may be used for", 2)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "windows of a step", 1)
+_STEPS = flags.DEFINE_integer("steps", 3000, "training steps", 1)
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "muon", ["muon", "adamw"],
+    "muon: Muon on the layers' matrices, Adam on the rest")
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 0.02, "peak; 0.02 suits muon, 0.003 adamw", 0.0)
+_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 100, "linear rise", 0)
+_DECAY_FRACTION = flags.DEFINE_float(
+    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
+    "linearly to 0", 0.0, 1.0)
+_EVALUATE_EVERY = flags.DEFINE_integer(
+    "evaluate_every", 600, "steps between held-out measurements", 0)
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", 200, "steps between checkpoints", 1)
+_SAVE_DTYPE = flags.DEFINE_enum(
+    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
+_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the shuffle")
+
+
+def _tokenizer(output_dir, training_texts):
+  """The tokenizer given, else the run's own, else a new one."""
+  path = output_dir / "tokenizer.json"
+  if _TOKENIZER.value:
+    tokenizer = tokenizers.Tokenizer.load(_TOKENIZER.value)
+  elif path.exists():
+    return tokenizers.Tokenizer.load(path)
+  else:
+    tokenizer = tokenizers.train(training_texts, _VOCAB_SIZE.value)
+  tokenizer.save(path)
+  return tokenizer
+
+
+def main(argv):
+  del argv
+  logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
+  documents = corpora.read_documents(_DATA.value, _FIELD.value)
+  training = [d.text for d in documents if not d.held_out]
+  held_out = [d.text for d in documents if d.held_out]
+  if not training or not held_out:
+    raise app.UsageError(
+        f"{_DATA.value} has {len(documents)} documents, {len(held_out)} of "
+        "them held out by the hash of their names; both sides need one: give "
+        "more text")
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  tokenizer = _tokenizer(output_dir, training)
+  tokens = tokenizer.encode_stream(training)
+  print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
+        f"{len(held_out)} documents held out", file=sys.stderr)
+
+  model = Transformer(TransformerConfig(
+      vocab_size=tokenizer.vocab_size, width=_WIDTH.value,
+      layers=_LAYERS.value, heads=_HEADS.value, kv_heads=_KV_HEADS.value,
+      head_dim=_HEAD_DIM.value, mlp_width=_MLP_WIDTH.value,
+      context_length=_CONTEXT_LENGTH.value))
+  params = model.init(jax.random.key(_SEED.value))
+  num_params = sum(x.size for x in jax.tree.leaves(params))
+  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
+  schedule = optimizers.trapezoid(
+      _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
+      int(_STEPS.value * _DECAY_FRACTION.value))
+  evaluate = evaluation.bits_per_byte(
+      model, tokenizer.encode_stream(held_out),
+      sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value)
+  windows = batches.TokenWindows(
+      tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
+  params = loop.Trainer(
+      loss=objectives.next_token_loss(model),
+      optimizer=make[_OPTIMIZER.value](schedule), batch=windows.batch,
+      steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
+      evaluate_every=_EVALUATE_EVERY.value,
+      checkpoint_every=_CHECKPOINT_EVERY.value,
+      tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value).run(params)
+
+  saved = jax.tree.map(lambda x: x.astype(_SAVE_DTYPE.value), params)
+  checkpoint.save_model(output_dir, model, saved)
+  final = evaluate(jax.tree.map(lambda x: x.astype(jnp.float32), saved))
+  print(json.dumps({
+      "study": "train_lm", "data": _DATA.value, "parameters": num_params,
+      "tokens": _STEPS.value * windows.batch_size * windows.length,
+      "corpus": corpora.fingerprint(documents), **final}))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,51 @@
+"""specjax: speculative decoding as probability laws, in JAX."""
+
+from specjax import data
+from specjax import drafters
+from specjax import exact
+from specjax import models
+from specjax import sampling
+from specjax import topology
+from specjax import verifiers
+from specjax.kv_cache import KVCache
+from specjax.rounds import Decoder
+from specjax.rounds import DecodeState
+from specjax.rounds import Generation
+from specjax.rounds import raise_if_not_finite
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import Law
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import RoundStats
+from specjax.types import Verdict
+from specjax.types import Verifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DecodeState",
+    "Decoder",
+    "Draft",
+    "Drafter",
+    "Generation",
+    "KVCache",
+    "Law",
+    "LogitsTransform",
+    "ModelFn",
+    "ModelOutput",
+    "Prompt",
+    "RoundStats",
+    "Verdict",
+    "Verifier",
+    "data",
+    "drafters",
+    "exact",
+    "models",
+    "raise_if_not_finite",
+    "sampling",
+    "topology",
+    "verifiers",
+]

@@ -1,0 +1,50 @@
+"""Batches of token windows, a pure function of the step."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenWindows:
+  """Shuffled windows over one long array of tokens.
+
+  Every epoch cuts the array at a new offset and visits each window once, in a
+  new order. Batch k depends on (tokens, seed, k) alone, so a run that was
+  interrupted continues with exactly the batches that it would have seen.
+
+  Attributes:
+    tokens: `[T]` the corpus.
+    batch_size: B, windows of a batch.
+    length: S, predicted tokens of a window; a window holds one more.
+    seed: of the shuffle.
+  """
+
+  tokens: np.ndarray
+  batch_size: int
+  length: int
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.batches_per_epoch < 1:
+      needed = (self.batch_size + 1) * self.length + 1
+      raise ValueError(
+          f"the corpus has {len(self.tokens)} tokens; a batch of "
+          f"{self.batch_size} windows of {self.length} needs {needed}: give "
+          "more text, or a smaller batch or window")
+
+  @property
+  def batches_per_epoch(self) -> int:
+    windows = (len(self.tokens) - 1) // self.length - 1
+    return windows // self.batch_size
+
+  def batch(self, step: int) -> np.ndarray:
+    """`[B, S + 1]` int32, the batch of training step `step`."""
+    epoch, index = divmod(step, self.batches_per_epoch)
+    rng = np.random.default_rng([self.seed, epoch])
+    offset = rng.integers(self.length)
+    windows = (len(self.tokens) - 1) // self.length - 1
+    order = rng.permutation(windows)
+    chosen = order[index * self.batch_size:(index + 1) * self.batch_size]
+    starts = offset + chosen[:, None] * self.length
+    return self.tokens[starts + np.arange(self.length + 1)].astype(np.int32)

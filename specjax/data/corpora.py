@@ -1,0 +1,148 @@
+"""Documents to train on and to measure with.
+
+The embedded corpus is the standard library of the running Python: real code
+and prose that every machine has. A document is held out by the hash of its
+name, so that a module that was held out in one version of Python is held out
+in every other one too.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sysconfig
+
+_HELD_OUT_OF = 20  # one document in twenty
+_CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One text and the name that decides on which side of the split it lies."""
+
+  name: str
+  text: str
+
+  @property
+  def held_out(self) -> bool:
+    digest = hashlib.sha256(self.name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % _HELD_OUT_OF == 0
+
+
+def stdlib_documents(include_tests: bool = True) -> list[Document]:
+  """The modules of the running Python's standard library, sorted by path.
+
+  Installed packages are left out, and so are the few files that are not
+  UTF-8.
+
+  Args:
+    include_tests: whether to read the library's own test suites, which some
+      distributions of Python do not ship.
+  """
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  documents = []
+  for path in sorted(root.rglob("*.py")):
+    name = path.relative_to(root)
+    if "site-packages" in name.parts or "dist-packages" in name.parts:
+      continue
+    if not include_tests and {"test", "tests"} & set(name.parts):
+      continue
+    try:
+      text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+      continue
+    if text.strip():
+      documents.append(Document(name.as_posix(), text))
+  return documents
+
+
+def fingerprint(documents) -> str:
+  """A short hash of the documents' names and texts."""
+  digest = hashlib.sha256()
+  for document in documents:
+    digest.update(document.name.encode() + b"\0" + document.text.encode())
+  return digest.hexdigest()[:16]
+
+
+def read_documents(source: str, field: str = "text") -> list[Document]:
+  """Documents of any source that `--data` accepts.
+
+  Args:
+    source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
+      `.jsonl` file, a directory of text files, or "hf:NAME[:SPLIT]" for a
+      Hugging Face dataset (needs the package `datasets`).
+    field: the field that holds the text in JSONL and in datasets.
+
+  Raises:
+    ValueError: the source is missing, empty, or not what its ending says.
+  """
+  if source == "stdlib":
+    return stdlib_documents()
+  if source == "stdlib-no-tests":
+    return stdlib_documents(include_tests=False)
+  if source.startswith("hf:"):
+    documents = _huggingface_documents(source, field)
+  else:
+    path = pathlib.Path(source)
+    if not path.exists():
+      raise ValueError(f"no such file or directory: {source}; give 'stdlib', "
+                       "'hf:NAME', or the path of a text or JSONL file")
+    if path.is_dir():
+      files = sorted(p for p in path.rglob("*") if p.is_file())
+      documents = [Document(p.relative_to(path).as_posix(), read_text(p))
+                   for p in files]
+    elif path.suffix == ".jsonl":
+      documents = [Document(f"{path.name}:{i}", text)
+                   for i, text in enumerate(read_jsonl(path, field), 1)]
+    else:
+      text = read_text(path)
+      starts = range(0, len(text), _CHUNK_CHARACTERS)
+      documents = [Document(f"{path.name}:{i}", text[i:i + _CHUNK_CHARACTERS])
+                   for i in starts]
+  documents = [d for d in documents if d.text.strip()]
+  if not documents:
+    raise ValueError(f"{source} holds no text; at least one document is "
+                     "needed")
+  return documents
+
+
+def read_text(path) -> str:
+  """The text of a UTF-8 file, or a `ValueError` that names it."""
+  path = pathlib.Path(path)
+  try:
+    return path.read_text("utf-8")
+  except UnicodeDecodeError as e:
+    raise ValueError(f"{path} is not UTF-8 text (byte {e.start}); convert it, "
+                     "or give another file") from None
+
+
+def read_jsonl(path, field: str) -> list[str]:
+  """The field of every line of a JSONL file, or a `ValueError` naming it."""
+  texts = []
+  for number, line in enumerate(read_text(path).splitlines(), 1):
+    if not line.strip():
+      continue
+    try:
+      record = json.loads(line)
+    except json.JSONDecodeError as e:
+      raise ValueError(f"{path} line {number} is not JSON ({e.msg}); a .jsonl "
+                       "file holds one JSON object a line") from None
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+      raise ValueError(f"{path} line {number} has no text field {field!r}; "
+                       "name the field that holds the text")
+    texts.append(record[field])
+  return texts
+
+
+def _huggingface_documents(source, field):
+  name, _, split = source.removeprefix("hf:").partition(":")
+  try:
+    import datasets  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError(f"{source} needs the package 'datasets': pip install "
+                     "datasets") from None
+  rows = datasets.load_dataset(name, split=split or "train")
+  if field not in rows.column_names:
+    raise ValueError(f"dataset {name} has no field {field!r}; it has "
+                     f"{', '.join(rows.column_names)}")
+  return [Document(f"{name}:{i}", text) for i, text in enumerate(rows[field])]

@@ -1,0 +1,129 @@
+"""A small language model drafts a chain, token by token.
+
+Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters.empty import root_only
+from specjax.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.sampling import sample
+from specjax.types import Draft
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+  """Samples gamma tokens from a model with a cache of its own.
+
+  The cache is rolled back to the committed tokens at the start of a round.
+  Its first step feeds the last *two* of them: after a fully accepted block
+  the last drafted token was never fed, and after any other outcome feeding it
+  again changes nothing, so catching up needs no branch.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary.
+    gamma: drafted tokens of a round, at least 0.
+    transform: of the model's logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  model: ModelFn
+  gamma: int
+  transform: LogitsTransform | None = None
+
+  chain = True
+  autoregressive = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    if self.gamma < 0 or self.gamma != int(self.gamma):
+      raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
+                       "at least 0: 0 drafts nothing")
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target, transform) -> "LanguageModel":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ.
+    """
+    if self.model.vocab_size != target.vocab_size:
+      raise ValueError(
+          f"the drafter has {self.model.vocab_size} tokens and the target "
+          f"{target.vocab_size}; both need the same vocabulary: train the "
+          "drafter with the target's tokenizer")
+    return dataclasses.replace(self, transform=self.transform or transform)
+
+  def init(self, params, prompt, prefill_output):
+    """The cache after the prompt."""
+    del prefill_output
+    return read_prompt(self.model, params["drafter"], prompt).cache
+
+  def propose(self, params, keys, state):
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"drafter": parameters of the model}`.
+      keys: `[B]`, one key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, cache)`, batched.
+    """
+    if self.gamma == 0:
+      return root_only(state, self.model.vocab_size), state.drafter
+    params = params["drafter"]
+    batch = state.lengths.shape[0]
+
+    # A row with one committed token has no second one: it feeds token 0 and a
+    # stale token behind it, which the next step overwrites.
+    start = jnp.maximum(state.lengths - 2, 0)
+    last = (state.lengths - 1 - start)[:, None]
+    pair = jnp.take_along_axis(
+        state.tokens, start[:, None] + jnp.arange(2), axis=1)
+    out = self.model(
+        params, pair, jnp.tile(jnp.arange(2, dtype=jnp.int32), (batch, 1)),
+        jnp.tile(jnp.tril(jnp.ones((2, 2), bool)), (batch, 1, 1)),
+        state.drafter.rollback(start))
+    logits = jnp.take_along_axis(out.logits, last[..., None], axis=1)[:, 0]
+
+    depth = jnp.zeros((batch, 1), jnp.int32)
+    self_only = jnp.ones((batch, 1, 1), bool)
+
+    def draw(logits, step):
+      probs = self.transform(logits)
+      step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+      return jax.vmap(sample)(step_keys, probs), probs
+
+    def extend(carry, step):
+      cache, logits = carry
+      tokens, probs = draw(logits, step)
+      out = self.model(params, tokens[:, None], depth, self_only, cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, out.logits[:, 0]), (tokens, probs)
+
+    carry = (out.cache.rollback(state.lengths), logits)
+    (cache, logits), (tokens, probs) = jax.lax.scan(
+        extend, carry, jnp.arange(self.gamma - 1))
+    last_token, last_probs = draw(logits, self.gamma - 1)
+    tokens = jnp.concatenate([tokens, last_token[None]]).swapaxes(0, 1)
+    probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), cache
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """Nothing: the next `propose` rolls the cache back by itself."""
+    del params, draft, verdict, target_output, count
+    return drafter_state

@@ -1,0 +1,174 @@
+"""Keys and values of a batch whose rows grow at different speeds.
+
+Rows accept different numbers of tokens, so every row has a write position of
+its own. The tokens of a pass are written to scratch slots behind `lengths`;
+`commit` keeps those on the accepted path and moves them together. Rolling
+back is arithmetic on `lengths`: nothing is copied and nothing is erased.
+
+This is the only file that indexes `k` and `v`.
+"""
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+_SMALLEST_BUCKET = 128
+_MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
+
+
+def _write_rows(buffer, block, starts):
+  """Writes `block` [B, H, S, D] into `buffer` [B, H, C, D] at slot starts[b]."""
+
+  def write(row, new, start):
+    return jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+
+  return jax.vmap(write)(buffer, block.astype(buffer.dtype), starts)
+
+
+def _read_rows(buffer, starts, size):
+  """Reads `size` slots from starts[b] on: [B, H, C, D] -> [B, H, size, D]."""
+  return jax.vmap(
+      lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axis=1)
+  )(buffer, starts)
+
+
+def grouped_attention(query, k, v, visible):
+  """Softmax attention with G query heads for each key-value head.
+
+  Args:
+    query: `[B, S, H * G, D]`.
+    k: `[B, H, T, D]`.
+    v: `[B, H, T, D]`.
+    visible: `[B or 1, S, T]` bool.
+
+  Returns:
+    `[B, S, H * G, D]`.
+  """
+  batch, size, _, dim = query.shape
+  heads, slots = k.shape[1:3]
+  query = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
+  query = (query * dim**-0.5).reshape(batch, heads, -1, dim)
+  scores = jnp.einsum("bhqd,bhtd->bhqt", query, k,
+                      preferred_element_type=jnp.float32)
+  scores = scores.reshape(batch, heads, -1, size, slots)
+  scores = jnp.where(visible[:, None, None], scores, _MASKED)
+  weights = jax.nn.softmax(scores).astype(v.dtype)
+  out = jnp.einsum("bhqt,bhtd->bhqd",
+                   weights.reshape(batch, heads, -1, slots), v)
+  out = out.reshape(batch, heads, -1, size, dim).transpose(0, 3, 1, 2, 4)
+  return out.reshape(batch, size, -1, dim)
+
+
+@struct.dataclass
+class KVCache:
+  """A preallocated cache with a length per row.
+
+  Attributes:
+    k: L arrays `[B, H, C, D]`, the keys of each layer (H: key-value heads).
+    v: L arrays `[B, H, C, D]`, the values.
+    lengths: `[B]` int32, committed tokens of each row. Slots behind it are
+      scratch.
+  """
+
+  k: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]
+  lengths: jax.Array
+
+  @classmethod
+  def empty(cls, *, layers, batch, heads, capacity, head_dim, dtype):
+    """A cache of `capacity` slots a row, none of them in use."""
+    shape = (batch, heads, capacity, head_dim)
+    zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+    return cls(k=zeros(), v=zeros(), lengths=jnp.zeros((batch,), jnp.int32))
+
+  @property
+  def capacity(self) -> int:
+    """C, the slots of a row; the longest row plus N must not exceed it."""
+    return self.k[0].shape[2]
+
+  def append(self, layer: int, k, v) -> "KVCache":
+    """Writes a block of one layer to the scratch slots behind `lengths`.
+
+    Args:
+      layer: index of the layer.
+      k: `[B, S, H, D]` keys of the S new tokens.
+      v: `[B, S, H, D]` values.
+    """
+    put = lambda all_layers, new: tuple(
+        _write_rows(old, new.swapaxes(1, 2), self.lengths)
+        if i == layer else old for i, old in enumerate(all_layers))
+    return self.replace(k=put(self.k, k), v=put(self.v, v))
+
+  def attend(self, layer: int, query, ancestors):
+    """Attention of a block over the committed past and its own ancestors.
+
+    The cost follows the longest row in use and not the allocation: the work
+    is compiled for a few power-of-two lengths and the shortest that fits is
+    chosen at run time.
+
+    Args:
+      layer: index of the layer, to which the block was appended already.
+      query: `[B, S, G * H, D]`, G query heads for each key-value head.
+      ancestors: `[B, S, S]` bool.
+
+    Returns:
+      `[B, S, G * H, D]`.
+    """
+    size = query.shape[1]
+
+    def over(bucket):
+      def attention(k, v, query, lengths, ancestors):
+        return grouped_attention(query, k[:, :, :bucket], v[:, :, :bucket],
+                                 _visible(lengths, ancestors, bucket))
+
+      return attention
+
+    buckets = _buckets(self.capacity)
+    used = jnp.max(self.lengths) + size
+    index = sum((used > b).astype(jnp.int32) for b in buckets[:-1])
+    return jax.lax.switch(
+        jnp.asarray(index, jnp.int32), [over(b) for b in buckets],
+        self.k[layer], self.v[layer], query, self.lengths, ancestors)
+
+  def commit(self, path, count) -> "KVCache":
+    """Keeps the accepted path of the block that was appended last.
+
+    Args:
+      path: `[B, N]` int32, nodes of the block in the order of their depth.
+      count: `[B]` int32, how many of them are kept.
+    """
+    def compact(buffer):
+      block = _read_rows(buffer, self.lengths, path.shape[1])
+      block = jnp.take_along_axis(block, path[:, None, :, None], axis=2)
+      return _write_rows(buffer, block, self.lengths)
+
+    if path.shape[1] > 1:  # a single node cannot be out of place
+      moved = self.replace(k=tuple(map(compact, self.k)),
+                           v=tuple(map(compact, self.v)))
+    else:
+      moved = self
+    return moved.replace(lengths=self.lengths + count)
+
+  def rollback(self, lengths) -> "KVCache":
+    """Forgets everything behind `lengths [B]`."""
+    return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+
+def _buckets(capacity: int) -> list[int]:
+  """The lengths that attention is compiled for, shortest first."""
+  buckets = []
+  bucket = _SMALLEST_BUCKET
+  while bucket < capacity:
+    buckets.append(bucket)
+    bucket *= 2
+  return [*buckets, capacity]
+
+
+def _visible(lengths, ancestors, bucket):
+  """`[B, S, bucket]`: which slots each token of the block attends to."""
+  size = ancestors.shape[-1]
+  offset = jnp.arange(bucket, dtype=jnp.int32) - lengths[:, None]
+  node = jnp.clip(offset, 0, size - 1)[:, None, :]
+  in_block = ((offset >= 0) & (offset < size))[:, None, :]
+  on_path = jnp.take_along_axis(ancestors, node, axis=2)
+  return (offset < 0)[:, None, :] | (in_block & on_path)

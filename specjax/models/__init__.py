@@ -1,0 +1,7 @@
+"""Reference models, their file format, and the trained pair in the box."""
+
+from specjax.models.transformer import default_dtype
+from specjax.models.transformer import Transformer
+from specjax.models.transformer import TransformerConfig
+
+__all__ = ["Transformer", "TransformerConfig", "default_dtype"]

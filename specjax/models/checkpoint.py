@@ -1,0 +1,93 @@
+"""Weights as safetensors beside a JSON configuration.
+
+A checkpoint is a directory with `config.json` and `model.safetensors`. The
+tensors' names are the paths of the parameter tree, joined by dots.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import safetensors.numpy
+
+from specjax.models.transformer import default_dtype
+from specjax.models.transformer import Transformer
+from specjax.models.transformer import TransformerConfig
+
+
+def save_model(directory, model: Transformer, params, dtype=None) -> None:
+  """Writes the model to `directory`; each file appears whole or not at all.
+
+  Args:
+    directory: created if needed.
+    model: the model.
+    params: its parameters.
+    dtype: to store the weights in; None keeps theirs.
+  """
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  tensors = {
+      name: jax.device_get(jnp.asarray(x, dtype or x.dtype)) for name, x in
+      flax.traverse_util.flatten_dict(params, sep=".").items()}
+  config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
+  _write_atomically(directory / "model.safetensors",
+                    safetensors.numpy.save(tensors))
+  _write_atomically(directory / "config.json", config.encode())
+
+
+def load_model(directory, dtype=None):
+  """Reads a checkpoint.
+
+  Args:
+    directory: where `save_model` wrote it.
+    dtype: of the parameters; None is `default_dtype()`.
+
+  Returns:
+    `(model, params)`.
+
+  Raises:
+    ValueError: a file is missing or truncated, or the weights do not fit the
+      configuration.
+  """
+  directory = pathlib.Path(directory)
+  config_path = directory / "config.json"
+  weights_path = directory / "model.safetensors"
+  for path in (config_path, weights_path):
+    if not path.is_file():
+      raise ValueError(f"no checkpoint at {directory}: {path.name} is missing")
+  try:
+    config = TransformerConfig(**json.loads(config_path.read_text("utf-8")))
+  except (json.JSONDecodeError, TypeError) as e:
+    raise ValueError(f"{config_path} is not a model configuration: {e}"
+                     ) from None
+  try:
+    tensors = safetensors.numpy.load(weights_path.read_bytes())
+  except Exception as e:  # the library's own class is not public
+    raise ValueError(f"{weights_path} is truncated or not a safetensors file: "
+                     f"{e}") from None
+  model = Transformer(config)
+  expected = flax.traverse_util.flatten_dict(
+      jax.eval_shape(model.init, jax.random.key(0)), sep=".")
+  for name in sorted(set(expected) | set(tensors)):
+    has = tensors[name].shape if name in tensors else "nothing"
+    wants = expected[name].shape if name in expected else "nothing"
+    if has != wants:
+      raise ValueError(
+          f"{weights_path} holds {has} for {name} where {config_path.name} "
+          f"asks for {wants}; the two files do not belong together")
+  dtype = dtype or default_dtype()
+  params = {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
+  return model, flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def _write_atomically(path, data: bytes) -> None:
+  temporary = path.with_name(path.name + ".partial")
+  with open(temporary, "wb") as f:
+    f.write(data)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)

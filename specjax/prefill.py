@@ -1,0 +1,45 @@
+"""Reading prompts into a cache."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+
+_CHUNK = 256  # tokens of a pass: bounds the [S, S] mask and the attention
+
+
+def padded_length(longest: int) -> int:
+  """Columns that prompts are padded to, so that few shapes are compiled."""
+  step = 32 if longest <= _CHUNK else _CHUNK
+  return -(-longest // step) * step
+
+
+def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
+  """Runs a model over right-padded prompts, a chunk of columns at a time.
+
+  Args:
+    model: a `ModelFn`.
+    params: its parameters.
+    prompt: `padded_length` columns.
+
+  Returns:
+    `hidden [B, P, D]` and a cache that holds all but the last token of every
+    row: the root of the first draft is not in it. `logits` is None.
+  """
+  batch, columns = prompt.tokens.shape
+  size = min(columns, _CHUNK)
+  chunks = prompt.tokens.reshape(batch, -1, size).swapaxes(0, 1)
+  depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+  causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)),
+                            (batch, size, size))
+
+  def read(cache, tokens):
+    out = model(params, tokens, depths, causal, cache)
+    return out.cache.rollback(cache.lengths + size), out.hidden
+
+  cache, hidden = jax.lax.scan(
+      read, model.init_cache(params, batch, prompt.capacity), chunks)
+  hidden = hidden.swapaxes(0, 1).reshape(batch, columns, -1)
+  return ModelOutput(logits=None, hidden=hidden,
+                     cache=cache.rollback(prompt.lengths - 1))

@@ -1,0 +1,47 @@
+"""Optimisers and schedules for small decoders."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def trapezoid(peak: float, steps: int, warmup: int, decay: int):
+  """Linear warm-up, a plateau, and a linear descent to 0 in the last steps."""
+  warmup, decay = max(warmup, 1), max(decay, 1)
+
+  def schedule(step):
+    step = jnp.asarray(step, jnp.float32)
+    rise = (step + 1) / warmup
+    fall = (steps - step) / decay
+    return peak * jnp.clip(jnp.minimum(rise, fall), 0.0, 1.0)
+
+  return schedule
+
+
+def adamw(schedule) -> optax.GradientTransformation:
+  """AdamW with the settings common for language models."""
+  return optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1,
+                  mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)))
+
+
+def muon(schedule, embedding_ratio: float = 0.15
+         ) -> optax.GradientTransformation:
+  """Muon (Jordan et al., 2024) on the layers' matrices, Adam on the rest.
+
+  Args:
+    schedule: learning rate of the matrices; 0.02 is the usual peak.
+    embedding_ratio: Adam's learning rate over Muon's, for the embedding
+      table, the head and the norms.
+  """
+  def is_matrix(path, x):
+    name = jax.tree_util.keystr(path)
+    hidden = x.ndim == 2 and "embedding" not in name and "head" not in name
+    return optax.contrib.MuonDimensionNumbers() if hidden else None
+
+  return optax.contrib.muon(
+      schedule, adam_b2=0.95,
+      adam_learning_rate=lambda step: embedding_ratio * schedule(step),
+      muon_weight_dimension_numbers=lambda params:
+          jax.tree_util.tree_map_with_path(is_matrix, params))

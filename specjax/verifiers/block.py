@@ -1,0 +1,65 @@
+"""Block verification: judge the whole block together.
+
+Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"
+(arXiv:2403.10444, Algorithm 2). Lossless, and no rule that emits one extra
+token and then continues with the unmodified target accepts more (Theorem 2).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import residual
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """Stops at the last i whose independent coin of bias h_i shows heads."""
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs, state=None) -> Law:
+    """The law of the outcome for one chain.
+
+    Args:
+      draft: a chain of N nodes.
+      target_probs: `[N, V]`, p behind every node.
+      state: unused.
+
+    Returns:
+      With p_0 = 1, p_i = min(1, p_{i-1} p/q) and S_i = sum_x (p_i p - q)+:
+      h_i = S_i / (S_i + 1 - p_i), h_0 = 1; stop[i] = h_i prod_{j>i} (1 - h_j);
+      next_token[i] = norm((p_i p - q)+). At the end of the draft q is 0, so
+      that h_N = p_N and the extra token follows p without a special case.
+    """
+    del state
+    survive = self.survival(draft, target_probs)
+    rest = jnp.maximum(
+        survive[:, None] * target_probs
+        - residual.next_draft_probs(draft, target_probs), 0)
+    mass = jnp.sum(rest, axis=-1)
+    # The parentheses keep h <= 1 in floating point: left to right, it exceeds
+    # 1 in a third of the rounds and a stop probability turns negative.
+    total = mass + (1 - survive)
+    heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
+    heads = heads.at[0].set(1)
+    tails_behind = jnp.cumprod((1 - heads)[::-1])[::-1]
+    tails_behind = jnp.append(tails_behind[1:], jnp.ones_like(heads[:1]))
+    return Law(stop=heads * tails_behind,
+               next_token=residual.normalised(rest, target_probs))
+
+  def survival(self, draft: Draft, target_probs):
+    """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""
+    ratios = residual.chain_ratios(draft, target_probs)
+    one = jnp.ones((), ratios.dtype)
+
+    def step(survive, ratio):
+      survive = jnp.minimum(one, survive * ratio)
+      return survive, survive
+
+    _, survive = jax.lax.scan(step, one, ratios, unroll=8)
+    return jnp.concatenate([one[None], survive])

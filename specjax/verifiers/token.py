@@ -1,0 +1,48 @@
+"""Token verification: accept token by token, stop at the first rejection.
+
+Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
+(arXiv:2302.01318, Algorithm 2).
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import residual
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+  """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless."""
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs, state=None) -> Law:
+    """The law of the outcome for one chain.
+
+    Args:
+      draft: a chain of N nodes.
+      target_probs: `[N, V]`, p behind every node.
+      state: unused.
+
+    Returns:
+      stop[i] = prod_{j<=i} a_j (1 - a_{i+1}) with a_i = min(1, p/q) and
+      a_N = 0; next_token[i] = norm((p_i - q_i)+), which is p_N at the end.
+    """
+    del state
+    accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
+    one = jnp.ones((1,), accept.dtype)
+    reach = jnp.concatenate([one, jnp.cumprod(accept)])
+    reject = jnp.concatenate([1 - accept, one])
+    rest = target_probs - residual.next_draft_probs(draft, target_probs)
+    return Law(
+        stop=reach * reject,
+        next_token=residual.normalised(jnp.maximum(rest, 0), target_probs))
+
+  def survival(self, draft: Draft, target_probs):
+    """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""
+    accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
+    return jnp.concatenate([jnp.ones((1,), accept.dtype), jnp.cumprod(accept)])
