@@ -1,2 +1,50 @@
+"""Metadata and extras of specjax."""
+
+import pathlib
+import re
+
 import setuptools
-setuptools.setup()
+
+_ROOT = pathlib.Path(__file__).parent
+_VERSION = re.search(r'__version__ = "([^"]+)"',
+                     (_ROOT / "specjax/__init__.py").read_text()).group(1)
+
+_EXPERIMENTS = ["matplotlib", "tensorboardX", "tqdm"]
+
+setuptools.setup(
+    name="specjax",
+    version=_VERSION,
+    description="Speculative decoding as probability laws, in JAX and Flax",
+    long_description=(_ROOT / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=setuptools.find_packages(include=["specjax", "specjax.*"]),
+    package_data={"specjax": ["py.typed", "models/zoo/**/*"]},
+    install_requires=[
+        "absl-py",
+        "chex",
+        "flax>=0.10",
+        "jax>=0.8",
+        "numpy",
+        "optax>=0.2.5",
+        "orbax-checkpoint",
+        "safetensors",
+        "tokenizers",
+    ],
+    extras_require={
+        "experiments": _EXPERIMENTS,
+        "datasets": ["datasets"],
+        "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
+                 "pytest-timeout", "ruff", "scipy"],
+        "tpu-aot": ["libtpu"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
