@@ -1,0 +1,191 @@
+"""Fakes for tests of rules and drafters, and the one assertion they need.
+
+`MarkovModel` is a language model that is a table, `OracleDrafter` proposes
+what it is told, `tiny_pair` is a real pair of transformers with weights that
+make their laws far from uniform, and `assert_lossless` is the proof.
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import exact
+from specjax.models.transformer import Transformer
+from specjax.models.transformer import TransformerConfig
+from specjax.types import Draft
+from specjax.types import ModelOutput
+
+
+@struct.dataclass
+class LengthCache:
+  """The cache of a model that needs no past.
+
+  Attributes:
+    lengths: `[B]` int32, committed tokens of each row.
+  """
+
+  lengths: jax.Array
+
+  def commit(self, path, count) -> "LengthCache":
+    """Counts `count [B]` nodes of `path [B, N]` as committed."""
+    del path
+    return self.replace(lengths=self.lengths + count)
+
+  def rollback(self, lengths) -> "LengthCache":
+    """Forgets everything behind `lengths [B]`."""
+    return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovModel:
+  """A `ModelFn` whose law depends on the current token alone.
+
+  Its params are a table `[V, V]`: row t holds the logits of what follows
+  token t. It compiles in a moment and its joint laws are products of rows.
+
+  Attributes:
+    vocab_size: V.
+    context_length: longest sequence that the loop may decode, in tokens.
+  """
+
+  vocab_size: int
+  context_length: int = 256
+
+  def init(self, key, scale: float = 1.0):
+    """A random table `[V, V]` of logits with standard deviation `scale`."""
+    return scale * jax.random.normal(key, (self.vocab_size, self.vocab_size))
+
+  def init_cache(self, params, batch: int, capacity: int) -> LengthCache:
+    """The cache of `batch` empty rows; nothing needs `capacity`."""
+    del params, capacity
+    return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    """Logits `[B, S, V]` behind `tokens [B, S]`; they are `hidden` as well."""
+    del depths, ancestors
+    logits = params[tokens].astype(jnp.float32)
+    return ModelOutput(logits=logits, hidden=logits, cache=cache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OracleDrafter:
+  """Proposes tokens that it is given, with certainty.
+
+  `params["drafter"]` is `[B, T]` int32: entry t is the token proposed for
+  position t of the row, the prompt included. Positions behind T are padding.
+  With the target's own greedy continuation every draft is accepted, and an
+  EOS can be put anywhere inside a draft.
+
+  Attributes:
+    gamma: drafted tokens of a round.
+    vocab_size: V; the decoder fills it in.
+  """
+
+  gamma: int
+  vocab_size: int | None = None
+
+  chain = True
+  autoregressive = True
+  proposal = "deterministic"
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  def bind(self, target, transform) -> "OracleDrafter":
+    """The same drafter, for this target."""
+    del transform
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+  def init(self, params, prompt, prefill_output):
+    del params, prompt, prefill_output
+
+  def propose(self, params, keys, state):
+    """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
+    del keys
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    positions = state.lengths[:, None] + jnp.arange(self.gamma)
+    tokens = jnp.take_along_axis(params["drafter"], positions, axis=1,
+                                 mode="fill", fill_value=self.vocab_size)
+    probs = jax.nn.one_hot(tokens, self.vocab_size)
+    return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), state.drafter
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """Nothing: there is no state."""
+    del params, draft, verdict, target_output, count
+    return drafter_state
+
+
+class TinyPair(NamedTuple):
+  """Two small transformers that agree often, but not always.
+
+  Attributes:
+    target: a `Transformer`.
+    drafter: another one, or the same where `noise` alone tells them apart.
+    params: `{"target": ..., "drafter": ...}`, as a `Decoder` takes them.
+  """
+
+  target: Transformer
+  drafter: Transformer
+  params: dict[str, Any]
+
+
+def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 10.0,
+              noise: float = 0.5, **config) -> TinyPair:
+  """A random pair whose laws are far from uniform and depend on the context.
+
+  Args:
+    vocab_size: V.
+    seed: of the weights.
+    scale: of the matrices over their initial size; at 1 a random model's laws
+      are almost uniform, and a test of them sees little.
+    noise: standard deviation of what is added to the target's weights to make
+      the drafter's, over that of the weights; 0 makes them equal.
+    **config: sizes that differ from the default `TransformerConfig` (width
+      16, one layer of two heads sharing one key-value head, untied).
+
+  Returns:
+    A `TinyPair`.
+  """
+  sizes = dict(width=16, layers=1, heads=2, kv_heads=1, head_dim=8,
+               mlp_width=16, context_length=512, tie_embeddings=False)
+  model = Transformer(TransformerConfig(
+      vocab_size=vocab_size, **{**sizes, **config}))
+  key, *keys = jax.random.split(jax.random.key(seed), 3)
+
+  def matrices(change, params, key):
+    leaves, structure = jax.tree.flatten(params)
+    new = [change(x, k) if x.ndim > 1 else x
+           for x, k in zip(leaves, jax.random.split(key, len(leaves)))]
+    return jax.tree.unflatten(structure, new)
+
+  def disturbed(x, key):
+    other = jax.random.normal(key, x.shape) * jnp.std(x)
+    return (x + noise * other) / (1 + noise**2) ** 0.5
+
+  target = matrices(lambda x, _: scale * x, model.init(keys[0]), key)
+  return TinyPair(model, model, {
+      "target": target, "drafter": matrices(disturbed, target, keys[1])})
+
+
+def assert_lossless(verifier, **kwargs) -> exact.Certificate:
+  """Enumerates a rule on chains and raises where it is not lossless.
+
+  Args:
+    verifier: any object with `law(draft, target_probs)`.
+    **kwargs: of `exact.certify`.
+
+  Returns:
+    The certificate.
+
+  Raises:
+    AssertionError: the rule is not lossless; the message is the certificate.
+  """
+  certificate = exact.certify(verifier, **kwargs)
+  if not certificate.lossless:
+    raise AssertionError(f"{type(verifier).__name__} is {certificate}")
+  return certificate

@@ -1,0 +1,369 @@
+"""Proofs that Token and Block are exact, and defects that must be caught."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import exact
+from specjax import testing
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import Block
+from specjax.verifiers import residual
+from specjax.verifiers import Token
+
+_RULES = [Token(), Block()]
+_ONCE = dict(rounds=1, gammas=(1, 2, 3))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("rule", _RULES)
+def test_rule_is_lossless(rule, dtype, rounds):
+  # Broken: the emitted text no longer follows the target's law.
+  found = testing.assert_lossless(rule, dtype=dtype, rounds=rounds)
+  assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
+  assert found.models == 2 * 4 * 7
+  assert 1 < found.expected_tokens <= found.bound + 1e-12
+
+
+def test_paper_example():
+  # Broken: the rules are not those of arXiv:2403.10444, section 2.
+  pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
+  expected = {rule: exact.enumerate_chains(rule, pair, 2).expected_accepted
+              for rule in _RULES}
+  assert abs(expected[Token()] - 10 / 9) <= 1e-12
+  assert abs(expected[Block()] - 11 / 9) <= 1e-12
+  assert abs(exact.full_information_optimum(pair, 2) - 12 / 9) <= 1e-12
+
+
+def _chains(pair, gamma):
+  """Every draft that q can produce: its tokens, q(x), the rows of q and p."""
+  vocab = pair.vocab_size
+  rows = []
+  for tokens in itertools.product(range(vocab), repeat=gamma):
+    at = [int(sum(t * vocab**(i - 1 - j) for j, t in enumerate(tokens[:i])))
+          for i in range(gamma + 1)]
+    p = np.stack([pair.p[i][at[i]] for i in range(gamma + 1)])
+    q = np.stack([pair.q[i][at[i]] for i in range(gamma)])
+    drawn = np.prod([q[i, t] for i, t in enumerate(tokens)])
+    if drawn > 0:
+      rows.append((np.array(tokens, np.int32), drawn, q, p))
+  return [np.stack(column) for column in zip(*rows)]
+
+
+def _evaluate(method, tokens, q, p):
+  with jax.enable_x64(True):
+    return jax.tree.map(np.asarray, _compiled(method)(tokens, q, p))
+
+
+@functools.cache
+def _compiled(method):
+  return jax.jit(jax.vmap(
+      lambda tokens, q, p: method(Draft.chain(0, tokens, q), p)))
+
+
+def test_block_equals_token_for_one_drafted_token():
+  # Broken: the two rules differ where the paper says that they coincide.
+  tokens, _, q, p = _chains(exact.random_pair("dense", 4, 2, 0), 1)
+  token, block = (_evaluate(rule.law, tokens, q, p) for rule in _RULES)
+  np.testing.assert_allclose(block.stop, token.stop, atol=1e-14)
+  np.testing.assert_allclose(block.stop[..., None] * block.next_token,
+                             token.stop[..., None] * token.next_token,
+                             atol=1e-14)
+
+
+def _survival_by_the_book(rule, tokens, q, p):
+  """P(tau >= i | x^i) in plain Python, from the papers' formulas."""
+  survive = [1.0]
+  for i, token in enumerate(tokens):
+    ratio = p[i, token] / q[i, token]
+    survive.append(survive[-1] * min(1, ratio) if isinstance(rule, Token)
+                   else min(1, survive[-1] * ratio))
+  return survive
+
+
+@pytest.mark.parametrize("kind,seed", [("dense", 1), ("mixed", 1),
+                                       ("mixed", 10)])
+def test_survival_is_ordered_and_has_the_mean_of_the_law(kind, seed):
+  # Broken: block length statistics are biased, or block verification lost
+  # its advantage on some draft.
+  pair = exact.random_pair(kind, 3, 5, seed)
+  tokens, drawn, q, p = _chains(pair, 4)
+  survival, mean = {}, {}
+  for rule in _RULES:
+    survival[rule] = _evaluate(rule.survival, tokens, q, p)
+    by_the_book = [_survival_by_the_book(rule, *row)
+                   for row in zip(tokens, q, p)]
+    np.testing.assert_allclose(survival[rule], by_the_book, atol=1e-13)
+    law = _evaluate(rule.law, tokens, q, p)
+    mean[rule] = drawn @ law.stop @ np.arange(5)
+    assert abs(drawn @ survival[rule][:, 1:].sum(-1) - mean[rule]) <= 1e-12
+    found = exact.enumerate_chains(rule, pair, 4)
+    assert abs(found.expected_accepted - mean[rule]) <= 1e-12
+  assert (survival[Block()] >= survival[Token()] - 1e-13).all()
+  assert mean[Token()] + 1e-3 < mean[Block()]
+  assert mean[Block()] <= exact.full_information_optimum(pair, 4) + 1e-12
+
+
+# Planted defects: each is a mistake somebody made, and each must be caught.
+
+
+def _block_parts(draft, p):
+  survive = Block().survival(draft, p)
+  q = residual.next_draft_probs(draft, p)
+  rest = jnp.maximum(survive[:, None] * p - q, 0)
+  mass = rest.sum(-1)
+  total = mass + (1 - survive)
+  heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
+  return survive, q, rest, heads.at[0].set(1)
+
+
+def _last_heads(heads):
+  tails = jnp.cumprod((1 - heads)[::-1])[::-1]
+  return heads * jnp.append(tails[1:], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ResidualOfOne:
+  """The residual takes 1 in place of p_tau."""
+
+  def law(self, draft, p, state=None):
+    rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
+    return Block().law(draft, p).replace(
+        next_token=residual.normalised(rest, p))
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstTails:
+  """Stops at the first u >= h instead of the last u < h."""
+
+  def law(self, draft, p, state=None):
+    heads = _block_parts(draft, p)[-1]
+    stop = jnp.cumprod(heads) * (1 - jnp.append(heads[1:], 0))
+    return Block().law(draft, p).replace(stop=stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SurvivalForHeads:
+  """Accepts a prefix with p_i in place of h_i."""
+
+  def law(self, draft, p, state=None):
+    stop = _last_heads(_block_parts(draft, p)[0])
+    return Block().law(draft, p).replace(stop=stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoMinimum:
+  """p_i is the product of the ratios, not capped at 1."""
+
+  def law(self, draft, p, state=None):
+    ratios = residual.chain_ratios(draft, p)
+    survive = jnp.concatenate([jnp.ones_like(ratios[:1]), jnp.cumprod(ratios)])
+    rest = jnp.maximum(
+        survive[:, None] * p - residual.next_draft_probs(draft, p), 0)
+    mass = rest.sum(-1)
+    total = mass + 1 - survive
+    heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
+    return Law(stop=_last_heads(jnp.clip(heads, 0, 1).at[0].set(1)),
+               next_token=residual.normalised(rest, p))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneUniform:
+  """All positions share one uniform number."""
+
+  def law(self, draft, p, state=None):
+    heads = _block_parts(draft, p)[-1]
+    behind = jnp.append(jax.lax.cummax(heads, reverse=True)[1:], 0)
+    return Block().law(draft, p).replace(
+        stop=jnp.maximum(heads - behind, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScalarResidual:
+  """The residual subtracts q of the rejected token from every entry."""
+
+  def law(self, draft, p, state=None):
+    q = residual.next_draft_probs(draft, p)
+    picked = jnp.take_along_axis(q[:-1], draft.tokens[1:, None], axis=1)
+    rest = jnp.maximum(p - jnp.append(picked, 0)[:, None], 0)
+    return Token().law(draft, p).replace(
+        next_token=residual.normalised(rest, p))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoResidual:
+  """The extra token follows p after a rejection too."""
+
+  def law(self, draft, p, state=None):
+    return Token().law(draft, p).replace(next_token=p)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SwappedRatio:
+  """Accepts with q/p in place of p/q."""
+
+  def law(self, draft, p, state=None):
+    ratios = residual.chain_ratios(draft, p)
+    accept = jnp.where(
+        ratios > 0, jnp.minimum(1, 1 / jnp.where(ratios > 0, ratios, 1)), 0)
+    stop = jnp.append(1, jnp.cumprod(accept)) * jnp.append(1 - accept, 1)
+    return Token().law(draft, p).replace(stop=stop)
+
+
+@pytest.mark.parametrize("rule", [
+    _ResidualOfOne(), _FirstTails(), _SurvivalForHeads(), _NoMinimum(),
+    _OneUniform(), _ScalarResidual(), _NoResidual(), _SwappedRatio()])
+def test_certify_rejects_a_wrong_rule(rule):
+  # Broken: the proof accepts rules that are known to be wrong.
+  found = exact.certify(rule, **_ONCE)
+  assert not found.lossless
+  assert found.total_variation > 1e-3
+  assert "NOT LOSSLESS" in str(found) and found.witness
+  with pytest.raises(AssertionError, match="NOT LOSSLESS"):
+    testing.assert_lossless(rule, **_ONCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SlightlyNegative:
+  """A stop probability of -1e-10: no total variation sees it."""
+
+  def law(self, draft, p, state=None):
+    law = Token().law(draft, p)
+    off = 1e-10 * (jnp.arange(law.stop.shape[0]) == 0)
+    stop = jnp.where(law.stop[0] == 0, law.stop - off, law.stop)
+    return law.replace(stop=stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnguardedResidual:
+  """0/0 where p equals q."""
+
+  def law(self, draft, p, state=None):
+    law = Token().law(draft, p)
+    rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
+    # Rounding left a little mass on a stop that p == q never takes.
+    stop = law.stop * (1 - 1e-9) + 1e-9 / law.stop.shape[0]
+    return law.replace(stop=stop,
+                       next_token=rest / rest.sum(-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeakyStop:
+  """Probabilities of stopping that do not sum to 1."""
+
+  def law(self, draft, p, state=None):
+    law = Token().law(draft, p)
+    return law.replace(stop=law.stop.at[-1].multiply(1 - 1e-5))
+
+
+@pytest.mark.parametrize("rule,defect", [
+    (_SlightlyNegative(), "a law is negative"),
+    (_UnguardedResidual(), "a law is not finite"),
+    (_LeakyStop(), "stop does not sum to 1")])
+def test_certify_rejects_what_is_no_law(rule, defect):
+  # Broken: a law that would give a sampler NaN or a bias passes, because its
+  # enumerated total variation is small.
+  found = exact.certify(rule, **_ONCE)
+  assert not found.lossless
+  assert defect in found.defects
+  assert defect in str(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unparenthesised:
+  """Block verification with S + 1 - p evaluated from left to right."""
+
+  def law(self, draft, p, state=None):
+    survive, _, rest, _ = _block_parts(draft, p)
+    mass = rest.sum(-1)
+    total = (mass + 1) - survive
+    heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
+    return Block().law(draft, p).replace(
+        stop=_last_heads(heads.at[0].set(1)))
+
+
+def test_certify_sees_the_missing_parentheses_in_float32():
+  # Broken: a stop probability of -1e-8, whose logarithm is NaN, passes.
+  found = exact.certify(_Unparenthesised(), dtype="float32", **_ONCE)
+  assert found.total_variation < 1e-5
+  assert "a law is negative" in found.defects
+  assert exact.certify(_Unparenthesised(), **_ONCE).total_variation < 1e-12
+
+
+# What the loop relies on besides losslessness.
+
+
+def _random_chain(gamma, vocab, seed, dtype=np.float64):
+  rng = np.random.default_rng(seed)
+  q = rng.dirichlet(np.ones(vocab), gamma).astype(dtype)
+  p = rng.dirichlet(np.ones(vocab), gamma + 1).astype(dtype)
+  tokens = np.array([rng.choice(vocab, p=row / row.sum()) for row in q])
+  return tokens, q, p
+
+
+@pytest.mark.parametrize("padding_token", [0, 7])
+@pytest.mark.parametrize("rule", _RULES)
+def test_zero_rows_are_padding(rule, padding_token):
+  # Broken: ragged drafts and look-ahead positions (ids >= V) change the law.
+  tokens, q, p = _random_chain(5, 4, seed=3)
+  padded_tokens, padded_q = tokens.copy(), q.copy()
+  padded_tokens[3:], padded_q[3:] = padding_token, 0
+  short = _evaluate(rule.law, tokens[None, :3], q[None, :3], p[None, :4])
+  padded = _evaluate(rule.law, padded_tokens[None], padded_q[None], p[None])
+  np.testing.assert_allclose(padded.stop[0, :4], short.stop[0], atol=1e-15)
+  assert (padded.stop[0, 4:] == 0).all()
+  np.testing.assert_allclose(padded.next_token[0, :4], short.next_token[0],
+                             atol=1e-15)
+
+
+_EYE = np.eye(4)
+_ROWS = {
+    "zero": np.zeros(4), "one_hot": _EYE[0], "other": _EYE[1],
+    "uniform": np.full(4, 0.25), "half": np.array([0.5, 0.5, 0, 0]),
+    "tiny": np.array([1 - 3e-30, 1e-30, 1e-30, 1e-30])}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rule", _RULES)
+def test_degenerate_laws_stay_laws(rule, dtype):
+  # Broken: 0/0 gives NaN for zero, one-hot, equal or disjoint p and q.
+  cases = itertools.product(
+      itertools.product(range(4), repeat=2),
+      itertools.product(_ROWS, repeat=2),
+      itertools.product(list(_ROWS)[1:], repeat=2))
+  tokens, q, p = [], [], []
+  for token, q_names, p_names in cases:
+    tokens.append(token)
+    q.append([_ROWS[name] for name in q_names])
+    p.append([_ROWS[name] for name in (*p_names, "half")])
+  law = _evaluate(rule.law, np.array(tokens), np.array(q, dtype),
+                  np.array(p, dtype))
+  assert law.stop.dtype == law.next_token.dtype == dtype
+  assert np.isfinite(law.stop).all() and (law.stop >= 0).all()
+  assert np.isfinite(law.next_token).all() and (law.next_token >= 0).all()
+  np.testing.assert_allclose(law.stop.sum(-1), 1, atol=1e-6)
+  np.testing.assert_allclose(law.next_token.sum(-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", _RULES)
+def test_one_hot_target_is_greedy_matching(rule):
+  # Broken: temperature 0 is no greedy decoding.
+  tokens, q, p = (np.stack(column) for column in zip(
+      *[_random_chain(4, 3, seed) for seed in range(60)]))
+  best = p.argmax(-1)
+  for i in range(1, 60, 2):  # long matches too
+    tokens[i, :i % 5] = best[i, :i % 5]
+  law = _evaluate(rule.law, tokens, q, np.eye(3)[best])
+  matches = np.cumprod(tokens == best[:, :-1], axis=-1).sum(-1)
+  assert set(matches) == {0, 1, 2, 3, 4}
+  rows = np.arange(60)
+  np.testing.assert_array_equal(law.stop, np.eye(5)[matches])
+  np.testing.assert_allclose(law.next_token[rows, matches],
+                             np.eye(3)[best[rows, matches]], atol=1e-15)
