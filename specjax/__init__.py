@@ -8,6 +8,7 @@ from specjax import sampling
 from specjax import topology
 from specjax import verifiers
 from specjax.kv_cache import KVCache
+from specjax.models import zoo
 from specjax.rounds import Decoder
 from specjax.rounds import DecodeState
 from specjax.rounds import Generation
@@ -48,4 +49,5 @@ __all__ = [
     "sampling",
     "topology",
     "verifiers",
+    "zoo",
 ]

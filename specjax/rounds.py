@@ -9,7 +9,8 @@ nothing inside talks to the host.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 from flax import struct
 import jax

@@ -10,7 +10,9 @@ Axis letters, used in every docstring of specjax:
 p is the target's law and q the drafter's, as in the papers.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
 
 from flax import struct
 import jax

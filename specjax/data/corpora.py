@@ -7,6 +7,7 @@ in every other one too.
 """
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import pathlib
@@ -92,8 +93,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
       documents = [Document(p.relative_to(path).as_posix(), read_text(p))
                    for p in files]
     elif path.suffix == ".jsonl":
-      documents = [Document(f"{path.name}:{i}", text)
-                   for i, text in enumerate(read_jsonl(path, field), 1)]
+      documents = list(_jsonl_documents(path, field))
     else:
       text = read_text(path)
       starts = range(0, len(text), _CHUNK_CHARACTERS)
@@ -116,10 +116,21 @@ def read_text(path) -> str:
                      "or give another file") from None
 
 
-def read_jsonl(path, field: str) -> list[str]:
-  """The field of every line of a JSONL file, or a `ValueError` naming it."""
-  texts = []
-  for number, line in enumerate(read_text(path).splitlines(), 1):
+def json_lines(path):
+  """Yields `(line number, object)` of a JSONL file, gzipped or not.
+
+  Raises:
+    ValueError: the file is not UTF-8, or a line is no JSON object.
+  """
+  path = pathlib.Path(path)
+  if path.suffix == ".gz":
+    try:
+      text = gzip.decompress(path.read_bytes()).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+      raise ValueError(f"{path} is not gzipped UTF-8 text: {e}") from None
+  else:
+    text = read_text(path)
+  for number, line in enumerate(text.split("\n"), 1):
     if not line.strip():
       continue
     try:
@@ -127,11 +138,29 @@ def read_jsonl(path, field: str) -> list[str]:
     except json.JSONDecodeError as e:
       raise ValueError(f"{path} line {number} is not JSON ({e.msg}); a .jsonl "
                        "file holds one JSON object a line") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-      raise ValueError(f"{path} line {number} has no text field {field!r}; "
-                       "name the field that holds the text")
-    texts.append(record[field])
-  return texts
+    if not isinstance(record, dict):
+      raise ValueError(f"{path} line {number} is a JSON "
+                       f"{type(record).__name__}; a .jsonl file holds one "
+                       "JSON object a line")
+    yield number, record
+
+
+def field_of(path, number: int, record: dict, field: str):
+  """The field of a JSONL record, or a `ValueError` that names what is there."""
+  if field not in record:
+    raise ValueError(f"{path} line {number} has no field {field!r}; it has "
+                     f"{', '.join(map(repr, record)) or 'none'}: name the "
+                     "field that holds the text")
+  return record[field]
+
+
+def _jsonl_documents(path, field):
+  for number, record in json_lines(path):
+    text = field_of(path, number, record, field)
+    if not isinstance(text, str):
+      raise ValueError(f"{path} line {number}: {field!r} is a "
+                       f"{type(text).__name__}; it must be a text")
+    yield Document(f"{path.name}:{number}", text)
 
 
 def _huggingface_documents(source, field):

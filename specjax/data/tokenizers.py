@@ -4,7 +4,10 @@ import pathlib
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders
+from tokenizers import models
+from tokenizers import pre_tokenizers
+from tokenizers import trainers
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -14,10 +17,15 @@ class Tokenizer:
 
   One special token, `<|endoftext|>`, stands before every document and so
   serves as beginning and end of a sequence (`bos`, `eos`).
+
+  Attributes:
+    backend: the `tokenizers.Tokenizer` that does the work.
+    bos: id of the token before every document.
+    eos: id of the token that ends a sequence, the same one.
   """
 
   def __init__(self, backend: tokenizers.Tokenizer):
-    self._backend = backend
+    self.backend = backend
     self.eos = backend.token_to_id(END_OF_TEXT)
     if self.eos is None:
       raise ValueError(f"the tokenizer has no token {END_OF_TEXT}; train it "
@@ -36,21 +44,21 @@ class Tokenizer:
       raise ValueError(f"{path} is not a tokenizer: {e}") from None
 
   def save(self, path) -> None:
-    self._backend.save(str(path))
+    self.backend.save(str(path))
 
   @property
   def vocab_size(self) -> int:
-    return self._backend.get_vocab_size()
+    return self.backend.get_vocab_size()
 
   def encode(self, text: str, bos: bool = True) -> list[int]:
     """Token ids of `text`, after the beginning-of-sequence token if `bos`."""
-    ids = self._backend.encode(text, add_special_tokens=False).ids
+    ids = self.backend.encode(text, add_special_tokens=False).ids
     return [self.bos, *ids] if bos else ids
 
   def decode(self, ids) -> str:
     """The text of `ids`; bytes that are not UTF-8 come out replaced."""
     ids = np.asarray(ids).tolist()
-    return self._backend.decode(ids, skip_special_tokens=True)
+    return self.backend.decode(ids, skip_special_tokens=True)
 
   def encode_stream(self, texts) -> np.ndarray:
     """All texts as one array: each after one end-of-text token, uint16."""
@@ -58,7 +66,7 @@ class Tokenizer:
       raise ValueError(f"vocabulary of {self.vocab_size} tokens; at most "
                        f"{2**16} fit the training array")
     pieces = []
-    for encoding in self._backend.encode_batch(
+    for encoding in self.backend.encode_batch(
         list(texts), add_special_tokens=False):
       pieces.append(np.asarray([self.bos, *encoding.ids], np.uint16))
     return np.concatenate(pieces)

@@ -1,11 +1,12 @@
 """The training loop: one compiled step, exact resume, metrics on disk."""
 
+from collections.abc import Callable
 import csv
 import dataclasses
 import functools
 import pathlib
 import time
-from typing import Any, Callable
+from typing import Any
 
 from flax import struct
 import jax

@@ -1,0 +1,274 @@
+"""Times the parts of a round against each other on this machine.
+
+Every figure is a ratio of two things timed in turn in one run, the median
+over interleaved pairs, because absolute times mean little on shared machines.
+Run it while nothing else runs:
+
+  python experiments/benchmark.py
+
+  bandwidth            weights and KV read by an autoregressive loop a second,
+                       over the bytes a second of a sum over a large array
+  round_overhead       a whole round at gamma 4 over (one verify pass + gamma
+                       draft steps) timed alone
+  allocation           a step with 4096 slots allocated over one with 256, 64
+                       of them used
+  block_over_token     a whole round under block over one under token
+                       verification
+  autoregressive_loop  decoding with an empty draft over a bare scan
+  pass_cost            a pass over 5, 9, 17 tokens over a pass over one
+
+The models are random: a Llama shape of 134M parameters with a drafter of 19M,
+and the bundled pair. The last line of stdout is one JSON object.
+"""
+
+import functools
+import json
+import statistics
+import sys
+import time
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+import tqdm
+
+import specjax as sj
+from specjax.sampling import sample
+
+_PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
+_GAMMA = flags.DEFINE_integer("gamma", 4, "draft length of the rounds", 1)
+_USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
+_SUM_MEGABYTES = flags.DEFINE_integer(
+    "sum_megabytes", 512, "size of the array that is summed", 1)
+_PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
+    "models", ["random", "bundled"], ["random", "bundled"],
+    "which pairs to time")
+
+_STEPS = 8  # passes of a timed call: the cost of the call itself is spread
+
+
+def _random_pair():
+  """A 134M target and a 19M drafter with random weights."""
+  common = dict(vocab_size=32_000, head_dim=64, context_length=8192,
+                tie_embeddings=False)
+  target = sj.models.Transformer(sj.models.TransformerConfig(
+      width=768, layers=12, heads=12, kv_heads=12, mlp_width=2048, **common))
+  drafter = sj.models.Transformer(sj.models.TransformerConfig(
+      width=256, layers=4, heads=4, kv_heads=4, mlp_width=688, **common))
+  dtype = sj.models.default_dtype()
+  params = {
+      name: jax.tree.map(lambda x: x.astype(dtype),
+                         jax.jit(model.init)(jax.random.key(seed)))
+      for seed, (name, model) in enumerate(
+          (("target", target), ("drafter", drafter)))}
+  return target, drafter, params
+
+
+def _bundled_pair():
+  pair = sj.zoo.load()
+  drafter = pair.drafters["small"]
+  return pair.target.model, drafter.model, {
+      "target": pair.target.params, "drafter": drafter.params}
+
+
+class _Timed:
+  """A compiled call `(params, carry) -> carry` that can be repeated.
+
+  The carry is donated and comes back with its lengths as they were, so that
+  every repetition does the same work in place.
+  """
+
+  def __init__(self, function, params, carry, steps=_STEPS):
+    self._function = jax.jit(function, donate_argnums=1)
+    self._params, self._carry, self._steps = params, carry, steps
+    self()
+
+  def __call__(self) -> float:
+    """Seconds of one step."""
+    start = time.perf_counter()
+    self._carry = jax.block_until_ready(
+        self._function(self._params, self._carry))
+    return (time.perf_counter() - start) / self._steps
+
+
+def _filled_cache(model, params, capacity, used):
+  cache = model.init_cache(params, 1, capacity)
+  return cache.rollback(jnp.full((1,), used, jnp.int32))
+
+
+def _passes(model, params, capacity, used, tokens):
+  """Repeated passes over a chain of `tokens` nodes, nothing committed."""
+  depths = jnp.arange(tokens, dtype=jnp.int32)[None]
+  ancestors = jnp.tril(jnp.ones((1, tokens, tokens), bool))
+
+  def run(params, carry):
+    def step(carry, _):
+      cache, ids = carry
+      out = model(params, ids, depths, ancestors, cache)
+      ids = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
+      return (out.cache, ids), None
+
+    return jax.lax.scan(step, carry, length=_STEPS)[0]
+
+  ids = jnp.ones((1, tokens), jnp.int32)
+  return _Timed(run, params,
+                (_filled_cache(model, params, capacity, used), ids))
+
+
+def _bare_autoregression(model, params, capacity, used):
+  """Sampling token by token in a scan: no loop of ours around it."""
+  depths, ancestors = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
+  transform = sj.LogitsTransform()
+
+  def run(params, carry):
+    cache, ids, key = carry
+
+    def step(carry, index):
+      cache, ids = carry
+      out = model(params, ids, depths, ancestors, cache)
+      token = sample(jax.random.fold_in(key, index),
+                     transform(out.logits)[0, 0])
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, token[None, None]), None
+
+    (new, ids), _ = jax.lax.scan(step, (cache, ids), jnp.arange(_STEPS))
+    return new.rollback(cache.lengths), ids, jax.random.fold_in(key, _STEPS)
+
+  return _Timed(run, params, (_filled_cache(model, params, capacity, used),
+                              jnp.ones((1, 1), jnp.int32), jax.random.key(0)))
+
+
+def _rounds(target, drafter, params, verifier, capacity, used):
+  """Whole rounds of the loop from a prompt of `used` tokens."""
+  decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
+  state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
+                          jax.random.key(0), limits=capacity // 2,
+                          capacity=capacity)
+
+  def run(params, state):
+    new, _ = jax.lax.scan(lambda s, _: decoder.decode_round(params, s), state,
+                          length=_STEPS)
+    cache = new.target_cache.rollback(state.target_cache.lengths)
+    return new.replace(lengths=state.lengths, target_cache=cache,
+                       done=state.done)
+
+  return _Timed(run, params, state)
+
+
+def _large_sum():
+  """One sum over a large array: what reading memory costs here."""
+  array = jnp.ones((_SUM_MEGABYTES.value * 2**18,), jnp.float32)
+  timed = _Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
+  return timed, array.nbytes
+
+
+def _bytes_read(model, params, used):
+  """Weights that a step reads and the keys and values in use, in bytes."""
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  if not model.config.tie_embeddings:  # then the table is only gathered from
+    weights -= params["embedding"].nbytes
+  c = model.config
+  slot = 2 * c.layers * c.kv_heads * c.head_dim
+  return weights + used * slot * params["embedding"].dtype.itemsize
+
+
+def _interleaved(progress, *timed):
+  """Seconds `[pairs][timed]`, taken in turn."""
+  rows = []
+  for _ in range(_PAIRS.value):
+    rows.append([t() for t in timed])
+    progress.update()
+  return rows
+
+
+def _median_ratio(rows, numerator, denominator):
+  """The median of a ratio of linear combinations of a row's times."""
+  return statistics.median(numerator(row) / denominator(row) for row in rows)
+
+
+def _ratios(name, target, drafter_model, params, progress):
+  """Every ratio of the module's docstring for one pair of models."""
+  gamma, used = _GAMMA.value, _USED.value
+  drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=gamma)
+  small, large = 256, 4096
+  rounds = functools.partial(_rounds, target, params=params,
+                             capacity=small, used=used)
+  target_pass = functools.partial(_passes, target, params["target"])
+  progress.set_description(name)
+  first, second = (lambda row: row[0]), (lambda row: row[1])
+  ratios = {}
+
+  large_sum, sum_bytes = _large_sum()
+  bare = _bare_autoregression(target, params["target"], small, used)
+  per_step = _bytes_read(target, params["target"], used) / sum_bytes
+  rows = _interleaved(progress, large_sum, bare)
+  ratios["bandwidth"] = _median_ratio(rows, lambda r: per_step * r[0], second)
+  sum_speed = sum_bytes / statistics.median(r[0] for r in rows)
+  del large_sum
+
+  loop = rounds(sj.drafters.Empty(), verifier=sj.verifiers.Token())
+  rows = _interleaved(progress, loop, bare)
+  ratios["autoregressive_loop"] = _median_ratio(rows, first, second)
+  del loop, bare
+
+  block = rounds(drafter, verifier=sj.verifiers.Block())
+  verify = target_pass(small, used, gamma + 1)
+  draft = _passes(drafter_model, params["drafter"], small, used, 1)
+  rows = _interleaved(progress, block, verify, draft)
+  ratios["round_overhead"] = _median_ratio(
+      rows, first, lambda r: r[1] + gamma * r[2])
+  del verify, draft
+
+  token = rounds(drafter, verifier=sj.verifiers.Token())
+  rows = _interleaved(progress, block, token)
+  ratios["block_over_token"] = _median_ratio(rows, first, second)
+  del block, token
+
+  one = target_pass(small, used, 1)
+  wide = target_pass(large, used, 1)
+  rows = _interleaved(progress, wide, one)
+  ratios["allocation"] = _median_ratio(rows, first, second)
+  del wide
+
+  ratios["pass_cost"] = {}
+  for size in (5, 9, 17):
+    many = target_pass(small, used, size)
+    rows = _interleaved(progress, many, one)
+    ratios["pass_cost"][str(size)] = _median_ratio(rows, first, second)
+  step_ms = 1e3 * statistics.median(r[1] for r in rows)
+  return ratios, {"sum_gb_per_second": sum_speed / 1e9,
+                  "step_milliseconds": step_ms}
+
+
+def main(argv):
+  del argv
+  load = {"random": _random_pair, "bundled": _bundled_pair}
+  device = jax.devices()[0]
+  print(f"device: {device.device_kind} ({device.platform}), jax "
+        f"{jax.__version__}")
+  results = {}
+  progress = tqdm.tqdm(total=8 * _PAIRS.value * len(_PAIRS_OF_MODELS.value),
+                       file=sys.stderr, dynamic_ncols=True)
+  for name in _PAIRS_OF_MODELS.value:
+    target, drafter, params = load[name]()
+    ratios, absolute = _ratios(name, target, drafter, params, progress)
+    results[name] = {"ratios": ratios, **absolute}
+  progress.close()
+  for name, result in results.items():
+    print(f"\n{name} pair (a step {result['step_milliseconds']:.2f} ms, a "
+          f"large sum {result['sum_gb_per_second']:.1f} GB/s)")
+    for key, value in result["ratios"].items():
+      if isinstance(value, dict):
+        for size, cost in value.items():
+          print(f"  {key + ' ' + size:22s} {cost:6.3f}")
+      else:
+        print(f"  {key:22s} {value:6.3f}")
+  main_pair = _PAIRS_OF_MODELS.value[0]
+  print(json.dumps({"study": "benchmark", "device": device.device_kind,
+                    "ratios": results[main_pair]["ratios"],
+                    "pairs": results}))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,51 @@
+"""What the experiment scripts share: models by flag, errors in one line."""
+
+import sys
+
+from absl import app
+from absl import logging
+
+import specjax as sj
+
+VERIFIERS = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block()}
+
+
+def run(main) -> None:
+  """`app.run` for a `main` whose `ValueError`s are the user's to mend.
+
+  They end the program with one line on stderr instead of a traceback.
+  """
+  def guarded(argv):
+    if argv[1:]:
+      raise app.UsageError(f"unexpected argument {argv[1]!r}; see --help")
+    logging.set_verbosity(logging.WARNING)
+    try:
+      main()
+    except (ValueError, FloatingPointError) as e:
+      sys.exit(f"error: {e}")
+
+  app.run(guarded)
+
+
+def load_models(target: str, drafters: list[str]):
+  """The models that the flags --target and --drafter name.
+
+  Args:
+    target: "bundled", or the directory of a checkpoint with a tokenizer.
+    drafters: names of bundled drafters, or directories of checkpoints.
+
+  Returns:
+    `(target, {name: drafter}, tokenizer)`, each model a `zoo.Member`.
+  """
+  pair = sj.zoo.load()
+  tokenizer, target_member = pair.tokenizer, pair.target
+  if target != "bundled":
+    target_member = sj.zoo.Member(*sj.models.load_model(target))
+    tokenizer = sj.data.Tokenizer.load(f"{target}/tokenizer.json")
+  members = {}
+  for name in drafters:
+    if name in pair.drafters:
+      members[name] = pair.drafters[name]
+    else:
+      members[name] = sj.zoo.Member(*sj.models.load_model(name))
+  return target_member, members, tokenizer

@@ -1,0 +1,126 @@
+"""Text in, text streamed out, by speculative decoding.
+
+Tokens that the drafter proposed and the target accepted are green, the
+target's own (corrections and bonus tokens) red; a line of statistics follows.
+
+  python experiments/generate.py --prompt='def fibonacci(n):'
+  cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
+  python experiments/generate.py --drafter=none          # autoregressive
+
+The output has exactly the target's law, whatever the drafter and the verifier.
+"""
+
+import sys
+import time
+
+from absl import flags
+import common
+import jax
+import numpy as np
+from tokenizers import decoders
+
+import specjax as sj
+
+_PROMPT = flags.DEFINE_string(
+    "prompt", None, "the text to continue; default: standard input, or a line "
+    "of code where that is a terminal")
+_TARGET = flags.DEFINE_string(
+    "target", "bundled", "bundled, or a directory of train_lm.py")
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "small", "small, tiny, none, or a directory of train_lm.py")
+_VERIFIER = flags.DEFINE_enum(
+    "verifier", "block", sorted(common.VERIFIERS), "the verification rule")
+_GAMMA = flags.DEFINE_integer("gamma", 6, "drafted tokens of a round")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 is greedy")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "least share of the likeliest")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "tokens", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "of the sampling")
+_COLOR = flags.DEFINE_enum(
+    "color", "auto", ["auto", "always", "never"], "colour the tokens")
+
+_DEFAULT_PROMPT = "def read_lines(path):\n"
+_ROUNDS_A_CALL = 2  # rounds between two looks from the host
+_GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
+
+
+class _Printer:
+  """Prints tokens as they come, in colours, never half a character."""
+
+  def __init__(self, tokenizer, colored):
+    self._stream = decoders.DecodeStream(skip_special_tokens=True)
+    self._backend = tokenizer.backend
+    self._colored = colored
+
+  def prompt(self, ids):
+    for token in ids:
+      sys.stdout.write(self._stream.step(self._backend, int(token)) or "")
+
+  def round(self, ids, accepted):
+    """The tokens of a round, the first `accepted` of them drafted."""
+    for place, token in enumerate(ids):
+      text = self._stream.step(self._backend, int(token))
+      if text and self._colored:
+        text = (_GREEN if place < accepted else _RED) + text + _PLAIN
+      sys.stdout.write(text or "")
+    sys.stdout.flush()
+
+
+def _read_prompt():
+  if _PROMPT.value is not None:
+    return _PROMPT.value
+  return _DEFAULT_PROMPT if sys.stdin.isatty() else sys.stdin.read()
+
+
+def main():
+  names = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
+  target, drafters, tokenizer = common.load_models(_TARGET.value, names)
+  params = {"target": target.params}
+  drafter = sj.drafters.Empty()
+  for member in drafters.values():
+    params["drafter"] = member.params
+    drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
+  decoder = sj.Decoder(
+      target=target.model, drafter=drafter,
+      verifier=common.VERIFIERS[_VERIFIER.value],
+      transform=sj.LogitsTransform(
+          temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
+          top_p=_TOP_P.value, min_p=_MIN_P.value),
+      eos=tokenizer.eos)
+  text = _read_prompt()
+  if not text:
+    raise ValueError("the prompt is empty; give a text with --prompt or on "
+                     "standard input")
+  ids = tokenizer.encode(text)
+  prefill = lambda: decoder.prefill(
+      params, [ids], jax.random.key(_SEED.value),
+      limits=len(ids) + _MAX_NEW_TOKENS.value)
+  decoder.decode(params, prefill(), rounds=_ROUNDS_A_CALL)  # compile
+
+  colored = _COLOR.value == "always" or (
+      _COLOR.value == "auto" and sys.stdout.isatty())
+  printer = _Printer(tokenizer, colored)
+  printer.prompt(ids)
+  state, total, rounds, accepted = prefill(), 0, 0, 0
+  start, length = time.perf_counter(), len(ids)
+  while not bool(state.done[0]):
+    state, stats = decoder.decode(params, state, rounds=_ROUNDS_A_CALL)
+    sj.raise_if_not_finite(stats)
+    tokens = np.asarray(state.tokens[0])
+    for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
+                                np.asarray(stats.accepted[:, 0])):
+      printer.round(tokens[length:length + emitted], drafted)
+      length += emitted
+      accepted += drafted
+    rounds += int(stats.active[:, 0].sum())
+    total = length - len(ids)
+  seconds = time.perf_counter() - start
+  drafted = max(1, rounds * (decoder.drafter.num_nodes - 1))
+  print(f"\n\n{total} tokens in {rounds} rounds: {total / rounds:.2f} a round, "
+        f"{100 * accepted / drafted:.0f} % of the draft accepted, "
+        f"{total / seconds:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+  common.run(main)

@@ -1,0 +1,46 @@
+"""The trained pair in the box: a target and two drafters, no network needed.
+
+`CARD.md` beside this file says what they were trained on, by which command,
+and how good they are.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from specjax.data.tokenizers import Tokenizer
+from specjax.models.checkpoint import load_model
+from specjax.models.transformer import Transformer
+
+_DIRECTORY = pathlib.Path(__file__).parent
+DRAFTERS = ("small", "tiny")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Member:
+  """A model and its parameters."""
+
+  model: Transformer
+  params: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+  """A target, drafters by name, and the tokenizer that they share."""
+
+  target: Member
+  drafters: dict[str, Member]
+  tokenizer: Tokenizer
+
+
+def load(dtype=None) -> Pair:
+  """Loads the bundled pair.
+
+  Args:
+    dtype: of the parameters; None is float32 on CPU, else bfloat16.
+  """
+  member = lambda name: Member(*load_model(_DIRECTORY / name, dtype))
+  return Pair(
+      target=member("target"),
+      drafters={name: member(name) for name in DRAFTERS},
+      tokenizer=Tokenizer.load(_DIRECTORY / "tokenizer.json"))
