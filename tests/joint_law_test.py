@@ -1,0 +1,170 @@
+"""Sampled output against the exact joint law of three tokens.
+
+Enumeration proves the rules; this test sees what it does not: caches,
+positions, keys, the sampler, and which q the drafter reports. All seeds are
+fixed; a right program fails for one seed in a million.
+"""
+
+import dataclasses
+import functools
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import specjax as sj
+from specjax import testing
+
+_FALSE_ALARM = 1e-6
+_VOCAB = 5
+_HORIZON = 3
+_ROWS = 8192
+_PROMPT = [1, 3, 0, 2]
+_BLOCK = sj.verifiers.Block()
+_PLAIN = sj.LogitsTransform()
+_NUCLEUS = sj.LogitsTransform(temperature=0.7, top_p=0.9)
+
+
+@functools.cache
+def _pair():
+  return testing.tiny_pair(_VOCAB, seed=2)
+
+
+def _exact(transform):
+  """`[V**3]`, the law of three tokens from passes without a cache."""
+  pair = _pair()
+  digits = np.indices((_VOCAB,) * _HORIZON).reshape(_HORIZON, -1).T
+  prompt = np.tile(_PROMPT, (len(digits), 1))
+  tokens = np.concatenate([prompt, digits], axis=1).astype(np.int32)
+  logits = jax.jit(pair.target)(pair.params["target"], tokens).logits
+  probs = np.asarray(transform(logits[:, len(_PROMPT) - 1:-1]), np.float64)
+  return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
+
+
+def _p_value(tokens, law):
+  """Of the chi-square test that `tokens [rows, 3]` follow `law [V**3]`."""
+  cells = tokens @ _VOCAB ** np.arange(_HORIZON)[::-1]
+  counts = np.bincount(cells, minlength=law.size)
+  if counts[law == 0].any():
+    return 0.0  # an impossible outcome
+  expected = law / law.sum() * len(tokens)
+  few = expected < 10
+  counts, expected = (np.append(x[~few], x[few].sum())
+                      for x in (counts, expected))
+  kept = expected > 0
+  statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
+  return scipy.stats.chi2.sf(statistic, kept.sum() - 1)
+
+
+def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
+                     verifier=_BLOCK, gamma=2):
+  pair = _pair()
+  drafter = drafter or sj.drafters.LanguageModel
+  decoder = sj.Decoder(
+      target=target or pair.target, verifier=verifier, transform=transform,
+      drafter=drafter(model=pair.drafter, gamma=gamma))
+  state = decoder.prefill(pair.params, [_PROMPT] * _ROWS, jax.random.key(seed),
+                          limits=len(_PROMPT) + _HORIZON)
+  state, stats = decoder.decode_until(pair.params, state)
+  sj.raise_if_not_finite(stats)
+  tokens = np.asarray(state.tokens)[:, len(_PROMPT):len(_PROMPT) + _HORIZON]
+  return _p_value(tokens, _exact(transform))
+
+
+@pytest.mark.parametrize("gamma,rule,transform", [
+    (1, sj.verifiers.Token(), _PLAIN),
+    (2, sj.verifiers.Token(), _NUCLEUS),
+    (2, _BLOCK, _PLAIN),
+    (4, _BLOCK, _NUCLEUS)])
+def test_output_follows_the_joint_law(gamma, rule, transform):
+  # Broken: anything between the rule and the text.
+  assert _sampled_p_value(gamma=gamma, verifier=rule,
+                          transform=transform) > _FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithCache:
+  """A model whose cache is of another class."""
+
+  model: sj.models.Transformer
+  cache_class: type
+
+  @property
+  def vocab_size(self):
+    return self.model.vocab_size
+
+  @property
+  def context_length(self):
+    return self.model.context_length
+
+  def init_cache(self, params, batch, capacity):
+    cache = self.model.init_cache(params, batch, capacity)
+    return self.cache_class(**{
+        f.name: getattr(cache, f.name) for f in dataclasses.fields(cache)})
+
+  def __call__(self, *args):
+    return self.model(*args)
+
+
+@struct.dataclass
+class _CommitsOneLess(sj.KVCache):
+  """The last accepted token's keys and values are lost."""
+
+  def commit(self, path, count):
+    return super().commit(path, count - 1)
+
+
+@struct.dataclass
+class _CommitsParents(sj.KVCache):
+  """Keeps the parent of every accepted node in place of the node."""
+
+  def commit(self, path, count):
+    return super().commit(jnp.maximum(path - 1, 0), count)
+
+
+@pytest.mark.parametrize("cache", [_CommitsOneLess, _CommitsParents])
+def test_a_wrong_target_cache_is_caught(cache):
+  # Broken: the test above cannot see the target's cache.
+  assert _sampled_p_value(
+      target=_WithCache(_pair().target, cache)) < _FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ReportsSharperLaw(sj.drafters.LanguageModel):
+  """Reports the q of temperature 0.5 for tokens drawn at temperature 1."""
+
+  def propose(self, params, keys, state):
+    draft, cache = super().propose(params, keys, state)
+    probs = draft.probs**2
+    total = probs.sum(-1, keepdims=True)
+    return draft.replace(probs=probs / jnp.where(total > 0, total, 1)), cache
+
+
+def test_a_wrong_q_is_caught():
+  # Broken: the test above cannot see what the drafter reports.
+  assert _sampled_p_value(drafter=_ReportsSharperLaw) < _FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Forgetful(sj.drafters.LanguageModel):
+  """Its cache loses a token in every round, and its law is its own.
+
+  What it proposes is bad, but it reports the q that it drew from.
+  """
+
+  transform: sj.LogitsTransform = sj.LogitsTransform(temperature=2.0)
+
+  def propose(self, params, keys, state):
+    before = state.tokens[:, :1]
+    tokens = jnp.concatenate([before, state.tokens[:, :-1]], axis=1)
+    draft, cache = super().propose(params, keys, state.replace(tokens=tokens))
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, 1)
+    return draft.replace(tokens=draft.tokens.at[:, :1].set(root)), cache
+
+
+def test_a_bad_drafter_is_harmless():
+  # Broken: losslessness depends on the drafter being good.
+  assert _sampled_p_value(drafter=_Forgetful) > _FALSE_ALARM
