@@ -134,7 +134,7 @@ class TinyPair(NamedTuple):
   params: dict[str, Any]
 
 
-def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 10.0,
+def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
               noise: float = 0.5, **config) -> TinyPair:
   """A random pair whose laws are far from uniform and depend on the context.
 

@@ -1,0 +1,246 @@
+"""Bad input fails early, in one line that says what to do."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.models import checkpoint
+
+_VOCAB = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class _NeverRuns(testing.MarkovModel):
+  """A model that must not be reached: errors come before compilation."""
+
+  def __call__(self, *args, **kwargs):
+    raise AssertionError("the input was not checked before tracing")
+
+
+def _decoder(model=None, gamma=2, drafter=None, **kwargs):
+  model = model or _NeverRuns(_VOCAB, context_length=20)
+  return sj.Decoder(**{**dict(
+      target=model, verifier=sj.verifiers.Block(),
+      drafter=drafter or sj.drafters.LanguageModel(model=model, gamma=gamma)),
+      **kwargs})
+
+
+def _raises_one_line(call, *words, error=ValueError):
+  """`call` fails with one line that holds every word: value, limit and fix."""
+  with pytest.raises(error) as caught:
+    call()
+  message = str(caught.value)
+  assert "\n" not in message
+  for word in words:
+    assert str(word) in message, f"{word!r} is missing in: {message}"
+
+
+@pytest.mark.parametrize("setting,value,words", [
+    ("temperature", -0.5, ["-0.5", "at least 0"]),
+    ("temperature", float("nan"), ["nan", "at least 0"]),
+    ("temperature", float("inf"), ["inf"]),
+    ("top_k", -3, ["-3", "at least 0"]),
+    ("top_k", 2.5, ["2.5", "whole"]),
+    ("top_p", 0.0, ["0.0", "(0, 1]"]),
+    ("top_p", 1.5, ["1.5", "(0, 1]"]),
+    ("top_p", float("nan"), ["nan", "(0, 1]"]),
+    ("min_p", -0.1, ["-0.1", "[0, 1]"]),
+    ("min_p", 2.0, ["2.0", "[0, 1]"]),
+    ("banned", (3, -1), ["-1", "start at 0"])])
+def test_transform_settings(setting, value, words):
+  # Broken: a typing error is sampled from instead of reported.
+  _raises_one_line(lambda: sj.LogitsTransform(**{setting: value}), setting,
+                   *words)
+
+
+def test_decoder_settings():
+  # Broken: parts that do not fit fail inside the compiler, or not at all.
+  _raises_one_line(
+      lambda: _decoder(transform=sj.LogitsTransform(banned=(2, _VOCAB))),
+      "banned", _VOCAB)
+  _raises_one_line(lambda: _decoder(eos=_VOCAB), "eos", _VOCAB)
+  _raises_one_line(lambda: _decoder(gamma=-1), "gamma", -1, "at least 0")
+  _raises_one_line(lambda: _decoder(gamma=1.5), "gamma", 1.5, "whole")
+  other = testing.MarkovModel(_VOCAB + 1)
+  _raises_one_line(
+      lambda: _decoder(drafter=sj.drafters.LanguageModel(
+          model=other, gamma=2)),
+      _VOCAB, _VOCAB + 1, "same vocabulary", "tokenizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class _NeedsAutoregressive:
+  requires = ("chain", "autoregressive")
+
+  def law(self, draft, target_probs, state=None):
+    raise AssertionError("never evaluated")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Blockwise(testing.OracleDrafter):
+  autoregressive = False
+
+
+@pytest.mark.parametrize("place", ["verifier", "observers"])
+def test_unsound_pairs_of_verifier_and_drafter(place):
+  # Broken: a rule runs with a drafter for which it is not lossless.
+  rule = _NeedsAutoregressive()
+  value = (rule,) if place == "observers" else rule
+  _raises_one_line(
+      lambda: _decoder(drafter=_Blockwise(gamma=2), **{place: value}),
+      "_NeedsAutoregressive", "_Blockwise", "autoregressive", "another pair")
+
+
+@pytest.mark.parametrize("prompts,words", [
+    ([], ["no prompts"]),
+    ([[1], []], ["prompt 1", "empty"]),
+    ([[1], [2, _VOCAB]], ["prompt 1", _VOCAB, "tokenizer"]),
+    ([[-1]], ["prompt 0", "-1"]),
+    ([[1.0, 2.0]], ["prompt 0", "float", "whole"]),
+    ([[[1, 2]]], ["prompt 0"]),
+    ([[1] * 16], ["21", "20", "shorten"])])  # 16 and 5 new: one too many
+def test_prompts(prompts, words):
+  # Broken: bad prompts are truncated, wrapped or clamped in silence.
+  _raises_one_line(
+      lambda: _decoder().generate(None, prompts, jax.random.key(0),
+                                  max_new_tokens=5), *words)
+
+
+def test_limits_and_keys():
+  # Broken: rows are cut, or drawn by keys that depend on the batch.
+  decoder, key = _decoder(), jax.random.key(0)
+  prefill = lambda key=key, **kwargs: decoder.prefill(
+      None, [[1, 2, 3]], key, **kwargs)
+  _raises_one_line(lambda: prefill(limits=21), 21, 20, "context length")
+  _raises_one_line(lambda: prefill(limits=2), "prompt 0", 3, 2, "shorten")
+  _raises_one_line(
+      lambda: decoder.generate(None, [[1]], key, max_new_tokens=-1),
+      "max_new_tokens", -1, "at least 0")
+  _raises_one_line(lambda: prefill(jax.random.key(0, impl="rbg")), "rbg",
+                   "threefry2x32")
+  _raises_one_line(lambda: prefill(jax.random.PRNGKey(0)), "jax.random.key")
+  _raises_one_line(lambda: prefill(0), "jax.random.key")
+
+
+def test_certify_settings():
+  # Broken: a proof of nothing is reported as a proof.
+  rule = sj.verifiers.Token()
+  _raises_one_line(lambda: sj.exact.certify(rule, dtype="bfloat16"),
+                   "bfloat16", "float32")
+  _raises_one_line(lambda: sj.exact.certify(rule, gammas=()), "gammas")
+  _raises_one_line(lambda: sj.exact.certify(rule, gammas=(0, 1)), "gammas",
+                   "at least 1")
+
+
+@pytest.fixture(name="saved")
+def _saved(tmp_path):
+  pair = testing.tiny_pair(_VOCAB)
+  checkpoint.save_model(tmp_path, pair.target, pair.params["target"])
+  return tmp_path
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file_of_a_checkpoint(saved, name):
+  # Broken: the reader of the error does not learn which file is missing.
+  (saved / name).unlink()
+  _raises_one_line(lambda: checkpoint.load_model(saved), saved, name,
+                   "missing")
+
+
+@pytest.mark.parametrize("name,words", [
+    ("config.json", ["not a model configuration"]),
+    ("model.safetensors", ["truncated"])])
+@pytest.mark.parametrize("kept", [0, 40, -1])
+def test_truncated_file_of_a_checkpoint(saved, name, words, kept):
+  # Broken: half a download is loaded, or fails without a name.
+  data = (saved / name).read_bytes()
+  kept = len(data) - 3 if kept < 0 else kept
+  (saved / name).write_bytes(data[:kept])
+  _raises_one_line(lambda: checkpoint.load_model(saved), name, *words)
+
+
+@pytest.mark.parametrize("change", [
+    {"width": 18}, {"layers": 2}, {"tie_embeddings": True}, {"kv_heads": 2}])
+def test_weights_of_another_configuration(saved, change):
+  # Broken: weights are loaded into a model that they do not fit.
+  config = json.loads((saved / "config.json").read_text())
+  (saved / "config.json").write_text(json.dumps({**config, **change}))
+  _raises_one_line(lambda: checkpoint.load_model(saved), "model.safetensors",
+                   "config.json", "do not belong together")
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"heads": 3, "kv_heads": 2}, ["heads", 3, 2]),
+    ({"head_dim": 5}, ["head_dim", 5, "even"]),
+    ({"layers": 0}, ["layers", 0, "at least 1"]),
+    ({"no_such_field": 1}, ["config.json", "no_such_field"])])
+def test_impossible_configuration(saved, change, words):
+  # Broken: a wrong size shows up as a shape error in the middle of a model.
+  config = json.loads((saved / "config.json").read_text())
+  (saved / "config.json").write_text(json.dumps({**config, **change}))
+  _raises_one_line(lambda: checkpoint.load_model(saved), *words)
+
+
+# Numbers that break down while decoding: rows stop, and the error names them.
+
+
+@functools.cache
+def _healthy():
+  pair = testing.tiny_pair(_VOCAB)
+  decoder = _decoder(pair.target, drafter=sj.drafters.LanguageModel(
+      model=pair.drafter, gamma=2), observers=(sj.verifiers.Token(),))
+  return decoder, pair.params
+
+
+def _poisoned(model, token):
+  """Parameters in which one model's embedding of `token` is NaN."""
+  params = jax.tree.map(lambda x: x, _healthy()[1])
+  table = params[model]["embedding"]
+  params[model]["embedding"] = table.at[token].set(jnp.nan)
+  return params
+
+
+@pytest.mark.parametrize("model", ["target", "drafter"])
+def test_nan_weights_raise(model):
+  # Broken: garbage is decoded from NaN.
+  decoder, params = _healthy()
+  params = {**params, model: jax.tree.map(
+      lambda x: jnp.full_like(x, jnp.nan), params[model])}
+  _raises_one_line(
+      lambda: decoder.generate(params, [[1], [2, 3]], jax.random.key(0),
+                               max_new_tokens=5),
+      f"the {model}'s", "row 0", "weights", error=FloatingPointError)
+
+
+@pytest.mark.parametrize("model", ["target", "drafter"])
+def test_nan_stays_in_its_row(model):
+  # Broken: one bad row spoils the batch, or its name is lost. Token 5 occurs
+  # in row 1 alone, for the others must not draw it.
+  healthy, _ = _healthy()
+  decoder = dataclasses.replace(
+      healthy, transform=sj.LogitsTransform(banned=(5,)),
+      drafter=dataclasses.replace(healthy.drafter, transform=None))
+  params, prompts = _poisoned(model, 5), [[1], [2, 5, 3], [4, 0]]
+  generate = lambda params: decoder.generate(
+      params, prompts, jax.random.key(0), max_new_tokens=5)
+  _raises_one_line(lambda: generate(params), f"the {model}'s", "row 1",
+                   error=FloatingPointError)
+
+  state = decoder.prefill(params, prompts, jax.random.key(0), limits=9)
+  state, stats = decoder.decode_until(params, state)
+  ok = {"target": stats.finite, "drafter": stats.draft_finite}[model]
+  np.testing.assert_array_equal(ok, [True, False, True])
+  assert int(stats.emitted[1]) == 0  # nothing came from bad numbers
+  for field in (stats.expected, stats.survival):
+    assert np.isfinite(field).all()
+  clean = decoder.prefill(_healthy()[1], prompts, jax.random.key(0), limits=9)
+  clean, _ = decoder.decode_until(_healthy()[1], clean)
+  for row in (0, 2):  # the neighbours never noticed
+    np.testing.assert_array_equal(state.tokens[row, :9], clean.tokens[row, :9])
