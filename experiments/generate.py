@@ -70,7 +70,8 @@ class _Printer:
 def _read_prompt():
   if _PROMPT.value is not None:
     return _PROMPT.value
-  return _DEFAULT_PROMPT if sys.stdin.isatty() else sys.stdin.read()
+  piped = "" if sys.stdin.isatty() else sys.stdin.read()
+  return piped or _DEFAULT_PROMPT
 
 
 def main():

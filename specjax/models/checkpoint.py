@@ -12,6 +12,7 @@ import pathlib
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import safetensors
 import safetensors.numpy
 
 from specjax.models.transformer import default_dtype
@@ -65,8 +66,9 @@ def load_model(directory, dtype=None):
     raise ValueError(f"{config_path} is not a model configuration: {e}"
                      ) from None
   try:
-    tensors = safetensors.numpy.load(weights_path.read_bytes())
-  except Exception as e:  # the library's own class is not public
+    with safetensors.safe_open(weights_path, framework="flax") as f:
+      tensors = {name: f.get_tensor(name) for name in f.keys()}
+  except safetensors.SafetensorError as e:
     raise ValueError(f"{weights_path} is truncated or not a safetensors file: "
                      f"{e}") from None
   model = Transformer(config)
