@@ -18,7 +18,7 @@ def run(main) -> None:
   def guarded(argv):
     if argv[1:]:
       raise app.UsageError(f"unexpected argument {argv[1]!r}; see --help")
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
     try:
       main()
     except (ValueError, FloatingPointError) as e:

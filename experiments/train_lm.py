@@ -22,9 +22,8 @@ import json
 import pathlib
 import sys
 
-from absl import app
 from absl import flags
-from absl import logging
+import common
 import jax
 import jax.numpy as jnp
 
@@ -73,7 +72,10 @@ _DECAY_FRACTION = flags.DEFINE_float(
     "decay_fraction", 0.5, "share of the run in which the learning rate falls "
     "linearly to 0", 0.0, 1.0)
 _EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every", 600, "steps between held-out measurements", 0)
+    "evaluate_every", 1000, "steps between held-out measurements", 0)
+_EVALUATION_STRIDE = flags.DEFINE_integer(
+    "evaluation_stride", 256, "tokens between held-out windows; each token is "
+    "predicted from at least context_length minus this many", 1)
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
     "checkpoint_every", 200, "steps between checkpoints", 1)
 _SAVE_DTYPE = flags.DEFINE_enum(
@@ -94,14 +96,12 @@ def _tokenizer(output_dir, training_texts):
   return tokenizer
 
 
-def main(argv):
-  del argv
-  logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
+def main():
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   training = [d.text for d in documents if not d.held_out]
   held_out = [d.text for d in documents if d.held_out]
   if not training or not held_out:
-    raise app.UsageError(
+    raise ValueError(
         f"{_DATA.value} has {len(documents)} documents, {len(held_out)} of "
         "them held out by the hash of their names; both sides need one: give "
         "more text")
@@ -125,7 +125,8 @@ def main(argv):
       int(_STEPS.value * _DECAY_FRACTION.value))
   evaluate = evaluation.bits_per_byte(
       model, tokenizer.encode_stream(held_out),
-      sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value)
+      sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value,
+      min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
   params = loop.Trainer(
@@ -146,4 +147,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  common.run(main)

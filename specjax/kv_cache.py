@@ -17,7 +17,7 @@ _MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
 
 
 def _write_rows(buffer, block, starts):
-  """Writes `block` [B, H, S, D] into `buffer` [B, H, C, D] at slot starts[b]."""
+  """Writes `block [B, H, S, D]` into `buffer [B, H, C, D]` from starts[b]."""
 
   def write(row, new, start):
     return jax.lax.dynamic_update_slice(row, new, (0, start, 0))

@@ -118,14 +118,14 @@ class _CommitsOneLess(sj.KVCache):
 
 
 @struct.dataclass
-class _CommitsParents(sj.KVCache):
-  """Keeps the parent of every accepted node in place of the node."""
+class _CommitsOneMore(sj.KVCache):
+  """A rejected token's keys and values stay."""
 
   def commit(self, path, count):
-    return super().commit(jnp.maximum(path - 1, 0), count)
+    return super().commit(path, count + 1)
 
 
-@pytest.mark.parametrize("cache", [_CommitsOneLess, _CommitsParents])
+@pytest.mark.parametrize("cache", [_CommitsOneLess, _CommitsOneMore])
 def test_a_wrong_target_cache_is_caught(cache):
   # Broken: the test above cannot see the target's cache.
   assert _sampled_p_value(

@@ -1,0 +1,104 @@
+"""The scripts run as a user runs them, and say what is wrong in one line."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
+
+
+def _run(script, *flags, cwd):
+  return subprocess.run(
+      [sys.executable, _EXPERIMENTS / script, *flags], cwd=cwd, text=True,
+      capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
+      env={**os.environ, "PYTHONWARNINGS": "ignore"})
+
+
+def _last_line(result):
+  assert result.returncode == 0, result.stderr[-2000:]
+  return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_verification_study(tmp_path):
+  """The main job: its table, files and JSON, and block >= token, paired."""
+  study = _last_line(_run(
+      "verification_study.py", "--num_prompts=3", "--gammas=1,4",
+      "--new_tokens=24", "--output_dir=out", cwd=tmp_path))
+  assert study["study"] == "verification"
+  assert {"python", "hash"} <= set(study["source"])
+  rows = {(r["verifier"], r["gamma"]): r for r in study["rows"]}
+  assert len(rows) == len(study["rows"]) == 4
+  for row in study["rows"]:
+    assert 1 <= row["block_efficiency"] <= row["gamma"] + 1
+    assert row["speedup"] > 0 and row["tokens_per_second"] > 0
+  paired = lambda name, gamma: rows[name, gamma]["paired_block_efficiency"]
+  assert paired("block", 4) > paired("token", 4)
+  # With one drafted token the two rules are the same law.
+  assert paired("block", 1) == pytest.approx(paired("token", 1), abs=1e-6)
+  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 5
+  assert (tmp_path / "out/verification.png").stat().st_size > 10_000
+
+
+def test_study_of_own_prompts(tmp_path):
+  """A user's own file is read, and greedy rows gain nothing from block."""
+  (tmp_path / "mine.jsonl").write_text(
+      '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
+  study = _last_line(_run(
+      "verification_study.py", "--prompts=mine.jsonl", "--field=turns",
+      "--temperature=0", "--gammas=2", "--new_tokens=16", "--drafter=tiny",
+      cwd=tmp_path))
+  token, block = study["rows"]
+  assert block["block_efficiency"] == pytest.approx(token["block_efficiency"])
+  assert (tmp_path / "results/verification/verification.csv").exists()
+
+
+def test_generate(tmp_path):
+  """Text comes out in colours, after the prompt, with its statistics."""
+  result = _run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",
+                "--color=always", "--gamma=3", cwd=tmp_path)
+  assert result.returncode == 0, result.stderr[-2000:]
+  assert result.stdout.startswith("def f(x):")
+  assert "\033[31m" in result.stdout
+  assert "a round" in result.stdout.splitlines()[-1]
+
+
+def test_benchmark(tmp_path):
+  """Every ratio that the README quotes is there."""
+  study = _last_line(_run("benchmark.py", "--models=bundled", "--pairs=3",
+                          "--sum_megabytes=1", cwd=tmp_path))
+  assert study["study"] == "benchmark"
+  ratios = dict(study["ratios"])
+  assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}
+  assert set(ratios) == {"bandwidth", "round_overhead", "allocation",
+                         "block_over_token", "autoregressive_loop"}
+  assert all(value > 0 for value in ratios.values())
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--gammas=0"], ["--gammas", "start at 1"]),
+    (["--temperature=-1"], ["-1", "at least 0"]),
+    (["--top_p=1.5"], ["1.5", "(0, 1]"]),
+    (["--prompts=missing.txt"], ["missing.txt", ".jsonl"]),
+    (["--prompts=not_json.jsonl"], ["not_json.jsonl line 1", "not JSON"]),
+    (["--prompts=binary.txt"], ["binary.txt", "not UTF-8"]),
+    (["--prompts=table.csv"], ["'.csv'", ".jsonl"]),
+    (["--drafter=nowhere"], ["nowhere", "missing"]),
+    (["--new_tokens=100000"], ["100", "context length"]),
+])
+def test_study_refuses_bad_input(tmp_path, flags, words):
+  """One line, before anything is compiled or written."""
+  (tmp_path / "not_json.jsonl").write_text("hello\n")
+  (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+  (tmp_path / "table.csv").write_text("a,b\n")
+  result = _run("verification_study.py", "--num_prompts=2", *flags,
+                cwd=tmp_path)
+  assert result.returncode != 0
+  message = result.stderr.strip().splitlines()[-1]
+  assert message.startswith("error: "), result.stderr[-1000:]
+  for word in words:
+    assert word in message
+  assert not (tmp_path / "results").exists()

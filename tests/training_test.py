@@ -1,0 +1,163 @@
+"""Losses, schedules, evaluation, and a run that is killed in the middle."""
+
+import csv
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import testing
+from specjax.training import evaluation
+from specjax.training import objectives
+from specjax.training import optimizers
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_next_token_loss_by_hand():
+  # Broken: the loss pairs a token with its own logits, or counts in bits.
+  model = testing.MarkovModel(3)
+  table = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7],
+                             [1 / 3, 1 / 3, 1 / 3]]))
+  batch = jnp.array([[0, 1, 2], [0, 0, 1]])
+  want = -np.mean(np.log([0.25, 0.7, 0.5, 0.25]))
+  np.testing.assert_allclose(objectives.next_token_loss(model)(table, batch),
+                             want, rtol=1e-6)
+
+
+# One window, windows that fill the last one exactly, and one token too many.
+@pytest.mark.parametrize("count", [2, 9, 10, 81, 82, 200])
+def test_bits_per_byte_of_a_uniform_model(count):
+  # Broken: padding is scored, or a token is scored twice or never.
+  tokens = np.arange(count) % 5
+  got = evaluation.bits_per_byte(
+      testing.MarkovModel(5), tokens, num_bytes=77, length=8)(jnp.zeros((5, 5)))
+  want = math.log2(5) * (count - 1) / 77
+  np.testing.assert_allclose(got["bits_per_byte"], want, rtol=1e-6)
+
+
+def test_bits_per_byte_reads_the_text():
+  # Broken: windows are cut so that a target is not its successor.
+  tokens = np.arange(100) % 5
+  table = 30.0 * jnp.roll(jnp.eye(5), 1, axis=1)  # t + 1 behind t
+  got = evaluation.bits_per_byte(
+      testing.MarkovModel(5), tokens, num_bytes=99, length=8)(table)
+  assert got["bits_per_byte"] < 1e-6
+
+
+def test_trapezoid():
+  # Broken: the learning rate is 0 where it matters, or never falls to 0.
+  schedule = optimizers.trapezoid(2.0, steps=100, warmup=10, decay=40)
+  values = [float(schedule(step)) for step in (0, 4, 9, 50, 60, 80, 99, 100)]
+  np.testing.assert_allclose(
+      values, [0.2, 1.0, 2.0, 2.0, 2.0, 1.0, 0.05, 0.0], atol=1e-6)
+  flat = optimizers.trapezoid(2.0, steps=10, warmup=0, decay=0)
+  assert [float(flat(step)) for step in (0, 5, 9)] == [2.0] * 3
+
+
+def _first_update(optimizer, params):
+  grads = jax.tree.map(
+      lambda x: jax.random.normal(jax.random.key(0), x.shape), params)
+  update = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])
+  return jax.tree.map(np.asarray, update(grads, params))
+
+
+def test_muon_takes_the_matrices_alone():
+  # Broken: the embedding table, the head or a norm is orthogonalised.
+  params = testing.tiny_pair(12, layers=1).params["target"]
+  schedule = lambda step: jnp.float32(0.02)
+  updates = _first_update(optimizers.muon(schedule, embedding_ratio=0.5),
+                          params)
+  slower = _first_update(optimizers.muon(schedule, embedding_ratio=0.1),
+                         params)
+  for name in ("embedding", "head", "final_norm"):
+    for x, y in zip(*map(jax.tree.leaves, (updates[name], slower[name]))):
+      # The first step of Adam has the same size everywhere.
+      np.testing.assert_allclose(np.abs(x), np.abs(x).flat[0], rtol=1e-2)
+      np.testing.assert_allclose(x, 5 * y, rtol=1e-3)
+  for name in ("query", "key", "value", "out"):
+    x = updates["attention_0"][name]["kernel"]
+    values = np.linalg.svd(x, compute_uv=False)
+    assert values.min() > 0.4 * values.max()  # Muon: nearly orthogonal
+    assert not np.allclose(np.abs(x), np.abs(x).flat[0], rtol=1e-2)
+
+
+def test_adamw_decays_matrices_alone():
+  # Broken: weight decay pulls the norms' scales to 0.
+  params = testing.tiny_pair(12).params["target"]
+  optimizer = optimizers.adamw(lambda step: jnp.float32(0.1))
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  assert not np.asarray(updates["final_norm"]["scale"]).any()
+  np.testing.assert_allclose(updates["embedding"],
+                             -0.1 * 0.1 * params["embedding"], rtol=1e-5)
+
+
+def _train(corpus, output_dir):
+  command = [
+      sys.executable, _ROOT / "experiments" / "train_lm.py",
+      f"--data={corpus}", f"--output_dir={output_dir}", "--vocab_size=270",
+      "--width=8", "--layers=1", "--heads=2", "--kv_heads=1", "--head_dim=4",
+      "--mlp_width=8", "--context_length=16", "--batch_size=4", "--steps=400",
+      "--warmup_steps=20", "--evaluate_every=100", "--checkpoint_every=40",
+      "--save_dtype=float32"]
+  env = {**os.environ, "JAX_PLATFORMS": "cpu",
+         "PYTHONPATH": os.pathsep.join(
+             [str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+  return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE)
+
+
+def _checkpoints(output_dir):
+  return [int(path.name) for path in (output_dir / "checkpoints").glob("*")
+          if path.name.isdigit()]
+
+
+def _metrics(output_dir):
+  with open(output_dir / "metrics.csv", newline="") as f:
+    return [row for row in csv.reader(f) if row[1] != "tokens_per_second"]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_run_ends_bit_identical(tmp_path):
+  # Broken: an interrupted run restarts, skips or repeats batches, or loses a
+  # part of its state, and ends with other weights.
+  corpus = tmp_path / "corpus.jsonl"
+  rng = np.random.default_rng(0)
+  words = ["draft", "verify", "accept", "target", "root", "bonus", "token"]
+  corpus.write_text("".join(
+      json.dumps({"text": " ".join(rng.choice(words, 40))}) + "\n"
+      for _ in range(120)))
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+  process = _train(corpus, killed)
+  reference = _train(corpus, whole)
+  deadline = time.monotonic() + 200
+  while max(_checkpoints(killed), default=0) < 120:
+    assert process.poll() is None, process.communicate()[1]
+    assert time.monotonic() < deadline, "no checkpoint appeared"
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  assert not (killed / "model.safetensors").exists()
+  assert 400 not in _checkpoints(killed)
+
+  process = _train(corpus, killed)
+  for run in (process, reference):
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["study"] == "train_lm"
+    assert 0 < result["bits_per_byte"] < 2.0  # it learned: 8 at the start
+  for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+  assert _metrics(killed) == _metrics(whole)
