@@ -36,22 +36,41 @@ def test_next_token_loss_by_hand():
 
 # One window, windows that fill the last one exactly, and one token too many.
 @pytest.mark.parametrize("count", [2, 9, 10, 81, 82, 200])
-def test_bits_per_byte_of_a_uniform_model(count):
+@pytest.mark.parametrize("stride", [8, 3])
+def test_bits_per_byte_counts_every_token_once(count, stride):
   # Broken: padding is scored, or a token is scored twice or never.
-  tokens = np.arange(count) % 5
-  got = evaluation.bits_per_byte(
-      testing.MarkovModel(5), tokens, num_bytes=77, length=8)(jnp.zeros((5, 5)))
-  want = math.log2(5) * (count - 1) / 77
-  np.testing.assert_allclose(got["bits_per_byte"], want, rtol=1e-6)
+  tokens = np.random.default_rng(0).integers(5, size=count)
+  model = testing.MarkovModel(5)
+  table = model.init(jax.random.key(0))
+  measure = lambda table: evaluation.bits_per_byte(
+      model, tokens, num_bytes=77, length=8, stride=stride)(table)[
+          "bits_per_byte"]
+  np.testing.assert_allclose(measure(jnp.zeros((5, 5))),
+                             math.log2(5) * (count - 1) / 77, rtol=1e-5)
+  bits = -np.asarray(jax.nn.log_softmax(table))[tokens[:-1], tokens[1:]].sum()
+  np.testing.assert_allclose(measure(table), bits / math.log(2) / 77,
+                             rtol=1e-5)
 
 
-def test_bits_per_byte_reads_the_text():
-  # Broken: windows are cut so that a target is not its successor.
-  tokens = np.arange(100) % 5
-  table = 30.0 * jnp.roll(jnp.eye(5), 1, axis=1)  # t + 1 behind t
-  got = evaluation.bits_per_byte(
-      testing.MarkovModel(5), tokens, num_bytes=99, length=8)(table)
-  assert got["bits_per_byte"] < 1e-6
+def test_bits_per_byte_sees_the_promised_context():
+  # Broken: held-out figures are those of a model that sees less, or more.
+  pair = testing.tiny_pair(7)
+  tokens = np.random.default_rng(0).integers(7, size=21)
+  length, stride = 8, 3
+  got = evaluation.bits_per_byte(pair.target, tokens, 1, length, stride)(
+      pair.params["target"])["bits_per_byte"]
+  contexts = np.zeros((20, length), np.int32)
+  last = np.zeros(20, np.int32)
+  for i in range(1, 21):
+    start = stride * max(0, math.ceil((i - length) / stride))
+    contexts[i - 1, :i - start] = tokens[start:i]
+    last[i - 1] = i - start - 1
+  logits = pair.target(pair.params["target"], contexts).logits
+  law = np.asarray(jax.nn.log_softmax(logits))[np.arange(20), last]
+  want = -law[np.arange(20), tokens[1:]].sum() / math.log(2)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  with pytest.raises(ValueError, match="stride is 9.*8"):
+    evaluation.bits_per_byte(pair.target, tokens, 1, length, 9)
 
 
 def test_trapezoid():
