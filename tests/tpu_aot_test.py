@@ -1,0 +1,291 @@
+"""The round, compiled by the real TPU compiler, without a TPU.
+
+libtpu compiles for a described topology on any machine. It reads its
+environment when it is loaded, so each program is compiled in a process of its
+own: this file run as a script, which prints one line of JSON.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_HBM = 16e9  # bytes of one v5e chip
+_BATCH = 8
+_GAMMA = 4
+_CAPACITY = 256
+# With this capacity attention is compiled for one length, so that the pass is
+# straight-line code: a sum over the program would add up all the branches of
+# a switch, of which one runs.
+_ONE_BUCKET = 128
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|"
+    r"collective-permute)(?:-start)?\(")
+
+_LLAMA = dict(vocab_size=128256, context_length=8192, rope_theta=500_000.0)
+_PAIRS = {  # name: target, drafter, dtype, mesh of (data, model)
+    "bundled": (
+        dict(vocab_size=4096, context_length=512, width=256, layers=4, heads=4,
+             kv_heads=2, head_dim=64, mlp_width=768),
+        dict(vocab_size=4096, context_length=512, width=96, layers=2, heads=3,
+             kv_heads=1, head_dim=32, mlp_width=192),
+        "float32", (4, 1)),  # too few heads to split: the rows are
+    "llama": (
+        dict(_LLAMA, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
+             mlp_width=14336, tie_embeddings=False),
+        dict(_LLAMA, width=2048, layers=16, heads=32, kv_heads=8, head_dim=64,
+             mlp_width=8192),
+        "bfloat16", (1, 4)),
+}
+
+
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "s32": 4, "u32": 4,
+               "f32": 4}
+_NO_TRAFFIC = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
+               "iota", "custom-call", "while")
+_SPARSE = re.compile(r'op_name="[^"]*(gather|scatter|dynamic_update_slice)"')
+
+
+def _hbm_traffic(hlo):
+  """Bytes that straight-line code moves to and from a chip's main memory.
+
+  `cost_analysis` adds up the operands and results of every operation wherever
+  they live. A weight that is fetched to on-chip memory ahead of its use (an
+  asynchronous copy or some slices, glued without work, then the product) so
+  counts three to five times, though it is read once. Here only arrays outside
+  on-chip memory, which the layout marks S(n), count. Of the operands of a
+  gather or an update in place the small ones do: the table is not read. Loops
+  (the writing of new keys and values, a few rows each) count nothing.
+  """
+  def arrays(shape):
+    return [(_ITEM_BYTES.get(kind, 0)
+             * math.prod(map(int, re.findall(r"\d+", sizes))),
+             "S(" not in layout) for kind, sizes, layout in re.findall(
+                 r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?", shape)]
+
+  in_memory = lambda shape: sum(n for n, main in arrays(shape) if main)
+  shapes, total = {}, 0
+  for name, shape, kind, operands, rest in re.findall(
+      r"^ +(?:ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*?)\)(.*)$",
+      hlo[hlo.index("\nENTRY"):], re.M):
+    shapes[name] = shape
+    if kind in _NO_TRAFFIC or kind.endswith("-done"):
+      continue
+    if kind == "slice-start":  # (operand, slice, flag)
+      total += arrays(shape)[-2][0]
+      continue
+    total += in_memory(shape)
+    if not kind.endswith("-start"):  # whose result names the operand
+      read = [in_memory(shapes[operand])
+              for operand in re.findall(r"%[\w.-]+", operands)]
+      total += sum(n for n in read if n < 1e6 or not _SPARSE.search(rest))
+  return total
+
+
+def _shard_bytes(tree):
+  """Bytes of a tree of shapes with shardings on one chip."""
+  import jax
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+             for x in jax.tree.leaves(tree))
+
+
+def _shapes(tree):
+  """Sizes above 1 of the matrices and caches of a tree, whole and split."""
+  import jax
+  shapes = [shape for x in jax.tree.leaves(tree) if x.ndim > 1
+            for shape in (x.shape, x.sharding.shard_shape(x.shape))]
+  return {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
+
+
+def _report(traced, held, state_bytes):
+  """Compiles, and answers what the tests ask about the program."""
+  start = time.time()
+  lowered = traced.lower()
+  compiled = lowered.compile()
+  stable, hlo = lowered.as_text(), compiled.as_text()
+  moved, offending = {}, []
+  for result, kind in _COLLECTIVE.findall(hlo):
+    for shape in re.findall(r"\w+\[[\d,]*\]", result):
+      name = f"{kind} {shape}"
+      moved[name] = moved.get(name, 0) + 1
+      sizes = re.findall(r"\d+", shape.split("[")[1])
+      if tuple(sorted(int(n) for n in sizes if int(n) > 1)) in held:
+        offending.append(name)
+  memory = compiled.memory_analysis()
+  targets = (re.findall(r"custom_call @(\w+)", stable)
+             + re.findall(r'custom_call_target="([^"]+)"', hlo))
+  return {
+      "seconds": round(time.time() - start, 1),
+      "arguments": memory.argument_size_in_bytes,
+      "temporaries": memory.temp_size_in_bytes,
+      "outputs": memory.output_size_in_bytes,
+      "aliased": memory.alias_size_in_bytes,
+      "code": memory.generated_code_size_in_bytes,
+      "state": state_bytes,
+      "bytes_accessed": compiled.cost_analysis()["bytes accessed"],
+      "traffic": _hbm_traffic(hlo),
+      "float64": bool(re.search(r"xf64|<f64|f64\[", stable + hlo)),
+      "host": [name for name in targets if "callback" in name.lower()]
+              + re.findall(r"is_host_transfer=true|infeed\(|outfeed\(", hlo),
+      "collectives": moved,
+      "gathered": offending,
+  }
+
+
+def _compile(name):
+  """Compiles the round and a verify pass of one pair; prints the report."""
+  import jax
+  from jax.experimental import topologies
+  import jax.numpy as jnp
+  from jax.sharding import Mesh
+  import numpy as np
+
+  import specjax as sj
+  from specjax.models import sharding
+  from specjax.models.transformer import Transformer
+  from specjax.models.transformer import TransformerConfig
+
+  target, drafter, dtype, mesh_shape = _PAIRS[name]
+  target = Transformer(TransformerConfig(**target))
+  drafter = Transformer(TransformerConfig(**drafter))
+  decoder = sj.Decoder(
+      target=target, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.LanguageModel(model=drafter, gamma=_GAMMA))
+  devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+  mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
+
+  key = jax.random.key(0, impl="threefry2x32")
+  weights = lambda model: jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)),
+      jax.eval_shape(model.init, key))
+  params = {"target": weights(target), "drafter": weights(drafter)}
+
+  def state_shapes(capacity):
+    def start(params, key):
+      rows = jnp.ones((_BATCH,), jnp.int32)
+      return sj.DecodeState(
+          tokens=jnp.zeros((_BATCH, capacity), jnp.int32), lengths=rows,
+          limits=rows, done=rows > 0, keys=jax.random.split(key, _BATCH),
+          rounds=rows,
+          target_cache=target.init_cache(params["target"], _BATCH, capacity),
+          drafter=drafter.init_cache(params["drafter"], _BATCH, capacity))
+
+    return jax.eval_shape(start, params, key)
+
+  def placed(capacity):
+    state = state_shapes(capacity)
+    shardings = sharding.decode_shardings(decoder, params, state, mesh)
+    put = lambda x, sharding: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(put, (params, state), shardings), shardings[1]
+
+  (placed_params, state), state_sharding = placed(_CAPACITY)
+  caches = (state.target_cache, state.drafter)
+  traced = jax.jit(
+      decoder.decode_round, donate_argnames="state",
+      out_shardings=(state_sharding, None)).trace(placed_params, state)
+  report = {"round": _report(traced, _shapes((placed_params, caches)),
+                             _shard_bytes(state))}
+
+  (placed_params, state), state_sharding = placed(_ONE_BUCKET)
+  cache, rows = state.target_cache, state.lengths.sharding
+  block = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
+      (_BATCH, _GAMMA + 1, *shape), dtype, sharding=rows)
+
+  def verify(params, tokens, depths, ancestors, cache):
+    out = target(params, tokens, depths, ancestors, cache)
+    return out.logits, out.cache
+
+  traced = jax.jit(
+      verify, donate_argnames="cache",
+      out_shardings=(None, state_sharding.target_cache)).trace(
+          placed_params["target"], block(), block(),
+          block(_GAMMA + 1, dtype=jnp.bool_), cache)
+  report["verify"] = _report(traced, _shapes((placed_params, cache)),
+                             _shard_bytes(cache))
+  read = dict(placed_params["target"])
+  if not target.config.tie_embeddings:
+    del read["embedding"]  # a few of its rows are gathered, it is not read
+  report["verify"]["needed"] = _shard_bytes(read) + _shard_bytes(cache)
+  print(json.dumps(report))
+
+
+@pytest.fixture(scope="module", params=list(_PAIRS))
+def report(request):
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
+  environment = dict(
+      os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
+      TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
+      PYTHONPATH=str(_ROOT),
+      # libtpu's lock keeps two processes off one chip. None is used here, and
+      # any process that let jax look for a TPU may hold it.
+      ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+  done = subprocess.run(
+      [sys.executable, __file__, request.param], env=environment, cwd=_ROOT,
+      capture_output=True, text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)
+def test_round_fits_a_chip_and_updates_its_state_in_place(report):
+  """Else the state is copied every round, or does not fit beside the weights.
+
+  Sizes are those of one chip.
+  """
+  for part in report.values():
+    peak = (part["arguments"] + part["temporaries"] + part["outputs"]
+            - part["aliased"] + part["code"])
+    assert peak < _HBM, part
+    assert part["aliased"] >= part["state"], part
+    assert part["temporaries"] < 0.1 * _HBM, part
+
+
+def test_round_stays_on_the_device_in_32_bits(report):
+  """A host callback stalls every round; float64 does not exist on a TPU."""
+  for part in report.values():
+    assert not part["host"], part["host"]
+    assert not part["float64"]
+
+
+def test_no_weight_and_no_cache_travels_between_chips(report):
+  """Else a placement does not fit the program, which then gathers its part."""
+  for part in report.values():
+    assert not part["gathered"], part["gathered"]
+
+
+def test_verify_pass_reads_weights_and_cache_about_once(report, capsys):
+  """The pass is bound by memory: what it reads twice it waits for twice."""
+  verify = report["verify"]
+  ratio = verify["traffic"] / verify["needed"]
+  with capsys.disabled():
+    print(f"\nverify pass, {_BATCH} rows of {_GAMMA + 1} tokens, per chip: "
+          f"{verify['traffic'] / 1e9:.3f} GB to and from main memory = "
+          f"{ratio:.2f} x (weights + used KV); bytes accessed by "
+          f"cost_analysis, on-chip copies included: "
+          f"{verify['bytes_accessed'] / 1e9:.3f} GB = "
+          f"{verify['bytes_accessed'] / verify['needed']:.2f} x")
+  assert 0.9 < ratio < 1.5
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_named():
+  """Else the error is the compiler's, and names an array without a name."""
+  from specjax.models import sharding
+  from specjax.models.transformer import TransformerConfig
+  config = TransformerConfig(**_PAIRS["bundled"][0])
+  sharding.check_tensor_parallel(config, 2)
+  with pytest.raises(ValueError, match="kv_heads is 2 .*'model' has 4 dev"):
+    sharding.check_tensor_parallel(config, 4)
+
+
+if __name__ == "__main__":
+  _compile(sys.argv[1])
