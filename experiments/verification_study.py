@@ -81,7 +81,8 @@ def _load_prompts(tokenizer):
                      "error needs at least 2")
   ids = [tokenizer.encode(text) for text in texts]
   keep = _PROMPT_TOKENS.value - 1
-  return [[row[0], *row[1:][-keep:]] if keep else row[:1] for row in ids], source
+  ids = [[row[0], *row[1:][-keep:]] if keep else row[:1] for row in ids]
+  return ids, source
 
 
 class _Arm:
@@ -234,7 +235,6 @@ def main():
   for name, drafter in drafters.items():
     params = {"target": target.params, "drafter": drafter.params}
     experiments[name] = _arms(target, drafter, params, tokenizer, gammas)
-  output_dir.mkdir(parents=True, exist_ok=True)
   arms = [arm for baseline, others in experiments.values()
           for arm in (baseline, *others.values())]
   print(", ".join(f"{k}: {v}" for k, v in source.items()), file=sys.stderr)
@@ -245,6 +245,7 @@ def main():
       bar.set_description(f"compiling {arm.name}")
       arm.decode(0, longest, record=False)
       bar.update()
+    output_dir.mkdir(parents=True, exist_ok=True)
     bar.set_description("decoding")
     for index, prompt in enumerate(prompts):
       for arm in arms:  # in turn, so that all see the same machine
