@@ -17,7 +17,7 @@ _LENGTHS = (1, 2, 3, 17, 33, 64, 100, 120)
 
 @functools.cache
 def _pair():
-  return testing.tiny_pair(_VOCAB, layers=2, noise=0.15, seed=1)
+  return testing.tiny_pair(_VOCAB, layers=2, noise=0.03, seed=1)
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def test_greedy_output_is_autoregressive(gamma, rule):
     np.testing.assert_array_equal(row, want)
   # Both outcomes happened, so both were tested.
   rounds, accepted = got.stats.active.sum(), got.stats.accepted.sum()
-  assert 0.1 * gamma < accepted / rounds < 0.9 * gamma
+  assert 0.1 * gamma < accepted / rounds < 0.95 * gamma
 
 
 def test_greedy_output_without_a_draft():
