@@ -37,7 +37,7 @@ setuptools.setup(
         "datasets": ["datasets"],
         "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
                  "pytest-timeout", "ruff", "scipy"],
-        "tpu-aot": ["libtpu"],
+        "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

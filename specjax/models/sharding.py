@@ -15,7 +15,7 @@ from specjax.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerConfig
 
-_SPLIT_OUTPUT = ("query", "key", "value", "gate", "up", "head")
+_SPLIT_OUTPUT = ("query", "key", "value", "gate", "up")
 _SPLIT_INPUT = ("out", "down")
 
 
@@ -59,6 +59,8 @@ def tensor_parallel_specs(config: TransformerConfig, axis: str = "model"):
       return P()
     if names == ["embedding"]:
       return P(axis, None)
+    if names == ["head"]:
+      return P(None, axis)
     if names[-1] == "kernel" and names[-2] in _SPLIT_OUTPUT:
       return P(None, axis)
     if names[-1] == "kernel" and names[-2] in _SPLIT_INPUT:

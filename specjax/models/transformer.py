@@ -147,15 +147,15 @@ class TransformerModule(nn.Module):
     x = norm("final_norm")(x)
 
     if c.tie_embeddings:
-      logits = jnp.einsum("bsd,vd->bsv", x, table,
-                          preferred_element_type=jnp.float32)
+      head = table.T
     else:
-      logits = nn.Dense(c.vocab_size, use_bias=False, name="head",
-                        kernel_init=nn.initializers.normal(0.02))(x)
+      head = self.param("head", nn.initializers.normal(0.02),
+                        (c.width, c.vocab_size), jnp.float32)
+    logits = jnp.einsum("bsd,dv->bsv", x, head,
+                        preferred_element_type=jnp.float32)
     hidden = (jnp.concatenate([features[i] for i in c.features], axis=-1)
               if c.features else x)
-    return ModelOutput(logits=logits.astype(jnp.float32), hidden=hidden,
-                       cache=cache)
+    return ModelOutput(logits=logits, hidden=hidden, cache=cache)
 
 
 @dataclasses.dataclass(frozen=True)
