@@ -98,13 +98,8 @@ def _tokenizer(output_dir, training_texts):
 
 def main():
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
-  training = [d.text for d in documents if not d.held_out]
-  held_out = [d.text for d in documents if d.held_out]
-  if not training or not held_out:
-    raise ValueError(
-        f"{_DATA.value} has {len(documents)} documents, {len(held_out)} of "
-        "them held out by the hash of their names; both sides need one: give "
-        "more text")
+  training, held_out = ([d.text for d in side]
+                        for side in corpora.split(documents))
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   output_dir.mkdir(parents=True, exist_ok=True)
   tokenizer = _tokenizer(output_dir, training)

@@ -80,15 +80,13 @@ def _random_rows(kind, rng, rows, vocab_size):
   elif kind == "equal":
     q = p
   elif kind in ("zeros", "disjoint"):
-    # A random order of the tokens; each side keeps a part of it.
-    rank = np.argsort(rng.random((rows, vocab_size)), axis=-1)
-    cut = rng.integers(1, vocab_size, size=(rows, 1))
-    p = np.where(rank < cut, p + 1e-3, 0)
-    if kind == "disjoint":
-      q = np.where(rank >= cut, q + 1e-3, 0)
-    else:
-      q = np.where(rank > rng.integers(0, vocab_size - 1, (rows, 1)), q, 0)
-      q = np.where(q.sum(-1, keepdims=True) > 0, q, 1.0)
+    # A random order of the tokens; each side keeps some, at least one.
+    order = lambda: np.argsort(rng.random((rows, vocab_size)), axis=-1)
+    some = lambda: rng.integers(1, vocab_size, size=(rows, 1))
+    rank, cut = order(), some()
+    others = rank >= cut if kind == "disjoint" else order() < some()
+    p, q = (np.where(keep, x + 1e-3, 0) for keep, x in (
+        (rank < cut, p), (others, q)))
     p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
   return p, q
 

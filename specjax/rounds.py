@@ -101,9 +101,10 @@ class Decoder:
   def __post_init__(self):
     vocab_size = self.target.vocab_size
     object.__setattr__(self, "observers", tuple(self.observers))
-    if hasattr(self.drafter, "bind"):
-      object.__setattr__(self, "drafter",
-                         self.drafter.bind(self.target, self.transform))
+    drafter = self._drafter
+    if len(set(self.transform.banned)) >= vocab_size:
+      raise ValueError(f"all {vocab_size} tokens of the vocabulary are banned; "
+                       "leave at least one")
     for token in self.transform.banned:
       if token >= vocab_size:
         raise ValueError(f"banned token {token} is out of range; the target's "
@@ -113,17 +114,24 @@ class Decoder:
                        f"[0, {vocab_size}), or None")
     for verifier in (self.verifier, *self.observers):
       for need in getattr(verifier, "requires", ()):
-        if not getattr(self.drafter, need, True):
+        if not getattr(drafter, need, True):
           raise ValueError(
               f"{type(verifier).__name__} is exact only with a drafter that "
-              f"is {need}, and {type(self.drafter).__name__} is not; choose "
+              f"is {need}, and {type(drafter).__name__} is not; choose "
               "another pair")
+
+  @property
+  def _drafter(self) -> Drafter:
+    """The drafter, specialised to this target and transform."""
+    if hasattr(self.drafter, "bind"):
+      return self.drafter.bind(self.target, self.transform)
+    return self.drafter
 
   @property
   def context_length(self) -> int:
     """Longest sequence that both models were made for, in tokens."""
     return min(self.target.context_length,
-               getattr(self.drafter, "context_length", np.inf))
+               getattr(self._drafter, "context_length", np.inf))
 
   def prefill(self, params, prompts, key, *, limits=None, request_ids=None,
               capacity: int = 0) -> DecodeState:
@@ -162,7 +170,7 @@ class Decoder:
       request_ids = np.arange(len(lengths))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(
         key, jnp.asarray(request_ids, jnp.uint32))
-    needed = max(int(limits.max()) + self.drafter.num_nodes, tokens.shape[1],
+    needed = max(int(limits.max()) + self._drafter.num_nodes, tokens.shape[1],
                  capacity)
     capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
     return self._prefill(params, jnp.asarray(tokens), jnp.asarray(lengths),
@@ -213,18 +221,18 @@ class Decoder:
     verifier = None
     if hasattr(self.verifier, "init"):
       verifier = jax.vmap(
-          lambda _: self.verifier.init(self.drafter.num_nodes - 1))(lengths)
+          lambda _: self.verifier.init(self._drafter.num_nodes - 1))(lengths)
     return DecodeState(
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1]))),
         lengths=lengths, limits=limits, done=lengths >= limits, keys=keys,
         rounds=jnp.zeros_like(lengths), target_cache=output.cache,
-        drafter=self.drafter.init(params, prompt, output), verifier=verifier)
+        drafter=self._drafter.init(params, prompt, output), verifier=verifier)
 
   def decode_round(self, params, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
     """One round for every row; rows that are done stay as they are."""
     keys = jax.vmap(jax.random.fold_in)(state.keys, state.rounds)
-    draft, drafter = self.drafter.propose(params, _fold(keys, 0), state)
+    draft, drafter = self._drafter.propose(params, _fold(keys, 0), state)
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
     output = self.target(params["target"], draft.tokens, depths, ancestors,
@@ -233,8 +241,9 @@ class Decoder:
     law, expected, survival = self._laws(state, draft, probs, depths)
     verdict = jax.vmap(sample_verdict)(law, draft, _fold(keys, 1))
 
-    finite = ~(jnp.isnan(output.logits) | jnp.isposinf(output.logits)
-               ).any((-1, -2))
+    # Logits of -inf are a model's own ban; its law must still be one.
+    finite = jnp.isfinite(probs).all((-1, -2)) & ~(
+        jnp.isnan(output.logits) | jnp.isposinf(output.logits)).any((-1, -2))
     draft_finite = jnp.isfinite(draft.probs).all((-1, -2))
     usable = finite & draft_finite
     tokens, count, ended = self._emitted(state, draft, verdict, usable)
@@ -247,8 +256,8 @@ class Decoder:
         done=state.done | ended | (lengths >= state.limits) | ~usable,
         rounds=state.rounds + 1,
         target_cache=output.cache.commit(verdict.path, count),
-        drafter=self.drafter.commit(params, drafter, draft, verdict, output,
-                                    count))
+        drafter=self._drafter.commit(params, drafter, draft, verdict, output,
+                                     count))
     if hasattr(self.verifier, "commit"):
       new_state = new_state.replace(verifier=jax.vmap(self.verifier.commit)(
           state.verifier, draft, probs, verdict))

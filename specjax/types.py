@@ -190,8 +190,10 @@ class Drafter(Protocol):
   """A proposal of tokens for the whole batch.
 
   `proposal` is "iid", "without_replacement" or "deterministic";
-  `autoregressive` says that q depends on the context alone; `num_nodes` is
-  the static N of its drafts.
+  `autoregressive` says that q depends on the context alone; `chain` that every
+  draft is one; `num_nodes` is the static N of its drafts. Optional: `bind(
+  target, transform)` returns the drafter specialised to a target, or raises
+  a `ValueError` where the two do not fit; `context_length`.
   """
 
   @property

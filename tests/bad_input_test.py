@@ -65,6 +65,9 @@ def test_decoder_settings():
   _raises_one_line(
       lambda: _decoder(transform=sj.LogitsTransform(banned=(2, _VOCAB))),
       "banned", _VOCAB)
+  _raises_one_line(
+      lambda: _decoder(transform=sj.LogitsTransform(banned=range(_VOCAB))),
+      "banned", _VOCAB, "at least one")
   _raises_one_line(lambda: _decoder(eos=_VOCAB), "eos", _VOCAB)
   _raises_one_line(lambda: _decoder(gamma=-1), "gamma", -1, "at least 0")
   _raises_one_line(lambda: _decoder(gamma=1.5), "gamma", 1.5, "whole")
@@ -225,8 +228,7 @@ def test_nan_stays_in_its_row(model):
   # in row 1 alone, for the others must not draw it.
   healthy, _ = _healthy()
   decoder = dataclasses.replace(
-      healthy, transform=sj.LogitsTransform(banned=(5,)),
-      drafter=dataclasses.replace(healthy.drafter, transform=None))
+      healthy, transform=sj.LogitsTransform(banned=(5,)))
   params, prompts = _poisoned(model, 5), [[1], [2, 5, 3], [4, 0]]
   generate = lambda params: decoder.generate(
       params, prompts, jax.random.key(0), max_new_tokens=5)

@@ -68,6 +68,20 @@ def test_held_out_is_decided_by_the_name():
   assert [i for i in range(60) if held_out[i]] == [10, 37]
 
 
+def test_small_corpora_have_two_sides():
+  # Broken: a small corpus cannot be trained on, for the hash of its names
+  # holds out nothing.
+  documents = [corpora.Document(f"{i}", "text") for i in range(3)]
+  assert not any(d.held_out for d in documents)
+  training, held_out = corpora.split(documents)
+  assert len(training) == 2 and len(held_out) == 1
+  many = [corpora.Document(f"{i}", "text") for i in range(200)]
+  assert corpora.split(many) == ([d for d in many if not d.held_out],
+                                 [d for d in many if d.held_out])
+  with pytest.raises(ValueError, match="1 document"):
+    corpora.split(documents[:1])
+
+
 def test_documents_of_files(tmp_path):
   # Broken: a source is read in another order or under other names, which
   # moves the split.

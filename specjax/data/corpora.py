@@ -26,8 +26,13 @@ class Document:
 
   @property
   def held_out(self) -> bool:
+    return self.digest % _HELD_OUT_OF == 0
+
+  @property
+  def digest(self) -> int:
+    """A hash of the name, the same everywhere."""
     digest = hashlib.sha256(self.name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % _HELD_OUT_OF == 0
+    return int.from_bytes(digest[:4], "big")
 
 
 def stdlib_documents(include_tests: bool = True) -> list[Document]:
@@ -57,6 +62,26 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
   return documents
 
 
+def split(documents) -> tuple[list[Document], list[Document]]:
+  """Documents to train on, and documents held out.
+
+  A corpus so small that the hash leaves one side empty gives that side one
+  document.
+
+  Raises:
+    ValueError: there are fewer than two documents.
+  """
+  if len(documents) < 2:
+    raise ValueError(f"the corpus has {len(documents)} document; training and "
+                     "held-out text need at least one each: give more text")
+  ranked = sorted(documents, key=lambda d: (not d.held_out, d.digest))
+  count = sum(d.held_out for d in documents)
+  count = min(max(count, 1), len(documents) - 1)
+  held_out = {id(d) for d in ranked[:count]}
+  return ([d for d in documents if id(d) not in held_out],
+          [d for d in documents if id(d) in held_out])
+
+
 def fingerprint(documents) -> str:
   """A short hash of the documents' names and texts."""
   digest = hashlib.sha256()
@@ -70,7 +95,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
 
   Args:
     source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
-      `.jsonl` file, a directory of text files, or "hf:NAME[:SPLIT]" for a
+      `.jsonl` or `.jsonl.gz` file, a directory of text files, or "hf:NAME[:SPLIT]" for a
       Hugging Face dataset (needs the package `datasets`).
     field: the field that holds the text in JSONL and in datasets.
 
@@ -92,7 +117,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
       files = sorted(p for p in path.rglob("*") if p.is_file())
       documents = [Document(p.relative_to(path).as_posix(), read_text(p))
                    for p in files]
-    elif path.suffix == ".jsonl":
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
       documents = list(_jsonl_documents(path, field))
     else:
       text = read_text(path)

@@ -30,8 +30,8 @@ def stdlib_prompts(count: int, characters: int, seed: int = 0) -> list[str]:
   while len(prompts) < count:
     # A new round of all modules, so that long ones do not crowd out others.
     for document in rng.sample(documents, len(documents)):
-      place = rng.randrange(len(document.text) - 2 * characters)
-      start = document.text.find("\n", place) + 1
+      place = rng.randrange(len(document.text) - characters)
+      start = 1 + document.text.rfind("\n", 0, place)
       prompts.append(document.text[start:start + characters])
   return prompts[:count]
 

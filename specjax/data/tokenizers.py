@@ -26,6 +26,8 @@ class Tokenizer:
 
   def __init__(self, backend: tokenizers.Tokenizer):
     self.backend = backend
+    # A literal <|endoftext|> in a text is text, and not the end of it.
+    backend.encode_special_tokens = True
     self.eos = backend.token_to_id(END_OF_TEXT)
     if self.eos is None:
       raise ValueError(f"the tokenizer has no token {END_OF_TEXT}; train it "
