@@ -30,14 +30,18 @@ _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|"
     r"collective-permute)(?:-start)?\(")
 
+
+def _shipped(name):
+  """The configuration of a bundled model."""
+  path = _ROOT / "specjax/models/zoo" / name / "config.json"
+  return json.loads(path.read_text("utf-8"))
+
+
 _LLAMA = dict(vocab_size=128256, context_length=8192, rope_theta=500_000.0)
 _PAIRS = {  # name: target, drafter, dtype, mesh of (data, model)
     "bundled": (
-        dict(vocab_size=4096, context_length=512, width=256, layers=4, heads=4,
-             kv_heads=2, head_dim=64, mlp_width=768),
-        dict(vocab_size=4096, context_length=512, width=96, layers=2, heads=3,
-             kv_heads=1, head_dim=32, mlp_width=192),
-        "float32", (4, 1)),  # too few heads to split: the rows are
+        _shipped("target"), _shipped("small"), "float32",
+        (4, 1)),  # too few heads to split: the rows are
     "llama": (
         dict(_LLAMA, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
              mlp_width=14336, tie_embeddings=False),
