@@ -95,8 +95,9 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
 
   Args:
     source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
-      `.jsonl` or `.jsonl.gz` file, a directory of text files, or "hf:NAME[:SPLIT]" for a
-      Hugging Face dataset (needs the package `datasets`).
+      `.jsonl` or `.jsonl.gz` file, a directory of text files, or
+      "hf:NAME[:SPLIT]" for a Hugging Face dataset (needs the package
+      `datasets`).
     field: the field that holds the text in JSONL and in datasets.
 
   Raises:
