@@ -44,7 +44,7 @@ _GAMMAS = flags.DEFINE_list("gammas", "2,4,8,16", "draft lengths, in tokens")
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", 1.0, "of both models; 0 is greedy")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass of both models")
-_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 48, "prompts to decode", 2)
+_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 64, "prompts to decode", 2)
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "a .txt (prompts between blank lines) or .jsonl file; "
     "default: held-out modules of the running Python")
