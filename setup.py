@@ -40,7 +40,6 @@ setuptools.setup(
         "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
