@@ -22,8 +22,8 @@ from tokenizers import decoders
 import specjax as sj
 
 _PROMPT = flags.DEFINE_string(
-    "prompt", None, "the text to continue; default: standard input, or a line "
-    "of code where that is a terminal")
+    "prompt", None, "the text to continue; default: standard input, or a few "
+    "lines of code where that is a terminal or empty")
 _TARGET = flags.DEFINE_string(
     "target", "bundled", "bundled, or a directory of train_lm.py")
 _DRAFTER = flags.DEFINE_string(
@@ -40,7 +40,8 @@ _SEED = flags.DEFINE_integer("seed", 0, "of the sampling")
 _COLOR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "colour the tokens")
 
-_DEFAULT_PROMPT = "def read_lines(path):\n"
+_DEFAULT_PROMPT = (
+    '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
 _ROUNDS_A_CALL = 2  # rounds between two looks from the host
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
@@ -71,7 +72,9 @@ def _read_prompt():
   if _PROMPT.value is not None:
     return _PROMPT.value
   piped = "" if sys.stdin.isatty() else sys.stdin.read()
-  return piped or _DEFAULT_PROMPT
+  # The newline at a file's end would be half of the token that begins the
+  # next line, after which the model expects the end of the text.
+  return piped.removesuffix("\n") or _DEFAULT_PROMPT
 
 
 def main():
