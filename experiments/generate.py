@@ -106,7 +106,7 @@ def main():
       _COLOR.value == "auto" and sys.stdout.isatty())
   printer = _Printer(tokenizer, colored)
   printer.prompt(ids)
-  state, total, rounds, accepted = prefill(), 0, 0, 0
+  state, rounds, accepted = prefill(), 0, 0
   start, length = time.perf_counter(), len(ids)
   while not bool(state.done[0]):
     state, stats = decoder.decode(params, state, rounds=_ROUNDS_A_CALL)
@@ -118,7 +118,7 @@ def main():
       length += emitted
       accepted += drafted
     rounds += int(stats.active[:, 0].sum())
-    total = length - len(ids)
+  total = length - len(ids)
   seconds = time.perf_counter() - start
   drafted = max(1, rounds * (decoder.drafter.num_nodes - 1))
   print(f"\n\n{total} tokens in {rounds} rounds: {total / rounds:.2f} a round, "

@@ -69,13 +69,13 @@ def _load_prompts(tokenizer):
     texts = texts[:_NUM_PROMPTS.value]
     source = {"prompts": _PROMPTS.value}
   else:
-    texts = prompts_lib.stdlib_prompts(
-        _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
+    held_out = [d for d in corpora.stdlib_documents() if d.held_out]
+    texts = prompts_lib.excerpts(
+        held_out, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
     source = {
         "prompts": "held-out modules of the standard library",
         "python": platform.python_version(),
-        "hash": corpora.fingerprint(
-            d for d in corpora.stdlib_documents() if d.held_out)}
+        "hash": corpora.fingerprint(held_out)}
   if len(texts) < 2:
     raise ValueError(f"{_PROMPTS.value} holds {len(texts)} prompt; a standard "
                      "error needs at least 2")
@@ -88,7 +88,7 @@ def _load_prompts(tokenizer):
 class _Arm:
   """One decoder and what its rollouts gave, a row for every prompt."""
 
-  def __init__(self, name, params, tokenizer, **parts):
+  def __init__(self, name, params, **parts):
     self.name = name
     self.decoder = sj.Decoder(
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value,
@@ -125,11 +125,11 @@ def _ratio(totals, rounds):
   return 1 + mean, error / rounds.sum()
 
 
-def _arms(target, drafter, params, tokenizer, gammas):
+def _arms(target, drafter, params, gammas):
   """The baseline and a decoder for every verifier and draft length."""
   token = common.VERIFIERS["token"]
   others = tuple(v for v in common.VERIFIERS.values() if v != token)
-  baseline = _Arm("autoregressive", params, tokenizer, target=target.model,
+  baseline = _Arm("autoregressive", params, target=target.model,
                   drafter=sj.drafters.Empty(), verifier=token)
   arms = {}
   for gamma in gammas:
@@ -137,7 +137,7 @@ def _arms(target, drafter, params, tokenizer, gammas):
       # The paired figures come from token verification's own longest drafts.
       shared = verifier == token and gamma == max(gammas)
       arms[name, gamma] = _Arm(
-          f"{name} {gamma}", params, tokenizer, target=target.model,
+          f"{name} {gamma}", params, target=target.model,
           drafter=sj.drafters.LanguageModel(model=drafter.model, gamma=gamma),
           verifier=verifier, observers=others if shared else ())
   return baseline, arms
@@ -234,7 +234,7 @@ def main():
   experiments = {}
   for name, drafter in drafters.items():
     params = {"target": target.params, "drafter": drafter.params}
-    experiments[name] = _arms(target, drafter, params, tokenizer, gammas)
+    experiments[name] = _arms(target, drafter, params, gammas)
   arms = [arm for baseline, others in experiments.values()
           for arm in (baseline, *others.values())]
   print(", ".join(f"{k}: {v}" for k, v in source.items()), file=sys.stderr)

@@ -8,27 +8,28 @@ from specjax.data import corpora
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
 
 
-def stdlib_prompts(count: int, characters: int, seed: int = 0) -> list[str]:
-  """Excerpts of the held-out modules of the running Python.
+def excerpts(documents, count: int, characters: int, seed: int = 0
+             ) -> list[str]:
+  """Excerpts of documents, such as held-out modules of the running Python.
 
   Args:
+    documents: a list of `corpora.Document`.
     count: how many prompts.
     characters: length of each; an excerpt begins at the start of a line.
-    seed: of the choice of modules and places.
+    seed: of the choice of documents and places.
 
   Raises:
-    ValueError: no held-out module is long enough.
+    ValueError: no document is long enough.
   """
-  documents = [d for d in corpora.stdlib_documents()
-               if d.held_out and len(d.text) > 2 * characters]
+  documents = [d for d in documents if len(d.text) > 2 * characters]
   if not documents:
-    raise ValueError(f"no held-out module of this Python is longer than "
-                     f"{2 * characters} characters; ask for shorter prompts, "
-                     "or give a file of your own")
+    raise ValueError(f"no document is longer than {2 * characters} "
+                     "characters; ask for shorter prompts, or give a file of "
+                     "your own")
   rng = random.Random(seed)
   prompts = []
   while len(prompts) < count:
-    # A new round of all modules, so that long ones do not crowd out others.
+    # A new round of all documents, so that long ones do not crowd out others.
     for document in rng.sample(documents, len(documents)):
       place = rng.randrange(len(document.text) - characters)
       start = 1 + document.text.rfind("\n", 0, place)
