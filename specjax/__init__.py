@@ -21,6 +21,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
+from specjax.types import Trace
 from specjax.types import Verdict
 from specjax.types import Verifier
 
@@ -39,6 +40,7 @@ __all__ = [
     "ModelOutput",
     "Prompt",
     "RoundStats",
+    "Trace",
     "Verdict",
     "Verifier",
     "data",

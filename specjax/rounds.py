@@ -25,6 +25,7 @@ from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import Prompt
 from specjax.types import RoundStats
+from specjax.types import Trace
 from specjax.types import Verifier
 
 _CAPACITY_STEP = 128  # slots; rounding up lets runs of similar size share code
@@ -231,6 +232,12 @@ class Decoder:
   def decode_round(self, params, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
     """One round for every row; rows that are done stay as they are."""
+    state, stats, _ = self.traced_round(params, state)
+    return state, stats
+
+  def traced_round(self, params, state: DecodeState
+                   ) -> tuple[DecodeState, RoundStats, Trace]:
+    """`decode_round`, and what the verifier saw and decided."""
     keys = jax.vmap(jax.random.fold_in)(state.keys, state.rounds)
     draft, drafter = self._drafter.propose(params, _fold(keys, 0), state)
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
@@ -268,7 +275,8 @@ class Decoder:
         expected=jnp.where(weight, expected, 0),
         survival=jnp.where(weight[..., None], survival, 0),
         active=active, finite=finite | state.done,
-        draft_finite=draft_finite | state.done)
+        draft_finite=draft_finite | state.done), Trace(
+            draft=draft, target_probs=probs, verdict=verdict)
 
   def _laws(self, state, draft, probs, depths):
     """The verifier's law, and two diagnostics of it and of the observers."""
@@ -279,7 +287,10 @@ class Decoder:
     for verifier, one in zip((self.verifier, *self.observers), (law, *others)):
       expected.append(jnp.sum(one.stop * depths, axis=-1))
       if hasattr(verifier, "survival"):
-        survival.append(jax.vmap(verifier.survival)(draft, probs))
+        # Observers, and rules without state, are asked without one.
+        acting = one is law and state.verifier is not None
+        memory = (state.verifier,) if acting else ()
+        survival.append(jax.vmap(verifier.survival)(draft, probs, *memory))
       else:
         deep = depths[:, None, :] >= levels[:, None]
         survival.append(jnp.sum(one.stop[:, None, :] * deep, axis=-1))
@@ -314,6 +325,21 @@ class Decoder:
     return jax.lax.scan(
         lambda carry, _: self.decode_round(params, carry), state,
         length=rounds)
+
+  @functools.partial(jax.jit, static_argnames=("self", "rounds"),
+                     donate_argnames="state")
+  def decode_traced(self, params, state: DecodeState, rounds: int):
+    """`decode` for records: `(state, stats, traces)`.
+
+    The traces are stacked like the stats; they take rounds * B * 2 * N * V
+    floats.
+    """
+    def step(carry, _):
+      state, stats, trace = self.traced_round(params, carry)
+      return state, (stats, trace)
+
+    state, (stats, traces) = jax.lax.scan(step, state, length=rounds)
+    return state, stats, traces
 
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def decode_until(self, params, state: DecodeState):

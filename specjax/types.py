@@ -148,6 +148,21 @@ class RoundStats:
   draft_finite: jax.Array
 
 
+@struct.dataclass
+class Trace:
+  """What a verifier saw and decided in one round, batched.
+
+  Attributes:
+    draft: the `Draft`s.
+    target_probs: `[B, N, V]`, the target's law behind every node.
+    verdict: the `Verdict`s.
+  """
+
+  draft: Draft
+  target_probs: jax.Array
+  verdict: Verdict
+
+
 @runtime_checkable
 class ModelFn(Protocol):
   """A language model as the loop sees it: a hashable, static callable.
@@ -177,8 +192,11 @@ class Verifier(Protocol):
   """A verification rule: the law of its outcome, for one sequence, no coins.
 
   Optional members, with the defaults the loop assumes: `lossless` (True);
+  `requires` (()), names of attributes that must not be False of the drafter;
   `survival(draft, target_probs) -> [N]`, P(tau >= i | the first i drafted
-  tokens), for chains.
+  tokens), for chains. A rule that remembers has `init(gamma) -> state` and
+  `commit(state, draft, target_probs, verdict) -> state`; its `law` and
+  `survival` get the state as third argument, and no state is a fresh one.
   """
 
   def law(self, draft: Draft, target_probs: jax.Array, state=None) -> Law:

@@ -44,16 +44,7 @@ class Block:
     kept = jnp.maximum(survive[:, None] * target_probs, 0)
     rest = jnp.maximum(
         kept - residual.next_draft_probs(draft, target_probs), 0)
-    mass = jnp.sum(rest, axis=-1)
-    # The parentheses keep h <= 1 in floating point: left to right, it exceeds
-    # 1 in a third of the rounds and a stop probability turns negative.
-    total = mass + (1 - survive)
-    heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
-    heads = heads.at[0].set(1)
-    tails_behind = jnp.cumprod((1 - heads)[::-1])[::-1]
-    tails_behind = jnp.append(tails_behind[1:], jnp.ones_like(heads[:1]))
-    return Law(stop=heads * tails_behind,
-               next_token=residual.normalised(rest, target_probs))
+    return residual.last_heads(rest, survive, target_probs)
 
   def survival(self, draft: Draft, target_probs):
     """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""

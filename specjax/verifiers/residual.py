@@ -2,17 +2,27 @@
 
 import jax.numpy as jnp
 
+from specjax.types import Law
+
 
 def chain_ratios(draft, target_probs):
   """p(x) / q(x) of every drafted token of a chain, `[N - 1]`.
 
   0 where q(x) = 0: such a token cannot have been drawn, so it is padding.
   """
-  tokens = draft.tokens[1:, None]
-  pick = lambda probs: jnp.take_along_axis(
-      probs, tokens, axis=-1, mode="fill", fill_value=0)[:, 0]
-  p, q = pick(target_probs[:-1]), pick(draft.probs[1:])
-  return jnp.where(q > 0, p / jnp.where(q > 0, q, 1), 0).astype(p.dtype)
+  p = at_drafted(draft, target_probs[:-1])
+  return over(p, at_drafted(draft, draft.probs[1:])).astype(p.dtype)
+
+
+def at_drafted(draft, probs):
+  """`probs [N - 1, V]` at the drafted tokens, `[N - 1]`; 0 at ids >= V."""
+  return jnp.take_along_axis(probs, draft.tokens[1:, None], axis=-1,
+                             mode="fill", fill_value=0)[:, 0]
+
+
+def over(a, b, otherwise=0):
+  """a / b, and `otherwise` where b is not positive."""
+  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), otherwise)
 
 
 def next_draft_probs(draft, target_probs):
@@ -31,3 +41,25 @@ def normalised(residual, fallback):
   total = jnp.sum(residual, axis=-1, keepdims=True)
   some = total > limits.tiny / limits.eps
   return jnp.where(some, residual / jnp.where(some, total, 1), fallback)
+
+
+def last_heads(rest, survive, fallback) -> Law:
+  """Stops at the last node whose independent coin shows heads.
+
+  Args:
+    rest: `[N, V]`, the residual of a stop at each node, not normalised.
+    survive: `[N]`, at most 1, the mass that `rest` was cut from.
+    fallback: `[N, V]`, the law of the extra token where `rest` is empty.
+
+  Returns:
+    With S = sum(rest): h = S / (S + 1 - survive) and 0/0 = 1, h_0 = 1;
+    stop[i] = h_i prod_{j>i} (1 - h_j); next_token = norm(rest).
+  """
+  mass = jnp.sum(rest, axis=-1)
+  # The parentheses keep h <= 1 in floating point: left to right, it exceeds
+  # 1 in a third of the rounds and a stop probability turns negative.
+  heads = over(mass, mass + (1 - survive), otherwise=1).at[0].set(1)
+  tails_behind = jnp.cumprod((1 - heads)[::-1])[::-1]
+  tails_behind = jnp.append(tails_behind[1:], jnp.ones_like(heads[:1]))
+  return Law(stop=heads * tails_behind,
+             next_token=normalised(rest, fallback))

@@ -1,0 +1,272 @@
+"""Prompt sets by name, of published files or of the running Python.
+
+The first eight are the tasks of "Block Verification Accelerates Speculative
+Decoding" (https://arxiv.org/abs/2403.10444, Table 1), under its titles. Prompts
+are the bare questions and documents: no instruction and no chat template is
+added.
+"""
+
+import ast
+import csv
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import platform
+import re
+
+from specjax.data import corpora
+from specjax.data import prompts as prompts_lib
+
+_JSON = (".jsonl", ".jsonl.gz", ".json")
+# The main revision may be a script, which `datasets` no longer runs.
+_PARQUET = "refs/convert/parquet"
+_TOPICS = "pydoc_data/topics.py"
+_TEST = re.compile(r"(^|[/_])tests?([/_.]|$)")  # test/, idle_test/, test_x.py
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSet:
+  """What a published set is called, and where in it the prompts lie.
+
+  Attributes:
+    name: its key in `PROMPT_SETS`.
+    title: its name in papers.
+    fields: of a record, in order of preference. A dot leads into an object; of
+      a list of turns the user's first is taken.
+    endings: of its files. JSON is one list of records or a record a line, CSV
+      has a header, and of other text a line is a prompt.
+    hf_id: of the Hugging Face dataset, with its `hf_config`, `hf_split` and
+      `hf_revision`; None if no copy is known.
+    published: where the file is, if there is no Hugging Face dataset.
+  """
+
+  name: str
+  title: str
+  fields: tuple[str, ...]
+  endings: tuple[str, ...] = _JSON
+  hf_id: str | None = None
+  hf_config: str | None = None
+  hf_split: str = "test"
+  hf_revision: str | None = None
+  published: str = ""
+
+
+PROMPT_SETS = {s.name: s for s in (
+    PromptSet(name="lm1b", title="LM1B", fields=("text",),
+              # Held-out shards of the release end in their number.
+              endings=(".txt", "-of-00050", *_JSON), hf_id="dvruette/lm1b"),
+    PromptSet(name="gpt_prompts", title="GPT Prompt",
+              fields=("human_prompt", "prompt"), endings=(".csv", *_JSON),
+              hf_id="MohamedRashad/ChatGPT-prompts", hf_split="train"),
+    PromptSet(name="webquestions", title="WebQA",
+              fields=("qText", "utterance", "question"),
+              hf_id="stanfordnlp/web_questions"),
+    PromptSet(name="piqa", title="PIQA", fields=("goal",), hf_id="ybisk/piqa",
+              hf_split="validation", hf_revision=_PARQUET),
+    PromptSet(name="sharegpt", title="ShareGPT",
+              fields=("conversations.value", "turns.content"),
+              published="ShareGPT_V3_unfiltered_cleaned_split.json of "
+                        "huggingface.co/datasets/anon8231489123/"
+                        "ShareGPT_Vicuna_unfiltered"),
+    PromptSet(name="xsum", title="XSum", fields=("document",),
+              hf_id="EdinburghNLP/xsum", hf_revision=_PARQUET),
+    PromptSet(name="gsm8k", title="GSM8K", fields=("question",),
+              hf_id="openai/gsm8k", hf_config="main"),
+    PromptSet(name="wmt_deen", title="WMT-DeEn", fields=("translation.de",),
+              hf_id="wmt/wmt14", hf_config="de-en"),
+    PromptSet(name="spec_bench", title="Spec-Bench", fields=("turns",),
+              published="data/spec_bench/question.jsonl of "
+                        "github.com/hemingkx/Spec-Bench"),
+    PromptSet(name="humaneval", title="HumanEval", fields=("prompt",),
+              hf_id="openai/openai_humaneval"),
+    PromptSet(name="mt_bench", title="MT-bench", fields=("turns", "prompt"),
+              hf_id="HuggingFaceH4/mt_bench_prompts", hf_split="train"),
+)}
+
+_SOURCES = {
+    "code": "held-out modules of the standard library",
+    "docstrings": "docstrings of held-out modules of the standard library",
+    "tests": "held-out tests of the standard library",
+    "prose": "help topics of the language reference",
+}
+EMBEDDED = tuple(_SOURCES)
+
+
+def load(name: str, path=None) -> list[str]:
+  """The prompts of a published set, in the file's order, blank ones dropped.
+
+  Args:
+    name: a key of `PROMPT_SETS`.
+    path: of a file in the set's published format; None reads it from Hugging
+      Face (needs the package `datasets`).
+
+  Raises:
+    ValueError: there is no such set or file, or it is not what it should be.
+  """
+  if name not in PROMPT_SETS:
+    raise ValueError(f"no prompt set {name!r}; there are "
+                     f"{', '.join(PROMPT_SETS)}")
+  spec = PROMPT_SETS[name]
+  if path is None:
+    source, records = spec.hf_id, _huggingface_records(spec)
+  else:
+    source, records = path, _file_records(spec, pathlib.Path(path))
+  prompts = [_prompt(spec, source, where, record) for where, record in records]
+  prompts = [p for p in prompts if p.strip()]
+  if not prompts:
+    raise ValueError(f"{source} holds no prompt; {_expected(spec)}")
+  return prompts
+
+
+def embedded(name: str, count: int, characters: int, seed: int = 0
+             ) -> tuple[list[str], dict]:
+  """Excerpts from the running Python, and a description of their source.
+
+  "code" is of held-out modules, "docstrings" of the docstrings of these
+  modules, "tests" of held-out tests. "prose" is of the help topics, English
+  about Python, whose file is not held out: models trained on the standard
+  library, as the bundled ones are, saw it in training.
+
+  Args:
+    name: one of `EMBEDDED`.
+    count: how many prompts.
+    characters: length of each.
+    seed: of the choice of documents and places.
+
+  Returns:
+    The prompts, and a dict that can be printed as JSON: "prompts" in words,
+    "python" its version, "hash" of the documents, and "held_out", whether
+    training on the standard library leaves them out.
+
+  Raises:
+    ValueError: there is no such set, or this Python ships no document for it
+      that is long enough.
+  """
+  if name not in EMBEDDED:
+    raise ValueError(f"no embedded prompt set {name!r}; there are "
+                     f"{', '.join(EMBEDDED)}")
+  documents = _documents(name)
+  try:
+    prompts = prompts_lib.excerpts(documents, count, characters, seed)
+  except ValueError as e:
+    raise ValueError(f"{name!r} takes {_SOURCES[name]}, of which this Python "
+                     f"ships too few: {e}") from None
+  held_out = name != "prose" or corpora.Document(_TOPICS, "").held_out
+  return prompts, {
+      "prompts": _SOURCES[name], "python": platform.python_version(),
+      "hash": corpora.fingerprint(documents), "held_out": held_out}
+
+
+def _expected(spec):
+  return (f"{spec.title} is a {', '.join(spec.endings)} file with "
+          f"{' or '.join(map(repr, spec.fields))}")
+
+
+def _huggingface_records(spec):
+  if spec.hf_id is None:
+    raise ValueError(f"{spec.title} has no known Hugging Face dataset; give a "
+                     f"file: {spec.published}")
+  try:
+    import datasets  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
+                     "pip install datasets") from None
+  # Streamed, for a training split may be a thousand times as large.
+  rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
+                               revision=spec.hf_revision, streaming=True)
+  return ((f"row {i}", row) for i, row in enumerate(rows, 1))
+
+
+def _file_records(spec, path):
+  """Pairs of a place, in words, and the record there."""
+  if not path.is_file():
+    raise ValueError(f"no file at {path}; {_expected(spec)}")
+  if not path.name.endswith(spec.endings):
+    raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; "
+                     f"{_expected(spec)}")
+  try:
+    if path.name.endswith(_JSON):
+      return _json_records(path)
+    text = corpora.read_text(path)
+    if path.suffix == ".csv":
+      rows = csv.DictReader(io.StringIO(text), strict=True)
+      return [(f"row {i}", row) for i, row in enumerate(rows, 1)]
+    lines = enumerate(text.split("\n"), 1)
+    return [(f"line {i}", {spec.fields[0]: line}) for i, line in lines]
+  except csv.Error as e:
+    raise ValueError(f"{path} is not CSV ({e}); {_expected(spec)}") from None
+  except ValueError as e:
+    raise ValueError(f"{e}; {_expected(spec)}") from None
+
+
+def _json_records(path):
+  text = "" if path.suffix == ".gz" else corpora.read_text(path)
+  if not text.lstrip().startswith("["):
+    return [(f"line {i}", record) for i, record in corpora.json_lines(path)]
+  try:
+    items = json.loads(text)
+  except json.JSONDecodeError as e:
+    raise ValueError(f"{path} line {e.lineno} is not JSON ({e.msg})") from None
+  for i, item in enumerate(items, 1):
+    if not isinstance(item, dict):
+      raise ValueError(f"{path} item {i} is a JSON {type(item).__name__}, not "
+                       "an object")
+  return [(f"item {i}", item) for i, item in enumerate(items, 1)]
+
+
+def _prompt(spec, source, where, record):
+  for field in spec.fields:
+    prompt = _follow(record, field)
+    if prompt is not None:
+      return prompt
+  raise ValueError(f"{source} {where} is not {spec.title}: it has fields "
+                   f"{', '.join(map(repr, record)) or 'none'}; expected text "
+                   f"in {' or '.join(map(repr, spec.fields))}")
+
+
+def _follow(value, field):
+  """The text at a dotted path, "" if the user has no turn, None if missing."""
+  for key in field.split("."):
+    if not isinstance(value, dict) or key not in value:
+      return None
+    value = value[key]
+    if isinstance(value, list):
+      # ShareGPT cuts long conversations: a piece may open with the model.
+      value = [turn for turn in value if not isinstance(turn, dict)
+               or turn.get("from", "user") in ("human", "user")]
+      if not value:
+        return ""
+      value = value[0]
+  return value if isinstance(value, str) else None
+
+
+def _documents(name):
+  if name == "prose":
+    try:
+      # pylint: disable-next=g-import-not-at-top
+      from pydoc_data.topics import topics
+    except ImportError:
+      return []
+    return [corpora.Document(f"{_TOPICS}:{topic}", text)
+            for topic, text in sorted(topics.items())]
+  documents = [d for d in _held_out_modules()
+               if bool(_TEST.search(d.name)) == (name == "tests")]
+  if name == "docstrings":
+    documents = [_docstrings(d) for d in documents]
+  return documents
+
+
+@functools.cache
+def _held_out_modules():
+  """The modules, read once: a study asks for one set after the other."""
+  return [d for d in corpora.stdlib_documents() if d.held_out]
+
+
+def _docstrings(document):
+  """The docstrings of a module, its classes and functions, dedented."""
+  kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+  nodes = ast.walk(ast.parse(document.text))
+  texts = [ast.get_docstring(n) for n in nodes if isinstance(n, kinds)]
+  return corpora.Document(document.name, "\n\n".join(filter(None, texts)))

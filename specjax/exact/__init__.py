@@ -1,0 +1,34 @@
+"""The exact output law of a verifier, by enumeration of the code that ships.
+
+A verifier returns the law of its outcome, so nothing has to be sampled: the
+law is evaluated on every draft of a small context-dependent model pair and
+summed, sum_x q(x) * stop * next_token, which is the joint law of everything
+that decoding emits. A rule is lossless iff that equals the target's. Linear
+programs over all couplings and over all valid verifiers give the ceilings.
+"""
+
+from specjax.exact.certificate import Certificate
+from specjax.exact.certificate import certify
+from specjax.exact.enumeration import enumerate_chains
+from specjax.exact.enumeration import expected_tokens
+from specjax.exact.enumeration import Outcome
+from specjax.exact.optima import full_information_optimum
+from specjax.exact.optima import transport_optimum
+from specjax.exact.optima import verifier_optimum
+from specjax.exact.pairs import iid_pair
+from specjax.exact.pairs import Pair
+from specjax.exact.pairs import random_pair
+
+__all__ = [
+    "Certificate",
+    "Outcome",
+    "Pair",
+    "certify",
+    "enumerate_chains",
+    "expected_tokens",
+    "full_information_optimum",
+    "iid_pair",
+    "random_pair",
+    "transport_optimum",
+    "verifier_optimum",
+]
