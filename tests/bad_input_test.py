@@ -78,14 +78,6 @@ def test_decoder_settings():
       _VOCAB, _VOCAB + 1, "same vocabulary", "tokenizer")
 
 
-@dataclasses.dataclass(frozen=True)
-class _NeedsAutoregressive:
-  requires = ("chain", "autoregressive")
-
-  def law(self, draft, target_probs, state=None):
-    raise AssertionError("never evaluated")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Blockwise(testing.OracleDrafter):
   autoregressive = False
@@ -94,7 +86,7 @@ class _Blockwise(testing.OracleDrafter):
 @pytest.mark.parametrize("place", ["verifier", "observers"])
 def test_unsound_pairs_of_verifier_and_drafter(place):
   # Broken: a rule runs with a drafter for which it is not lossless.
-  rule = _NeedsAutoregressive()
+  rule = sj.verifiers.GreedyBlock()
   value = (rule,) if place == "observers" else rule
   _raises_one_line(
       lambda: _decoder(drafter=_Blockwise(gamma=2), **{place: value}),

@@ -56,9 +56,12 @@ def _reference():
   return [np.asarray(row[:n + _NEW]) for row, n in zip(tokens, _LENGTHS)]
 
 
-@pytest.mark.parametrize("gamma", range(1, 9))
-@pytest.mark.parametrize("rule", [sj.verifiers.Token(), sj.verifiers.Block()])
-def test_greedy_output_is_autoregressive(gamma, rule):
+@pytest.mark.parametrize("rule,gamma", [
+    *((sj.verifiers.Token(), gamma) for gamma in range(1, 9)),
+    *((sj.verifiers.Block(), gamma) for gamma in range(1, 9)),
+    *((sj.verifiers.GreedyBlock(), gamma) for gamma in (1, 5)),
+    (sj.verifiers.Typical(), 3)])
+def test_greedy_output_is_autoregressive(rule, gamma):
   # Broken: a cache slot, a position, a bucket or a verdict is off by one.
   pair = _pair()
   decoder = sj.Decoder(

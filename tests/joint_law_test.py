@@ -78,7 +78,8 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
     (1, sj.verifiers.Token(), _PLAIN),
     (2, sj.verifiers.Token(), _NUCLEUS),
     (2, _BLOCK, _PLAIN),
-    (4, _BLOCK, _NUCLEUS)])
+    (4, _BLOCK, _NUCLEUS),
+    (3, sj.verifiers.GreedyBlock(), _PLAIN)])
 def test_output_follows_the_joint_law(gamma, rule, transform):
   # Broken: anything between the rule and the text.
   assert _sampled_p_value(gamma=gamma, verifier=rule,
@@ -168,3 +169,16 @@ class _Forgetful(sj.drafters.LanguageModel):
 def test_a_bad_drafter_is_harmless():
   # Broken: losslessness depends on the drafter being good.
   assert _sampled_p_value(drafter=_Forgetful) > _FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forgets(sj.verifiers.GreedyBlock):
+  """Every round starts with an unmodified target."""
+
+  def commit(self, state, draft, target_probs, verdict):
+    return jax.tree.map(jnp.zeros_like, state)
+
+
+def test_a_lost_state_is_caught():
+  # Broken: the test above cannot see the verifier's state.
+  assert _sampled_p_value(verifier=_Forgets(), gamma=3) < _FALSE_ALARM

@@ -1,4 +1,4 @@
-"""Proofs that Token and Block are exact, and what the loop relies on."""
+"""Proofs that the rules on chains are exact, and what the loop relies on."""
 
 import functools
 import itertools
@@ -11,14 +11,17 @@ from specjax import exact
 from specjax import testing
 from specjax.types import Draft
 from specjax.verifiers import Block
+from specjax.verifiers import GreedyBlock
 from specjax.verifiers import Token
+from specjax.verifiers import Typical
 
-_RULES = [Token(), Block()]
+_STATELESS = [Token(), Block()]
+_RULES = [*_STATELESS, GreedyBlock()]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("rule", _STATELESS)
 def test_rule_is_lossless(rule, dtype, rounds):
   # Broken: the emitted text no longer follows the target's law.
   found = testing.assert_lossless(rule, dtype=dtype, rounds=rounds)
@@ -27,11 +30,58 @@ def test_rule_is_lossless(rule, dtype, rounds):
   assert 1 < found.expected_tokens <= found.bound + 1e-12
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_greedy_block_is_lossless_over_three_rounds(dtype):
+  # Broken: the modification of the target, which shows only in later rounds.
+  found = testing.assert_lossless(GreedyBlock(), dtype=dtype, gammas=(1, 2, 3))
+  assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
+  assert found.witness["rounds"] == 3
+  # Theorem 3: in its first round it accepts all that any coupling can.
+  assert abs(found.expected_tokens - found.bound) <= {
+      "float64": 1e-12, "float32": 1e-6}[dtype]
+
+
+@pytest.mark.parametrize("kind", ["zeros", "mixed"])
+def test_greedy_block_is_lossless_for_long_drafts(kind):
+  # Broken: three modifications that nest.
+  found = testing.assert_lossless(GreedyBlock(), gammas=(4,), kinds=(kind,))
+  assert found.total_variation <= 1e-12
+
+
+def test_greedy_block_needs_an_autoregressive_drafter():
+  # Broken: the proof accepts a draft whose law depends on where it began.
+  found = exact.certify(GreedyBlock(), gammas=(2, 3), drafting="product")
+  assert not found.lossless and found.total_variation > 0.05
+  for rule in _STATELESS:
+    testing.assert_lossless(rule, gammas=(2, 3), vocab_sizes=(3,),
+                            drafting="product")
+
+
+def test_certify_measures_a_lossy_rule():
+  # Broken: a rule that declares itself lossy is approved, or not measured.
+  found = exact.certify(Typical(), gammas=(1, 2), vocab_sizes=(3,))
+  assert not found.lossless and found.declared_lossy and not found.defects
+  assert found.total_variation > 0.5  # a deterministic rule on dense models
+  assert "NOT LOSSLESS, as the rule declares" in str(found)
+
+
+def test_tokens_over_rounds():
+  # Broken: GreedyBlock's later rounds, where the paper's example shows that
+  # it falls behind block verification.
+  pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 12)
+  expected = {Token(): [19, 38, 57, 76], Block(): [20, 40, 60, 80],
+              GreedyBlock(): [21, 40, 59, 78]}
+  for rule, ninths in expected.items():
+    np.testing.assert_allclose(
+        exact.expected_tokens(rule, pair, gamma=2, rounds=4) * 9, ninths,
+        atol=1e-11)
+
+
 def test_paper_example():
   # Broken: the rules are not those of arXiv:2403.10444, section 2.
   pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
   expected = {rule: exact.enumerate_chains(rule, pair, 2).expected_accepted
-              for rule in _RULES}
+              for rule in _STATELESS}
   assert abs(expected[Token()] - 10 / 9) <= 1e-12
   assert abs(expected[Block()] - 11 / 9) <= 1e-12
   assert abs(exact.full_information_optimum(pair, 2) - 12 / 9) <= 1e-12
@@ -66,11 +116,12 @@ def _compiled(method):
 def test_block_equals_token_for_one_drafted_token():
   # Broken: the two rules differ where the paper says that they coincide.
   tokens, _, q, p = _chains(exact.random_pair("dense", 4, 2, 0), 1)
-  token, block = (_evaluate(rule.law, tokens, q, p) for rule in _RULES)
-  np.testing.assert_allclose(block.stop, token.stop, atol=1e-14)
-  np.testing.assert_allclose(block.stop[..., None] * block.next_token,
-                             token.stop[..., None] * token.next_token,
-                             atol=1e-14)
+  token, *others = (_evaluate(rule.law, tokens, q, p) for rule in _RULES)
+  for other in others:
+    np.testing.assert_allclose(other.stop, token.stop, atol=1e-14)
+    np.testing.assert_allclose(other.stop[..., None] * other.next_token,
+                               token.stop[..., None] * token.next_token,
+                               atol=1e-14)
 
 
 def _survival_by_the_book(rule, tokens, q, p):
@@ -78,9 +129,12 @@ def _survival_by_the_book(rule, tokens, q, p):
   survive = [1.0]
   for i, token in enumerate(tokens):
     ratio = p[i, token] / q[i, token]
-    survive.append(survive[-1] * min(1, ratio) if isinstance(rule, Token)
-                   else min(1, survive[-1] * ratio))
-  return survive
+    if isinstance(rule, Token):
+      ratio = min(1, ratio)
+    survive.append(survive[-1] * ratio)
+    if isinstance(rule, Block):
+      survive[-1] = min(1, survive[-1])
+  return np.minimum(survive, 1)
 
 
 @pytest.mark.parametrize("kind,seed", [("dense", 1), ("zeros", 11),
@@ -99,11 +153,14 @@ def test_survival_is_ordered_and_has_the_mean_of_the_law(kind, seed):
     law = _evaluate(rule.law, tokens, q, p)
     mean[rule] = drawn @ law.stop @ np.arange(5)
     assert abs(drawn @ survival[rule][:, 1:].sum(-1) - mean[rule]) <= 1e-12
+  for less, more in ((Token(), Block()), (Block(), GreedyBlock())):
+    assert (survival[more] >= survival[less] - 1e-13).all()
+    assert mean[less] + 1e-3 < mean[more]
+  for rule in _STATELESS:
     found = exact.enumerate_chains(rule, pair, 4)
     assert abs(found.expected_accepted - mean[rule]) <= 1e-12
-  assert (survival[Block()] >= survival[Token()] - 1e-13).all()
-  assert mean[Token()] + 1e-3 < mean[Block()]
-  assert mean[Block()] <= exact.full_information_optimum(pair, 4) + 1e-12
+  optimum = exact.full_information_optimum(pair, 4)
+  assert abs(mean[GreedyBlock()] - optimum) <= 1e-12
 
 
 # What the loop relies on besides losslessness.

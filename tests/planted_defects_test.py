@@ -13,6 +13,7 @@ from specjax import exact
 from specjax import testing
 from specjax.types import Law
 from specjax.verifiers import Block
+from specjax.verifiers import GreedyBlock
 from specjax.verifiers import residual
 from specjax.verifiers import Token
 
@@ -200,3 +201,44 @@ def test_certify_sees_the_missing_parentheses_in_float32():
   assert found.total_variation < 1e-5
   assert "a law is negative" in found.defects
   assert exact.certify(_Unparenthesised(), **_ONCE).total_variation < 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoModification:
+  """Greedy block verification that leaves the target as it is."""
+
+  def law(self, draft, p, state=None):
+    return GreedyBlock().law(draft, p)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnePositionTooMany(GreedyBlock):
+  """Entries live for gamma - tau positions."""
+
+  def init(self, gamma):
+    return super().init(gamma + 1)
+
+  def commit(self, state, draft, p, verdict):
+    new = super().commit(state, draft, p, verdict)
+    more = (new.remaining[-1:] > 0).astype(jnp.int32)
+    return new.replace(remaining=new.remaining.at[-1:].add(more))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnlyTheNewest(GreedyBlock):
+  """One entry at a time, measured against the unmodified target."""
+
+  def commit(self, state, draft, p, verdict):
+    forgotten = jax.tree.map(jnp.zeros_like, state)
+    return super().commit(forgotten, draft, p, verdict)
+
+
+@pytest.mark.parametrize("rule,gammas,at_least", [
+    (_NoModification(), (2, 3), 0.02),
+    (_OnePositionTooMany(), (3,), 1e-3),
+    (_OnlyTheNewest(), (3,), 1e-3)])
+def test_certify_rejects_a_wrong_modification(rule, gammas, at_least):
+  # Broken: the proof does not see what a rule carries from round to round.
+  found = exact.certify(rule, vocab_sizes=(3,), gammas=gammas)
+  assert not found.lossless
+  assert at_least < found.total_variation < 0.2

@@ -138,12 +138,14 @@ def test_rounds_can_be_run_in_parts():
       stats.emitted, np.concatenate([first.emitted, second.emitted]))
 
 
-def test_a_row_does_not_depend_on_its_batch():
+@pytest.mark.parametrize(
+    "rule", [sj.verifiers.Block(), sj.verifiers.GreedyBlock()])
+def test_a_row_does_not_depend_on_its_batch(rule):
   # Broken: a result cannot be reproduced without the rows that shared its
   # batch. Through a transformer, at temperature 1, with unequal lengths.
   pair = testing.tiny_pair(16, seed=3)
   decoder = sj.Decoder(
-      target=pair.target, verifier=sj.verifiers.Block(),
+      target=pair.target, verifier=rule,
       drafter=sj.drafters.LanguageModel(model=pair.drafter, gamma=4))
   prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10], [1]]
   ids = [7, 3, 70000, 1]
