@@ -90,7 +90,7 @@ def test_unsound_pairs_of_verifier_and_drafter(place):
   value = (rule,) if place == "observers" else rule
   _raises_one_line(
       lambda: _decoder(drafter=_Blockwise(gamma=2), **{place: value}),
-      "_NeedsAutoregressive", "_Blockwise", "autoregressive", "another pair")
+      "GreedyBlock", "_Blockwise", "autoregressive", "another pair")
 
 
 @pytest.mark.parametrize("prompts,words", [
