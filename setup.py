@@ -30,13 +30,14 @@ setuptools.setup(
         "optax>=0.2.5",
         "orbax-checkpoint",
         "safetensors",
+        "scipy",
         "tokenizers",
     ],
     extras_require={
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
         "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
-                 "pytest-timeout", "ruff", "scipy"],
+                 "pytest-timeout", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[

@@ -7,7 +7,12 @@ from absl import logging
 
 import specjax as sj
 
-VERIFIERS = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block()}
+VERIFIERS = {
+    "token": sj.verifiers.Token(),
+    "block": sj.verifiers.Block(),
+    "greedy_block": sj.verifiers.GreedyBlock(),
+    "typical": sj.verifiers.Typical(),
+}
 
 
 def run(main) -> None:
@@ -25,6 +30,18 @@ def run(main) -> None:
       sys.exit(f"error: {e}")
 
   app.run(guarded)
+
+
+def draft_lengths(flag: str, values: list[str]) -> list[int]:
+  """The draft lengths of a list flag, sorted, each at least 1."""
+  try:
+    gammas = sorted({int(g) for g in values})
+  except ValueError:
+    raise ValueError(f"{flag} is {','.join(values)!r}; give whole numbers "
+                     "between commas, such as 2,4,8") from None
+  if not gammas or gammas[0] < 1:
+    raise ValueError(f"{flag} holds {gammas[:1]}; draft lengths start at 1")
+  return gammas
 
 
 def load_models(target: str, drafters: list[str]):

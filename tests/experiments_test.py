@@ -56,6 +56,27 @@ def test_study_of_own_prompts(tmp_path):
   assert (tmp_path / "results/verification/verification.csv").exists()
 
 
+def test_optimality(tmp_path):
+  """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
+  study = _last_line(_run(
+      "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
+      "--steps=2000", "--starts=4", cwd=tmp_path))
+  assert study["study"] == "optimality" and study["pairs"] == 12
+  assert study["bernoulli"]["greedy_block"] == pytest.approx(
+      [21 / 9, 40 / 9, 59 / 9, 78 / 9], abs=1e-12)
+  for gap in ("max_lp_gap", "max_prefix_gap", "max_full_information_gap",
+              "max_transport_gap"):
+    assert abs(study[gap]) <= 1e-9
+  assert study["ordered"]
+  best = {(r["vocab"], r["models"]): r for r in study["extremal"]}
+  assert len(best) == 6
+  assert best[2, "i.i.d."]["ratio"] == pytest.approx(1.0774, abs=1e-3)
+  assert best[2, "context"]["ratio"] == pytest.approx(2 / 3**0.5, abs=1e-3)
+  assert best[2, "context"]["supremum"] == pytest.approx(2 / 3**0.5, abs=1e-3)
+  assert (tmp_path / "results/optimality/optimality.csv").exists()
+  assert (tmp_path / "results/optimality/optimality.png").exists()
+
+
 def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
   result = _run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",

@@ -7,6 +7,9 @@ import numpy as np
 
 from specjax.exact.pairs import Pair
 
+# The gain of an improbable text would else lie below the solver's tolerance.
+_GAIN_SCALE = 1e3
+
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
   """The most draft tokens that any coupling accepts in one round.
@@ -44,7 +47,7 @@ def verifier_optimum(pair: Pair, gamma: int, weights=None) -> float:
   y) >= 0, sum_{tau,y} f(x, .) = q(x), and for every text z of gamma + 1 tokens
   sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} | z^{tau+1}) =
   p(z). Block verification attains it: this is the ceiling of every rule whose
-  state is nothing but its output.
+  only state is its output.
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
@@ -58,33 +61,50 @@ def verifier_optimum(pair: Pair, gamma: int, weights=None) -> float:
   """
   vocab = pair.vocab_size
   p, q = _joint(pair.p, gamma + 1), _joint(pair.q, gamma)
-  drafts = np.flatnonzero(q[gamma])
-  if weights is None:
-    weights = [np.ones(vocab**i) for i in range(1, gamma + 1)]
-  value = np.zeros(len(drafts))
-  rows, columns, entries, gains, count = [], [], [], [], 0
+  texts = np.flatnonzero(p[gamma + 1])
+  # f enters by its sums over the drafts with one prefix alone: every draft's
+  # mass climbs from its leaf towards the root and stops at some prefix v. The
+  # variables are what stops there with token y, divided by p(vy), and what
+  # climbs past v, divided by q(v); so no number is so small that a solver
+  # takes it for 0. Rows: one for every v, then one for every text.
+  nodes = [np.flatnonzero(law) for law in q]
+  first = np.cumsum([0, *map(len, nodes)])
+  text_rows = first[-1] + np.arange(len(texts))
+  rows, columns, entries, gains = [], [], [], []
+  count, value, parent_row = 0, np.zeros(1), None
   for tau in range(gamma + 1):
-    prefix = drafts // vocab**(gamma - tau)
     if tau:
-      value = value + weights[tau - 1][prefix]
-    # One variable for every (draft, extra token), in this order.
-    variables = count + np.arange(len(drafts) * vocab)
-    count += len(variables)
-    gains.append(np.repeat(value, vocab))
-    rows.append(np.repeat(np.arange(len(drafts)), vocab))
-    columns.append(variables)
-    entries.append(np.ones(len(variables)))
-    # The texts that follow it, with the target's probability of the rest.
-    text = (prefix[:, None] * vocab + np.arange(vocab)).reshape(-1)
-    rest = vocab**(gamma - tau)
-    texts = text[:, None] * rest + np.arange(rest)
-    behind = _joint_behind(pair.p, tau + 1, gamma + 1)[text]
-    rows.append((len(drafts) + texts).reshape(-1))
-    columns.append(np.repeat(variables, rest))
-    entries.append(behind.reshape(-1))
-  return _maximum(np.concatenate(gains), np.concatenate(rows),
-                  np.concatenate(columns), np.concatenate(entries),
-                  np.concatenate([q[gamma][drafts], p[gamma + 1]]))
+      value = np.repeat(value, vocab)
+      value += 1 if weights is None else weights[tau - 1]
+    node_row = np.full(vocab**tau, -1)
+    node_row[nodes[tau]] = first[tau] + np.arange(len(nodes[tau]))
+    # What stops: at the drafts' nodes, with tokens that the target can emit.
+    stops = np.flatnonzero(np.repeat(q[tau] > 0, vocab) & (p[tau + 1] > 0))
+    at = stops // vocab
+    column = np.full(vocab**(tau + 1), -1)
+    column[stops] = count + np.arange(len(stops))
+    gains.append(value[at] * p[tau + 1][stops])
+    rows.append(node_row[at])
+    columns.append(column[stops])
+    entries.append(p[tau + 1][stops] / q[tau][at])
+    found = column[texts // vocab**(gamma - tau)]
+    rows.append(text_rows[found >= 0])
+    columns.append(found[found >= 0])
+    entries.append(np.ones(np.count_nonzero(found >= 0)))
+    count += len(stops)
+    if tau:  # what climbs leaves v for its parent
+      climbs = count + np.arange(len(nodes[tau]))
+      count += len(climbs)
+      gains.append(np.zeros(len(climbs)))
+      parent = nodes[tau] // vocab
+      rows += [node_row[nodes[tau]], parent_row[parent]]
+      columns += [climbs, climbs]
+      entries += [np.ones(len(climbs)),
+                  -q[tau][nodes[tau]] / q[tau - 1][parent]]
+    parent_row = node_row
+  totals = np.zeros(text_rows[-1] + 1)
+  totals[first[gamma]:] = 1  # the leaves, where mass starts, and the texts
+  return _maximum(*map(np.concatenate, (gains, rows, columns, entries)), totals)
 
 
 def _joint(tables, length):
@@ -95,16 +115,6 @@ def _joint(tables, length):
   return laws
 
 
-def _joint_behind(tables, start, end):
-  """`[V**start, V**(end - start)]`: the law of what follows each context."""
-  contexts = tables[start - 1].size
-  law = np.ones((contexts, 1))
-  for table in tables[start:end]:
-    rows = table.reshape(contexts, law.shape[1], -1)
-    law = (law[..., None] * rows).reshape(contexts, -1)
-  return law
-
-
 def _maximum(gain, rows, columns, entries, totals):
   """max gain . f over f >= 0 with A f = totals, A in coordinates."""
   import scipy.optimize  # pylint: disable=g-import-not-at-top
@@ -112,9 +122,11 @@ def _maximum(gain, rows, columns, entries, totals):
   matrix = scipy.sparse.csr_matrix(
       (entries, (rows, columns)), shape=(len(totals), len(gain)))
   found = scipy.optimize.linprog(
-      -gain, A_eq=matrix, b_eq=totals, method="highs",
-      options=dict(primal_feasibility_tolerance=1e-10,
+      -_GAIN_SCALE * gain, A_eq=matrix, b_eq=totals, method="highs",
+      # Presolve takes probabilities of 1e-9 for rounding, and then finds the
+      # program infeasible.
+      options=dict(presolve=False, primal_feasibility_tolerance=1e-10,
                    dual_feasibility_tolerance=1e-10))
   if found.status != 0:
     raise ArithmeticError(f"the linear program was not solved: {found.message}")
-  return -found.fun
+  return -found.fun / _GAIN_SCALE

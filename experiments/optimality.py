@@ -1,0 +1,333 @@
+"""Is block verification optimal, and how much can it gain?
+
+Checks the theorems of "Block Verification Accelerates Speculative Decoding"
+(Sun et al. 2024, arXiv:2403.10444) on the code that ships, without a sample:
+
+  rounds     expected tokens after 1, 2, ... rounds of the paper's Bernoulli
+             example: greedy block verification wins the first round and block
+             verification the game
+  theorems   on random context-dependent pairs: no valid verifier accepts more
+             than block verification (Theorem 2, a linear program over all of
+             them), no prefix more often (Lemma 4, the same program under
+             random weights of the prefixes), and one round of greedy block
+             verification equals the full-information optimum (Theorem 3),
+             which equals that of a transport problem (Lemma 8)
+  extremal   how large (1 + E[tau_block]) / (1 + E[tau_token]) can get: a law
+             is differentiable, so optax ascends the ratio over the models
+
+The supremum over all models. Let s and t be the survival of the draft so far
+under the two rules, and r = p(x)/q(x) of the next token. Block goes to
+min(1, s r), token to t min(1, r), and all that q and p can choose is the law
+of r with E_q[r] <= 1: one linear constraint, so a law on two points, that is
+a vocabulary of TWO tokens, suffices if the models see their context. The best
+ratio is the largest lambda for which the game with pay-off s - lambda t has a
+positive value, which dynamic programming over (s, t) finds. Up to gamma = 4
+the best play is simple: the first token is certain under q and has probability
+d under p, the second restores s = 1 with probability d, and from there on
+p = q. That gives (1 + gamma d) / (1 + d + (gamma - 1) d^2), which is largest,
+(1 + w)^2 / (3 + 2 w) with w = sqrt(1 + gamma), at d = 1 / (1 + w).
+
+  python experiments/optimality.py
+
+Writes optimality.csv and optimality.png to --output_dir. The last line of
+stdout is one JSON object.
+"""
+
+import csv
+import itertools
+import json
+import math
+import pathlib
+
+from absl import flags
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+
+import specjax as sj
+
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 8, "random pairs of every size and kind for the theorems", 1)
+_SIZES = flags.DEFINE_integer(
+    "largest", 4, "largest V and gamma of those pairs", 2, 4)
+_GAMMAS = flags.DEFINE_list(
+    "gammas", "2,4,8", "draft lengths of the extremal pairs, in tokens")
+_STEPS = flags.DEFINE_integer("steps", 4000, "of the ascent", 1)
+_STARTS = flags.DEFINE_integer("starts", 16, "random starts of the ascent", 1)
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "results/optimality", "for the table and the plot")
+
+_KINDS = ("dense", "zeros", "mixed")
+_RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
+          "greedy_block": sj.verifiers.GreedyBlock()}
+_ROUNDS = 4
+_LEAVES = 7000  # drafts of a pair that the ascent can enumerate
+
+
+def _bernoulli():
+  """Expected tokens after 1..4 rounds of the paper's example."""
+  gamma = 2
+  pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3),
+                           _ROUNDS * (gamma + 1))
+  table = {name: sj.exact.expected_tokens(rule, pair, gamma, _ROUNDS).tolist()
+           for name, rule in _RULES.items()}
+  print("Bernoulli example, p = (1/3, 2/3), q = (2/3, 1/3), gamma = 2:")
+  print(f"{'expected tokens after round':28s}"
+        + "".join(f"{r + 1:9d}" for r in range(_ROUNDS)))
+  for name, totals in table.items():
+    print(f"{name:28s}" + "".join(f"{x:9.3f}" for x in totals))
+  return table
+
+
+def _block_value(pair, gamma, weights):
+  """E[sum_{i<=tau} w_i(X^i)] of block verification, from its survival."""
+  digits, rows = _drafts(pair.vocab_size, gamma)
+  p, q = (np.stack([tables[i][rows[:, i]] for i in range(gamma)], axis=1)
+          for tables in (pair.p, pair.q))
+  with jax.enable_x64(True):
+    survival, drawn = map(np.asarray, _survival("block", digits, p, q))
+  return sum(
+      (drawn * survival[:, i] * weights[i - 1][rows[:, i] if i < gamma else
+                                               np.arange(len(drawn))]).sum()
+      for i in range(1, gamma + 1))
+
+
+def _theorems():
+  """One row for every random pair: its figures and gaps."""
+  sizes = range(2, _SIZES.value + 1)
+  cases = list(itertools.product(sizes, sizes, _KINDS, range(_SEEDS.value)))
+  rows = []
+  for vocab, gamma, kind, seed in tqdm.tqdm(cases, unit="pair",
+                                            dynamic_ncols=True):
+    pair = sj.exact.random_pair(kind, vocab, gamma + 1, seed)
+    row = dict(vocab=vocab, gamma=gamma, kind=kind, seed=seed)
+    for name, rule in _RULES.items():
+      tokens = sj.exact.expected_tokens(rule, pair, gamma, rounds=1)
+      row[name] = float(tokens[0]) - 1
+    row["full_information"] = sj.exact.full_information_optimum(pair, gamma)
+    row["lp_gap"] = sj.exact.verifier_optimum(pair, gamma) - row["block"]
+    rng = np.random.default_rng([vocab, gamma, seed])
+    weights = [rng.exponential(size=vocab**i) for i in range(1, gamma + 1)]
+    row["prefix_gap"] = (sj.exact.verifier_optimum(pair, gamma, weights)
+                         - _block_value(pair, gamma, weights))
+    row["transport_gap"] = (sj.exact.transport_optimum(pair, gamma)
+                            - row["full_information"])
+    row["greedy_gap"] = row["full_information"] - row["greedy_block"]
+    rows.append(row)
+  return rows
+
+
+def _print_theorems(rows):
+  worst = {name: max(abs(r[name]) for r in rows) for name in (
+      "lp_gap", "prefix_gap", "greedy_gap", "transport_gap")}
+  ordered = all(r["token"] <= r["block"] + 1e-12
+                and r["block"] <= r["full_information"] + 1e-12 for r in rows)
+  print(f"\n{len(rows)} random pairs, V and gamma 2..{_SIZES.value}, kinds "
+        f"{', '.join(_KINDS)}; largest absolute gap:")
+  for name, what in (
+      ("lp_gap", "Theorem 2: LP over all valid verifiers - block"),
+      ("prefix_gap", "Lemma 4: the same under random prefix weights"),
+      ("greedy_gap", "Theorem 3: full information - greedy block, one round"),
+      ("transport_gap", "Lemma 8: transport LP - sum of min(p, q)")):
+    print(f"  {what:56s}{worst[name]:9.1e}")
+  print(f"  token <= block <= full information in every pair: {ordered}")
+  mean = {name: np.mean([r[name] for r in rows]) for name in (
+      "token", "block", "full_information")}
+  print("  mean accepted: " + ", ".join(f"{k} {v:.4f}"
+                                        for k, v in mean.items()))
+  return worst, ordered
+
+
+def _drafts(vocab, gamma):
+  """All drafts `[V**gamma, gamma]` and their prefixes' rows in the tables."""
+  drafts = np.arange(vocab**gamma)
+  rows = np.stack([drafts // vocab**(gamma - i) for i in range(gamma)], axis=1)
+  last = [*rows.T[1:], drafts]
+  return np.stack(last, axis=1) % vocab, rows
+
+
+def _survival(name, digits, p, q):
+  """`survival [drafts, gamma + 1]` of a rule and q(x) of every draft.
+
+  Args:
+    name: of a rule.
+    digits: `[drafts, gamma]`.
+    p, q: `[drafts, gamma, V]`, the laws along each of them.
+  """
+  p = jnp.concatenate([p, p[:, -1:]], axis=1)  # no rule looks at the last row
+  survive = jax.vmap(lambda tokens, p, q: _RULES[name].survival(
+      sj.Draft.chain(0, tokens, q), p))(digits, p, q)
+  drawn = jnp.take_along_axis(q, digits[..., None], axis=2)[..., 0]
+  return survive, jnp.prod(drawn, axis=1)
+
+
+def _ascend(vocab, gamma, iid):
+  """The largest ratio that gradient ascent finds, in float64."""
+  digits, rows = _drafts(vocab, gamma)
+  starts = np.cumsum([0, *(vocab**d for d in range(gamma))])
+  rows = np.zeros_like(rows) if iid else rows + starts[:-1]
+  contexts = 1 if iid else int(starts[-1])
+
+  def ratio(logits):
+    p, q = jax.nn.softmax(logits)[:, rows]
+    tokens = []
+    for name in ("block", "token"):
+      survive, drawn = _survival(name, digits, p, q)
+      tokens.append(1 + drawn @ jnp.sum(survive[:, 1:], axis=1))
+    return tokens[0] / tokens[1]
+
+  optimizer = optax.adam(optax.cosine_decay_schedule(0.2, _STEPS.value))
+  gradient = jax.vmap(jax.grad(lambda logits: -jnp.log(ratio(logits))))
+
+  @jax.jit
+  def ascend(logits):
+    def step(carry, _):
+      logits, state = carry
+      updates, state = optimizer.update(gradient(logits), state)
+      return (optax.apply_updates(logits, updates), state), None
+
+    carry = (logits, optimizer.init(logits))
+    (logits, _), _ = jax.lax.scan(step, carry, length=_STEPS.value)
+    return jax.vmap(ratio)(logits)
+
+  starts = _STARTS.value if len(digits) <= 300 else -(-_STARTS.value // 4)
+  with jax.enable_x64(True):
+    logits = jax.random.normal(
+        jax.random.key(0), (starts, 2, contexts, vocab), jnp.float64)
+    return float(jnp.nanmax(ascend(logits)))
+
+
+def _two_phase(gamma):
+  """The best of the simple plays, in closed form (see the module)."""
+  w = math.sqrt(1 + gamma)
+  return (1 + w)**2 / (3 + 2 * w)
+
+
+def _supremum(gamma, points=96):
+  """The supremum over all models, by dynamic programming on a grid.
+
+  The state is s and u = t / s in [0, 1]; a move takes s to a law of s' with
+  mean at most s: to one point below, or to two points around s. t follows s'
+  below s, so u stays, and stays itself above. Values between the grid's u are
+  interpolated; the error falls with the square of the grid's width.
+  """
+  s = jnp.linspace(0, 1, points + 1)
+  u = jnp.linspace(0, 1, 2 * points + 1)
+
+  def improve(value, lam):
+    # gain[i, j, k]: to go from s_i, u_k to s_j, and what follows.
+    up = jnp.minimum(1, s[:, None] / jnp.maximum(s, 1e-9))  # u' / u
+    new_u = up[..., None] * u
+    after = jax.vmap(lambda row, at: jnp.interp(at.reshape(-1), u, row),
+                     (0, 1))(value, new_u)
+    after = after.reshape(len(s), len(s), len(u)).swapaxes(0, 1)
+    gain = s[:, None] * (1 - lam * new_u) + after
+    below = s[None, :] <= s[:, None]
+    best = jnp.max(jnp.where(below[..., None], gain, -jnp.inf), axis=1)
+
+    def split(best, high):
+      # Weight of s_high in a law on (s_low, s_high) with mean s.
+      weight = (s[:, None] - s) / jnp.maximum(s[high] - s, 1e-9)
+      both = (1 - weight[..., None]) * gain + (
+          weight[..., None] * gain[:, high, None])
+      allowed = below & (s[:, None] < s[high])
+      both = jnp.max(jnp.where(allowed[..., None], both, -jnp.inf), axis=1)
+      return jnp.maximum(best, both), None
+
+    return jax.lax.scan(split, best, jnp.arange(1, len(s)))[0]
+
+  @jax.jit
+  def game(lam):
+    value = jnp.zeros((len(s), len(u)))
+    value = jax.lax.fori_loop(0, gamma, lambda _, v: improve(v, lam), value)
+    return 1 - lam + value[-1, -1]
+
+  low, high = 1.0, 1.0 + gamma
+  for _ in range(24):
+    middle = (low + high) / 2
+    low, high = (middle, high) if game(middle) > 0 else (low, middle)
+  return low
+
+
+def _extremal(gammas):
+  print("\nlargest (1 + E[tau_block]) / (1 + E[tau_token]):")
+  print(f"{'gamma':>5s} {'V':>2s} {'models':8s} {'ascent':>8s} "
+        f"{'two-phase':>9s} {'supremum':>8s}")
+  rows = []
+  for gamma in gammas:
+    with jax.enable_x64(True):
+      supremum = _supremum(gamma)
+    for vocab, iid in itertools.product((2, 3, 4), (True, False)):
+      if vocab**gamma > _LEAVES:
+        continue
+      row = dict(gamma=gamma, vocab=vocab, ratio=_ascend(vocab, gamma, iid),
+                 models="i.i.d." if iid else "context",
+                 two_phase=_two_phase(gamma), supremum=supremum)
+      rows.append(row)
+      print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.4f} "
+            f"{row['two_phase']:9.4f} {row['supremum']:8.4f}", flush=True)
+  return rows
+
+
+def _plot(bernoulli, rows, extremal, path):
+  import matplotlib  # pylint: disable=g-import-not-at-top
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+  figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
+  rounds = np.arange(1, _ROUNDS + 1)
+  for name, totals in bernoulli.items():
+    left.plot(rounds, np.array(totals) / rounds, marker="o", label=name)
+  left.set(xlabel="rounds", ylabel="expected tokens per round",
+           xticks=rounds, title="Bernoulli example, $\\gamma=2$")
+  left.legend()
+  for name in ("block", "token"):
+    middle.scatter([r["full_information"] for r in rows],
+                   [r[name] for r in rows], s=8, label=name)
+  top = max(r["full_information"] for r in rows)
+  middle.plot([0, top], [0, top], color="grey", linewidth=0.8)
+  middle.set(xlabel="full-information optimum", ylabel="E[accepted]",
+             title=f"{len(rows)} random pairs")
+  middle.legend()
+  gammas = sorted({r["gamma"] for r in extremal})
+  for models in ("i.i.d.", "context"):
+    best = [max(r["ratio"] for r in extremal
+                if r["gamma"] == g and r["models"] == models) for g in gammas]
+    right.plot(gammas, best, marker="o", label=f"ascent, {models} models")
+  right.plot(gammas, [next(r["supremum"] for r in extremal if r["gamma"] == g)
+                      for g in gammas], "k--", label="supremum (DP)")
+  right.set(xlabel="draft length $\\gamma$", ylabel="block over token",
+            title="extremal pairs")
+  right.legend()
+  for axes in (left, middle, right):
+    axes.grid(alpha=0.3)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+
+
+def main():
+  gammas = common.draft_lengths("--gammas", _GAMMAS.value)
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  bernoulli = _bernoulli()
+  rows = _theorems()
+  worst, ordered = _print_theorems(rows)
+  extremal = _extremal(gammas)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  with open(output_dir / "optimality.csv", "w", newline="") as f:
+    writer = csv.DictWriter(f, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  _plot(bernoulli, rows, extremal, output_dir / "optimality.png")
+  print(f"wrote {output_dir}/optimality.csv and optimality.png")
+  print(json.dumps({
+      "study": "optimality", "bernoulli": bernoulli, "pairs": len(rows),
+      "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],
+      "max_full_information_gap": worst["greedy_gap"],
+      "max_transport_gap": worst["transport_gap"], "ordered": ordered,
+      "extremal": extremal}))
+
+
+if __name__ == "__main__":
+  common.run(main)

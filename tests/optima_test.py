@@ -1,0 +1,53 @@
+"""Ceilings: closed form, linear programs, and the rules that attain them."""
+
+import numpy as np
+import pytest
+
+from specjax import exact
+from specjax.verifiers import Block
+from specjax.verifiers import GreedyBlock
+from specjax.verifiers import Token
+
+
+def _accepted(rule, pair, gamma):
+  return exact.expected_tokens(rule, pair, gamma, rounds=1)[0] - 1
+
+
+@pytest.mark.parametrize("vocab,gamma", [(2, 4), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("kind", ["dense", "zeros", "mixed"])
+def test_rules_attain_their_optima(kind, vocab, gamma):
+  # Broken: a rule, or the ceiling that it is measured by.
+  for seed in range(3):
+    pair = exact.random_pair(kind, vocab, gamma + 1, seed)
+    block = _accepted(Block(), pair, gamma)
+    everything = exact.full_information_optimum(pair, gamma)
+    assert abs(exact.verifier_optimum(pair, gamma) - block) <= 1e-9
+    assert abs(exact.transport_optimum(pair, gamma) - everything) <= 1e-9
+    assert abs(_accepted(GreedyBlock(), pair, gamma) - everything) <= 1e-12
+    assert (_accepted(Token(), pair, gamma) - 1e-12 <= block
+            <= everything + 1e-12)
+
+
+def test_paper_example():
+  # Broken: the programs are not those of arXiv:2403.10444.
+  pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
+  assert abs(exact.verifier_optimum(pair, 2) - 11 / 9) <= 1e-12
+  assert abs(exact.transport_optimum(pair, 2) - 12 / 9) <= 1e-12
+
+
+def test_value_of_one_prefix():
+  # Broken: weights land on other prefixes. Of a prefix alone the most that a
+  # valid verifier can accept is q(x^i) p_i(x^i) (Lemma 4): here of "aa" in the
+  # paper's example, with q = 4/9 and p_2 = 1/4.
+  pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
+  weights = [np.zeros(2), np.array([1.0, 0, 0, 0])]
+  assert abs(exact.verifier_optimum(pair, 2, weights) - 1 / 9) <= 1e-12
+
+
+def test_equal_and_disjoint_models():
+  # Broken: 0/0 in the scaling of the programs.
+  equal = exact.random_pair("equal", 3, 4, 0)
+  disjoint = exact.random_pair("disjoint", 3, 4, 0)
+  for optimum in (exact.verifier_optimum, exact.transport_optimum):
+    assert abs(optimum(equal, 3) - 3) <= 1e-9
+    assert abs(optimum(disjoint, 3)) <= 1e-9
