@@ -1,5 +1,6 @@
 """specjax: speculative decoding as probability laws, in JAX."""
 
+from specjax import analysis
 from specjax import data
 from specjax import drafters
 from specjax import exact
@@ -43,6 +44,7 @@ __all__ = [
     "Trace",
     "Verdict",
     "Verifier",
+    "analysis",
     "data",
     "drafters",
     "exact",

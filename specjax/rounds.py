@@ -282,18 +282,13 @@ class Decoder:
     """The verifier's law, and two diagnostics of it and of the observers."""
     law = jax.vmap(self.verifier.law)(draft, probs, state.verifier)
     others = [jax.vmap(v.law)(draft, probs) for v in self.observers]
-    expected, survival = [], []
-    levels = jnp.arange(depths.shape[-1])
-    for verifier, one in zip((self.verifier, *self.observers), (law, *others)):
-      expected.append(jnp.sum(one.stop * depths, axis=-1))
-      if hasattr(verifier, "survival"):
-        # Observers, and rules without state, are asked without one.
-        acting = one is law and state.verifier is not None
-        memory = (state.verifier,) if acting else ()
-        survival.append(jax.vmap(verifier.survival)(draft, probs, *memory))
-      else:
-        deep = depths[:, None, :] >= levels[:, None]
-        survival.append(jnp.sum(one.stop[:, None, :] * deep, axis=-1))
+    # Observers are asked without a state, and rules without one have none.
+    memories = [state.verifier, *(None for _ in others)]
+    expected, survival = zip(*(
+        jax.vmap(functools.partial(figures, verifier))(
+            one, draft, probs, memory, depths)
+        for verifier, one, memory in zip(
+            (self.verifier, *self.observers), (law, *others), memories)))
     return law, jnp.stack(expected, axis=1), jnp.stack(survival, axis=1)
 
   def _emitted(self, state, draft, verdict, usable):
@@ -387,6 +382,28 @@ class Decoder:
     raise_if_not_finite(stats)
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
     return Generation([row[:n] for row, n in zip(tokens, lengths)], stats)
+
+
+def figures(verifier, law, draft, target_probs, state, depths):
+  """What `RoundStats` says of a verifier's law, for one sequence.
+
+  Args:
+    verifier: its `survival` is used where it has one.
+    law: its `Law` on this draft.
+    draft: N nodes.
+    target_probs: `[N, V]`.
+    state: the verifier's, or None.
+    depths: `[N]` of the nodes.
+
+  Returns:
+    `([], [N])`: E[tau | draft] and P(tau >= i).
+  """
+  expected = jnp.sum(law.stop * depths)
+  if hasattr(verifier, "survival"):
+    memory = () if state is None else (state,)
+    return expected, verifier.survival(draft, target_probs, *memory)
+  deep = depths >= jnp.arange(depths.shape[0])[:, None]
+  return expected, jnp.sum(law.stop * deep, axis=-1)
 
 
 def raise_if_not_finite(stats: RoundStats) -> None:

@@ -6,7 +6,6 @@ tensors' names are the paths of the parameter tree, joined by dots.
 
 import dataclasses
 import json
-import os
 import pathlib
 
 import flax.traverse_util
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import safetensors
 import safetensors.numpy
 
+from specjax.data.files import atomically
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerConfig
@@ -35,9 +35,10 @@ def save_model(directory, model: Transformer, params, dtype=None) -> None:
       name: jax.device_get(jnp.asarray(x, dtype or x.dtype)) for name, x in
       flax.traverse_util.flatten_dict(params, sep=".").items()}
   config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
-  _write_atomically(directory / "model.safetensors",
-                    safetensors.numpy.save(tensors))
-  _write_atomically(directory / "config.json", config.encode())
+  for name, data in (("model.safetensors", safetensors.numpy.save(tensors)),
+                     ("config.json", config.encode())):
+    with atomically(directory / name) as f:
+      f.write(data)
 
 
 def load_model(directory, dtype=None):
@@ -84,12 +85,3 @@ def load_model(directory, dtype=None):
   dtype = dtype or default_dtype()
   params = {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
   return model, flax.traverse_util.unflatten_dict(params, sep=".")
-
-
-def _write_atomically(path, data: bytes) -> None:
-  temporary = path.with_name(path.name + ".partial")
-  with open(temporary, "wb") as f:
-    f.write(data)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)

@@ -1,0 +1,37 @@
+"""Expected lengths and speed-ups, and verifiers judged on recorded drafts."""
+
+from specjax.analysis.estimates import ratio_estimate
+from specjax.analysis.lengths import best_gamma
+from specjax.analysis.lengths import expected_accepted
+from specjax.analysis.lengths import expected_tokens
+from specjax.analysis.lengths import expected_tokens_by_position
+from specjax.analysis.lengths import expected_tokens_over
+from specjax.analysis.lengths import operations_factor
+from specjax.analysis.lengths import optimal_gamma
+from specjax.analysis.lengths import predicted_speedup
+from specjax.analysis.lengths import speedup
+from specjax.analysis.recording import Record
+from specjax.analysis.recording import record
+from specjax.analysis.recording import Rollout
+from specjax.analysis.replay import evaluate
+from specjax.analysis.replay import online
+from specjax.analysis.replay import Replayed
+
+__all__ = [
+    "Record",
+    "Replayed",
+    "Rollout",
+    "best_gamma",
+    "evaluate",
+    "expected_accepted",
+    "expected_tokens",
+    "expected_tokens_by_position",
+    "expected_tokens_over",
+    "online",
+    "operations_factor",
+    "optimal_gamma",
+    "predicted_speedup",
+    "ratio_estimate",
+    "record",
+    "speedup",
+]

@@ -1,0 +1,37 @@
+"""Estimates from samples of unequal size."""
+
+import numpy as np
+
+
+def ratio_estimate(totals, counts):
+  """sum(totals) / sum(counts) and its standard error over the clusters.
+
+  Rounds of one prompt resemble each other, so a prompt, not a round, is one
+  observation. The error is that of the linearised ratio: with r the estimate,
+  sqrt(n / (n - 1) sum_i (totals_i - r counts_i)^2) / sum(counts) (Cochran 1977,
+  Sampling Techniques, chapter 6).
+
+  Args:
+    totals: `[n]`, what each prompt's rounds add up to.
+    counts: `[n]`, rounds of each prompt.
+
+  Returns:
+    `(ratio, standard error)` as floats; the error of one prompt is NaN.
+
+  Raises:
+    ValueError: the lengths differ, or there is no round at all.
+  """
+  totals = np.asarray(totals, np.float64)
+  counts = np.asarray(counts, np.float64)
+  if totals.ndim != 1 or totals.shape != counts.shape:
+    raise ValueError(f"totals are of shape {totals.shape} and counts of "
+                     f"{counts.shape}; both need one entry a prompt")
+  if not counts.sum() > 0:
+    raise ValueError(f"counts sum to {counts.sum():g}; at least one round is "
+                     "needed")
+  ratio = totals.sum() / counts.sum()
+  number = len(totals)
+  if number < 2:
+    return float(ratio), float("nan")
+  scatter = ((totals - ratio * counts)**2).sum() * number / (number - 1)
+  return float(ratio), float(np.sqrt(scatter) / counts.sum())

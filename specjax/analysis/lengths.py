@@ -1,0 +1,285 @@
+"""How many tokens a round gives, and whether that pays: formulas.
+
+Leviathan et al. 2022 (arXiv:2211.17192) for token verification of chains whose
+gamma drafted tokens are accepted independently with one probability a, the
+acceptance rate; and what replaces their formulas where a varies or where costs
+were measured. In this file
+
+  tokens    what a round emits: the accepted tokens and one extra token
+  cost      a drafter's step over a target's pass, c
+  speed-up  over decoding with the target alone: above 1 is faster
+
+Arguments without a stated shape are numbers or arrays that broadcast.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def expected_tokens(acceptance, gamma):
+  """Tokens of a round: 1 + a + ... + a^gamma.
+
+  Leviathan et al., equation 1: (1 - a^(gamma+1)) / (1 - a), and gamma + 1 at
+  a = 1. It is 3.3616 at a = 0.8, gamma = 4. As a sum over where the round
+  stops it is sum_{t=1..gamma} (1 - a) a^(t-1) t + a^gamma (gamma + 1). A widely
+  copied derivation gives the last term the factor 1 - a too, as if a draft
+  that is accepted whole had to be rejected as well; at a = 0.8, gamma = 10 that
+  is 3.6256 where 4.5705 is right.
+
+  Args:
+    acceptance: a, in [0, 1].
+    gamma: drafted tokens of a round, whole, at least 0.
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  acceptance, gamma = _acceptance(acceptance), _gamma(gamma)
+  return _powers(acceptance, gamma + 1)
+
+
+def expected_accepted(acceptance, gamma):
+  """Drafted tokens that a round accepts: a + ... + a^gamma.
+
+  One less than `expected_tokens`. At a = 0.7, gamma = 8 it is 2.1988; a widely
+  copied worked example has 1.96, which is the tokens of a = 0.6, gamma = 2. Nor
+  does an acceptance rate of 80 % mean that 4 of 5 tokens are accepted: what
+  follows a rejection is lost, and 2.689 of 5 remain. 4 of 5 need a = 0.9265.
+
+  Args:
+    acceptance: a, in [0, 1].
+    gamma: drafted tokens of a round, whole, at least 0.
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  acceptance, gamma = _acceptance(acceptance), _gamma(gamma)
+  return acceptance * _powers(acceptance, gamma)
+
+
+def speedup(acceptance, gamma, cost):
+  """Expected improvement in walltime where a pass costs the same at any length.
+
+  Leviathan et al., Theorem 3.8: `expected_tokens` / (gamma c + 1). Some gamma
+  improves on 1 iff a > c, and gamma = 1 then gives (1 + a) / (1 + c) (Corollary
+  3.9). The extra token counts: a widely copied formula divides the accepted
+  tokens alone. At a = 0.8, gamma = 5, c = 0.1 it is 2.46; taking a rate of 80 %
+  for 4 accepted tokens of 5 would give 5 / 1.5 = 3.33.
+
+  Args:
+    acceptance: a, in [0, 1].
+    gamma: drafted tokens of a round, whole, at least 0.
+    cost: c, seconds of a drafter's step over those of a target's pass.
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  tokens = expected_tokens(acceptance, gamma)
+  return tokens / (np.asarray(gamma) * _cost("cost", cost) + 1)
+
+
+def operations_factor(acceptance, gamma, cost):
+  """Arithmetic operations for a token over those of the target alone.
+
+  Leviathan et al., Theorem 3.11: (gamma c + gamma + 1) / `expected_tokens`. It
+  is at least 1: speculation buys time with operations.
+
+  Args:
+    acceptance: a, in [0, 1].
+    gamma: drafted tokens of a round, whole, at least 0.
+    cost: operations of the drafter for a token over those of the target.
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  tokens = expected_tokens(acceptance, gamma)
+  gamma = np.asarray(gamma)
+  return (gamma * _cost("cost", cost) + gamma + 1) / tokens
+
+
+def optimal_gamma(acceptance, cost, largest: int = 64):
+  """The draft length with the largest `speedup`; 0 says: do not speculate.
+
+  The smallest among equals. Leviathan et al., section 3.5, solve for it
+  numerically too.
+
+  Args:
+    acceptance: a, in [0, 1].
+    cost: c, seconds of a drafter's step over those of a target's pass.
+    largest: the longest draft tried, and the answer where longer ones are
+      better still, as they are at a = 1 or c = 0.
+
+  Returns:
+    Whole numbers in [0, largest].
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  gammas = np.arange(_gamma(largest, "largest") + 1)
+  gains = speedup(np.asarray(acceptance)[..., None], gammas,
+                  np.asarray(cost)[..., None])
+  # At a = c all that separates the best from no speculation is rounding.
+  best = gains.max(axis=-1, keepdims=True)
+  return np.argmax(gains >= best * (1 - 1e-12), axis=-1)
+
+
+def expected_tokens_by_position(rates):
+  """Tokens of a round whose positions differ in their acceptance rate.
+
+  1 + sum_{i=1..gamma} prod_{j<=i} rates[j].
+
+  Args:
+    rates: `[..., gamma]`, the share accepted at position i among the rounds
+      that accepted everything before it.
+
+  Returns:
+    `[...]`.
+
+  Raises:
+    ValueError: a rate is out of range.
+  """
+  rates = _acceptance(rates)
+  return 1 + np.cumprod(rates, axis=-1).sum(axis=-1)
+
+
+def expected_tokens_over(acceptances, gamma, weights=None):
+  """Tokens of a round, averaged over contexts that differ in acceptance.
+
+  `expected_tokens` is convex in a, so this is at least its value at the mean
+  rate, which is widely reported in its place. For a ~ Beta(2, 1) and gamma = 5
+  it is 3.19; the mean rate of 2/3 gives 2.74. The mean rate is right only where
+  every position draws an acceptance of its own.
+
+  Args:
+    acceptances: the acceptance rate of each context, in [0, 1].
+    gamma: `[]`, drafted tokens of a round.
+    weights: how often each context occurs, of the same shape; None: equally.
+
+  Raises:
+    ValueError: an argument is out of range, or all weights are 0.
+  """
+  tokens = expected_tokens(acceptances, gamma)
+  if weights is None:
+    return tokens.mean()
+  weights = np.asarray(weights, np.float64)
+  _require("weights", weights, weights >= 0, "a weight must be at least 0")
+  if not weights.sum() > 0:
+    raise ValueError("weights sum to 0; give at least one context a weight")
+  return np.average(tokens, weights=weights)
+
+
+def predicted_speedup(block_efficiency, *, step, verify, draft, gamma,
+                      overhead=0.0):
+  """Speed-up from measured times: efficiency * step / seconds of a round.
+
+  `speedup` without its assumption that a pass over gamma + 1 tokens costs what
+  a pass over one does.
+
+  Args:
+    block_efficiency: tokens of a round, in [1, gamma + 1].
+    step: seconds of decoding one token with the target alone.
+    verify: seconds of the target's pass over gamma + 1 tokens.
+    draft: seconds of drafting one token.
+    gamma: drafted tokens of a round.
+    overhead: seconds of everything else in a round.
+
+  Raises:
+    ValueError: an argument is out of range, or a round takes no time.
+  """
+  gamma = _gamma(gamma)
+  tokens = np.asarray(block_efficiency, np.float64)
+  # Means of float32 figures may overstep by their rounding.
+  inside = (tokens >= 1 - 1e-5) & (tokens <= (gamma + 1) * (1 + 1e-5))
+  _require("block_efficiency", tokens, inside,
+           "a round gives at least 1 and at most gamma + 1 tokens")
+  seconds = (_cost("verify", verify) + gamma * _cost("draft", draft)
+             + _cost("overhead", overhead))
+  _require("verify + gamma * draft + overhead", seconds, seconds > 0,
+           "a round takes more than 0 seconds")
+  return tokens * _cost("step", step) / seconds
+
+
+def best_gamma(survival, *, step, verify, draft, overhead=0.0):
+  """The draft length that is fastest by measured times and acceptance.
+
+  Drafts cut to gamma tokens give sum_{i<=gamma} survival[i] tokens a round.
+  That holds for rules whose P(tau >= i) depends on the first i tokens alone,
+  such as token and block verification; a rule that remembers, such as greedy
+  block verification, has to be measured at every gamma.
+
+  Args:
+    survival: `[G + 1]`, P(tau >= i) for i = 0..G; the first is 1.
+    step: seconds of decoding one token with the target alone.
+    verify: from a gamma to the seconds of the target's pass over gamma + 1
+      tokens: a mapping, or a sequence that starts at gamma = 0. Its lengths
+      are those tried.
+    draft: seconds of drafting one token.
+    overhead: seconds of everything else in a round.
+
+  Returns:
+    `(gamma, predicted speed-up)`, and `(0, 1.0)` where nothing is faster than
+    decoding with the target alone.
+
+  Raises:
+    ValueError: an argument is out of range, or `verify` holds a gamma that
+      `survival` does not reach.
+  """
+  survival = np.asarray(survival, np.float64)
+  if survival.ndim != 1 or not survival.size:
+    raise ValueError(f"survival is of shape {survival.shape}; it must be "
+                     "[G + 1]: take the mean over rounds")
+  if abs(survival[0] - 1) > 1e-5:
+    raise ValueError(f"survival starts with {survival[0]}; its first entry is "
+                     "P(tau >= 0) and must be 1")
+  _require("survival", survival, (survival >= 0) & (survival <= 1 + 1e-5),
+           "P(tau >= i) must lie in [0, 1]")
+  if not isinstance(verify, Mapping):
+    verify = dict(enumerate(verify))
+  best = (0, 1.0)
+  for gamma in sorted(verify):
+    if _gamma(gamma) >= survival.size:
+      raise ValueError(f"verify holds a time for gamma {gamma}; survival ends "
+                       f"at {survival.size - 1}: measure it with longer drafts")
+    gain = predicted_speedup(
+        survival[:gamma + 1].sum(), step=step, verify=verify[gamma],
+        draft=draft, gamma=gamma, overhead=overhead)
+    if gamma and gain > best[1]:
+      best = (int(gamma), float(gain))
+  return best
+
+
+def _powers(a, count):
+  """1 + a + ... + a^(count - 1), without cancellation near a = 1."""
+  with np.errstate(divide="ignore", invalid="ignore"):
+    total = -np.expm1(count * np.log(a)) / (1 - a)
+  # log(0) is fine except for an empty sum, 0 * -inf.
+  return np.where(count == 0, 0.0, np.where(a == 1, count, total))[()]
+
+
+def _require(name, values, ok, rule):
+  """Raises with the first of `values` that is not ok."""
+  if not np.all(ok):
+    values, ok = np.broadcast_arrays(values, ok)
+    raise ValueError(f"{name} is {values[~ok].flat[0]}; {rule}")
+
+
+def _acceptance(values):
+  values = np.asarray(values, np.float64)
+  _require("acceptance", values, (values >= 0) & (values <= 1),
+           "it is a probability and must lie in [0, 1]")
+  return values
+
+
+def _gamma(values, name="gamma"):
+  values = np.asarray(values)
+  whole = (values == np.floor(values)) & np.isfinite(values)
+  _require(name, values, (values >= 0) & whole,
+           "it must be a whole number of at least 0: 0 drafts nothing")
+  return values.astype(np.int64)
+
+
+def _cost(name, values):
+  values = np.asarray(values, np.float64)
+  _require(name, values, (values >= 0) & np.isfinite(values),
+           "it must be finite and at least 0")
+  return values

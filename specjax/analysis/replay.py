@@ -1,0 +1,113 @@
+"""Any verifier judged on a record, without its models.
+
+Given a draft and both models' laws, a rule's expected number of accepted
+tokens is known exactly, so no coin is tossed and rules are compared on the same
+drafts. The rounds start where the recorded rule left off: for it the figures
+are those of its own rollouts, for another they say what it would accept there.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from specjax import topology
+from specjax.analysis.estimates import ratio_estimate
+from specjax.analysis.recording import Record
+from specjax.rounds import figures
+from specjax.types import Trace
+from specjax.types import Verifier
+
+_ROUNDS_A_CALL = 16  # one shape for all prompts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replayed:
+  """What a verifier accepts of a record, a pair of arrays for every prompt.
+
+  Attributes:
+    expected: `[R]` arrays, E[tau | draft] of every round.
+    survival: `[R, N]` arrays, P(tau >= i) as in `RoundStats`.
+  """
+
+  expected: tuple[np.ndarray, ...]
+  survival: tuple[np.ndarray, ...]
+
+  @property
+  def block_efficiency(self) -> float:
+    """Tokens of a round: 1 + all expected acceptances over all rounds."""
+    return 1 + self._mean_accepted[0]
+
+  @property
+  def stderr(self) -> float:
+    """Standard error of `block_efficiency`, a prompt being one observation."""
+    return self._mean_accepted[1]
+
+  @property
+  def mean_survival(self) -> np.ndarray:
+    """`[N]`, P(tau >= i) over all rounds, as `best_gamma` takes it."""
+    return np.concatenate(self.survival).mean(axis=0, dtype=np.float64)
+
+  @property
+  def _mean_accepted(self):
+    return ratio_estimate([x.sum(dtype=np.float64) for x in self.expected],
+                          [len(x) for x in self.expected])
+
+
+def evaluate(record: Record, verifier: Verifier) -> Replayed:
+  """Judges a verifier on every recorded round.
+
+  Args:
+    record: from `record` or `Record.open`.
+    verifier: any rule. The recorded one (by its repr) has its state taken
+      along the rounds, which gives the figures of the recording. Another rule
+      that remembers starts every round afresh, as a decoder's observers do.
+
+  Raises:
+    ValueError: the verifier needs what the recorded drafter is not.
+  """
+  for need in getattr(verifier, "requires", ()):
+    if need in record.manifest["drafter_is_not"]:
+      raise ValueError(
+          f"{type(verifier).__name__} is exact only with a drafter that is "
+          f"{need}, and that of {record.path} is not; choose another verifier "
+          "or record")
+  acting = repr(verifier) == record.manifest["verifier"]
+  start = None
+  if acting and hasattr(verifier, "commit"):
+    start = verifier.init(record.manifest["num_nodes"] - 1)
+  expected, survival = [], []
+  for rollout in record:
+    rounds, state, parts = len(rollout.expected), start, []
+    for first in range(0, rounds, _ROUNDS_A_CALL):
+      # The last call is filled up with its last round, which nobody reads.
+      index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
+      part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
+      state, found = _judged(verifier, state, part)
+      parts.append(found)
+    both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
+    expected.append(both[0])
+    survival.append(both[1])
+  return Replayed(tuple(expected), tuple(survival))
+
+
+def online(record: Record) -> Replayed:
+  """What the recorded verifier reported while it ran."""
+  rollouts = [(r.expected, r.survival) for r in record]
+  return Replayed(*zip(*rollouts))
+
+
+@functools.partial(jax.jit, static_argnames="verifier")
+def _judged(verifier, state, trace: Trace):
+  """The state after a few rounds and `([R], [R, N])`, the figures of each."""
+  def one_round(state, trace):
+    draft, probs = trace.draft, trace.target_probs
+    law = verifier.law(draft, probs, state)
+    found = figures(verifier, law, draft, probs, state,
+                    topology.depths(draft.parents))
+    if state is not None:
+      state = verifier.commit(state, draft, probs, trace.verdict)
+    return state, found
+
+  return jax.lax.scan(one_round, state, trace)

@@ -1,0 +1,163 @@
+"""Formulas for lengths and speed-ups against sums and published figures."""
+
+import numpy as np
+import pytest
+
+from specjax import analysis
+
+_RATES = [0.0, 0.25, 0.7, 0.999, 1.0]
+
+
+@pytest.mark.parametrize("acceptance", _RATES)
+@pytest.mark.parametrize("gamma", [0, 1, 2, 7, 40])
+def test_expected_lengths_are_their_sums(acceptance, gamma):
+  # Broken: the closed form is off at its ends, or loses digits near 1.
+  powers = [acceptance**i for i in range(gamma + 1)]
+  assert analysis.expected_tokens(acceptance, gamma) == pytest.approx(
+      sum(powers), rel=1e-13)
+  assert analysis.expected_accepted(acceptance, gamma) == pytest.approx(
+      sum(powers[1:]), rel=1e-13)
+  # As a mean over where the round stops, the last place being different.
+  stops = [(1 - acceptance) * acceptance**t * (t + 1) for t in range(gamma)]
+  assert analysis.expected_tokens(acceptance, gamma) == pytest.approx(
+      sum(stops) + acceptance**gamma * (gamma + 1), rel=1e-11)
+
+
+def test_the_right_figures_of_widely_copied_examples():
+  # Broken: the wrong figures that the docstrings warn of are back.
+  tokens, accepted = analysis.expected_tokens, analysis.expected_accepted
+  assert tokens(0.8, 4) == pytest.approx(3.3616)
+  assert analysis.speedup(0.8, 4, 0.1) == pytest.approx(2.401, abs=5e-4)
+  assert accepted(0.7, 8) == pytest.approx(2.1988, abs=5e-5)  # not 1.96
+  assert tokens(0.7, 8) == pytest.approx(3.1988, abs=5e-5)
+  assert tokens(0.6, 2) == pytest.approx(1.96)
+  assert tokens(0.8, 10) == pytest.approx(4.5705, abs=5e-5)  # not 3.6256
+  assert sum(0.2 * 0.8**t * (t + 1) for t in range(11)) == pytest.approx(
+      3.6256, abs=5e-5)
+  assert accepted(0.8, 5) == pytest.approx(2.689, abs=5e-4)  # not 4
+  assert accepted(0.9265, 5) == pytest.approx(4, abs=5e-4)
+  assert analysis.speedup(0.8, 5, 0.1) == pytest.approx(2.46, abs=5e-3)
+
+
+def test_speed_and_operations():
+  # Broken: speculation is promised at another price than the paper's.
+  acceptance = np.array([0.6, 0.7, 0.8, 0.8, 0.9, 0.9])
+  gamma = np.array([2, 3, 2, 5, 2, 10])
+  np.testing.assert_allclose(
+      analysis.speedup(acceptance, gamma, 0),
+      [1.96, 2.53, 2.44, 3.69, 2.71, 6.86], atol=5e-3)
+  np.testing.assert_allclose(
+      analysis.operations_factor(acceptance, gamma, 0),
+      [1.53, 1.58, 1.23, 1.63, 1.11, 1.60], atol=5e-3)
+  a, g, c = 0.8, 5, 0.05
+  np.testing.assert_allclose(analysis.operations_factor(a, g, c),
+                             (1 - a) * (g * c + g + 1) / (1 - a**(g + 1)))
+
+
+@pytest.mark.parametrize("acceptance,gammas,gains", [
+    (0.7, [9, 8, 6, 4, 3], [2.97, 2.76, 2.35, 1.98, 1.58]),
+    (0.8, [14, 11, 8, 6, 4], [4.23, 3.82, 3.09, 2.47, 1.87]),
+    (0.9, [24, 19, 13, 10, 7], [7.49, 6.37, 4.67, 3.43, 2.37])])
+def test_optimal_gamma(acceptance, gammas, gains):
+  # Broken: the recommended draft length is not the fastest.
+  costs = np.array([0.01, 0.02, 0.05, 0.1, 0.2])
+  np.testing.assert_array_equal(
+      analysis.optimal_gamma(acceptance, costs), gammas)
+  np.testing.assert_allclose(
+      analysis.speedup(acceptance, np.array(gammas), costs), gains, atol=5e-3)
+
+
+def test_speculation_pays_iff_acceptance_exceeds_cost():
+  # Broken: drafts are recommended where each of them loses time.
+  rates = np.linspace(0, 0.99, 34)
+  best = analysis.optimal_gamma(rates[:, None], rates)
+  np.testing.assert_array_equal(best > 0, rates[:, None] > rates)
+  assert analysis.optimal_gamma(1.0, 1.0) == 0
+  assert analysis.optimal_gamma(1.0, 0.5, largest=9) == 9
+
+
+def test_acceptance_that_varies():
+  # Broken: the mean rate is plugged in, which understates a varying one.
+  nodes, weights = np.polynomial.legendre.leggauss(16)
+  rates, density = (nodes + 1) / 2, nodes + 1  # Beta(2, 1) has density 2a
+  over = analysis.expected_tokens_over(rates, 5, weights * density)
+  assert over == pytest.approx(2 * sum(1 / n for n in range(2, 8)))
+  assert over == pytest.approx(3.19, abs=5e-3)
+  assert analysis.expected_tokens(2 / 3, 5) == pytest.approx(2.74, abs=5e-3)
+  assert analysis.expected_tokens_over([0.2, 0.6], 1) == pytest.approx(1.4)
+  by_position = analysis.expected_tokens_by_position
+  assert by_position([0.5, 0.4, 1.0]) == pytest.approx(1 + 0.5 + 0.2 + 0.2)
+  np.testing.assert_allclose(by_position([[0.8] * 5, [0.0] * 5]),
+                             [analysis.expected_tokens(0.8, 5), 1])
+  assert by_position([]) == 1
+
+
+def test_measured_costs():
+  # Broken: a draft length is chosen by times that no round takes.
+  gain = analysis.predicted_speedup(
+      2.5, step=0.010, verify=0.012, draft=0.001, gamma=4, overhead=0.004)
+  assert gain == pytest.approx(2.5 * 10 / (12 + 4 + 4))
+  # With a pass that costs the same at any length it is Leviathan's formula.
+  a, c = 0.8, 0.1
+  survival = a ** np.arange(13)
+  gamma, gain = analysis.best_gamma(
+      survival, step=2.0, verify=[2.0] * 13, draft=2 * c)
+  assert gamma == analysis.optimal_gamma(a, c, largest=12) == 6
+  assert gain == pytest.approx(analysis.speedup(a, 6, c))
+  # Only lengths with a time are tried, and none may be worth its time.
+  times = {2: 2.0, 3: 2.5}
+  assert analysis.best_gamma(
+      survival, step=2.0, verify=times, draft=2 * c)[0] == 2
+  assert analysis.best_gamma(
+      survival, step=2.0, verify=times, draft=2 * c, overhead=9) == (0, 1.0)
+
+
+def test_ratio_estimate():
+  # Broken: a prompt with many rounds counts like one with few, or rounds of
+  # one prompt are taken for independent.
+  assert analysis.ratio_estimate([1, 3], [2, 2]) == (1.0, 0.5)
+  rng = np.random.default_rng(0)
+  means = rng.normal(size=20)
+  ratio, error = analysis.ratio_estimate(7 * means, np.full(20, 7))
+  assert ratio == pytest.approx(means.mean())
+  assert error == pytest.approx(means.std(ddof=1) / 20**0.5)
+  ratio, error = analysis.ratio_estimate([2, 12], [1, 6])
+  assert ratio == 2 and error == 0
+  ratio, error = analysis.ratio_estimate([3], [2])
+  assert ratio == 1.5 and np.isnan(error)
+
+
+_TIMES = dict(step=1.0, draft=0.1)
+
+
+@pytest.mark.parametrize("call,words", [
+    (lambda: analysis.expected_tokens(1.2, 3), ["1.2", "[0, 1]"]),
+    (lambda: analysis.expected_tokens([0.5, -0.1], 3), ["-0.1", "[0, 1]"]),
+    (lambda: analysis.expected_accepted(np.nan, 3), ["nan", "[0, 1]"]),
+    (lambda: analysis.expected_tokens(0.5, 2.5), ["2.5", "whole"]),
+    (lambda: analysis.expected_tokens(0.5, -1), ["-1", "at least 0"]),
+    (lambda: analysis.speedup(0.5, 3, -0.1), ["-0.1", "at least 0"]),
+    (lambda: analysis.operations_factor(0.5, 3, np.inf), ["inf", "finite"]),
+    (lambda: analysis.optimal_gamma(0.5, 0.1, largest=-2), ["largest", "-2"]),
+    (lambda: analysis.expected_tokens_by_position([0.5, 2]), ["2.0"]),
+    (lambda: analysis.expected_tokens_over([0.5], 3, [0]), ["sum to 0"]),
+    (lambda: analysis.expected_tokens_over([0.5, 1], 3, [2, -1]), ["-1.0"]),
+    (lambda: analysis.predicted_speedup(
+        5.5, verify=1.0, gamma=4, **_TIMES), ["5.5", "gamma + 1"]),
+    (lambda: analysis.predicted_speedup(
+        1.0, verify=0.0, gamma=0, **_TIMES), ["0.0", "more than 0"]),
+    (lambda: analysis.best_gamma(
+        [1.0, 0.5], verify={3: 1.0}, **_TIMES), ["gamma 3", "ends at 1"]),
+    (lambda: analysis.best_gamma([0.9, 0.5], verify={}, **_TIMES), ["0.9"]),
+    (lambda: analysis.best_gamma([1, 1.5], verify={}, **_TIMES), ["1.5"]),
+    (lambda: analysis.best_gamma([[1]], verify={}, **_TIMES), ["(1, 1)"]),
+    (lambda: analysis.ratio_estimate([1, 2], [1]), ["(2,)", "(1,)"]),
+    (lambda: analysis.ratio_estimate([], []), ["at least one"])])
+def test_bad_input_is_reported(call, words):
+  # Broken: a typing error becomes a number.
+  with pytest.raises(ValueError) as caught:
+    call()
+  message = str(caught.value)
+  assert "\n" not in message
+  for word in words:
+    assert word in message, f"{word!r} is missing in: {message}"
