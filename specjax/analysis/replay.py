@@ -103,7 +103,8 @@ def _judged(verifier, state, trace: Trace):
   """The state after a few rounds and `([R], [R, N])`, the figures of each."""
   def one_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
-    law = verifier.law(draft, probs, state)
+    memory = () if state is None else (state,)
+    law = verifier.law(draft, probs, *memory)
     found = figures(verifier, law, draft, probs, state,
                     topology.depths(draft.parents))
     if state is not None:
