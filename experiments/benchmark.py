@@ -25,12 +25,15 @@ import functools
 import json
 import statistics
 import sys
-import time
 
 from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
+from timing import filled_cache
+from timing import passes
+from timing import STEPS
+from timing import Timed
 import tqdm
 
 import specjax as sj
@@ -44,8 +47,6 @@ _SUM_MEGABYTES = flags.DEFINE_integer(
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
     "which pairs to time")
-
-_STEPS = 8  # passes of a timed call: the cost of the call itself is spread
 
 
 def _random_pair():
@@ -72,50 +73,6 @@ def _bundled_pair():
       "target": pair.target.params, "drafter": drafter.params}
 
 
-class _Timed:
-  """A compiled call `(params, carry) -> carry` that can be repeated.
-
-  The carry is donated and comes back with its lengths as they were, so that
-  every repetition does the same work in place.
-  """
-
-  def __init__(self, function, params, carry, steps=_STEPS):
-    self._function = jax.jit(function, donate_argnums=1)
-    self._params, self._carry, self._steps = params, carry, steps
-    self()
-
-  def __call__(self) -> float:
-    """Seconds of one step."""
-    start = time.perf_counter()
-    self._carry = jax.block_until_ready(
-        self._function(self._params, self._carry))
-    return (time.perf_counter() - start) / self._steps
-
-
-def _filled_cache(model, params, capacity, used):
-  cache = model.init_cache(params, 1, capacity)
-  return cache.rollback(jnp.full((1,), used, jnp.int32))
-
-
-def _passes(model, params, capacity, used, tokens):
-  """Repeated passes over a chain of `tokens` nodes, nothing committed."""
-  depths = jnp.arange(tokens, dtype=jnp.int32)[None]
-  ancestors = jnp.tril(jnp.ones((1, tokens, tokens), bool))
-
-  def run(params, carry):
-    def step(carry, _):
-      cache, ids = carry
-      out = model(params, ids, depths, ancestors, cache)
-      ids = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-      return (out.cache, ids), None
-
-    return jax.lax.scan(step, carry, length=_STEPS)[0]
-
-  ids = jnp.ones((1, tokens), jnp.int32)
-  return _Timed(run, params,
-                (_filled_cache(model, params, capacity, used), ids))
-
-
 def _bare_autoregression(model, params, capacity, used):
   """Sampling token by token in a scan: no loop of ours around it."""
   depths, ancestors = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
@@ -132,10 +89,10 @@ def _bare_autoregression(model, params, capacity, used):
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, token[None, None]), None
 
-    (new, ids), _ = jax.lax.scan(step, (cache, ids), jnp.arange(_STEPS))
-    return new.rollback(cache.lengths), ids, jax.random.fold_in(key, _STEPS)
+    (new, ids), _ = jax.lax.scan(step, (cache, ids), jnp.arange(STEPS))
+    return new.rollback(cache.lengths), ids, jax.random.fold_in(key, STEPS)
 
-  return _Timed(run, params, (_filled_cache(model, params, capacity, used),
+  return Timed(run, params, (filled_cache(model, params, capacity, used),
                               jnp.ones((1, 1), jnp.int32), jax.random.key(0)))
 
 
@@ -148,18 +105,18 @@ def _rounds(target, drafter, params, verifier, capacity, used):
 
   def run(params, state):
     new, _ = jax.lax.scan(lambda s, _: decoder.decode_round(params, s), state,
-                          length=_STEPS)
+                          length=STEPS)
     cache = new.target_cache.rollback(state.target_cache.lengths)
     return new.replace(lengths=state.lengths, target_cache=cache,
                        done=state.done)
 
-  return _Timed(run, params, state)
+  return Timed(run, params, state)
 
 
 def _large_sum():
   """One sum over a large array: what reading memory costs here."""
   array = jnp.ones((_SUM_MEGABYTES.value * 2**18,), jnp.float32)
-  timed = _Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
+  timed = Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
   return timed, array.nbytes
 
 
@@ -194,7 +151,7 @@ def _ratios(name, target, drafter_model, params, progress):
   small, large = 256, 4096
   rounds = functools.partial(_rounds, target, params=params,
                              capacity=small, used=used)
-  target_pass = functools.partial(_passes, target, params["target"])
+  target_pass = functools.partial(passes, target, params["target"])
   progress.set_description(name)
   first, second = (lambda row: row[0]), (lambda row: row[1])
   ratios = {}
@@ -214,7 +171,7 @@ def _ratios(name, target, drafter_model, params, progress):
 
   block = rounds(drafter, verifier=sj.verifiers.Block())
   verify = target_pass(small, used, gamma + 1)
-  draft = _passes(drafter_model, params["drafter"], small, used, 1)
+  draft = passes(drafter_model, params["drafter"], small, used, 1)
   rows = _interleaved(progress, block, verify, draft)
   ratios["round_overhead"] = _median_ratio(
       rows, first, lambda r: r[1] + gamma * r[2])

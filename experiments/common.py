@@ -44,6 +44,15 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
   return gammas
 
 
+def verifier_names(flag: str, names: list[str]) -> list[str]:
+  """The verifiers of a list flag, each once, all of them known."""
+  for name in names:
+    if name not in VERIFIERS:
+      raise ValueError(f"{flag} holds {name!r}; choose among "
+                       f"{', '.join(VERIFIERS)}")
+  return list(dict.fromkeys(names))
+
+
 def load_models(target: str, drafters: list[str]):
   """The models that the flags --target and --drafter name.
 

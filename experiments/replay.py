@@ -97,15 +97,12 @@ def _print_table(rows):
 
 
 def main():
-  for name in _VERIFIERS.value:
-    if name not in common.VERIFIERS:
-      raise ValueError(f"--verifiers holds {name!r}; choose among "
-                       f"{', '.join(common.VERIFIERS)}")
+  names = common.verifier_names("--verifiers", _VERIFIERS.value)
   if _EVALUATE_ONLY.value:
     record = analysis.Record.open(_RECORD.value)
   else:
     record = _record()
-  rows = [_row(name, record) for name in _VERIFIERS.value]
+  rows = [_row(name, record) for name in names]
   _print_table(rows)
   print(json.dumps({"study": "replay", "rows": rows, "record": {
       "path": str(record.path), **record.manifest}}))

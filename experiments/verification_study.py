@@ -1,31 +1,41 @@
 """What does block verification gain over token verification?
 
-Decodes prompts with a target and a drafter, for every draft length and every
-verifier, and prints for each
+The tables and figures of "Block Verification Accelerates Speculative Decoding"
+(Sun et al. 2024, arXiv:2403.10444) for any pair of models and any prompts.
+Decodes every prompt with every drafter, temperature, draft length and verifier
+and prints for each
 
   block efficiency   tokens of a round, on the verifier's own rollout
   paired             the same on shared drafts at shared round starts: one
                      rollout at the largest gamma, driven by token
-                     verification, on which all laws are evaluated
-  tokens per second  beside autoregressive decoding of the same prompts, taken
-                     in turn; the speed-up is the median over prompts
+                     verification, on which all laws are evaluated (greedy
+                     block verification from a fresh state)
+  speed-up           over autoregressive decoding of the same prompt, taken in
+                     turn; the median over prompts
+  predicted          block efficiency * step / (verify + gamma * draft +
+                     overhead): the passes are timed alone, step and overhead
+                     on one half of the prompts to predict the other half
 
 No figure of the first two tosses a coin: given the draft, the expected number
-of accepted tokens is known exactly (Rao-Blackwell). Standard errors treat a
-prompt as one observation.
+of accepted tokens is known exactly (Rao-Blackwell). Errors treat a prompt, over
+all its seeds, as one observation; intervals are of 95 %.
 
   python experiments/verification_study.py
-  python experiments/verification_study.py --drafter=small,tiny --gammas=4,8
-  python experiments/verification_study.py --prompts=mine.txt --temperature=0.6
+  python experiments/verification_study.py --gammas=4,6,8,16 \\
+    --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
+  python experiments/verification_study.py --prompts=gsm8k=test.jsonl,mine.txt
 
-Writes verification.csv and verification.png to --output_dir. The last line of
-stdout is one JSON object.
+Every prompt's results are appended to runs.jsonl in --output_dir; killed and
+started again with the same models, prompts and flags, the study goes on there,
+also with more temperatures, seeds or prompt sets than before. Writes
+verification.md, .csv and .png. The last line of stdout is one JSON object.
 """
 
-import csv
+import hashlib
 import json
 import pathlib
 import platform
+import random
 import statistics
 import sys
 import time
@@ -34,21 +44,30 @@ from absl import flags
 import common
 import jax
 import numpy as np
+from timing import passes
 import tqdm
+import verification_report as report
 
 import specjax as sj
-from specjax.data import corpora
+from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
 
 _GAMMAS = flags.DEFINE_list("gammas", "2,4,8,16", "draft lengths, in tokens")
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", 1.0, "of both models; 0 is greedy")
+_TEMPERATURE = flags.DEFINE_list(
+    "temperature", "1", "of both models; 0 is greedy")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass of both models")
-_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 64, "prompts to decode", 2)
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "a .txt (prompts between blank lines) or .jsonl file; "
-    "default: held-out modules of the running Python")
-_FIELD = flags.DEFINE_string("field", "prompt", "of a JSONL prompts file")
+_VERIFIERS = flags.DEFINE_list(
+    "verifiers", "token,block,greedy_block",
+    f"of {', '.join(common.VERIFIERS)}; token must be among them")
+_PROMPTS = flags.DEFINE_list(
+    "prompts", list(prompt_sets.EMBEDDED),
+    "prompt sets: those of the running Python (the default), NAME=PATH for a "
+    "published file or NAME for its Hugging Face copy ("
+    f"{', '.join(prompt_sets.PROMPT_SETS)}), or a .txt (prompts between blank "
+    "lines) or .jsonl file of your own")
+_FIELD = flags.DEFINE_string("field", "prompt", "of a JSONL file of your own")
+_NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", 16, "prompts of every set", 2)
 _PROMPT_TOKENS = flags.DEFINE_integer(
     "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
 _NEW_TOKENS = flags.DEFINE_integer(
@@ -57,215 +76,226 @@ _TARGET = flags.DEFINE_string(
     "target", "bundled", "bundled, or a directory of train_lm.py")
 _DRAFTER = flags.DEFINE_list(
     "drafter", "small", "small, tiny, or directories of train_lm.py")
-_SEED = flags.DEFINE_integer("seed", 0, "of prompts and of sampling")
+_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
+_SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
 _OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "results/verification", "for the table and the plot")
+    "output_dir", "results/verification", "for results, tables and plots")
+
+_TIMINGS = 15  # of each pass alone
+
+
+def _texts(item):
+  """The texts of one entry of --prompts, its name and its source."""
+  name, _, path = item.partition("=")
+  if not path and name in prompt_sets.EMBEDDED:
+    texts, source = prompt_sets.embedded(
+        name, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
+    return name, texts, source
+  if path or name in prompt_sets.PROMPT_SETS:
+    texts = prompt_sets.load(name, path or None)
+  else:
+    texts = prompts_lib.read_prompts(item, _FIELD.value)
+    name = pathlib.Path(item).stem
+  if len(texts) < 2:
+    raise ValueError(f"{path or item} holds {len(texts)} prompt; a standard "
+                     "error needs at least 2")
+  kept = random.Random(_SEED.value).sample(
+      range(len(texts)), min(_NUM_PROMPTS.value, len(texts)))
+  return name, [texts[i] for i in sorted(kept)], {"prompts": path or item}
 
 
 def _load_prompts(tokenizer):
-  """Token ids of the prompts, and a description of their source."""
-  if _PROMPTS.value:
-    texts = prompts_lib.read_prompts(_PROMPTS.value, _FIELD.value)
-    texts = texts[:_NUM_PROMPTS.value]
-    source = {"prompts": _PROMPTS.value}
-  else:
-    held_out = [d for d in corpora.stdlib_documents() if d.held_out]
-    texts = prompts_lib.excerpts(
-        held_out, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
-    source = {
-        "prompts": "held-out modules of the standard library",
-        "python": platform.python_version(),
-        "hash": corpora.fingerprint(held_out)}
-  if len(texts) < 2:
-    raise ValueError(f"{_PROMPTS.value} holds {len(texts)} prompt; a standard "
-                     "error needs at least 2")
-  ids = [tokenizer.encode(text) for text in texts]
-  keep = _PROMPT_TOKENS.value - 1
-  ids = [[row[0], *row[1:][-keep:]] if keep else row[:1] for row in ids]
-  return ids, source
+  """Token ids by set, and a description of their sources."""
+  prompts, sources, digest = {}, {}, hashlib.sha256()
+  for item in _PROMPTS.value:
+    name, texts, sources_of_set = _texts(item)
+    if name in prompts:
+      raise ValueError(f"--prompts holds two sets named {name!r}; give each "
+                       "once")
+    rows = [tokenizer.encode(text) for text in texts]
+    keep = _PROMPT_TOKENS.value - 1
+    prompts[name] = [[row[0], *row[1:][-keep:]] if keep else row[:1]
+                     for row in rows]
+    sources[name] = sources_of_set
+    digest.update(repr(prompts[name]).encode())
+  return prompts, {"python": platform.python_version(),
+                   "hash": digest.hexdigest()[:16], "sets": sources}
 
 
 class _Arm:
-  """One decoder and what its rollouts gave, a row for every prompt."""
+  """One decoder of the study."""
 
-  def __init__(self, name, params, **parts):
-    self.name = name
+  def __init__(self, params, temperature, drafter, verifier, observers=()):
     self.decoder = sj.Decoder(
-        transform=sj.LogitsTransform(temperature=_TEMPERATURE.value,
-                                     top_p=_TOP_P.value), **parts)
-    self._params = params
-    self.seconds, self.tokens = [], []
-    self.rounds, self.expected, self.survival = [], [], []
+        target=params["model"], drafter=drafter, verifier=verifier,
+        observers=observers, transform=sj.LogitsTransform(
+            temperature=temperature, top_p=_TOP_P.value))
+    self._params = params["params"]
 
-  def decode(self, index, prompt, record=True):
+  def decode(self, prompt, seed, request_id, capacity):
     """Decodes one prompt, alone: speculation is about latency."""
     state = self.decoder.prefill(
-        self._params, [prompt], jax.random.key(_SEED.value),
-        request_ids=[index], limits=len(prompt) + _NEW_TOKENS.value)
+        self._params, [prompt], jax.random.key(seed),
+        request_ids=[request_id], limits=len(prompt) + _NEW_TOKENS.value,
+        capacity=capacity)
     jax.block_until_ready(state)
     start = time.perf_counter()
     _, stats = jax.block_until_ready(
         self.decoder.decode_until(self._params, state))
     seconds = time.perf_counter() - start
     sj.raise_if_not_finite(stats)
-    if record:
-      self.seconds.append(seconds)
-      self.tokens.append(int(stats.emitted[0]))
-      self.rounds.append(int(stats.active[0]))
-      self.expected.append(np.asarray(stats.expected[0], np.float64))
-      self.survival.append(np.asarray(stats.survival[0], np.float64))
+    return {"seconds": seconds, "tokens": int(stats.emitted[0]),
+            "rounds": int(stats.active[0]),
+            "expected": float(stats.expected[0, 0]),
+            "survival": np.asarray(stats.survival[0], np.float64).tolist()}
 
 
-def _ratio(totals, rounds):
-  """`1 + sum(totals) / sum(rounds)` and its standard error over prompts."""
-  totals, rounds = np.asarray(totals), np.asarray(rounds, np.float64)
-  mean = totals.sum() / rounds.sum()
-  residual = totals - mean * rounds
-  error = np.sqrt((residual**2).sum() * len(rounds) / (len(rounds) - 1))
-  return 1 + mean, error / rounds.sum()
-
-
-def _arms(target, drafter, params, gammas):
-  """The baseline and a decoder for every verifier and draft length."""
+def _arms(target, drafters, temperature, gammas, verifiers):
+  """The baseline and a decoder for every drafter, gamma and verifier."""
   token = common.VERIFIERS["token"]
-  others = tuple(v for v in common.VERIFIERS.values() if v != token)
-  baseline = _Arm("autoregressive", params, target=target.model,
-                  drafter=sj.drafters.Empty(), verifier=token)
-  arms = {}
-  for gamma in gammas:
-    for name, verifier in common.VERIFIERS.items():
-      # The paired figures come from token verification's own longest drafts.
-      shared = verifier == token and gamma == max(gammas)
-      arms[name, gamma] = _Arm(
-          f"{name} {gamma}", params, target=target.model,
-          drafter=sj.drafters.LanguageModel(model=drafter.model, gamma=gamma),
-          verifier=verifier, observers=others if shared else ())
-  return baseline, arms
+  params = lambda drafter: {"model": target.model, "params": {
+      "target": target.params, "drafter": drafter.params}}
+  some = next(iter(drafters.values()))
+  arms = {report.BASELINE: _Arm(
+      params(some), temperature, sj.drafters.Empty(), token)}
+  for name, drafter in drafters.items():
+    for gamma in gammas:
+      for verifier in verifiers:
+        # The paired figures come from token verification's longest drafts.
+        shared = verifier == "token" and gamma == max(gammas)
+        arms[report.key(name, gamma, verifier)] = _Arm(
+            params(drafter), temperature, sj.drafters.LanguageModel(
+                model=drafter.model, gamma=gamma), common.VERIFIERS[verifier],
+            tuple(common.VERIFIERS[v] for v in verifiers if v != "token")
+            if shared else ())
+  return arms
 
 
-def _rows(drafter_name, baseline, arms, gammas):
-  """The table of one drafter."""
-  paired = arms["token", max(gammas)]
-  laws = ["token", *(n for n in common.VERIFIERS if n != "token")]
-  survival = np.stack(paired.survival)  # [prompts, laws, nodes]
-  accepted = {name: survival[:, laws.index(name), 1:].cumsum(-1)
-              for name in laws}
-  pace = lambda arm: np.divide(arm.seconds, arm.tokens)
-  rows = []
-  for (name, gamma), arm in arms.items():
-    own, error = _ratio([e[0] for e in arm.expected], arm.rounds)
-    shared, shared_error = _ratio(accepted[name][:, gamma - 1], paired.rounds)
-    gain, gain_error = _ratio(
-        accepted[name][:, gamma - 1] - accepted["token"][:, gamma - 1],
-        paired.rounds)
-    rows.append({
-        "drafter": drafter_name, "gamma": gamma,
-        "temperature": _TEMPERATURE.value, "verifier": name,
-        "block_efficiency": own, "stderr": error,
-        "paired_block_efficiency": shared, "paired_stderr": shared_error,
-        "paired_gain": gain - 1, "paired_gain_stderr": gain_error,
-        "tokens_per_second": sum(arm.tokens) / sum(arm.seconds),
-        "speedup": statistics.median(pace(baseline) / pace(arm))})
-  return rows
+def _costs(target, drafters, gammas, capacity):
+  """Median seconds of the passes that a round is made of, timed alone."""
+  used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+  median = lambda timed: statistics.median(timed() for _ in range(_TIMINGS))
+  verify = {gamma: median(passes(target.model, target.params, capacity, used,
+                                 gamma + 1)) for gamma in gammas}
+  draft = {name: median(passes(drafter.model, drafter.params, capacity, used,
+                               1)) for name, drafter in drafters.items()}
+  return {"verify": verify, "draft": draft}
 
 
-def _print_table(rows, baseline_speed):
-  print(f"{'drafter':10s} {'gamma':>5s} {'verifier':10s} "
-        f"{'block efficiency':>18s} {'paired':>16s} {'gain':>7s} "
-        f"{'tokens/s':>9s} {'speed-up':>8s}")
-  tokens = {(r["drafter"], r["gamma"]): r["paired_block_efficiency"]
-            for r in rows if r["verifier"] == "token"}
-  for r in rows:
-    gain = r["paired_gain"] / tokens[r["drafter"], r["gamma"]]
-    print(f"{r['drafter'][-10:]:10s} {r['gamma']:5d} {r['verifier']:10s} "
-          f"{r['block_efficiency']:10.3f} ± {r['stderr']:.3f} "
-          f"{r['paired_block_efficiency']:8.3f} ± {r['paired_stderr']:.3f} "
-          f"{100 * gain:+6.2f}% {r['tokens_per_second']:9.1f} "
-          f"{r['speedup']:7.2f}x")
-  print(f"autoregressive: {baseline_speed:.1f} tokens/s")
+def _fingerprint(target, drafters, gammas, verifiers):
+  """Of everything that a line of runs.jsonl depends on besides its own key."""
+  digest = hashlib.sha256(repr((
+      gammas, verifiers, list(drafters), _TOP_P.value, _NEW_TOKENS.value,
+      jax.default_backend(), jax.__version__,
+      [m.model for m in (target, *drafters.values())])).encode())
+  for leaf in jax.tree.leaves([m.params for m in (target, *drafters.values())]):
+    digest.update(np.asarray(leaf).tobytes())
+  return digest.hexdigest()[:16]
 
 
-def _plot(rows, path):
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-  for drafter in dict.fromkeys(r["drafter"] for r in rows):
-    curves = {}
-    for name in common.VERIFIERS:
-      mine = [r for r in rows
-              if r["drafter"] == drafter and r["verifier"] == name]
-      gammas = [r["gamma"] for r in mine]
-      curves[name] = np.array([r["paired_block_efficiency"] for r in mine])
-      left.errorbar(gammas, curves[name], [r["paired_stderr"] for r in mine],
-                    marker="o", capsize=3, label=f"{name}, {drafter} drafter")
-      if name != "token":
-        error = np.array([r["paired_gain_stderr"] for r in mine])
-        right.errorbar(
-            gammas, 100 * (curves[name] / curves["token"] - 1),
-            100 * error / curves["token"], marker="o", capsize=3,
-            label=f"{name} over token, {drafter} drafter")
-  left.set(xlabel="draft length $\\gamma$", ylabel="tokens per round",
-           title="block efficiency (paired)")
-  right.set(xlabel="draft length $\\gamma$", ylabel="gain in %",
-            title="improvement over token verification")
-  for axes in (left, right):
-    axes.grid(alpha=0.3)
-    axes.legend()
-  figure.suptitle(f"temperature {_TEMPERATURE.value:g}; bars: one standard "
-                  "error over prompts")
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
+def _read_runs(path):
+  """Complete lines of runs.jsonl by their unit; a cut last line is dropped."""
+  runs = {}
+  if path.exists():
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+      try:
+        record = json.loads(line) if line.endswith("\n") else None
+      except json.JSONDecodeError:
+        record = None
+      if record:
+        runs[tuple(record["unit"])] = record["arms"]
+    # What follows must start on a line of its own.
+    with sj.data.files.atomically(path) as f:
+      for unit, arms in runs.items():
+        f.write(_line(unit, arms))
+  return runs
+
+
+def _line(unit, arms):
+  return (json.dumps({"unit": unit, "arms": arms}) + "\n").encode()
+
+
+def _run(units, prompts, make_arms, capacity, path):
+  """Decodes the units that `path` does not hold yet, appending to it."""
+  runs = _read_runs(path)
+  missing = [unit for unit in units if unit not in runs]
+  if len(missing) < len(units):
+    print(f"{len(units) - len(missing)} of {len(units)} prompts are in {path}; "
+          "delete it to measure them again", file=sys.stderr)
+  longest = max((row for rows in prompts.values() for row in rows), key=len)
+  temperature, arms = None, {}
+  with (tqdm.tqdm(total=len(units), initial=len(units) - len(missing),
+                  unit="prompt", dynamic_ncols=True) as bar,
+        open(path, "ab") as f):
+    for unit in missing:
+      _, new_temperature, seed, name, index, _ = unit
+      if new_temperature != temperature:
+        temperature, arms = new_temperature, make_arms(new_temperature)
+        for number, arm in enumerate(arms.values(), 1):
+          bar.set_description(f"compiling {number} of {len(arms)}")
+          arm.decode(longest, 0, 0, capacity)
+        bar.set_description(f"temperature {temperature:g}")
+      # In turn, so that all arms see the same machine.
+      runs[unit] = {key: arm.decode(prompts[name][index], seed, index, capacity)
+                    for key, arm in arms.items()}
+      f.write(_line(unit, runs[unit]))
+      f.flush()
+      bar.update()
+  return {unit: runs[unit] for unit in units}
+
+
+def _temperatures():
+  try:
+    return [float(t) for t in dict.fromkeys(_TEMPERATURE.value)]
+  except ValueError:
+    raise ValueError(f"--temperature is {','.join(_TEMPERATURE.value)!r}; give "
+                     "numbers between commas, such as 1,0.6") from None
 
 
 def main():
-  try:
-    gammas = sorted({int(g) for g in _GAMMAS.value})
-  except ValueError:
-    raise ValueError(f"--gammas is {','.join(_GAMMAS.value)!r}; give whole "
-                     "numbers between commas, such as 2,4,8") from None
-  if not gammas or gammas[0] < 1:
-    raise ValueError(f"--gammas holds {gammas[:1]}; draft lengths start at 1")
+  gammas = common.draft_lengths("--gammas", _GAMMAS.value)
+  verifiers = common.verifier_names("--verifiers", _VERIFIERS.value)
+  if "token" not in verifiers:
+    raise ValueError("--verifiers lacks 'token'; the others are compared to "
+                     "it: add it")
+  temperatures = _temperatures()
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, _DRAFTER.value)
   prompts, source = _load_prompts(tokenizer)
+  make_arms = lambda t: _arms(target, drafters, t, gammas, verifiers)
+  longest = max(len(row) for rows in prompts.values() for row in rows)
+  limit = longest + _NEW_TOKENS.value
+  # Decoders refuse what does not fit together when they are made.
+  context = min(arm.decoder.context_length for t in temperatures
+                for arm in make_arms(t).values())
+  if limit > context:
+    raise ValueError(f"{longest} tokens of a prompt and --new_tokens="
+                     f"{_NEW_TOKENS.value} exceed the context length of "
+                     f"{context}; ask for fewer")
+  capacity = limit + max(gammas) + 1
+
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  fingerprint = _fingerprint(target, drafters, gammas, verifiers)
+  digests = {name: [hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+                    for row in rows] for name, rows in prompts.items()}
+  units = [(fingerprint, t, _SEED.value + s, name, i, digests[name][i])
+           for t in temperatures for s in range(_SEEDS.value)
+           for name, rows in prompts.items() for i in range(len(rows))]
+  runs = _run(units, prompts, make_arms, capacity, output_dir / "runs.jsonl")
+  costs = _costs(target, drafters, gammas, capacity)
 
-  experiments = {}
-  for name, drafter in drafters.items():
-    params = {"target": target.params, "drafter": drafter.params}
-    experiments[name] = _arms(target, drafter, params, gammas)
-  arms = [arm for baseline, others in experiments.values()
-          for arm in (baseline, *others.values())]
-  print(", ".join(f"{k}: {v}" for k, v in source.items()), file=sys.stderr)
-  longest = max(prompts, key=len)
-  with tqdm.tqdm(total=len(arms) * (len(prompts) + 1), unit="run",
-                 dynamic_ncols=True) as bar:
-    for arm in arms:
-      bar.set_description(f"compiling {arm.name}")
-      arm.decode(0, longest, record=False)
-      bar.update()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    bar.set_description("decoding")
-    for index, prompt in enumerate(prompts):
-      for arm in arms:  # in turn, so that all see the same machine
-        arm.decode(index, prompt)
-        bar.update()
-
-  rows = []
-  for name, (baseline, others) in experiments.items():
-    rows += _rows(name, baseline, others, gammas)
-  speed = sum(baseline.tokens) / sum(baseline.seconds)
-  _print_table(rows, speed)
-  with open(output_dir / "verification.csv", "w", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-  _plot(rows, output_dir / "verification.png")
-  print(f"wrote {output_dir}/verification.csv and verification.png")
-  print(json.dumps({"study": "verification", "rows": rows, "source": source,
-                    "num_prompts": len(prompts),
-                    "autoregressive_tokens_per_second": speed}))
+  study = report.Study(runs, list(drafters), gammas, verifiers, costs)
+  rows = study.rows()
+  by_prompts = [row for name in prompts for row in study.rows(name)]
+  report.print_table(rows)
+  report.write(output_dir, rows, by_prompts, list(prompts))
+  print(f"wrote verification.md, .csv and .png to {output_dir}")
+  print(json.dumps({
+      "study": "verification", "rows": rows, "by_prompts": by_prompts,
+      "source": source, "seeds": _SEEDS.value,
+      "num_prompts": sum(map(len, prompts.values())),
+      "autoregressive_tokens_per_second": study.baseline_speed()}))
 
 
 if __name__ == "__main__":

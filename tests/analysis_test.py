@@ -161,3 +161,26 @@ def test_bad_input_is_reported(call, words):
   assert "\n" not in message
   for word in words:
     assert word in message, f"{word!r} is missing in: {message}"
+
+
+def test_relative_gain_agrees_with_the_bootstrap():
+  # Broken: the intervals of every improvement that the studies report.
+  rng = np.random.default_rng(0)
+  rounds, base_rounds = rng.integers(20, 40, size=(2, 200))
+  skill = rng.gamma(4, 0.3, 200)  # what both rules share of a prompt
+  totals = rounds * (1.1 * skill + 0.1 * rng.normal(size=200))
+  base_totals = base_rounds * (skill + 0.1 * rng.normal(size=200))
+  gain, error = analysis.relative_gain(totals, rounds, base_totals,
+                                       base_rounds)
+  tokens = lambda t, n: 1 + t.sum(-1) / n.sum(-1)
+  again = rng.integers(200, size=(4000, 200))
+  resampled = (tokens(totals[again], rounds[again])
+               / tokens(base_totals[again], base_rounds[again]) - 1)
+  assert gain == pytest.approx(
+      tokens(totals, rounds) / tokens(base_totals, base_rounds) - 1)
+  assert error == pytest.approx(resampled.std(), rel=0.1)
+  # As if the two had nothing in common, it would be far larger.
+  alone = analysis.ratio_estimate(totals, rounds)[1] / tokens(totals, rounds)
+  assert error < 0.7 * alone
+  with pytest.raises(ValueError, match="same prompts"):
+    analysis.relative_gain(totals, rounds, base_totals[:9], base_rounds[:9])

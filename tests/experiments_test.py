@@ -26,34 +26,62 @@ def _last_line(result):
 def test_verification_study(tmp_path):
   """The main job: its table, files and JSON, and block >= token, paired."""
   study = _last_line(_run(
-      "verification_study.py", "--num_prompts=3", "--gammas=1,4",
-      "--new_tokens=24", "--output_dir=out", cwd=tmp_path))
+      "verification_study.py", "--num_prompts=2", "--gammas=1,4",
+      "--prompts=code,docstrings", "--new_tokens=24", "--output_dir=out",
+      cwd=tmp_path))
   assert study["study"] == "verification"
   assert {"python", "hash"} <= set(study["source"])
   rows = {(r["verifier"], r["gamma"]): r for r in study["rows"]}
-  assert len(rows) == len(study["rows"]) == 4
+  assert len(rows) == len(study["rows"]) == 6
+  assert len(study["by_prompts"]) == 12
   for row in study["rows"]:
     assert 1 <= row["block_efficiency"] <= row["gamma"] + 1
     assert row["speedup"] > 0 and row["tokens_per_second"] > 0
+    assert 0.3 < row["measured_over_predicted"] < 3
   paired = lambda name, gamma: rows[name, gamma]["paired_block_efficiency"]
-  assert paired("block", 4) > paired("token", 4)
-  # With one drafted token the two rules are the same law.
+  assert paired("greedy_block", 4) > paired("block", 4) > paired("token", 4)
+  # With one drafted token the three rules are the same law.
   assert paired("block", 1) == pytest.approx(paired("token", 1), abs=1e-6)
-  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 5
+  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 19
   assert (tmp_path / "out/verification.png").stat().st_size > 10_000
+  assert "Table 3" in (tmp_path / "out/verification.md").read_text()
 
 
-def test_study_of_own_prompts(tmp_path):
-  """A user's own file is read, and greedy rows gain nothing from block."""
+def test_study_of_own_prompts_resumes(tmp_path):
+  """A user's file is read; a killed study goes on; greedy rows gain nothing."""
   (tmp_path / "mine.jsonl").write_text(
       '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
-  study = _last_line(_run(
+  run = lambda: _run(
       "verification_study.py", "--prompts=mine.jsonl", "--field=turns",
       "--temperature=0", "--gammas=2", "--new_tokens=16", "--drafter=tiny",
-      cwd=tmp_path))
-  token, block = study["rows"]
+      "--verifiers=token,block,typical", cwd=tmp_path)
+  study = _last_line(run())
+  token, block, typical = study["rows"]
   assert block["block_efficiency"] == pytest.approx(token["block_efficiency"])
-  assert (tmp_path / "results/verification/verification.csv").exists()
+  assert block["lossless"] and not typical["lossless"]
+  results = tmp_path / "results/verification"
+  assert "typical (LOSSY)" in (results / "verification.md").read_text()
+
+  whole = (results / "runs.jsonl").read_bytes()
+  (results / "runs.jsonl").write_bytes(whole[:-20])  # killed while writing
+  again = run()
+  assert "1 of 2 prompts are in" in again.stderr
+  for row, before in zip(_last_line(again)["rows"], study["rows"]):
+    assert row["block_efficiency"] == before["block_efficiency"]
+  assert (results / "runs.jsonl").read_text().count("\n") == 2
+
+
+def test_replay(tmp_path):
+  """A record is made, judged, and judged again without a model."""
+  flags = ["--num_prompts=2", "--new_tokens=16", "--gamma=3"]
+  study = _last_line(_run("replay.py", *flags, cwd=tmp_path))
+  rows = {r["verifier"]: r for r in study["rows"]}
+  assert rows["token"]["online_block_efficiency"] == pytest.approx(
+      rows["token"]["block_efficiency"], abs=1e-6)
+  assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
+  again = _last_line(_run("replay.py", "--evaluate_only", "--verifiers=block",
+                          cwd=tmp_path))
+  assert again["rows"] == [rows["block"]]
 
 
 def test_optimality(tmp_path):
@@ -107,12 +135,17 @@ def test_benchmark(tmp_path):
     (["--prompts=not_json.jsonl"], ["not_json.jsonl line 1", "not JSON"]),
     (["--prompts=binary.txt"], ["binary.txt", "not UTF-8"]),
     (["--prompts=table.csv"], ["'.csv'", ".jsonl"]),
+    (["--prompts=piqa=not_json.jsonl"], ["not_json.jsonl line 1", "PIQA"]),
+    (["--prompts=piqa=other.jsonl"], ["other.jsonl", "PIQA", "'goal'"]),
+    (["--verifiers=block"], ["--verifiers", "token"]),
+    (["--verifiers=token,blok"], ["blok", "greedy_block"]),
     (["--drafter=nowhere"], ["nowhere", "missing"]),
     (["--new_tokens=100000"], ["100", "context length"]),
 ])
 def test_study_refuses_bad_input(tmp_path, flags, words):
   """One line, before anything is compiled or written."""
   (tmp_path / "not_json.jsonl").write_text("hello\n")
+  (tmp_path / "other.jsonl").write_text('{"question": "why?"}\n')
   (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
   (tmp_path / "table.csv").write_text("a,b\n")
   result = _run("verification_study.py", "--num_prompts=2", *flags,

@@ -1,6 +1,7 @@
 """Expected lengths and speed-ups, and verifiers judged on recorded drafts."""
 
 from specjax.analysis.estimates import ratio_estimate
+from specjax.analysis.estimates import relative_gain
 from specjax.analysis.lengths import best_gamma
 from specjax.analysis.lengths import expected_accepted
 from specjax.analysis.lengths import expected_tokens
@@ -33,5 +34,6 @@ __all__ = [
     "predicted_speedup",
     "ratio_estimate",
     "record",
+    "relative_gain",
     "speedup",
 ]
