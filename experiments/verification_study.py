@@ -51,6 +51,7 @@ import verification_report as report
 import specjax as sj
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
+from specjax.data.files import atomically
 
 _GAMMAS = flags.DEFINE_list("gammas", "2,4,8,16", "draft lengths, in tokens")
 _TEMPERATURE = flags.DEFINE_list(
@@ -205,7 +206,7 @@ def _read_runs(path):
       if record:
         runs[tuple(record["unit"])] = record["arms"]
     # What follows must start on a line of its own.
-    with sj.data.files.atomically(path) as f:
+    with atomically(path) as f:
       for unit, arms in runs.items():
         f.write(_line(unit, arms))
   return runs

@@ -51,3 +51,16 @@ def test_equal_and_disjoint_models():
   for optimum in (exact.verifier_optimum, exact.transport_optimum):
     assert abs(optimum(equal, 3) - 3) <= 1e-9
     assert abs(optimum(disjoint, 3)) <= 1e-9
+
+
+def test_float32_laws():
+  # Broken: rows that sum to 1 in float32 alone make the programs infeasible,
+  # and the solver then answers nonsense.
+  p = np.array([1 / 3, 2 / 3], np.float32)
+  pair = exact.iid_pair(p, p[::-1], 3)
+  assert abs(exact.verifier_optimum(pair, 2) - 11 / 9) <= 1e-7
+  rounded = exact.Pair([t + 1e-8 for t in pair.p], pair.q)
+  for optimum in (exact.verifier_optimum, exact.transport_optimum,
+                  exact.full_information_optimum):
+    with pytest.raises(ValueError, match="normalise"):
+      optimum(rounded, 2)

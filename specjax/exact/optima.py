@@ -111,6 +111,10 @@ def _joint(tables, length):
   """Joint laws `[V**i]` of the first i tokens, for i = 0..length."""
   laws = [np.ones(1)]
   for d in range(length):
+    error = np.abs(tables[d].sum(-1) - 1).max()
+    if error > 1e-12:  # the programs would have no solution
+      raise ValueError(f"a row of the models sums to 1 only within {error:.1e}; "
+                       "1e-12 is needed: normalise the rows in float64")
     laws.append((laws[-1][:, None] * tables[d]).reshape(-1))
   return laws
 

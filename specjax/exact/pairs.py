@@ -26,8 +26,12 @@ class Pair(NamedTuple):
 
 
 def iid_pair(p, q, depth: int) -> Pair:
-  """The pair that draws every token from `p [V]`, `q [V]` in any context."""
-  p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
+  """The pair that draws every token from `p [V]`, `q [V]` in any context.
+
+  They are normalised in float64, so that float32 laws will do.
+  """
+  p, q = (x / x.sum() for x in (np.asarray(p, np.float64),
+                                np.asarray(q, np.float64)))
   tables = lambda row: [np.tile(row, (len(row)**d, 1)) for d in range(depth)]
   return Pair(tables(p), tables(q))
 
