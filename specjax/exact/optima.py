@@ -113,7 +113,7 @@ def _joint(tables, length):
   for d in range(length):
     error = np.abs(tables[d].sum(-1) - 1).max()
     if error > 1e-12:  # the programs would have no solution
-      raise ValueError(f"a row of the models sums to 1 only within {error:.1e}; "
+      raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "
                        "1e-12 is needed: normalise the rows in float64")
     laws.append((laws[-1][:, None] * tables[d]).reshape(-1))
   return laws
