@@ -21,11 +21,13 @@ min(1, s r), token to t min(1, r), and all that q and p can choose is the law
 of r with E_q[r] <= 1: one linear constraint, so a law on two points, that is
 a vocabulary of TWO tokens, suffices if the models see their context. The best
 ratio is the largest lambda for which the game with pay-off s - lambda t has a
-positive value, which dynamic programming over (s, t) finds. Up to gamma = 4
-the best play is simple: the first token is certain under q and has probability
-d under p, the second restores s = 1 with probability d, and from there on
+positive value, which dynamic programming over (s, t) finds. A simple play: the
+first token is certain under q and has probability d under p, the second
+restores s = 1 with probability d and else ends the block, and from there on
 p = q. That gives (1 + gamma d) / (1 + d + (gamma - 1) d^2), which is largest,
-(1 + w)^2 / (3 + 2 w) with w = sqrt(1 + gamma), at d = 1 / (1 + w).
+(1 + w)^2 / (3 + 2 w) with w = sqrt(1 + gamma), at d = 1 / (1 + w). Up to
+gamma = 4 the program finds nothing better; beyond, restoring s in several
+steps is. As w / 2 grows without bound, so does the supremum.
 
   python experiments/optimality.py
 
