@@ -44,6 +44,20 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
   return gammas
 
 
+def numbers(flag: str, values: list[str]) -> list[float]:
+  """The numbers of a list flag, each once."""
+  try:
+    return [float(x) for x in dict.fromkeys(values)]
+  except ValueError:
+    raise ValueError(f"{flag} is {','.join(values)!r}; give numbers between "
+                     "commas, such as 1,0.6") from None
+
+
+def last_tokens(ids: list[int], count: int) -> list[int]:
+  """The first token, which begins every text, and the last of the others."""
+  return [ids[0], *ids[1:][-(count - 1):]] if count > 1 else ids[:1]
+
+
 def verifier_names(flag: str, names: list[str]) -> list[str]:
   """The verifiers of a list flag, each once, all of them known."""
   for name in names:

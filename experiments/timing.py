@@ -1,5 +1,6 @@
 """Timing compiled calls that can be repeated in place."""
 
+import statistics
 import time
 
 import jax
@@ -51,3 +52,8 @@ def passes(model, params, capacity, used, tokens):
   ids = jnp.ones((1, tokens), jnp.int32)
   return Timed(run, params,
                (filled_cache(model, params, capacity, used), ids))
+
+
+def median(timed: Timed, times: int = 15) -> float:
+  """Median seconds of a step."""
+  return statistics.median(timed() for _ in range(times))

@@ -92,7 +92,7 @@ class Study:
     for unit in units:
       run = self._runs[unit][arm]
       expected, rounds, survival = sums.get(unit[3:], (0, 0, 0))
-      sums[unit[3:]] = (expected + run["expected"], rounds + run["rounds"],
+      sums[unit[3:]] = (expected + run["expected"][0], rounds + run["rounds"],
                         survival + np.array(run["survival"]))
     expected, rounds, survival = (np.array(x) for x in zip(*sums.values()))
     return {"expected": (expected, rounds), "survival": survival}
@@ -114,7 +114,7 @@ class Study:
       for run, baseline in half:
         measured.append(baseline["seconds"] / baseline["tokens"]
                         / (run["seconds"] / run["tokens"]))
-        efficiency = 1 + run["expected"] / run["rounds"]
+        efficiency = 1 + run["expected"][0] / run["rounds"]
         predicted.append(efficiency * step_there / round_there)
     runs = [run for half in halves for run, _ in half]
     alone = (self._costs["verify"][gamma]

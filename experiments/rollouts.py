@@ -1,0 +1,116 @@
+"""Rollouts of many decoders on the same prompts, resumable.
+
+A unit is a tuple that begins with (fingerprint, temperature, ...): one rollout
+of one prompt by every arm, all in turn, so that they see the same machine. Each
+is a line of a JSONL file, written when it is complete.
+"""
+
+import hashlib
+import json
+import sys
+import time
+
+import jax
+import numpy as np
+import tqdm
+
+import specjax as sj
+from specjax.data.files import atomically
+
+
+class Arm:
+  """One decoder, its parameters and what is kept of its rollouts."""
+
+  def __init__(self, decoder, params, new_tokens, capacity):
+    self.decoder = decoder
+    self._params = params
+    self._new_tokens, self._capacity = new_tokens, capacity
+
+  def decode(self, prompt, seed, request_id):
+    """Decodes one prompt, alone: speculation is about latency.
+
+    Returns:
+      "seconds", "tokens", "rounds", and per law of the decoder (its verifier's
+      first) "expected" [laws] and "survival" [laws, nodes], summed over rounds.
+    """
+    state = self.decoder.prefill(
+        self._params, [prompt], jax.random.key(seed), request_ids=[request_id],
+        limits=len(prompt) + self._new_tokens, capacity=self._capacity)
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    _, stats = jax.block_until_ready(
+        self.decoder.decode_until(self._params, state))
+    seconds = time.perf_counter() - start
+    sj.raise_if_not_finite(stats)
+    numbers = lambda x: np.asarray(x[0], np.float64).tolist()
+    return {"seconds": seconds, "tokens": int(stats.emitted[0]),
+            "rounds": int(stats.active[0]), "expected": numbers(stats.expected),
+            "survival": numbers(stats.survival)}
+
+
+def fingerprint(params, *settings) -> str:
+  """A short hash of parameters and of whatever else a rollout depends on."""
+  digest = hashlib.sha256(repr((
+      settings, jax.default_backend(), jax.__version__)).encode())
+  for leaf in jax.tree.leaves(params):
+    digest.update(np.asarray(leaf).tobytes())
+  return digest.hexdigest()[:16]
+
+
+def run(units, prompt_of, make_arms, path):
+  """Decodes the units that `path` does not hold yet, appending to it.
+
+  Args:
+    units: sorted by their temperature, `unit[1]`.
+    prompt_of: from a unit to (token ids, seed, request id).
+    make_arms: from a temperature to {name: `Arm`}.
+    path: of the JSONL file.
+
+  Returns:
+    {unit: {name: what `Arm.decode` returned}}.
+  """
+  runs = _read(path)
+  missing = [unit for unit in units if unit not in runs]
+  if len(missing) < len(units):
+    print(f"{len(units) - len(missing)} of {len(units)} prompts are in {path}; "
+          "delete it to measure them again", file=sys.stderr)
+  longest = max((prompt_of(unit)[0] for unit in units), key=len)
+  temperature, arms = None, {}
+  with (tqdm.tqdm(total=len(units), initial=len(units) - len(missing),
+                  unit="prompt", dynamic_ncols=True) as bar,
+        open(path, "ab") as f):
+    for unit in missing:
+      if unit[1] != temperature:
+        temperature = unit[1]
+        arms = make_arms(temperature)
+        for number, arm in enumerate(arms.values(), 1):
+          bar.set_description(f"compiling {number} of {len(arms)}")
+          arm.decode(longest, 0, 0)
+        bar.set_description(f"temperature {temperature:g}")
+      runs[unit] = {name: arm.decode(*prompt_of(unit))
+                    for name, arm in arms.items()}
+      f.write(_line(unit, runs[unit]))
+      f.flush()
+      bar.update()
+  return {unit: runs[unit] for unit in units}
+
+
+def _read(path):
+  """Complete lines by their unit; a last line that was cut is dropped."""
+  runs = {}
+  if path.exists():
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+      try:
+        record = json.loads(line) if line.endswith("\n") else None
+      except json.JSONDecodeError:
+        record = None
+      if record:
+        runs[tuple(record["unit"])] = record["arms"]
+    with atomically(path) as f:  # what follows starts on a line of its own
+      for unit, arms in runs.items():
+        f.write(_line(unit, arms))
+  return runs
+
+
+def _line(unit, arms):
+  return (json.dumps({"unit": unit, "arms": arms}) + "\n").encode()
