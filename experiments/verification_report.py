@@ -104,19 +104,20 @@ class Study:
     for unit in units:
       halves[unit[4] % 2].append((self._runs[unit][arm],
                                   self._runs[unit][BASELINE]))
-    step = [statistics.median(b["seconds"] / b["tokens"] for _, b in half)
-            for half in halves]
-    per_round = [statistics.median(r["seconds"] / r["rounds"] for r, _ in half)
-                 for half in halves]
+    # A round in steps of the same prompt's autoregressive decoding, which saw
+    # the same machine.
+    steps = [statistics.median(
+        (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
+        for r, b in half) for half in halves]
     measured, predicted = [], []
-    for half, step_there, round_there in zip(halves, step[::-1],
-                                             per_round[::-1]):
+    for half, steps_there in zip(halves, steps[::-1]):
       for run, baseline in half:
         measured.append(baseline["seconds"] / baseline["tokens"]
                         / (run["seconds"] / run["tokens"]))
         efficiency = 1 + run["expected"][0] / run["rounds"]
-        predicted.append(efficiency * step_there / round_there)
+        predicted.append(efficiency / steps_there)
     runs = [run for half in halves for run, _ in half]
+    per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
     alone = (self._costs["verify"][gamma]
              + gamma * self._costs["draft"][drafter])
     return {
@@ -128,7 +129,7 @@ class Study:
             np.divide(measured, predicted)),
         "verify_ms": 1e3 * self._costs["verify"][gamma],
         "draft_ms": 1e3 * self._costs["draft"][drafter],
-        "overhead_ms": 1e3 * (statistics.mean(per_round) - alone)}
+        "overhead_ms": 1e3 * (per_round - alone)}
 
 
 def _label(row):

@@ -13,8 +13,10 @@ and prints for each
   speed-up           over autoregressive decoding of the same prompt, taken in
                      turn; the median over prompts
   predicted          block efficiency * step / (verify + gamma * draft +
-                     overhead): the passes are timed alone, step and overhead
-                     on one half of the prompts to predict the other half
+                     overhead): what a round costs in autoregressive steps,
+                     measured on one half of the prompts, predicts the other;
+                     verify and draft are passes timed alone, and the overhead
+                     is the rest of a round
 
 No figure of the first two tosses a coin: given the draft, the expected number
 of accepted tokens is known exactly (Rao-Blackwell). Errors treat a prompt, over
