@@ -64,7 +64,7 @@ _PROMPTS = flags.DEFINE_list(
     "lines) or .jsonl file of your own")
 _FIELD = flags.DEFINE_string("field", "prompt", "of a JSONL file of your own")
 _NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 16, "prompts of every set", 2)
+    "num_prompts", 12, "prompts of every set", 2)
 _PROMPT_TOKENS = flags.DEFINE_integer(
     "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
 _NEW_TOKENS = flags.DEFINE_integer(
