@@ -230,7 +230,9 @@ def _plot(rows, path):
       mine = [r for r in rows if r["drafter"] == drafter
               and r["verifier"] == verifier]
       gammas = [r["gamma"] for r in mine]
-      label = f"{_label(mine[0])}, {drafter}"
+      # From a fresh state, which only its first round has.
+      once = hasattr(common.VERIFIERS[verifier], "commit")
+      label = f"{_label(mine[0])}, {drafter}" + ", one round" * once
       left.errorbar(gammas, [r["paired_block_efficiency"] for r in mine],
                     [_Z * r["paired_stderr"] for r in mine], marker="o",
                     capsize=3, label=label)
