@@ -37,7 +37,7 @@ setuptools.setup(
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
         "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
-                 "pytest-timeout", "ruff"],
+                 "pytest-timeout", "pytest-xdist", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[

@@ -30,22 +30,16 @@ def test_rule_is_lossless(rule, dtype, rounds):
   assert 1 < found.expected_tokens <= found.bound + 1e-12
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_greedy_block_is_lossless_over_three_rounds(dtype):
+@pytest.mark.parametrize("dtype,gammas", [
+    ("float64", (1, 2, 3, 4)), ("float32", (2, 4))])
+def test_greedy_block_is_lossless_over_three_rounds(dtype, gammas):
   # Broken: the modification of the target, which shows only in later rounds.
-  found = testing.assert_lossless(GreedyBlock(), dtype=dtype, gammas=(1, 2, 3))
-  assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
+  found = testing.assert_lossless(GreedyBlock(), dtype=dtype, gammas=gammas)
+  tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
+  assert found.total_variation <= tolerance
   assert found.witness["rounds"] == 3
   # Theorem 3: in its first round it accepts all that any coupling can.
-  assert abs(found.expected_tokens - found.bound) <= {
-      "float64": 1e-12, "float32": 1e-6}[dtype]
-
-
-@pytest.mark.parametrize("kind", ["zeros", "mixed"])
-def test_greedy_block_is_lossless_for_long_drafts(kind):
-  # Broken: three modifications that nest.
-  found = testing.assert_lossless(GreedyBlock(), gammas=(4,), kinds=(kind,))
-  assert found.total_variation <= 1e-12
+  assert abs(found.expected_tokens - found.bound) <= tolerance
 
 
 def test_greedy_block_needs_an_autoregressive_drafter():

@@ -169,15 +169,19 @@ def _modified(draft, p, state) -> _Modified:
     weights = jnp.where(alive, weights, 0)
     history.append((omega, mass, weights))
     new_omega = (omega + mass * weights)[:rows]
-    new_mass = jnp.sum(
-        jnp.maximum(p[:rows] - new_omega[:, None] * q[:rows], 0), axis=-1)
+    new_mass = jnp.sum(_rest(p[:rows], new_omega, q[:rows]), axis=-1)
     # Empty only where the path has no probability: leave it unmodified.
     some = new_mass > 0
     omega = omega.at[:rows].set(jnp.where(some, new_omega, omega[:rows]))
     mass = mass.at[:rows].set(jnp.where(some, new_mass, mass[:rows]))
   target = p
   if entries:
-    target = jnp.maximum(p - omega[:, None] * q, 0) / mass[:, None]
+    target = residual.normalised(_rest(p, omega, q), p)
   empty = jnp.zeros((0, nodes), p.dtype)
   columns = [jnp.stack(x) for x in zip(*history)] or [empty] * 3
   return _Modified(target, *columns)
+
+
+def _rest(p, omega, q):
+  """(p - omega q)+ `[N, V]`; the inner maximum is as in block.py."""
+  return jnp.maximum(p - jnp.maximum(omega[:, None] * q, 0), 0)
