@@ -7,28 +7,38 @@ that decoding emits. A rule is lossless iff that equals the target's. Linear
 programs over all couplings and over all valid verifiers give the ceilings.
 """
 
+from specjax.exact import schemes
 from specjax.exact.certificate import Certificate
 from specjax.exact.certificate import certify
+from specjax.exact.drafts import Drafts
 from specjax.exact.enumeration import enumerate_chains
 from specjax.exact.enumeration import expected_tokens
 from specjax.exact.enumeration import Outcome
 from specjax.exact.optima import full_information_optimum
 from specjax.exact.optima import transport_optimum
+from specjax.exact.optima import tree_optimum
 from specjax.exact.optima import verifier_optimum
 from specjax.exact.pairs import iid_pair
 from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
+from specjax.exact.trees import all_trees
+from specjax.exact.trees import enumerate_trees
 
 __all__ = [
     "Certificate",
+    "Drafts",
     "Outcome",
     "Pair",
+    "all_trees",
     "certify",
     "enumerate_chains",
+    "enumerate_trees",
     "expected_tokens",
     "full_information_optimum",
     "iid_pair",
     "random_pair",
+    "schemes",
     "transport_optimum",
+    "tree_optimum",
     "verifier_optimum",
 ]

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.exact import drafts
 from specjax.exact.pairs import Pair
 from specjax.types import Draft
 from specjax.types import Verdict
 
-_CHUNK = 8192  # laws evaluated in one call: one compiled shape per (V, gamma)
+CHUNK = 8192  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
 DRAFTING = ("autoregressive", "product")
 
@@ -92,12 +93,32 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
                      f"{', '.join(DRAFTING)}")
-  depth = depth_of(verifier, gamma, rounds)
+  product = drafting == "product"
+  scheme = lambda q, contexts: drafts.chains(q, contexts, gamma, product)
+  return enumerate_drafts(verifier, pair, scheme, gamma + 1, gamma, rounds,
+                          dtype)
+
+
+def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
+                     rounds: int, dtype, chunk: int = CHUNK) -> Outcome:
+  """`enumerate_chains` for drafts of any shape.
+
+  Args:
+    verifier: any object with `law(draft, target_probs, state=None)`.
+    pair: tables of at least `depth_of(verifier, longest, rounds)` contexts.
+    scheme: `(q, contexts) -> drafts.Drafts` from given contexts.
+    nodes: N of the drafts.
+    longest: the most tokens of a path.
+    rounds: see `enumerate_chains`, where `longest` is gamma.
+    dtype: of the numbers handed to the law.
+    chunk: laws evaluated in one call.
+  """
+  depth = depth_of(verifier, longest, rounds)
   if len(pair.p) < depth or len(pair.q) < depth:
     raise ValueError(f"the models are {len(pair.p)} deep; {rounds} rounds of "
-                     f"gamma {gamma} need {depth}")
-  horizon = horizon_of(verifier, gamma, rounds)
-  run = _Run(verifier, pair, gamma, dtype, drafting)
+                     f"gamma {longest} need {depth}")
+  horizon = horizon_of(verifier, longest, rounds)
+  run = _Run(verifier, pair, scheme, nodes, dtype, chunk)
   starts = {0: run.first()}
   expected = None
   if remembers(verifier):
@@ -132,7 +153,8 @@ def expected_tokens(verifier, pair: Pair, gamma: int, rounds: int
     gamma: draft length.
     rounds: rounds of draft-and-verify.
   """
-  run = _Run(verifier, pair, gamma, "float64", "autoregressive")
+  scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)
+  run = _Run(verifier, pair, scheme, gamma + 1, "float64", CHUNK)
   starts, totals = {0: run.first()}, []
   for _ in range(rounds):
     starts = _merged([run.round(*start) for start in starts.items()],
@@ -185,9 +207,12 @@ def _merged(outcomes: list[dict[int, _Starts]], vocab: int
 class _Run:
   """Rounds of one verifier on one pair, and what was wrong on the way."""
 
-  def __init__(self, verifier, pair, gamma, dtype, drafting):
-    self._verifier, self._pair, self._gamma = verifier, pair, gamma
-    self._dtype, self._drafting = dtype, drafting
+  def __init__(self, verifier, pair, scheme, nodes, dtype, chunk):
+    self._verifier, self._scheme, self._nodes = verifier, scheme, nodes
+    self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
+    self._p, self._q = np.concatenate(pair.p), np.concatenate(pair.q)
+    # Of every length, the number of its first context; see `Drafts`.
+    self._offsets = np.cumsum([0, *(len(rows) for rows in pair.p)])
     self.defects, self.laws = set(), 0
 
   def first(self) -> _Starts:
@@ -195,7 +220,7 @@ class _Run:
     state = None
     if hasattr(self._verifier, "init"):
       state = jax.tree.map(lambda x: self._as_number(x)[None],
-                           self._verifier.init(self._gamma))
+                           self._verifier.init(self._nodes - 1))
     return _Starts(np.zeros(1, np.int64), state, np.ones(1))
 
   def _as_number(self, x):
@@ -212,72 +237,36 @@ class _Run:
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
               for i in range(0, len(starts.weights), _STARTS)]
     return _merged([self._round(length, piece, horizon) for piece in pieces],
-                   self._pair.vocab_size)
+                   self._vocab)
 
   def _round(self, length, starts, horizon):
-    vocab, gamma = self._pair.vocab_size, self._gamma
-    tokens, drawn, q, p = self._drafts(length, starts.contexts)
-    start, draft = np.nonzero(drawn * starts.weights[:, None])
-    states = jax.tree.map(lambda x: x[start], starts.states)
-    arguments = (tokens[draft], q[start, draft], p[start, draft], states)
+    found = self._scheme(self._q, self._offsets[length] + starts.contexts)
+    weights = found.weights * starts.weights[found.starts]
+    found, weights = found.rows(weights > 0), weights[weights > 0]
+    states = jax.tree.map(lambda x: x[found.starts], starts.states)
+    arguments = (found.tokens, found.parents, found.probs,
+                 self._p[found.contexts], states)
     stop, next_token = self._laws(arguments)
-    mass = (starts.weights[start] * drawn[start, draft])[:, None, None] * (
-        stop[..., None] * next_token)
+    mass = weights[:, None, None] * (stop[..., None] * next_token)
 
-    found = []
-    for tau in range(gamma + 1):
-      row, extra = np.nonzero(mass[:, tau])
-      if not len(row):
-        continue
-      new_length = length + tau + 1
-      accepted = draft[row] // vocab**(gamma - tau)
-      contexts = ((starts.contexts[start[row]] * vocab**tau + accepted)
-                  * vocab + extra)
+    row, node, extra = np.nonzero(mass)
+    mass = mass[row, node, extra]
+    after = drafts.longer(found.contexts[row, node], extra, self._vocab)
+    lengths = np.searchsorted(self._offsets, after, side="right") - 1
+    outcomes = []
+    for new_length in np.unique(lengths).tolist():
+      these = np.flatnonzero(lengths == new_length)
+      contexts = after[these] - self._offsets[new_length]
       new_states = starts.states
       if horizon is not None and new_length >= horizon:
-        contexts = contexts // vocab**(new_length - horizon)
+        contexts = contexts // self._vocab**(new_length - horizon)
         new_length, new_states = horizon, None
       elif new_states is not None:
         new_states = self._committed(
-            jax.tree.map(lambda x, row=row: x[row], arguments), tau, extra)
-      found.append({new_length: _Starts(contexts, new_states,
-                                        mass[row, tau, extra])})
-    return _merged(found, vocab)
-
-  def _drafts(self, length, contexts):
-    """Every draft behind every context, as it may be drawn.
-
-    Returns:
-      tokens `[V**gamma, gamma]`, their probability `[n, V**gamma]`, the rows
-      of q `[n, V**gamma, gamma, V]` and of p `[n, V**gamma, gamma + 1, V]`.
-    """
-    vocab, gamma = self._pair.vocab_size, self._gamma
-    drafts = np.arange(vocab**gamma)
-    prefix = [drafts // vocab**(gamma - i) for i in range(gamma + 1)]
-    row = lambda tables, i: tables[length + i][
-        contexts[:, None] * vocab**i + prefix[i]]
-    tokens = np.stack([prefix[i + 1] % vocab for i in range(gamma)],
-                      axis=-1).reshape(len(drafts), gamma)
-    p = np.stack([row(self._pair.p, i) for i in range(gamma + 1)], axis=2)
-    q = [row(self._pair.q, i) for i in range(gamma)]
-    if self._drafting == "product":
-      q = self._marginals(q, tokens)
-    drawn = np.ones((len(contexts), len(drafts)))
-    for i in range(gamma):
-      drawn = drawn * q[i][:, drafts, tokens[:, i]]
-    return tokens, drawn, np.stack(q, axis=2), p
-
-  def _marginals(self, q, tokens):
-    """The law of each position given the start of the round alone."""
-    # Every prefix of i tokens appears once for each of its continuations.
-    vocab, gamma = self._pair.vocab_size, self._gamma
-    drafts = np.arange(len(tokens))
-    reach, marginals = np.ones(q[0].shape[:2]), []
-    for i in range(gamma):
-      marginal = (reach[..., None] * q[i]).sum(1) / vocab**(gamma - i)
-      marginals.append(np.repeat(marginal[:, None], len(tokens), 1))
-      reach = reach * q[i][:, drafts, tokens[:, i]]
-    return marginals
+            jax.tree.map(lambda x, row=row[these]: x[row], arguments),
+            new_length - length - 1, node[these], extra[these])
+      outcomes.append({new_length: _Starts(contexts, new_states, mass[these])})
+    return _merged(outcomes, self._vocab)
 
   def _laws(self, arguments):
     """`stop` and `next_token` in float64, 0 where they do not count."""
@@ -296,31 +285,31 @@ class _Run:
     return (np.nan_to_num(stop).astype(np.float64),
             np.nan_to_num(next_token).astype(np.float64))
 
-  def _committed(self, arguments, tau, extra):
-    nodes = np.arange(self._gamma + 1)
-    rows = len(extra)
+  def _committed(self, arguments, tau, node, extra):
+    path = np.zeros((len(node), self._nodes), np.int32)
+    for depth in range(tau, 0, -1):
+      path[:, depth] = node
+      node = arguments[1][np.arange(len(node)), node]
     verdict = Verdict(
-        path=np.tile(np.where(nodes <= tau, nodes, 0).astype(np.int32),
-                     (rows, 1)),
-        num_accepted=np.full(rows, tau, np.int32),
+        path=path, num_accepted=np.full(len(node), tau, np.int32),
         next_token=extra.astype(np.int32))
     return self._in_chunks(_commit_function, (*arguments, verdict))
 
   def _in_chunks(self, make, arguments):
-    """A compiled, vmapped function of many rows, `_CHUNK` rows at a time."""
+    """A compiled, vmapped function of many rows, a chunk at a time."""
     try:
       function = make(self._verifier)
     except TypeError:  # not hashable: a class that is not a frozen dataclass
       function = make.__wrapped__(self._verifier)
-    tokens, q, p, *rest = arguments
-    arguments = (tokens.astype(np.int32), q.astype(self._dtype),
-                 p.astype(self._dtype), *rest)
+    tokens, parents, q, p, *rest = arguments
+    arguments = (tokens.astype(np.int32), parents.astype(np.int32),
+                 q.astype(self._dtype), p.astype(self._dtype), *rest)
     rows, results = len(tokens), []
     with jax.enable_x64(True):
-      for start in range(0, rows, _CHUNK):
-        size = min(_CHUNK, rows - start)
+      for start in range(0, rows, self._chunk):
+        size = min(self._chunk, rows - start)
         pad = lambda x, start=start, size=size: np.concatenate(
-            [x[start:start + size], np.repeat(x[:1], _CHUNK - size, 0)])
+            [x[start:start + size], np.repeat(x[:1], self._chunk - size, 0)])
         result = function(*jax.tree.map(pad, arguments))
         results.append(jax.tree.map(
             lambda x, size=size: np.asarray(x)[:size], result))
@@ -329,8 +318,8 @@ class _Run:
 
 @functools.lru_cache(maxsize=64)
 def _law_function(verifier):
-  def law(tokens, q, p, state):
-    draft = Draft.chain(0, tokens, q)
+  def law(tokens, parents, q, p, state):
+    draft = Draft(tokens=tokens, parents=parents, probs=q)
     found = (verifier.law(draft, p) if state is None
              else verifier.law(draft, p, state))
     return found.stop, found.next_token
@@ -340,7 +329,8 @@ def _law_function(verifier):
 
 @functools.lru_cache(maxsize=64)
 def _commit_function(verifier):
-  def commit(tokens, q, p, state, verdict):
-    return verifier.commit(state, Draft.chain(0, tokens, q), p, verdict)
+  def commit(tokens, parents, q, p, state, verdict):
+    draft = Draft(tokens=tokens, parents=parents, probs=q)
+    return verifier.commit(state, draft, p, verdict)
 
   return jax.jit(jax.vmap(commit))

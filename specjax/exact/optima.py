@@ -1,10 +1,13 @@
 """What no verifier can exceed: ceilings in closed form and by linear programs.
 
-Sun et al. 2024 (arXiv:2403.10444), for chains of gamma drafted tokens.
+Sun et al. 2024 (arXiv:2403.10444), for chains of gamma drafted tokens; their
+program for all valid verifiers, for trees.
 """
 
 import numpy as np
 
+from specjax.exact import trees
+from specjax.exact.drafts import longer
 from specjax.exact.pairs import Pair
 
 # The gain of an improbable text would else lie below the solver's tolerance.
@@ -105,6 +108,75 @@ def verifier_optimum(pair: Pair, gamma: int, weights=None) -> float:
   totals = np.zeros(text_rows[-1] + 1)
   totals[first[gamma]:] = 1  # the leaves, where mass starts, and the texts
   return _maximum(*map(np.concatenate, (gains, rows, columns, entries)), totals)
+
+
+def tree_optimum(pair: Pair, parents, scheme) -> float:
+  """The most draft tokens that a valid verifier accepts of a random tree.
+
+  The program of `verifier_optimum` with trees T in place of chains: f(T, v, y)
+  >= 0 is the probability of drafting T, stopping at its node v, and emitting
+  y; sum_{v,y} f(T, .) = P(T), and for every text z one token longer than the
+  deepest path, the sum of f(T, v, y) p(rest of z) over all T and vy that z
+  begins with is p(z). No rule that emits one extra token, after which the
+  unmodified target continues, exceeds it, whatever it knows of both models.
+
+  Args:
+    pair: tables of at least height + 1 contexts deep.
+    parents: N numbers, see `enumerate_trees`.
+    scheme: see `enumerate_trees`.
+
+  Returns:
+    max E[tau].
+  """
+  length = trees.height(parents) + 1
+  vocab = pair.vocab_size
+  p = _joint(pair.p, length)
+  _joint(pair.q, length - 1)
+  offsets = np.cumsum([0, *map(len, p)])
+  laws, joint = np.concatenate(pair.p[:length]), np.concatenate(p)
+  # A verifier that knows everything sees a tree as the set of its texts.
+  drafts = trees.draw(scheme, parents, np.concatenate(pair.q),
+                      np.zeros(1, np.int64))
+  weights = {}
+  for texts, weight in zip(_texts(drafts), drafts.weights):
+    weights[texts] = weights.get(texts, 0) + weight
+  texts = offsets[length] + np.flatnonzero(p[length])
+  # Variables are divided by p(vy), and the rows of trees by P(T), so that no
+  # number is so small that a solver takes it for 0.
+  rows, columns, entries, gains = [], [], [], []
+  count = 0
+  for tree, (nodes, weight) in enumerate(weights.items()):
+    nodes = np.array(nodes)
+    at, y = np.nonzero(laws[nodes] * joint[nodes, None])
+    after = longer(nodes[at], y, vocab)
+    stop_depth = np.searchsorted(offsets, nodes[at], side="right") - 1
+    column = np.full(offsets[length + 1], -1)
+    column[after] = count + np.arange(len(after))
+    gains.append(stop_depth * joint[after])
+    rows.append(np.full(len(after), tree))
+    columns.append(column[after])
+    entries.append(joint[after] / weight)
+    prefix = texts
+    for _ in range(length):  # every text and what it begins with
+      found = np.flatnonzero(column[prefix] >= 0)
+      rows.append(len(weights) + found)
+      columns.append(column[prefix[found]])
+      entries.append(np.ones(len(found)))
+      prefix = (prefix - 1) // vocab
+    count += len(after)
+  return _maximum(*map(np.concatenate, (gains, rows, columns, entries)),
+                  np.ones(len(weights) + len(texts)))
+
+
+def _texts(drafts):
+  """Of every draft, the contexts of its nodes as a sorted tuple."""
+  real = drafts.probs.any(-1)
+  real[:, 0] = True
+  for node in range(1, real.shape[1]):
+    parent = drafts.parents[:, node]
+    real[:, node] &= real[np.arange(len(real)), parent]
+  for contexts, counts in zip(drafts.contexts, real):
+    yield tuple(np.unique(contexts[counts]).tolist())
 
 
 def _joint(tables, length):

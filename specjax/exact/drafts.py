@@ -1,0 +1,131 @@
+"""Every draft that may be drawn from some contexts, as arrays.
+
+Contexts of all lengths are numbered in one row: the empty one is 0, and
+context c followed by token x is c V + 1 + x. So q `[contexts, V]`, the rows
+of a `Pair`'s tables one below the other, is indexed by them.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+def longer(contexts, tokens, vocab_size: int):
+  """The contexts that follow `contexts` with one more token."""
+  return contexts * vocab_size + 1 + tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+  """Drafts of N nodes, n of them, grown node by node.
+
+  A scheme starts from `Drafts.roots` and calls `grow` for every node.
+
+  Attributes:
+    starts: `[n]`, which of the given contexts each draft begins at.
+    weights: `[n]`, its probability given that.
+    tokens: `[n, N]`.
+    parents: `[n, N]`, data: they may differ from draft to draft.
+    probs: `[n, N, V]`, the laws that are reported, see `Draft`.
+    contexts: `[n, N]`, the number of every node's context.
+  """
+
+  starts: np.ndarray
+  weights: np.ndarray
+  tokens: np.ndarray
+  parents: np.ndarray
+  probs: np.ndarray
+  contexts: np.ndarray
+
+  @classmethod
+  def roots(cls, contexts, vocab_size: int) -> "Drafts":
+    """A root at each of `contexts [n]` and nothing below it."""
+    count = len(contexts)
+    return cls(starts=np.arange(count), weights=np.ones(count),
+               tokens=np.zeros((count, 1), np.int64),
+               parents=np.full((count, 1), -1),
+               probs=np.zeros((count, 1, vocab_size)),
+               contexts=np.asarray(contexts)[:, None])
+
+  def rows(self, index) -> "Drafts":
+    """The drafts that `index` picks."""
+    return Drafts(**{field.name: getattr(self, field.name)[index]
+                     for field in dataclasses.fields(self)})
+
+  def at(self, node):
+    """`[n]`, the contexts of a node; `node` is one number or `[n]`."""
+    return self.contexts[np.arange(len(self.weights)), node]
+
+  def seen(self, parent):
+    """`[n, V]` bool: tokens that the children of `parent` carry already."""
+    count, _, vocab_size = self.probs.shape
+    child = self.parents == np.reshape(parent, (-1, 1))
+    draft, node = np.nonzero(child & self.probs.any(-1))
+    seen = np.zeros((count, vocab_size), bool)
+    seen[draft, self.tokens[draft, node]] = True
+    return seen
+
+  def first(self, node: int):
+    """`[n]`, the first child of `node`'s parent that carries its token."""
+    same = ((self.parents == self.parents[:, node, None])
+            & (self.tokens == self.tokens[:, node, None]))
+    return np.argmax(same, axis=-1)
+
+  def grow(self, parent, law, probs=None) -> "Drafts":
+    """One more node: every draft becomes one for each token that it may get.
+
+    Args:
+      parent: the new node's parent, one number or `[n]`.
+      law: `[n, V]`, what its token is drawn from; an all-zero row is padding.
+      probs: `[n, V]`, what is reported as its law, where that differs.
+    """
+    probs = law if probs is None else probs
+    padding = ~law.any(-1)
+    split = law + padding[:, None] * (np.arange(law.shape[-1]) == 0)
+    row, token = np.nonzero(split)
+    parent = np.broadcast_to(parent, self.weights.shape)
+    context = longer(self.at(parent)[row], token, law.shape[-1])
+    old = self.rows(row)
+    add = lambda x, new: np.concatenate([x, new[:, None]], axis=1)
+    return Drafts(starts=old.starts, weights=old.weights * split[row, token],
+                  tokens=add(old.tokens, token),
+                  parents=add(old.parents, parent[row]),
+                  probs=add(old.probs, probs[row]),
+                  contexts=add(old.contexts, context))
+
+  def padded(self, nodes: int) -> "Drafts":
+    """Padding below the root up to N = `nodes`."""
+    drafts, law = self, np.zeros_like(self.probs[:, 0])
+    while drafts.tokens.shape[1] < nodes:
+      drafts = drafts.grow(0, law)
+    return drafts
+
+
+def chains(q, contexts, gamma: int, product: bool = False) -> Drafts:
+  """Every chain of gamma tokens from every context.
+
+  Args:
+    q: `[contexts, V]`.
+    contexts: `[n]`.
+    gamma: draft length.
+    product: every position follows its marginal given the start alone.
+  """
+  drafts = Drafts.roots(contexts, q.shape[-1])
+  laws = _marginals(q, contexts, gamma) if product else None
+  for node in range(gamma):
+    law = laws[node][drafts.starts] if product else q[drafts.at(node)]
+    drafts = drafts.grow(node, law)
+  return drafts
+
+
+def _marginals(q, contexts, gamma):
+  """The law `[n, V]` of each position given the start alone."""
+  vocab_size = q.shape[-1]
+  reach, at, laws = np.ones((len(contexts), 1)), contexts[:, None], []
+  for _ in range(gamma):
+    joint = reach[..., None] * q[at]
+    laws.append(joint.sum(1))
+    reach = joint.reshape(len(contexts), -1)
+    at = longer(at[..., None], np.arange(vocab_size), vocab_size).reshape(
+        len(contexts), -1)
+  return laws

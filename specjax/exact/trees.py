@@ -1,0 +1,71 @@
+"""Trees: their shapes, and the exact law of what decoding with them emits."""
+
+from collections.abc import Iterator
+import itertools
+
+from specjax.exact import enumeration
+from specjax.exact import schemes
+from specjax.exact.drafts import Drafts
+from specjax.exact.pairs import Pair
+
+_CHUNK = 128  # laws evaluated in one call: most trees have few drafts
+
+
+def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
+  """All `parents` of trees of N nodes: every shape in every order of nodes.
+
+  There are (N - 1)! of them, those that are no depth-first order included.
+  """
+  for below in itertools.product(*(range(i) for i in range(1, nodes))):
+    yield (-1, *below)
+
+
+def height(parents) -> int:
+  """The depth of the deepest node.
+
+  Raises:
+    ValueError: these are not the parents of a tree.
+  """
+  depths = []
+  for node, parent in enumerate(parents):
+    if (parent != -1) if node == 0 else not 0 <= parent < node:
+      raise ValueError(f"the parent of node {node} is {parent}; the root's is "
+                       "-1, and every other node stands behind its parent")
+    depths.append(depths[parent] + 1 if node else 0)
+  if not depths:
+    raise ValueError("parents is empty; a tree has at least a root: (-1,)")
+  return max(depths)
+
+
+def draw(scheme, parents, q, contexts) -> Drafts:
+  """All drafts of one shape from `contexts [n]`; q is `[contexts, V]`."""
+  roots = Drafts.roots(contexts, q.shape[-1])
+  return schemes.named(scheme)(roots, q, tuple(parents))
+
+
+def enumerate_trees(verifier, pair: Pair, parents, scheme, rounds: int = 1,
+                    dtype="float64", nodes: int | None = None
+                    ) -> enumeration.Outcome:
+  """The exact law of what decoding with drafts of one shape emits.
+
+  Args:
+    verifier: any object with `law(draft, target_probs, state=None)`.
+    pair: tables of at least rounds * (height + 1) contexts deep.
+    parents: N numbers, `parents[0] == -1` and `parents[i] < i`, in any order.
+    scheme: how the tokens are drawn: a function as in `exact.schemes`, or the
+      name of one: "iid", "paths", "without_replacement", "top_k", "hybrid",
+      "several", "larger_of_two", "confident".
+    rounds: rounds of draft-and-verify, after which the target continues; see
+      `enumerate_chains`, where gamma is the tree's height.
+    dtype: of the numbers handed to the law; sums are float64 always.
+    nodes: size to which drafts are padded, so that trees of several sizes
+      share a compiled law; default: none is.
+  """
+  longest, nodes = height(parents), nodes or len(parents)
+  if nodes < len(parents):
+    raise ValueError(f"nodes is {nodes}; the tree alone has {len(parents)}")
+  scheme = schemes.named(scheme)
+  drafting = lambda q, contexts: draw(
+      scheme, parents, q, contexts).padded(nodes)
+  return enumeration.enumerate_drafts(
+      verifier, pair, drafting, nodes, longest, rounds, dtype, _CHUNK)

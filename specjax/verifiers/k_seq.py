@@ -1,0 +1,119 @@
+"""K-SEQ: K independent drafts of one token, accepted at one reduced rate.
+
+Sun et al. 2023, "SpecTr" (arXiv:2310.15141, K-SEQ), at every node of a tree.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import residual
+from specjax.verifiers import tree
+
+# Steps of false position in the search of rho; bisection has the rest. On
+# laws of text about 8 are enough for float32.
+_SECANTS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class KSeq:
+  """Walks to the first child that is accepted with p(x) / (rho q(x)).
+
+  rho is the least number at which the target can still make up for what the
+  children take, by node. Exact where the children of a node are drawn
+  independently from one law; their number must not depend on their tokens.
+  """
+
+  lossless = True
+  requires = ("iid",)
+
+  def law(self, draft: Draft, target_probs, state=None) -> Law:
+    """The law of the outcome for one tree.
+
+    Args:
+      draft: a tree of N nodes, the children of each drawn from one law q.
+      target_probs: `[N, V]`, p behind every node.
+      state: unused.
+
+    Returns:
+      With K children, beta = sum_x min(q, p / rho) and A = 1 - (1 - beta)^K:
+      a = min(1, p(x) / (rho q(x))), stop as for `Recursive`; next_token =
+      norm(p - min(q, p / rho) A / beta), which is p at a leaf.
+    """
+    del state
+    dtype = target_probs.dtype
+    drawn = tree.drafted_probs(draft).astype(dtype)
+    real = tree.children(draft.parents) & (drawn > 0)
+    counts = jnp.sum(real, axis=-1).astype(dtype)
+    eldest = jnp.argmax(real, axis=-1)
+
+    def row(i, p, rhos):
+      q = draft.probs[eldest[i]].astype(dtype)
+      rho = self._rho(p, q, counts[i])
+      taken = jnp.minimum(q, p / rho)
+      share = _share(jnp.sum(taken), counts[i])
+      rest = jnp.maximum(p - share * taken, 0)
+      mass = jnp.sum(rest)
+      limits = jnp.finfo(dtype)
+      some = mass > limits.tiny / limits.eps
+      return jnp.where(some, rest * (1 / jnp.where(some, mass, 1)), p), (
+          rhos.at[i].set(rho))
+
+    rest, rhos = tree.fill_rows(
+        target_probs, row, jnp.ones_like(drawn))
+    parents = jnp.maximum(draft.parents, 0)
+    p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
+    accept = jnp.minimum(residual.over(p, rhos[parents] * drawn), 1)
+    return Law(stop=tree.first_accepted(draft.parents, accept),
+               next_token=rest)
+
+  def _rho(self, p, q, count):
+    """rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
+
+    In s = 1 / rho the condition reads s A / beta <= 1, its left side never
+    falls, and it holds at s = 1 / K. False position with halved weights (the
+    Illinois method), then bisection. The result is the end of the bracket at
+    which the condition holds: the other one would leave a negative residual.
+
+    Args:
+      p: `[V]`, the target's law at a node.
+      q: `[V]`, the law of its children.
+      count: `[]`, K, as a float.
+    """
+    dtype = p.dtype
+    near = 4 * jnp.finfo(dtype).eps
+
+    def step(carry):
+      step, low, high, low_value, high_value, side = carry
+      middle = (low + high) / 2
+      secant = (low * high_value - high * low_value) / (high_value - low_value)
+      inside = (secant > low) & (secant < high) & (step < _SECANTS)
+      # The first question is whether rho = 1 will do.
+      s = jnp.where(step == 0, high, jnp.where(inside, secant, middle))
+      value = s * _share(jnp.sum(jnp.minimum(q, s * p)), count) - 1
+      holds = value <= 0
+      again = jnp.where(holds, side < 0, side > 0)
+      half = jnp.where(again, 0.5, 1).astype(dtype)
+      return (step + 1,
+              jnp.where(holds, s, low),
+              jnp.where(holds, high, s),
+              jnp.where(holds, value, half * low_value),
+              jnp.where(holds, half * high_value, value),
+              jnp.where(holds, -1, 1))
+
+    # Any negative number will do for the value at 1 / K, which is not taken.
+    one = jnp.ones((), dtype)
+    found = jax.lax.while_loop(
+        lambda carry: carry[2] - carry[1] > near * carry[2], step,
+        (0, 1 / jnp.maximum(count, 1), one, -one, one, 0))
+    return 1 / found[1]
+
+
+def _share(beta, count):
+  """A / beta = (1 - (1 - beta)^K) / beta; K where beta is 0."""
+  beta = jnp.minimum(beta, 1)
+  some = -jnp.expm1(jnp.maximum(count, 1) * jnp.log1p(-beta))
+  return jnp.where(count > 0, residual.over(some, beta, count), 0)

@@ -1,0 +1,80 @@
+"""Target walk: write with the target, as long as the tree holds the text.
+
+Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling; on
+deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), its law is
+also that of recursive rejection sampling, and no rule accepts more.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from specjax import topology
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import residual
+from specjax.verifiers import tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetWalk:
+  """Accepts the longest path of the tree that the target would have written.
+
+  Exact for every tree that was built without looking at the target's
+  randomness, however: sampled, ranked, merged, or pruned by value. It makes
+  no use of q, and so accepts less of sampled trees than other rules.
+  """
+
+  lossless = True
+  requires = ()
+
+  def law(self, draft: Draft, target_probs, state=None) -> Law:
+    """The law of the outcome for one tree.
+
+    Args:
+      draft: a tree of N nodes. Nodes that spell the same text count as one, so
+        that a text may go on below any of them; the first one stands for all.
+      target_probs: `[N, V]`, p behind every node.
+      state: unused.
+
+    Returns:
+      stop[i] is p of the text that node i spells times p of all tokens that
+      continue it in no path of the tree; next_token[i] is p of these tokens,
+      normalised.
+    """
+    del state
+    nodes = target_probs.shape[0]
+    node = jnp.arange(nodes)
+    same = _same_text(draft)
+    known = jnp.diagonal(same)
+    first = jnp.where(known, jnp.argmax(same, axis=-1), node)
+    parent = jnp.where(node > 0, first[draft.parents], 0)
+
+    counts = known & (first == node) & (node > 0)
+    p = target_probs.at[parent, draft.tokens].get(mode="fill", fill_value=0)
+    below = tree.children(jnp.where(counts, parent, -1))
+    inside = jnp.sum(jnp.where(below, p, 0), axis=-1)
+    # A node's ancestors may be later copies; their p is that of the first.
+    text = tree.over_marked(
+        topology.ancestors(draft.parents), p[first].at[0].set(1))
+    outside = jnp.maximum(1 - inside, 0)
+    rest = target_probs.at[
+        jnp.where(counts, parent, nodes), draft.tokens].set(0, mode="drop")
+    return Law(
+        stop=jnp.where(counts | (node == 0), text * outside, 0),
+        next_token=residual.normalised(rest, target_probs))
+
+
+def _same_text(draft):
+  """`[N, N]` bool: the paths to both nodes are real and spell the same."""
+  nodes = draft.tokens.shape[0]
+  real = tree.drafted_probs(draft) > 0
+  same = (draft.tokens[:, None] == draft.tokens) & real[:, None] & real
+  same = same.at[0, 0].set(True)
+  up = jnp.maximum(draft.parents, 0)
+  # The distance that is compared doubles, and no loop runs on the device.
+  for _ in range(math.ceil(math.log2(nodes))):
+    same = same & same[up][:, up]
+    up = up[up]
+  return same

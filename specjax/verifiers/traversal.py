@@ -1,0 +1,54 @@
+"""Traversal verification: judge whole paths of a tree, from its leaves up.
+
+Weng et al. 2025 (arXiv:2505.12398), in a form that carries probability mass.
+On a chain it is block verification.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from specjax import topology
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers import tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Traversal:
+  """Visits the nodes children first and stops at the first accepted one.
+
+  Exact wherever row i of `probs` is the law of `tokens[i]` given its ancestors,
+  its earlier siblings AND their descendants.
+  """
+
+  lossless = True
+  requires = ("conditional",)
+
+  def law(self, draft: Draft, target_probs, state=None) -> Law:
+    """The law of the outcome for one tree.
+
+    Args:
+      draft: a tree of N nodes.
+      target_probs: `[N, V]`, p behind every node.
+      state: unused.
+
+    Returns:
+      Node c with parent v is entered with mass a_c = min(1, u_v(x) / q_c(x))
+      and u_c = a_c p; the root with mass 1. When c is left without being
+      accepted, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), S the sum of the
+      numerator. With m_i the mass of u_i behind the last child of i: stop[i]
+      = m_i times (1 - m_j) of every node j that is left before i;
+      next_token[i] = u_i / m_i.
+    """
+    del state
+    _, mass, rest = tree.try_children(draft, target_probs, inherit=True)
+    on_path = topology.ancestors(draft.parents)
+    below = on_path.T & ~jnp.eye(mass.shape[0], dtype=bool)
+    paths = on_path.astype(jnp.float32)
+    elder = tree.elder_siblings(draft.parents).astype(jnp.float32)
+    # Left before i: what is below i, and what lies under an elder sibling of
+    # a node on the path to i. All counts are small and exact.
+    before = below | (paths @ elder @ paths.T > 0.5)
+    return Law(stop=mass * tree.over_marked(before, 1 - mass),
+               next_token=rest)

@@ -1,0 +1,126 @@
+"""What the rules on trees share.
+
+Nodes may come in any order with `parents[i] < i`; parents are data. Work over
+the vocabulary is done one node at a time, on rows that stay in a cache: the
+laws of all nodes together are read twice and written once.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specjax import topology
+from specjax.verifiers import residual
+
+
+def drafted_probs(draft):
+  """`[N]`, q of every node's own token; 0 at the root, padding and ids >= V."""
+  return jnp.append(jnp.zeros_like(draft.probs[:1, 0]),
+                    residual.at_drafted(draft, draft.probs[1:]))
+
+
+def elder_siblings(parents):
+  """`[N, N]` bool: row i marks the nodes that are tried before node i."""
+  node = jnp.arange(parents.shape[0])
+  return (parents[:, None] == parents) & (node[:, None] > node)
+
+
+def children(parents):
+  """`[N, N]` bool: row i marks the children of node i."""
+  return jnp.arange(parents.shape[0])[:, None] == parents
+
+
+def over_marked(marked, factors):
+  """`[N]`, the product of `factors [N]` over the nodes that each row marks."""
+  return jnp.prod(jnp.where(marked, factors, 1), axis=-1)
+
+
+def first_accepted(parents, accept):
+  """`stop [N]` of a walk that goes to the first child that is accepted.
+
+  Args:
+    parents: `[N]` int32.
+    accept: `[N]`, the probability of accepting node i once it is tried.
+  """
+  reject = 1 - accept
+  enter = accept * over_marked(elder_siblings(parents), reject)
+  reach = over_marked(topology.ancestors(parents), enter.at[0].set(1))
+  return reach * over_marked(children(parents), reject)
+
+
+def fill_rows(target_probs, row, carry):
+  """Rows `[N, V]`, made node by node.
+
+  Args:
+    target_probs: `[N, V]`.
+    row: `(i, target_probs[i], carry) -> (new row [V], carry)`.
+    carry: what `row` hands on from node to node.
+
+  Returns:
+    The rows and the last carry.
+  """
+  def step(i, both):
+    rows, carry = both
+    start = jax.lax.dynamic_index_in_dim(target_probs, i, keepdims=False)
+    new, carry = row(i, start, carry)
+    return jax.lax.dynamic_update_index_in_dim(rows, new, i, 0), carry
+
+  return jax.lax.fori_loop(0, target_probs.shape[0], step,
+                           (jnp.zeros_like(target_probs), carry))
+
+
+def try_children(draft, target_probs, inherit):
+  """Tries the children of every node in turn and keeps what is left of p.
+
+  A node begins with u = m p, of mass m <= 1. Its child c with token x is
+  accepted with probability a_c = min(1, u(x) / q_c(x)); behind it u becomes
+  (u - q_c)+ / (S + (1 - m)) with S = sum (u - q_c)+, so that m becomes
+  S / (S + (1 - m)). A denominator within rounding of 0 means that c is never
+  rejected, and u stays as it is.
+
+  Args:
+    draft: a tree of N nodes.
+    target_probs: `[N, V]`, p behind every node.
+    inherit: a node begins with the mass a_c that it was accepted with; else
+      with 1.
+
+  Returns:
+    a `[N]`; m `[N]` behind the last child; u / m `[N, V]`, finite where m = 0.
+  """
+  nodes, dtype = target_probs.shape[0], target_probs.dtype
+  limits = jnp.finfo(dtype)
+  # Children of node i are entries i..i+1 of `first` in this order.
+  order = jnp.argsort(draft.parents, stable=True)
+  first = jnp.sum(draft.parents < jnp.arange(nodes + 1)[:, None], axis=-1)
+  drawn = drafted_probs(draft).astype(dtype)
+
+  def try_child(carry):
+    place, rest, mass, accept = carry
+    child = order[place]
+    q = draft.probs[child].astype(dtype)
+    wanted = rest.at[draft.tokens[child]].get(mode="fill", fill_value=0)
+    a = jnp.minimum(residual.over(mass * wanted, drawn[child]), 1)
+    # The inner maximum keeps the compiler from fusing in one use alone; see
+    # block.py.
+    left = jnp.sum(jnp.maximum(jnp.maximum(mass * rest, 0) - q, 0))
+    # Less than that, and the rest would lose digits as subnormal numbers.
+    left = jnp.where(left > limits.tiny / limits.eps, left, 0)
+    rejected = left + (1 - mass)
+    possible = rejected > limits.eps
+    cut = possible & (left > 0)
+    kept = jnp.maximum(jnp.where(cut, mass, 1) * rest, 0)
+    rest = jnp.maximum(kept - jnp.where(cut, q, 0), 0) * jnp.where(
+        cut, 1 / jnp.where(cut, left, 1), 1)
+    mass = jnp.where(possible, left / jnp.where(possible, rejected, 1), mass)
+    return place + 1, rest, mass, accept.at[child].set(a)
+
+  def row(i, start, carry):
+    accept, masses = carry
+    mass = accept[i] if inherit else jnp.ones((), dtype)
+    _, rest, mass, accept = jax.lax.while_loop(
+        lambda inner: inner[0] < first[i + 1], try_child,
+        (first[i], start, mass, accept))
+    return rest, (accept, masses.at[i].set(mass))
+
+  ones = jnp.ones((nodes,), dtype)
+  rest, (accept, masses) = fill_rows(target_probs, row, (ones, ones))
+  return accept, masses, rest
