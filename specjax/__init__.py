@@ -7,6 +7,7 @@ from specjax import exact
 from specjax import models
 from specjax import sampling
 from specjax import topology
+from specjax import trees
 from specjax import verifiers
 from specjax.kv_cache import KVCache
 from specjax.models import zoo
@@ -52,6 +53,7 @@ __all__ = [
     "raise_if_not_finite",
     "sampling",
     "topology",
+    "trees",
     "verifiers",
     "zoo",
 ]

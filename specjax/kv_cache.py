@@ -86,16 +86,18 @@ class KVCache:
     """C, the slots of a row; the longest row plus N must not exceed it."""
     return self.k[0].shape[2]
 
-  def append(self, layer: int, k, v) -> "KVCache":
-    """Writes a block of one layer to the scratch slots behind `lengths`.
+  def append(self, layer: int, k, v, after: int = 0) -> "KVCache":
+    """Writes new tokens of one layer to the scratch slots behind `lengths`.
 
     Args:
       layer: index of the layer.
       k: `[B, S, H, D]` keys of the S new tokens.
       v: `[B, S, H, D]` values.
+      after: tokens of the block that earlier passes wrote; they stay.
     """
+    starts = self.lengths + after
     put = lambda all_layers, new: tuple(
-        _write_rows(old, new.swapaxes(1, 2), self.lengths)
+        _write_rows(old, new.swapaxes(1, 2), starts)
         if i == layer else old for i, old in enumerate(all_layers))
     return self.replace(k=put(self.k, k), v=put(self.v, v))
 
@@ -109,13 +111,12 @@ class KVCache:
     Args:
       layer: index of the layer, to which the block was appended already.
       query: `[B, S, G * H, D]`, G query heads for each key-value head.
-      ancestors: `[B, S, S]` bool.
+      ancestors: `[B, S, T]` bool, over all T tokens of the block; the
+        queries are those of the last S.
 
     Returns:
       `[B, S, G * H, D]`.
     """
-    size = query.shape[1]
-
     def over(bucket):
       def attention(k, v, query, lengths, ancestors):
         return grouped_attention(query, k[:, :, :bucket], v[:, :, :bucket],
@@ -124,7 +125,7 @@ class KVCache:
       return attention
 
     buckets = _buckets(self.capacity)
-    used = jnp.max(self.lengths) + size
+    used = jnp.max(self.lengths) + ancestors.shape[-1]
     index = sum((used > b).astype(jnp.int32) for b in buckets[:-1])
     return jax.lax.switch(
         jnp.asarray(index, jnp.int32), [over(b) for b in buckets],
@@ -134,7 +135,8 @@ class KVCache:
     """Keeps the accepted path of the block that was appended last.
 
     Args:
-      path: `[B, N]` int32, nodes of the block in the order of their depth.
+      path: `[B, T]` int32, nodes of the block of T tokens, in the order of
+        their depth.
       count: `[B]` int32, how many of them are kept.
     """
     def compact(buffer):
@@ -165,7 +167,7 @@ def _buckets(capacity: int) -> list[int]:
 
 
 def _visible(lengths, ancestors, bucket):
-  """`[B, S, bucket]`: which slots each token of the block attends to."""
+  """`[B, S, bucket]`: which slots each of the S new tokens attends to."""
   size = ancestors.shape[-1]
   offset = jnp.arange(bucket, dtype=jnp.int32) - lengths[:, None]
   node = jnp.clip(offset, 0, size - 1)[:, None, :]

@@ -3,6 +3,8 @@
 `MarkovModel` is a language model that is a table, `OracleDrafter` proposes
 what it is told, `tiny_pair` is a real pair of transformers with weights that
 make their laws far from uniform, and `assert_lossless` is the proof.
+`joint_law` and `chi_square` compare sampled text with the law that it must
+follow.
 """
 
 import dataclasses
@@ -12,6 +14,8 @@ from typing import NamedTuple
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy.stats
 
 from specjax import exact
 from specjax.models.transformer import Transformer
@@ -89,6 +93,8 @@ class OracleDrafter:
   vocab_size: int | None = None
 
   chain = True
+  iid = True
+  conditional = True
   autoregressive = True
   proposal = "deterministic"
 
@@ -189,3 +195,47 @@ def assert_lossless(verifier, **kwargs) -> exact.Certificate:
   if not certificate.lossless:
     raise AssertionError(f"{type(verifier).__name__} is {certificate}")
   return certificate
+
+
+def joint_law(model, params, prompt, horizon: int, transform) -> np.ndarray:
+  """`[V**horizon]`, the law of the tokens behind a prompt.
+
+  From passes without a cache, so that it shares nothing with the loop. Texts
+  are in lexicographic order.
+
+  Args:
+    model: called as `model(params, tokens [n, S])`.
+    params: its parameters.
+    prompt: token ids.
+    horizon: tokens.
+    transform: from logits to the law.
+  """
+  size = model.vocab_size
+  digits = np.indices((size,) * horizon).reshape(horizon, -1).T
+  texts = np.concatenate(
+      [np.tile(prompt, (len(digits), 1)), digits], axis=1).astype(np.int32)
+  logits = jax.jit(model)(params, texts).logits
+  probs = np.asarray(transform(logits[:, len(prompt) - 1:-1]), np.float64)
+  return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
+
+
+def chi_square(tokens, law, vocab_size: int) -> float:
+  """The p-value of the test that texts follow a `joint_law`.
+
+  Args:
+    tokens: `[n, horizon]` sampled texts.
+    law: `[V**horizon]`. Cells that expect fewer than 10 texts are pooled.
+    vocab_size: V.
+  """
+  tokens = np.asarray(tokens)
+  cells = tokens @ vocab_size ** np.arange(tokens.shape[1])[::-1]
+  counts = np.bincount(cells, minlength=law.size)
+  if counts[law == 0].any():
+    return 0.0  # an impossible outcome
+  expected = law / law.sum() * len(tokens)
+  few = expected < 10
+  counts, expected = (np.append(x[~few], x[few].sum())
+                      for x in (counts, expected))
+  kept = expected > 0
+  statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
+  return float(scipy.stats.chi2.sf(statistic, kept.sum() - 1))

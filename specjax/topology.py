@@ -34,3 +34,25 @@ def ancestors(parents):
 def depths(parents):
   """`[N]` int32, the depth of every node; the root's is 0."""
   return jnp.sum(ancestors(parents), axis=-1, dtype=jnp.int32) - 1
+
+
+def prefix_tree(paths):
+  """Parents `[1 + L * K]` of K paths packed into one tree (SpecInfer).
+
+  Miao et al. 2023 (arXiv:2305.09781). Every token of every path is a node:
+  token d of path k is node 1 + d * K + k. Paths visit the same node as long
+  as they agree, and a node that m of them visit has m children in the order
+  of the paths. The first child with a token owns what all paths that share
+  it drew next; later copies are leaves. Dropping those would be a bias: they
+  are rejected for sure, but the residual is the smaller for each of them.
+
+  Args:
+    paths: `[K, L]` int32 tokens.
+  """
+  count, length = paths.shape
+  same = jnp.cumprod(paths[:, None] == paths[None], axis=-1)
+  owner = jnp.argmax(same, axis=1).T.astype(jnp.int32)  # [L, K], the first
+  start = 1 + count * jnp.arange(length, dtype=jnp.int32)[:, None]
+  below = (start + owner)[:-1].reshape(-1)
+  return jnp.concatenate([
+      jnp.full((1,), -1, jnp.int32), jnp.zeros((count,), jnp.int32), below])

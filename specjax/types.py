@@ -49,12 +49,25 @@ class Draft:
       tokens: `[gamma]` the drafted tokens, in order.
       probs: `[gamma, V]` the laws that they were drawn from.
     """
+    parents = jnp.arange(-1, jnp.shape(tokens)[0], dtype=jnp.int32)
+    return cls.tree(root, parents, tokens, probs)
+
+  @classmethod
+  def tree(cls, root, parents, tokens, probs) -> "Draft":
+    """A tree of N nodes with `root` at its top.
+
+    Args:
+      root: `[]` the last committed token.
+      parents: `[N]` int32, the root's -1 included.
+      tokens: `[N - 1]` the drafted tokens.
+      probs: `[N - 1, V]` the laws that they were drawn from.
+    """
     tokens, probs = jnp.asarray(tokens), jnp.asarray(probs)
     unused = jnp.zeros((1, probs.shape[-1]), probs.dtype)
     root = jnp.asarray(root, jnp.int32).reshape(1)
     return cls(
         tokens=jnp.concatenate([root, tokens.astype(jnp.int32)]),
-        parents=jnp.arange(-1, tokens.shape[0], dtype=jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
         probs=jnp.concatenate([unused, probs]),
     )
 
@@ -167,9 +180,13 @@ class Trace:
 class ModelFn(Protocol):
   """A language model as the loop sees it: a hashable, static callable.
 
-  A token's position is `cache.lengths + depth`; it sees the whole committed
-  past and its ancestors in the block (`ancestors[b, i, j]`: node j is on the
-  path root..i, i included).
+  `model(params, tokens [B, S], depths [B, S], ancestors [B, S, T], cache)`
+  runs one pass over the last S of the T tokens of a block; the first T - S are
+  in scratch slots behind `cache.lengths`, written by the passes before, so
+  that a drafter can add a level to its tree. A whole block has T = S. A
+  token's position is `cache.lengths + depth`; it sees the committed past and
+  its ancestors in the block (`ancestors[b, i, j]`: token j is on the path to
+  new token i, i itself included).
   """
 
   @property
@@ -207,9 +224,12 @@ class Verifier(Protocol):
 class Drafter(Protocol):
   """A proposal of tokens for the whole batch.
 
-  `proposal` is "iid", "without_replacement" or "deterministic";
-  `autoregressive` says that q depends on the context alone; `chain` that every
-  draft is one; `num_nodes` is the static N of its drafts. Optional: `bind(
+  `num_nodes` is the static N of its drafts, `proposal` names how they are
+  drawn ("iid", "without_replacement", "deterministic", ...). What a verifier
+  can require, each True or False: `chain`, every draft is one; `iid`, the
+  children of a node are independent draws from one law; `conditional`, every
+  row of `probs` is the law of its token given what came before it, as `Draft`
+  asks; `autoregressive`, q depends on the context alone. Optional: `bind(
   target, transform)` returns the drafter specialised to a target, or raises
   a `ValueError` where the two do not fit; `context_length`.
   """

@@ -11,9 +11,7 @@ import functools
 from flax import struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import scipy.stats
 
 import specjax as sj
 from specjax import testing
@@ -33,32 +31,6 @@ def _pair():
   return testing.tiny_pair(_VOCAB, seed=2)
 
 
-def _exact(transform):
-  """`[V**3]`, the law of three tokens from passes without a cache."""
-  pair = _pair()
-  digits = np.indices((_VOCAB,) * _HORIZON).reshape(_HORIZON, -1).T
-  prompt = np.tile(_PROMPT, (len(digits), 1))
-  tokens = np.concatenate([prompt, digits], axis=1).astype(np.int32)
-  logits = jax.jit(pair.target)(pair.params["target"], tokens).logits
-  probs = np.asarray(transform(logits[:, len(_PROMPT) - 1:-1]), np.float64)
-  return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
-
-
-def _p_value(tokens, law):
-  """Of the chi-square test that `tokens [rows, 3]` follow `law [V**3]`."""
-  cells = tokens @ _VOCAB ** np.arange(_HORIZON)[::-1]
-  counts = np.bincount(cells, minlength=law.size)
-  if counts[law == 0].any():
-    return 0.0  # an impossible outcome
-  expected = law / law.sum() * len(tokens)
-  few = expected < 10
-  counts, expected = (np.append(x[~few], x[few].sum())
-                      for x in (counts, expected))
-  kept = expected > 0
-  statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
-  return scipy.stats.chi2.sf(statistic, kept.sum() - 1)
-
-
 def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
                      verifier=_BLOCK, gamma=2):
   pair = _pair()
@@ -70,8 +42,10 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
                           limits=len(_PROMPT) + _HORIZON)
   state, stats = decoder.decode_until(pair.params, state)
   sj.raise_if_not_finite(stats)
-  tokens = np.asarray(state.tokens)[:, len(_PROMPT):len(_PROMPT) + _HORIZON]
-  return _p_value(tokens, _exact(transform))
+  tokens = state.tokens[:, len(_PROMPT):len(_PROMPT) + _HORIZON]
+  law = testing.joint_law(pair.target, pair.params["target"], _PROMPT,
+                          _HORIZON, transform)
+  return testing.chi_square(tokens, law, _VOCAB)
 
 
 @pytest.mark.parametrize("gamma,rule,transform", [

@@ -48,3 +48,27 @@ def test_chain(gamma):
   np.testing.assert_array_equal(topology.ancestors(parents),
                                 np.tril(np.ones((gamma + 1, gamma + 1), bool)))
   np.testing.assert_array_equal(topology.depths(parents), np.arange(gamma + 1))
+
+
+def _packed(paths):
+  """The prefix tree by insertion: a node is known by its path's prefix."""
+  parents, owner = [-1], {(): 0}
+  for depth in range(paths.shape[1]):
+    level = {}
+    for path in paths:
+      parents.append(owner[tuple(path[:depth])])
+      level.setdefault(tuple(path[:depth + 1]), len(parents) - 1)
+    owner.update(level)
+  return parents
+
+
+@pytest.mark.parametrize("count,length", [(1, 1), (1, 4), (5, 1), (4, 3)])
+def test_prefix_tree(count, length):
+  # Broken: paths share nodes that they do not agree on, or a copy of a token
+  # that was drawn before owns a subtree.
+  paths = np.random.default_rng(count).integers(
+      2, size=(20, count, length)).astype(np.int32)
+  parents = jax.jit(jax.vmap(topology.prefix_tree))(paths)
+  assert parents.dtype == jnp.int32
+  for row, found in zip(paths, parents):
+    assert found.tolist() == _packed(row)

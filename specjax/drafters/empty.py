@@ -2,10 +2,7 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
-from specjax.types import Draft
+from specjax.drafters import common
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +17,8 @@ class Empty:
 
   num_nodes = 1
   chain = True
+  iid = True
+  conditional = True
   autoregressive = True
   proposal = "deterministic"
 
@@ -34,16 +33,8 @@ class Empty:
   def propose(self, params, keys, state):
     """A draft of N = 1 node for each of the B rows."""
     del params, keys
-    return root_only(state, self.vocab_size), state.drafter
+    return common.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params, drafter_state, draft, verdict, target_output, count):
     del params, draft, verdict, target_output, count
     return drafter_state
-
-
-def root_only(state, vocab_size: int) -> Draft:
-  """The batch of drafts that propose nothing."""
-  root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-  tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
-  probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
-  return jax.vmap(Draft.chain)(root[:, 0], tokens, probs)

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.empty import root_only
+from specjax.drafters import common
 from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.sampling import sample
@@ -37,6 +37,8 @@ class LanguageModel:
   transform: LogitsTransform | None = None
 
   chain = True
+  iid = True
+  conditional = True
   autoregressive = True
   proposal = "iid"
 
@@ -59,11 +61,7 @@ class LanguageModel:
     Raises:
       ValueError: the vocabularies differ.
     """
-    if self.model.vocab_size != target.vocab_size:
-      raise ValueError(
-          f"the drafter has {self.model.vocab_size} tokens and the target "
-          f"{target.vocab_size}; both need the same vocabulary: train the "
-          "drafter with the target's tokenizer")
+    common.check_vocabulary(self.model, target)
     return dataclasses.replace(self, transform=self.transform or transform)
 
   def init(self, params, prompt, prefill_output):
@@ -83,22 +81,12 @@ class LanguageModel:
       `(Draft, cache)`, batched.
     """
     if self.gamma == 0:
-      return root_only(state, self.model.vocab_size), state.drafter
+      return common.root_only(state, self.model.vocab_size), state.drafter
     params = params["drafter"]
     batch = state.lengths.shape[0]
 
-    # A row with one committed token has no second one: it feeds token 0 and a
-    # stale token behind it, which the next step overwrites.
-    start = jnp.maximum(state.lengths - 2, 0)
-    last = (state.lengths - 1 - start)[:, None]
-    pair = jnp.take_along_axis(
-        state.tokens, start[:, None] + jnp.arange(2), axis=1)
-    out = self.model(
-        params, pair, jnp.tile(jnp.arange(2, dtype=jnp.int32), (batch, 1)),
-        jnp.tile(jnp.tril(jnp.ones((2, 2), bool)), (batch, 1, 1)),
-        state.drafter.rollback(start))
-    logits = jnp.take_along_axis(out.logits, last[..., None], axis=1)[:, 0]
-
+    logits, cache = common.feed_last(
+        self.model, params, state, state.drafter, size=2)
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
 
@@ -114,14 +102,12 @@ class LanguageModel:
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0]), (tokens, probs)
 
-    carry = (out.cache.rollback(state.lengths), logits)
     (cache, logits), (tokens, probs) = jax.lax.scan(
-        extend, carry, jnp.arange(self.gamma - 1))
+        extend, (cache, logits), jnp.arange(self.gamma - 1))
     last_token, last_probs = draw(logits, self.gamma - 1)
     tokens = jnp.concatenate([tokens, last_token[None]]).swapaxes(0, 1)
     probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), cache
+    return jax.vmap(Draft.chain)(common.roots(state), tokens, probs), cache
 
   def commit(self, params, drafter_state, draft, verdict, target_output, count):
     """Nothing: the next `propose` rolls the cache back by itself."""

@@ -96,7 +96,8 @@ class _Attention(nn.Module):
       out = grouped_attention(
           query, key.swapaxes(1, 2), value.swapaxes(1, 2), causal)
     else:
-      cache = cache.append(self.layer, key, value)
+      cache = cache.append(self.layer, key, value,
+                           after=ancestors.shape[-1] - x.shape[1])
       out = cache.attend(self.layer, query, ancestors)
     residual_init = nn.initializers.normal(0.02 * (2 * c.layers) ** -0.5)
     out = nn.Dense(c.width, use_bias=False, name="out",
@@ -185,7 +186,7 @@ class Transformer:
         head_dim=c.head_dim, dtype=params["embedding"].dtype)
 
   def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
-    """One pass; without a cache it is causal over `tokens [B, S]`."""
+    """One pass, as in `ModelFn`; without a cache it is causal."""
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
 

@@ -1,0 +1,113 @@
+"""How the children of a node are drawn, and the laws that say so.
+
+All functions work on the nodes of one level of one sequence:
+
+  (logits [n, V], counts, keys [M], transform) -> tokens [M], probs [M, V]
+
+Node i gets counts[i] children; M is their sum, and the children of a node
+stand together in the order in which they are tried. Row j of `probs` is the
+law of `tokens[j]` given its earlier siblings. Where a law is exhausted, as at
+temperature 0 or behind a tight nucleus, the next child is the likeliest
+token that is left by the logits, with certainty: still an honest row, and the
+useful guess.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.sampling import sample
+
+
+def iid(logits, counts, keys, transform):
+  """Independent draws from q; equal siblings happen and must be kept."""
+  probs = transform(logits)[_parents(counts)]
+  return jax.vmap(sample)(keys, probs), probs
+
+
+def without_replacement(logits, counts, keys, transform):
+  """Draws from q renormalised without the earlier siblings, in that order.
+
+  Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
+  arXiv:2402.12374). One inverse CDF a draw costs less than Gumbel noise over
+  the vocabulary and a top-k of it.
+  """
+  first, nodes = _first_children(counts), np.arange(len(counts))
+  rest, scores = transform(logits), _allowed(logits, transform)
+  tokens, probs, places = [], [], []
+  for rank in range(max(counts)):
+    more = np.flatnonzero(np.array(counts)[nodes] > rank)
+    nodes, rest, scores = nodes[more], rest[more], scores[more]
+    law = _law(rest, jnp.argmax(scores, axis=-1))
+    token = jax.vmap(sample)(keys[first[nodes] + rank], law)
+    row = jnp.arange(len(nodes))
+    rest = rest.at[row, token].set(0)
+    scores = scores.at[row, token].set(-jnp.inf)
+    tokens.append(token)
+    probs.append(law)
+    places.append(first[nodes] + rank)
+  order = np.argsort(np.concatenate(places))
+  return jnp.concatenate(tokens)[order], jnp.concatenate(probs)[order]
+
+
+def top_k(logits, counts, keys, transform):
+  """The likeliest tokens, with certainty; the temperature does not matter."""
+  del keys
+  best, likeliest = jax.lax.top_k(_allowed(logits, transform), max(counts))
+  nodes = _parents(counts)
+  tokens = likeliest[nodes, _ranks(counts)]
+  probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
+  # Certainty must not hide that a model's numbers broke down.
+  finite = jnp.isfinite(best[:, :1])[nodes]
+  return tokens, jnp.where(finite, probs, jnp.nan)
+
+
+def hybrid(logits, counts, keys, transform):
+  """One draw from q outside the K - 1 likeliest tokens S, and then S.
+
+  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The drawn token is tried
+  first; then acceptance is p(S) + sum_{x not in S} min(p, q'), the most that
+  any verification of this draft can reach.
+  """
+  nodes, ranks = _parents(counts), _ranks(counts)
+  _, likeliest = jax.lax.top_k(_allowed(logits, transform), max(counts))
+  certain = ranks < np.array(counts)[nodes] - 1
+  at = (nodes[certain], likeliest[nodes[certain], ranks[certain]])
+  outside = transform(logits).at[at].set(0)
+  ends = likeliest[np.arange(len(counts)), np.array(counts) - 1]
+  law = _law(outside, ends)
+  drawn = jax.vmap(sample)(keys[_first_children(counts)], law)
+  tokens = jnp.concatenate([drawn[:, None], likeliest], axis=1)[nodes, ranks]
+  probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=law.dtype)
+  return tokens, jnp.where(ranks[:, None] == 0, law[nodes], probs)
+
+
+def _parents(counts):
+  """`[M]`, the node above each child."""
+  return np.repeat(np.arange(len(counts)), counts)
+
+
+def _first_children(counts):
+  """`[n]`, the place of each node's first child."""
+  return np.cumsum([0, *counts[:-1]])
+
+
+def _ranks(counts):
+  """`[M]`, how many earlier siblings a child has."""
+  return np.arange(sum(counts)) - _first_children(counts)[_parents(counts)]
+
+
+def _allowed(logits, transform):
+  """The logits by which tokens are ranked: those of banned ones are -inf."""
+  if not transform.banned:
+    return logits
+  return logits.at[..., np.array(transform.banned)].set(-jnp.inf)
+
+
+def _law(weights, otherwise):
+  """`weights [n, V]` as laws; certainty of `otherwise [n]` without mass."""
+  limits = jnp.finfo(weights.dtype)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  empty = total <= limits.tiny / limits.eps
+  certain = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
+  return jnp.where(empty, certain, weights / jnp.where(empty, 1, total))

@@ -1,0 +1,81 @@
+"""What the drafters share: the root, and a model's cache between rounds."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Draft
+
+
+def roots(state):
+  """`[B]`, the last committed token of every row of a `DecodeState`."""
+  return jnp.take_along_axis(
+      state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+
+def root_only(state, vocab_size: int) -> Draft:
+  """The batch of drafts that propose nothing."""
+  root = roots(state)
+  tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
+  probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
+  return jax.vmap(Draft.chain)(root, tokens, probs)
+
+
+def check_vocabulary(model, target) -> None:
+  """Raises a `ValueError` where a drafter's model has other tokens."""
+  if model.vocab_size != target.vocab_size:
+    raise ValueError(
+        f"the drafter has {model.vocab_size} tokens and the target "
+        f"{target.vocab_size}; both need the same vocabulary: train the "
+        "drafter with the target's tokenizer")
+
+
+def feed_last(model, params, state, cache, size: int):
+  """Catches up with the committed tokens by feeding the last `size` again.
+
+  Feeding a token that the cache holds already changes nothing, so one pass of
+  a fixed size serves every row, wherever its last round stopped.
+
+  Args:
+    model: a `ModelFn`.
+    params: its parameters.
+    state: the `DecodeState`.
+    cache: the model's; it may lack up to `size` of the committed tokens.
+    size: tokens to feed.
+
+  Returns:
+    The logits `[B, V]` behind the root and the cache with all committed
+    tokens, the root included.
+  """
+  batch = state.lengths.shape[0]
+  # A row with fewer committed tokens feeds stale ones behind them, which the
+  # next pass overwrites.
+  start = jnp.maximum(state.lengths - size, 0)
+  last = (state.lengths - 1 - start)[:, None, None]
+  tokens = jnp.take_along_axis(
+      state.tokens, start[:, None] + jnp.arange(size), axis=1)
+  out = model(
+      params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
+      jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
+      cache.rollback(start))
+  logits = jnp.take_along_axis(out.logits, last, axis=1)[:, 0]
+  return logits, out.cache.rollback(state.lengths)
+
+
+def keep_path(cache, slots, path, size: int, count):
+  """Keeps what a drafter computed of the accepted path.
+
+  The deepest accepted token may never have been fed; `feed_last` of two
+  tokens makes up for it and for the extra token.
+
+  Args:
+    cache: with a block of `size` drafted tokens behind the committed ones.
+    slots: `[B, N]` int32, where each node of the draft lies in that block;
+      anything for the root and for nodes that were not fed.
+    path: `[B, N]` int32, of the verdict.
+    size: tokens of the block.
+    count: `[B]` int32, tokens committed.
+  """
+  below = path[:, 1:size + 1]
+  kept = jnp.take_along_axis(slots, below, axis=1)
+  kept = jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])))
+  return cache.commit(kept, count)

@@ -1,0 +1,155 @@
+"""Paths of one or several language models, packed into a prefix tree.
+
+SpecInfer (Miao et al. 2023, arXiv:2305.09781).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import topology
+from specjax import trees
+from specjax.drafters import children
+from specjax.drafters import common
+from specjax.drafters import growth
+from specjax.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paths:
+  """Draws K independent chains; path k comes from model k mod len(models).
+
+  The chains are packed at run time, see `topology.prefix_tree`: the draft has
+  one node for each drafted token whatever the chains share. Given that a path
+  visits a node, its next token is drawn from its own model at that context
+  alone, whichever path drew the node's own token first. How many paths go on
+  below an earlier sibling does tell whether a later path drew that sibling's
+  token too; that is harmless, for the probability to accept something below a
+  node does not depend on the shape of the tree there.
+
+  `params["drafter"]` is a tuple, one entry for each model.
+
+  Attributes:
+    models: `ModelFn`s over the target's vocabulary.
+    num_paths: K, at least one path for each model.
+    length: tokens of a path.
+    transform: of the models' logits; None takes the decoder's.
+  """
+
+  models: tuple[ModelFn, ...]
+  num_paths: int
+  length: int
+  transform: LogitsTransform | None = None
+
+  conditional = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "models", tuple(self.models))
+    if not 1 <= len(self.models) <= self.num_paths:
+      raise ValueError(f"there are {len(self.models)} models and "
+                       f"{self.num_paths} paths; give at least one model, and "
+                       "each model a path")
+    if self.length < 1:
+      raise ValueError(f"length is {self.length}; a path has at least 1 token")
+
+  @property
+  def chain(self) -> bool:
+    return self.num_paths == 1
+
+  @property
+  def iid(self) -> bool:
+    return len(self.models) == 1
+
+  @property
+  def autoregressive(self) -> bool:
+    # With several models q also depends on which path drew a token.
+    return self.iid
+
+  @property
+  def proposal(self) -> str:
+    return "iid" if self.iid else "independent"
+
+  @property
+  def num_nodes(self) -> int:
+    return 1 + self.num_paths * self.length
+
+  @property
+  def context_length(self) -> int:
+    return min(model.context_length for model in self.models)
+
+  def bind(self, target, transform) -> "Paths":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ.
+    """
+    for model in self.models:
+      common.check_vocabulary(model, target)
+    return dataclasses.replace(self, transform=self.transform or transform)
+
+  def init(self, params, prompt, prefill_output):
+    """The cache of each model after the prompt."""
+    del prefill_output
+    params = params["drafter"]
+    if not isinstance(params, (tuple, list)) or len(params) != len(self.models):
+      raise ValueError(f"params['drafter'] must be a tuple of the parameters "
+                       f"of {len(self.models)} models")
+    return tuple(read_prompt(model, own, prompt).cache
+                 for model, own in zip(self.models, params))
+
+  def propose(self, params, keys, state):
+    """Drafts the paths of every row and packs them.
+
+    Args:
+      params: `{"drafter": (parameters of each model, ...)}`.
+      keys: `[B]`, one key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
+    """
+    def draw(logits, counts, keys):
+      return children.iid(logits, counts, keys, self.transform)
+
+    batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
+    for m, (model, own, cache) in enumerate(
+        zip(self.models, params["drafter"], state.drafter)):
+      paths = range(m, self.num_paths, len(self.models))
+      bundle = trees.full_tree((len(paths), *[1] * (self.length - 1)))
+      # A single model keeps what it computed of the accepted path; among
+      # several nobody knows whose path that will be.
+      logits, cache = common.feed_last(
+          model, own, state, cache, size=2 if self.iid else self.length + 1)
+      model_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, m)
+      drawn, law, cache = growth.grow(
+          model, own, cache, logits, model_keys, bundle, draw)
+      shape = (batch, self.length, len(paths))
+      tokens.append(drawn.reshape(shape))
+      probs.append(law.reshape(*shape, -1))
+      caches.append(cache)
+      order += paths
+    order = np.argsort(order)
+    tokens = jnp.concatenate(tokens, axis=2)[:, :, order]
+    probs = jnp.concatenate(probs, axis=2)[:, :, order]
+
+    parents = jax.vmap(topology.prefix_tree)(tokens.swapaxes(1, 2))
+    draft = jax.vmap(Draft.tree)(
+        common.roots(state), parents, tokens.reshape(batch, -1),
+        probs.reshape(batch, self.num_nodes - 1, -1))
+    return draft, tuple(caches)
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """The cache of a single model with the accepted path moved together."""
+    del params, draft, target_output
+    if not self.iid:
+      return drafter_state
+    size = self.num_paths * (self.length - 1)
+    slots = jnp.arange(-1, self.num_nodes - 1, dtype=jnp.int32)
+    slots = jnp.tile(jnp.clip(slots, 0, max(size - 1, 0)), (count.shape[0], 1))
+    return (common.keep_path(drafter_state[0], slots, verdict.path, size,
+                             count),)

@@ -1,0 +1,142 @@
+"""A small language model drafts a static tree, one pass a level.
+
+SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
+arXiv:2402.12374), RSD (Jeon et al. 2024, arXiv:2402.14160) and the drafts of
+Hu et al. 2025 (arXiv:2502.18779) are choices of `parents` and `proposal`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.drafters import children
+from specjax.drafters import common
+from specjax.drafters import growth
+from specjax.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+from specjax.types import ModelFn
+
+_DRAWS = {
+    "iid": children.iid,
+    "without_replacement": children.without_replacement,
+    "top_k": children.top_k,
+    "hybrid": children.hybrid,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeLanguageModel:
+  """Draws the children of every node from a model with a cache of its own.
+
+  A round costs one pass over the last two committed tokens and one over each
+  level that has children. Leaves are never fed; what was fed of the accepted
+  path is kept, so that two tokens catch up.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary.
+    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+    proposal: how the K children of a node are drawn. "iid": independently, so
+      that they may be equal, and at temperature 0 all are;
+      "without_replacement": in turn, each from what is left; "top_k": the
+      likeliest tokens with certainty; "hybrid": one draw outside the K - 1
+      likeliest, which is the first child, and then those. At temperature 0
+      the last three have the same children, the K likeliest; only hybrid has
+      the least likely one first, which matters where subtrees are unequal.
+    transform: of the model's logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  model: ModelFn
+  parents: tuple[int, ...]
+  proposal: str = "without_replacement"
+  transform: LogitsTransform | None = None
+
+  conditional = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "parents", trees.breadth_first(self.parents))
+    if self.proposal not in _DRAWS:
+      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
+                       f"{', '.join(_DRAWS)}")
+
+  @property
+  def chain(self) -> bool:
+    return self._most_children <= 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain or self.proposal == "iid"
+
+  @property
+  def autoregressive(self) -> bool:
+    # Otherwise a row depends on the earlier siblings as well.
+    return self.iid
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  @property
+  def _most_children(self) -> int:
+    return max((max(level.counts) for level in growth.levels(self.parents)),
+               default=0)
+
+  def bind(self, target, transform) -> "TreeLanguageModel":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ, or a node has more children than
+        there are tokens.
+    """
+    common.check_vocabulary(self.model, target)
+    if not self.iid and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return dataclasses.replace(self, transform=self.transform or transform)
+
+  def init(self, params, prompt, prefill_output):
+    """The cache after the prompt."""
+    del prefill_output
+    return read_prompt(self.model, params["drafter"], prompt).cache
+
+  def propose(self, params, keys, state):
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"drafter": parameters of the model}`.
+      keys: `[B]`, one key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, cache)`, batched.
+    """
+    if self.num_nodes == 1:
+      return common.root_only(state, self.model.vocab_size), state.drafter
+
+    def draw(logits, counts, keys):
+      return _DRAWS[self.proposal](logits, counts, keys, self.transform)
+
+    params = params["drafter"]
+    logits, cache = common.feed_last(
+        self.model, params, state, state.drafter, size=2)
+    tokens, probs, cache = growth.grow(
+        self.model, params, cache, logits, keys, self.parents, draw)
+    parents = jnp.array(self.parents, jnp.int32)
+    tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
+    return jax.vmap(tree)(common.roots(state), tokens, probs), cache
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """The cache with the accepted path moved together."""
+    del params, draft, target_output
+    slots, size = growth.fed_slots(self.parents)
+    slots = jnp.tile(slots, (count.shape[0], 1))
+    return common.keep_path(drafter_state, slots, verdict.path, size, count)

@@ -1,0 +1,268 @@
+"""Which tree to draft: static shapes, chosen on the host from measurements.
+
+Every function returns `parents` as a tuple, breadth-first, so that it is a
+static, hashable field of a drafter: `parents[0] == -1`, `parents[i] < i`, a
+level is contiguous and siblings stand in the order of their rank. N counts
+the root everywhere.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import heapq
+
+import numpy as np
+
+_ROUNDING = 1e-6  # by which measured probabilities may sum to more than 1
+
+
+def breadth_first(parents: Sequence[int]) -> tuple[int, ...]:
+  """The same tree, its nodes level by level.
+
+  Args:
+    parents: N entries in any order that has `parents[i] < i`; the order of
+      siblings is kept.
+
+  Raises:
+    ValueError: these are not the parents of a tree.
+  """
+  parents = [int(parent) for parent in parents]
+  if not parents or parents[0] != -1:
+    raise ValueError(f"parents is {tuple(parents)}; it must start with -1, "
+                     "the root's")
+  children = [[] for _ in parents]
+  for node, parent in enumerate(parents[1:], 1):
+    if not 0 <= parent < node:
+      raise ValueError(f"the parent of node {node} is {parent}; it must be in "
+                       f"[0, {node}): number every node behind its parent")
+    children[parent].append(node)
+  order, found = [0], [-1]
+  for place, node in enumerate(order):  # grows while it is walked
+    order += children[node]
+    found += [place] * len(children[node])
+  return tuple(found)
+
+
+def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
+  """A tree whose nodes at depth d all have `branching[d]` children.
+
+  (3, 2) is a root, 3 tokens below it and 2 below each of those; (1,) * gamma
+  is a chain.
+  """
+  parents, level = [-1], [0]
+  for children in branching:
+    if children < 1:
+      raise ValueError(f"branching holds {children}; every level needs at "
+                       "least 1 child a node: leave the level out")
+    start = len(parents)
+    parents += [node for node in level for _ in range(children)]
+    level = range(start, len(parents))
+  return tuple(parents)
+
+
+def from_choices(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+  """The tree of Medusa's lists (Cai et al. 2024, arXiv:2401.10774).
+
+  Args:
+    choices: paths of ranks, one for each node below the root: (1, 0) is the
+      likeliest child of the second likeliest first token.
+
+  Raises:
+    ValueError: a node's parent or its next likelier sibling is missing.
+  """
+  paths = {(), *(tuple(int(rank) for rank in path) for path in choices)}
+  if len(paths) != len(choices) + 1:
+    raise ValueError("choices name a node twice, or the root; leave only one "
+                     "path for each node below the root")
+  for path in paths - {()}:
+    needed = [path[:-1]]
+    needed += [(*path[:-1], path[-1] - 1)] if path[-1] else []
+    for other in needed:
+      if other not in paths:
+        raise ValueError(f"choices hold {path} but not {other}; add that path "
+                         "or drop this one")
+  order = sorted(paths, key=lambda path: (len(path), path))
+  place = {path: i for i, path in enumerate(order)}
+  return (-1, *(place[path[:-1]] for path in order[1:]))
+
+
+def expected_tokens(parents: Sequence[int], acceptance) -> float:
+  """Tokens of a round, the extra one included, that a tree promises.
+
+  The sum over the nodes of the probability that a node is accepted; the root
+  counts 1 (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1).
+
+  Args:
+    parents: of the tree.
+    acceptance: `[K]`, see `sequoia_tree`; behind K it is 0.
+  """
+  acceptance = _checked_acceptance(acceptance)
+  reach, children = [1.0], [0] * len(parents)
+  for parent in parents[1:]:
+    rank = children[parent]
+    children[parent] += 1
+    chance = acceptance[rank] if rank < len(acceptance) else 0.0
+    reach.append(reach[parent] * chance)
+  return float(np.sum(reach))
+
+
+def medusa_tree(accuracies, nodes: int) -> tuple[int, ...]:
+  """The N nodes with the largest chances, by Medusa's greedy construction.
+
+  Cai et al. 2024 (arXiv:2401.10774, section 2.3.3): starting from the likeliest
+  first token, always add the best next sibling or first child. With
+  accuracies that do not increase with the rank no tree of N nodes promises
+  more.
+
+  Args:
+    accuracies: `[heads, K]`, how often the k-th guess of a head, or of a
+      drafter at that depth, is the right token.
+    nodes: N.
+  """
+  accuracies = np.asarray(accuracies, np.float64)
+  if accuracies.ndim != 2 or not accuracies.size:
+    raise ValueError(f"accuracies has shape {accuracies.shape}; it must be "
+                     "[heads, K]")
+  heads, ranks = accuracies.shape
+  _check_nodes(nodes, ranks, heads)
+  neighbours = [(-accuracies[0, 0], (0,))]
+  choices = []
+  while len(choices) < nodes - 1:
+    value, path = heapq.heappop(neighbours)
+    choices.append(path)
+    depth, rank = len(path), path[-1]
+    if rank + 1 < ranks:
+      before = np.prod([accuracies[d, k] for d, k in enumerate(path[:-1])])
+      heapq.heappush(neighbours, (-before * accuracies[depth - 1, rank + 1],
+                                  (*path[:-1], rank + 1)))
+    if depth < heads:
+      heapq.heappush(neighbours, (value * accuracies[depth, 0], (*path, 0)))
+  return from_choices(choices)
+
+
+def sequoia_tree(acceptance, nodes: int, depth: int | None = None
+                 ) -> tuple[int, ...]:
+  """The tree of N nodes that promises most tokens, by dynamic programming.
+
+  Chen et al. 2024 (Sequoia, arXiv:2402.12374, section 3.1):
+  T(n, d, b), the best of n nodes and depth d with b children of the root, is
+  max_m T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
+
+  Args:
+    acceptance: `[K]`, the probability that the k-th child of an accepted node
+      is the one that is accepted too, in the order in which the verifier
+      tries them; it need not fall with k, and it bounds the children to K.
+    nodes: N.
+    depth: the most tokens of a path below the root; None: no limit.
+
+  Raises:
+    ValueError: `acceptance` is no such list, or there is no such tree.
+  """
+  acceptance = _checked_acceptance(acceptance)
+  depth = _levels(nodes, depth)
+  _check_nodes(nodes, len(acceptance), depth)
+  return _rebuilt(*_tables(acceptance, nodes, depth), nodes, depth)
+
+
+def best_tree(acceptance, pass_seconds: Mapping[int, float],
+              draft_seconds: float, *, round_seconds: float = 0.0,
+              depth: int | None = None) -> tuple[int, ...]:
+  """The tree that promises most tokens a second on this machine.
+
+  Every N in `pass_seconds` and every depth is a candidate, chains among them.
+  (-1,), the root alone, says that it is best not to speculate.
+
+  Args:
+    acceptance: `[K]`, see `sequoia_tree`.
+    pass_seconds: N -> seconds of the target's pass over N nodes, measured;
+      entry 1 is the price of a token without speculation.
+    draft_seconds: of one level of the draft; depth d costs d of them.
+    round_seconds: what a round costs besides, the verification for one.
+    depth: the most tokens of a path below the root; None: no limit.
+  """
+  acceptance = _checked_acceptance(acceptance)
+  if 1 not in pass_seconds:
+    raise ValueError("pass_seconds lacks 1, the pass over the root alone; "
+                     "measure it: it is the price of not speculating")
+  for nodes, seconds in pass_seconds.items():
+    if nodes < 1 or not seconds > 0:
+      raise ValueError(f"pass_seconds has {seconds} seconds for {nodes} nodes; "
+                       "both must be positive")
+  largest = max(pass_seconds)
+  values, splits = _tables(acceptance, largest, _levels(largest, depth))
+  best, speed = (1, 0), 1 / pass_seconds[1]
+  for nodes in sorted(pass_seconds):
+    for level in range(1, _levels(nodes, depth) + 1):
+      seconds = pass_seconds[nodes] + level * draft_seconds + round_seconds
+      candidate = values[level, nodes].max() / seconds
+      if candidate > speed:
+        best, speed = (nodes, level), candidate
+  return _rebuilt(values, splits, *best)
+
+
+def _checked_acceptance(acceptance):
+  acceptance = np.asarray(acceptance, np.float64)
+  if acceptance.ndim != 1 or not acceptance.size:
+    raise ValueError(f"acceptance has shape {acceptance.shape}; it must be "
+                     "[K], one entry for each child")
+  if not ((acceptance >= 0).all() and acceptance.sum() <= 1 + _ROUNDING):
+    raise ValueError(f"acceptance is {acceptance.tolist()}; it holds the "
+                     "chances of exclusive events: none below 0, a sum of at "
+                     "most 1")
+  return acceptance
+
+
+def _levels(nodes, depth):
+  """The depth that a tree of so many nodes can use."""
+  return max(0, nodes - 1 if depth is None else min(depth, nodes - 1))
+
+
+def _check_nodes(nodes, children, depth):
+  room = 0
+  for level in range(depth + 1):
+    room += children**level
+    if room >= nodes:
+      break
+  if not 1 <= nodes <= room:
+    raise ValueError(f"nodes is {nodes}; a tree of depth {depth} with at most "
+                     f"{children} children a node has 1 to {room}: change one "
+                     "of the three")
+
+
+def _tables(acceptance, nodes, depth):
+  """T `[depth + 1, nodes + 1, K + 1]`, and the m behind every entry.
+
+  T is -inf where there is no such tree; the last child of the root has m
+  nodes in its subtree.
+  """
+  children = len(acceptance)
+  values = np.full((depth + 1, nodes + 1, children + 1), -np.inf)
+  splits = np.zeros(values.shape, np.int64)
+  values[:, 1, 0] = 1
+  n, m = np.indices((nodes + 1, nodes + 1))
+  rest = np.where(n > m, n - m, 0)  # 0: no tree has 0 nodes
+  for d in range(1, depth + 1):
+    subtree = values[d - 1].max(-1)
+    some = np.isfinite(subtree)
+    for b, chance in enumerate(acceptance, 1):
+      gain = np.where(some, chance * np.where(some, subtree, 0), -np.inf)
+      sums = values[d, rest, b - 1] + gain
+      splits[d, :, b] = sums.argmax(-1)
+      values[d, :, b] = sums.max(-1)
+  return values, splits
+
+
+def _rebuilt(values, splits, nodes, depth):
+  """Parents of the tree that `values[depth, nodes]` is about."""
+  parents = [-1]
+
+  def grow(root, nodes, depth):
+    sizes = []
+    for b in range(int(values[depth, nodes].argmax()), 0, -1):
+      sizes.append(int(splits[depth, nodes, b]))
+      nodes -= sizes[-1]
+    for size in reversed(sizes):
+      parents.append(root)
+      grow(len(parents) - 1, size, depth - 1)
+
+  grow(0, nodes, depth)
+  return breadth_first(parents)

@@ -1,0 +1,294 @@
+"""Drafters of trees: what they draw, what they report, what they refuse."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import DynamicTree
+from specjax.drafters import Paths
+from specjax.drafters import TreeLanguageModel
+from specjax.verifiers import Block
+from specjax.verifiers import GreedyBlock
+from specjax.verifiers import KSeq
+from specjax.verifiers import Recursive
+from specjax.verifiers import TargetWalk
+from specjax.verifiers import Token
+from specjax.verifiers import Traversal
+
+_VOCAB = 5
+_PROMPT = [1, 3, 0, 2]
+_ROWS, _ROUNDS = 8192, 4
+_UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
+
+
+@functools.cache
+def _pair(vocab_size=_VOCAB, noise=0.5):
+  return testing.tiny_pair(vocab_size, noise=noise, seed=1)
+
+
+def _params(drafter, pair):
+  """The second model of `Paths` is a worse one."""
+  if not isinstance(drafter, Paths):
+    return pair.params
+  worse = _pair(pair.target.vocab_size, 1.0).params["drafter"]
+  each = (pair.params["drafter"], worse)[:len(drafter.models)]
+  return {**pair.params, "drafter": each}
+
+
+def _tree(proposal="without_replacement", parents=_UNEVEN, vocab_size=_VOCAB):
+  return TreeLanguageModel(model=_pair(vocab_size).drafter, parents=parents,
+                           proposal=proposal)
+
+
+def _paths(models, num_paths=3, length=3, vocab_size=_VOCAB, **kwargs):
+  return Paths(models=(_pair(vocab_size).drafter,) * models,
+               num_paths=num_paths, length=length, **kwargs)
+
+
+def _dynamic(vocab_size=_VOCAB, **sizes):
+  return DynamicTree(model=_pair(vocab_size).drafter, **{
+      **dict(depth=3, top_k=2, num_nodes=7), **sizes})
+
+
+# Greedy output, through both caches.
+
+_LENGTHS = (1, 2, 3, 17, 33, 50, 64, 80)
+_NEW = 30
+
+
+def _greedy(drafter, verifier):
+  pair, rng = _pair(16, 0.1), np.random.default_rng(0)
+  prompts = [rng.integers(16, size=n) for n in _LENGTHS]
+  decoder = sj.Decoder(
+      target=pair.target, drafter=drafter, verifier=verifier,
+      transform=sj.LogitsTransform(temperature=0.0))
+  params = _params(drafter, pair)
+  state = decoder.prefill(params, prompts, jax.random.key(0),
+                          limits=np.array(_LENGTHS) + _NEW)
+  state, stats, traces = decoder.decode_traced(params, state, rounds=_NEW)
+  sj.raise_if_not_finite(stats)
+  return jax.tree.map(np.asarray, (state.tokens, stats, traces.verdict))
+
+
+@functools.cache
+def _autoregressive():
+  return _greedy(sj.drafters.Empty(), Token())[0]
+
+
+@pytest.mark.parametrize("drafter,rule", [
+    (_tree(vocab_size=16), Traversal()),
+    (_paths(1, vocab_size=16, transform=sj.LogitsTransform()), KSeq()),
+    (_paths(2, vocab_size=16, transform=sj.LogitsTransform()), Recursive()),
+    (_dynamic(16, top_k=3, num_nodes=9), TargetWalk())])
+def test_greedy_output_is_autoregressive(drafter, rule):
+  # Broken: a slot, a position, a mask or a verdict of a tree is off by one.
+  tokens, stats, verdict = _greedy(drafter, rule)
+  for got, want, length in zip(tokens, _autoregressive(), _LENGTHS):
+    np.testing.assert_array_equal(got[:length + _NEW], want[:length + _NEW])
+  accepted = verdict.num_accepted.reshape(-1)
+  paths = verdict.path.reshape(len(accepted), -1)
+  # Paths that do not lie together were accepted, and rejected drafts were.
+  assert any(np.diff(p[:n + 1]).max() > 1 for p, n in zip(paths, accepted)
+             if n > 1)
+  assert stats.accepted.max() == 3
+  assert stats.accepted[stats.active].min() == 0
+
+
+# What is sampled, and the rows that are reported.
+
+_SAMPLED = {
+    "without_replacement": (_tree(), Traversal()),
+    "iid": (_tree("iid"), KSeq()),
+    "hybrid": (_tree("hybrid"), Recursive()),
+    "paths of one model": (_paths(1, length=2), Recursive()),
+    "paths of two models": (_paths(2, length=2), Traversal()),
+    "dynamic": (_dynamic(), TargetWalk())}
+
+
+def _decoded(drafter, rule, rows):
+  """Tokens, emitted and drafts of a few rounds at temperature 1."""
+  decoder = sj.Decoder(target=_pair().target, drafter=drafter, verifier=rule)
+  params = _params(drafter, _pair())
+  state = decoder.prefill(params, [_PROMPT] * len(rows), jax.random.key(0),
+                          limits=40, request_ids=rows)
+  state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
+  sj.raise_if_not_finite(stats)
+  return jax.tree.map(np.asarray, (state.tokens, stats.emitted, traces.draft))
+
+
+@functools.cache
+def _sampled(name):
+  return _decoded(*_SAMPLED[name], rows=range(_ROWS))
+
+
+def _p_value(tokens):
+  """Of the first three tokens, as in joint_law_test.py."""
+  law = testing.joint_law(_pair().target, _pair().params["target"], _PROMPT, 3,
+                          sj.LogitsTransform())
+  return testing.chi_square(tokens[:, 4:7], law, _VOCAB)
+
+
+@pytest.mark.parametrize("name", _SAMPLED)
+def test_output_follows_the_joint_law(name):
+  # Broken: anything between the drafter and the text.
+  assert _p_value(_sampled(name)[0]) > 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NotRenormalised(TreeLanguageModel):
+  """Reports the law of the first child for its sibling too."""
+
+  def propose(self, params, keys, state):
+    draft, cache = super().propose(params, keys, state)
+    probs = draft.probs.at[:, 2::2].set(draft.probs[:, 1::2])
+    return draft.replace(probs=probs), cache
+
+
+def test_rows_that_are_not_renormalised_are_caught():
+  # Broken: the test above cannot see a dishonest row of a tree.
+  drafter = _NotRenormalised(model=_pair().drafter,
+                             parents=sj.trees.full_tree((2, 2)))
+  tokens, _, _ = _decoded(drafter, Traversal(), range(_ROWS))
+  assert _p_value(tokens) < 1e-6
+
+
+def _laws_by_path(params, tokens, emitted, draft):
+  """q behind every path, from passes without a cache: `[rounds, B, N, V]`."""
+  texts = np.zeros((*draft.tokens.shape, 48), np.int32)
+  lengths = np.zeros(draft.tokens.shape, np.int64)
+  for r, b in np.ndindex(draft.tokens.shape[:2]):
+    start = len(_PROMPT) + emitted[:r, b].sum()
+    assert draft.tokens[r, b, 0] == tokens[b, start - 1]
+    texts[r, b, 0, :start], lengths[r, b, 0] = tokens[b, :start], start
+    for i, parent in enumerate(draft.parents[r, b][1:], 1):
+      end = lengths[r, b, parent]
+      texts[r, b, i] = texts[r, b, parent]
+      texts[r, b, i, end], lengths[r, b, i] = draft.tokens[r, b, i], end + 1
+  logits = jax.jit(_pair().drafter)(params, texts.reshape(-1, 48)).logits
+  behind = logits[np.arange(lengths.size), lengths.reshape(-1) - 1]
+  return np.asarray(jax.nn.softmax(behind)).reshape(*lengths.shape, -1)
+
+
+@pytest.mark.parametrize("name", _SAMPLED)
+def test_rows_are_the_laws_of_the_context(name):
+  # Broken: after a round whose accepted path lay anywhere in the block, the
+  # drafter goes on with keys and values of another text.
+  drafter, _ = _SAMPLED[name]
+  tokens, emitted, draft = _sampled(name)
+  draft = jax.tree.map(lambda x: x[:, :16], draft)
+  params = _params(drafter, _pair())["drafter"]
+  laws = [_laws_by_path(own, tokens, emitted, draft)
+          for own in (params if isinstance(params, tuple) else (params,))]
+  for r, b in np.ndindex(_ROUNDS, 16):
+    parents, drawn = draft.parents[r, b], draft.tokens[r, b]
+    for i, parent in enumerate(parents[1:], 1):
+      path = (i - 1) % getattr(drafter, "num_paths", 1)
+      want = laws[path % len(laws)][r, b, parent].copy()
+      siblings = np.flatnonzero(parents == parent)
+      if name == "without_replacement":
+        want[drawn[siblings[siblings < i]]] = 0
+      elif name == "hybrid" and i == siblings[0]:
+        want[drawn[siblings[1:]]] = 0
+      elif name in ("hybrid", "dynamic"):
+        assert drawn[i] in np.argsort(-want)[:3]
+        want = np.eye(_VOCAB)[drawn[i]]
+      np.testing.assert_allclose(draft.probs[r, b, i], want / want.sum(),
+                                 atol=1e-4)
+  assert (emitted[:-1, :16] > 2).any()
+
+
+@pytest.mark.parametrize("name", ["without_replacement", "paths of two models"])
+def test_a_row_does_not_depend_on_its_batch(name):
+  # Broken: a result cannot be reproduced without the rows of its batch.
+  tokens, emitted, _ = _sampled(name)
+  for i in range(8):
+    alone, count, _ = _decoded(*_SAMPLED[name], rows=[i])
+    np.testing.assert_array_equal(count[:, 0], emitted[:, i])
+    end = len(_PROMPT) + count.sum()
+    np.testing.assert_array_equal(alone[0, :end], tokens[i, :end])
+
+
+# What drafters say of themselves, and what is refused.
+
+
+@pytest.mark.parametrize("drafter,chain,iid,autoregressive", [
+    (sj.drafters.Empty(), 1, 1, 1),
+    (sj.drafters.LanguageModel(model=_pair().drafter, gamma=2), 1, 1, 1),
+    (testing.OracleDrafter(gamma=2), 1, 1, 1),
+    (_tree("iid"), 0, 1, 1),
+    (_tree("without_replacement"), 0, 0, 0),
+    (_tree("top_k"), 0, 0, 0),
+    (_tree("hybrid"), 0, 0, 0),
+    (_tree("without_replacement", (-1, 0, 1)), 1, 1, 1),
+    (_tree("top_k", (-1,)), 1, 1, 1),
+    (_paths(1), 0, 1, 1),
+    (_paths(2), 0, 0, 0),
+    (_paths(1, num_paths=1), 1, 1, 1),
+    (_dynamic(), 0, 0, 0),
+    (_dynamic(top_k=1, num_nodes=3), 1, 1, 1)])
+def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
+  # Broken: a rule runs with a drafter for which it is not lossless.
+  assert (drafter.chain, drafter.iid, drafter.autoregressive) == (
+      chain, iid, autoregressive)
+  assert drafter.conditional
+  assert hash(drafter) == hash(dataclasses.replace(drafter))
+  assert isinstance(drafter, sj.Drafter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Merges(TreeLanguageModel):
+  conditional = False
+
+
+_MERGES = _Merges(model=_pair().drafter, parents=_UNEVEN)
+
+
+@pytest.mark.parametrize("drafter,rule,need", [
+    (_tree("iid"), Token(), "chain"),
+    (_tree("top_k"), Block(), "chain"),
+    (_paths(1), GreedyBlock(), "chain"),
+    (_tree("without_replacement"), KSeq(), "iid"),
+    (_tree("hybrid"), KSeq(), "iid"),
+    (_paths(2), KSeq(), "iid"),
+    (_dynamic(), KSeq(), "iid"),
+    (_MERGES, Recursive(), "conditional"),
+    (_MERGES, Traversal(), "conditional")])
+def test_unsound_pairs_are_refused(drafter, rule, need):
+  # Broken: as above, at the construction of a decoder.
+  for kwargs in (dict(verifier=rule),
+                 dict(verifier=TargetWalk(), observers=(rule,))):
+    with pytest.raises(ValueError, match=f"{type(rule).__name__} is .*{need}"):
+      sj.Decoder(target=_pair().target, drafter=drafter, **kwargs)
+
+
+def _decoder(drafter):
+  return sj.Decoder(target=_pair().target, drafter=drafter,
+                    verifier=TargetWalk())
+
+
+@pytest.mark.parametrize("call,words", [
+    (lambda: _tree("beam"), "'beam'.*one of iid"),
+    (lambda: _tree("iid", (-1, 1)), "node 1 is 1"),
+    (lambda: _decoder(_tree("top_k", sj.trees.full_tree((6,)))),
+     "6 children.*5 tokens.*narrower"),
+    (lambda: _decoder(_tree(vocab_size=16)), "16 tokens.*5"),
+    (lambda: _decoder(_paths(1, vocab_size=16)), "16 tokens.*5"),
+    (lambda: _decoder(_dynamic(16)), "16 tokens.*5"),
+    (lambda: _paths(2, num_paths=1), "2 models and 1 paths"),
+    (lambda: _paths(0), "0 models"),
+    (lambda: _paths(1, length=0), "length is 0.*at least 1"),
+    (lambda: _dynamic(top_k=0), "top_k 0.*at least 1"),
+    (lambda: _dynamic(depth=2, num_nodes=8), "num_nodes is 8.*2 to 7"),
+    (lambda: _decoder(_dynamic(top_k=6)), "top_k is 6.*5 tokens"),
+    (lambda: _decoder(_paths(1)).prefill(_pair().params, [[1]],
+                                         jax.random.key(0)),
+     "must be a tuple.*1 models")])
+def test_bad_settings(call, words):
+  # Broken: a setting that cannot work fails inside the compiler, or not.
+  with pytest.raises(ValueError, match=words):
+    call()
