@@ -84,6 +84,23 @@ def test_replay(tmp_path):
   assert again["rows"] == [rows["block"]]
 
 
+def test_tree_study(tmp_path):
+  """Every method has its row, and the tree that was chosen is reported."""
+  study = _last_line(_run(
+      "tree_study.py", "--budgets=4", "--temperature=1", "--num_prompts=2",
+      "--new_tokens=16", "--drafter=tiny", cwd=tmp_path))
+  assert study["study"] == "trees"
+  rows = {r["method"]: r for r in study["rows"]}
+  assert len(rows) == len(study["rows"]) == 10
+  for row in rows.values():
+    assert 1 <= row["tokens_per_pass"] <= row["nodes"]
+    assert row["tokens_per_second"] > 0
+    assert len(row["parents"]) == row["nodes"]
+  assert {rows[name]["nodes"] for name in rows} <= {1, 4}
+  assert (tmp_path / "results/trees/trees.csv").read_text().count("\n") == 11
+  assert (tmp_path / "results/trees/trees.png").stat().st_size > 10_000
+
+
 def test_optimality(tmp_path):
   """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
   study = _last_line(_run(

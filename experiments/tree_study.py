@@ -1,0 +1,344 @@
+"""What do token trees gain over chains, for the same number of nodes?
+
+Decodes held-out prompts with every method of drafting and verifying at every
+node budget N, the root included, and prints tokens per pass of the target and
+tokens per second:
+
+  chain_token, chain_block   one chain of N - 1 tokens
+  specinfer                  i.i.d. children, multi-round rejection
+  k_seq                      the same drafts, SpecTr's K-SEQ
+  without_replacement        Sequoia's drafts, multi-round rejection
+  traversal                  the same drafts, traversal verification
+  hybrid                     one draw outside the top K - 1, then those
+  top_k                      the likeliest children, sampled from the target
+
+Every tree has the shape that Sequoia's dynamic program finds best for the
+acceptance by rank that its rule measured on other prompts. Tokens per pass toss
+no coin: given the draft, the expected number of accepted tokens is known; and
+rules with the same drafts are judged on the same rollouts (those of the first
+of them), so that they are paired. The last row of a temperature is the tree,
+chain or plain decoding that the dynamic program predicts to be fastest here,
+from the measured costs of passes, of draft levels and of a round.
+
+  python experiments/tree_study.py
+  python experiments/tree_study.py --budgets=8,64 --temperature=1
+
+Every prompt's results are appended to runs.jsonl in --output_dir; killed and
+started again the study goes on there. Writes trees.csv and trees.png. The last
+line of stdout is one JSON object.
+"""
+
+import csv
+import hashlib
+import json
+import pathlib
+import statistics
+import sys
+
+from absl import flags
+import common
+import jax
+import numpy as np
+import rollouts
+import timing
+
+import specjax as sj
+from specjax import analysis
+from specjax.data import prompt_sets
+from specjax.data.files import atomically
+
+_BUDGETS = flags.DEFINE_list(
+    "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
+_TEMPERATURE = flags.DEFINE_list(
+    "temperature", "0,0.6,1", "of both models; 0 is greedy")
+_NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", 16, "prompts, held-out modules of the running Python", 2)
+_PROMPT_TOKENS = flags.DEFINE_integer(
+    "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
+_NEW_TOKENS = flags.DEFINE_integer(
+    "new_tokens", 96, "tokens generated for every prompt", 1)
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "small", "small, tiny, or a directory of train_lm.py")
+_TARGET = flags.DEFINE_string(
+    "target", "bundled", "bundled, or a directory of train_lm.py")
+_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "results/trees", "for results, the table and the plot")
+
+_CHILDREN = 8  # ranks whose acceptance is measured
+_DEPTH = 12  # of a tree, in tokens
+_CALIBRATION_PROMPTS = 6
+_CALIBRATION_ROUNDS = 32
+_BASELINE, _FASTEST = "autoregressive", "dynamic_program"
+
+_TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
+_RECURSIVE, _K_SEQ = sj.verifiers.Recursive(), sj.verifiers.KSeq()
+_WALK, _TRAVERSAL = sj.verifiers.TargetWalk(), sj.verifiers.Traversal()
+# Drafts: the rule whose rollouts are shared, then those that are judged on
+# them too. None proposes chains.
+_METHODS = {
+    None: {"chain_token": _TOKEN, "chain_block": _BLOCK},
+    "iid": {"specinfer": _RECURSIVE, "k_seq": _K_SEQ},
+    "without_replacement": {"without_replacement": _RECURSIVE,
+                            "traversal": _TRAVERSAL},
+    "hybrid": {"hybrid": _RECURSIVE},
+    "top_k": {"top_k": _WALK},
+}
+
+
+def _drafter(model, proposal, parents):
+  if len(parents) == 1:
+    return sj.drafters.Empty()
+  if proposal is None:
+    return sj.drafters.LanguageModel(model=model, gamma=len(parents) - 1)
+  return sj.drafters.TreeLanguageModel(model=model, parents=parents,
+                                       proposal=proposal)
+
+
+class _Setting:
+  """The models, and how they accept and what they cost at a temperature."""
+
+  def __init__(self, target, drafter, calibration, budgets):
+    self.target, self.drafter = target, drafter
+    self.params = {"target": target.params, "drafter": drafter.params}
+    self._calibration = calibration
+    limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
+    self.capacity = limit + max(budgets)
+    used = limit - _NEW_TOKENS.value // 2
+    seconds = lambda member, nodes: timing.median(timing.passes(
+        member.model, member.params, self.capacity, used, nodes))
+    self.pass_seconds = {n: seconds(target, n) for n in (1, *budgets)}
+    self.level_seconds = seconds(drafter, 4)
+
+  def decoder(self, temperature, proposal, parents, verifier, observers=()):
+    return sj.Decoder(
+        target=self.target.model, verifier=verifier, observers=observers,
+        drafter=_drafter(self.drafter.model, proposal, parents),
+        transform=sj.LogitsTransform(temperature=temperature))
+
+  def acceptance(self, temperature, proposal, verifier):
+    """`[K]`, how often the child of each rank is accepted below the root.
+
+    Measured without a coin on other prompts: the mean probability that a star
+    of K children stops at each of them.
+    """
+    star = sj.trees.full_tree((_CHILDREN if proposal else 1,))
+    decoder = self.decoder(temperature, proposal, star, verifier)
+    state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
+                            limits=_PROMPT_TOKENS.value + _NEW_TOKENS.value)
+    _, stats, trace = decoder.decode_traced(
+        self.params, state, _CALIBRATION_ROUNDS)
+    law = jax.jit(jax.vmap(jax.vmap(verifier.law)))(
+        trace.draft, trace.target_probs)
+    stop = np.asarray(law.stop, np.float64)[np.asarray(stats.active)]
+    return stop.mean(0)[1:]
+
+  def round_seconds(self, temperature, proposal, parents, verifier):
+    """What a round takes besides its passes."""
+    arm = rollouts.Arm(
+        self.decoder(temperature, proposal, parents, verifier), self.params,
+        _NEW_TOKENS.value, self.capacity)
+    runs = [arm.decode(prompt, 0, 0) for prompt in self._calibration][1:]
+    depth = max(_depths(parents))
+    rest = [run["seconds"] / run["rounds"] - self.pass_seconds[len(parents)]
+            - depth * self.level_seconds for run in runs]
+    return max(0.0, statistics.median(rest))
+
+
+def _depths(parents):
+  depths = [0]
+  for parent in parents[1:]:
+    depths.append(depths[parent] + 1)
+  return depths
+
+
+def _plan(setting, temperature, budgets):
+  """{arm: (parents, proposal, method)}: the trees of a temperature."""
+  plan = {_BASELINE: ((-1,), None, "chain_token")}
+  fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
+  for proposal, rules in _METHODS.items():
+    depth = _DEPTH if proposal else None
+    trees = None
+    for name, verifier in rules.items():
+      acceptance = setting.acceptance(temperature, proposal, verifier)
+      if trees is None:  # rules with the same drafts share trees
+        trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
+                 for n in budgets}
+        overhead = setting.round_seconds(
+            temperature, proposal, trees[min(budgets)], verifier)
+      plan |= {f"{name} {n}": (parents, proposal, name)
+               for n, parents in trees.items()}
+      parents = sj.trees.best_tree(
+          acceptance, setting.pass_seconds, setting.level_seconds,
+          round_seconds=overhead, depth=depth)
+      if len(parents) > 1:
+        seconds = (setting.pass_seconds[len(parents)] + overhead
+                   + max(_depths(parents)) * setting.level_seconds)
+        promise = sj.trees.expected_tokens(parents, acceptance) / seconds
+        if promise > speed:
+          fastest, speed = (parents, proposal, name), promise
+  return plan | {_FASTEST: fastest}
+
+
+def _plans(setting, temperatures, budgets, path):
+  """The plan of every temperature; `path` keeps them for a study resumed."""
+  plans = json.loads(path.read_text()) if path.exists() else {}
+  for temperature in temperatures:
+    if f"{temperature:g}" not in plans:
+      print(f"measuring acceptance at temperature {temperature:g}",
+            file=sys.stderr)
+      plans[f"{temperature:g}"] = _plan(setting, temperature, budgets)
+      with atomically(path) as f:
+        f.write(json.dumps(plans).encode())
+  return plans
+
+
+def _arms(setting, temperature, plan):
+  """{arm: `rollouts.Arm`} of a temperature's plan."""
+  arms = {}
+  for arm, (parents, proposal, name) in plan.items():
+    first, *others = _METHODS[proposal].values()
+    verifier = _METHODS[proposal][name]
+    observers = tuple(others) if verifier == first else ()
+    arms[arm] = rollouts.Arm(
+        setting.decoder(temperature, proposal, tuple(parents), verifier,
+                        observers if len(parents) > 1 else ()),
+        setting.params, _NEW_TOKENS.value, setting.capacity)
+  return arms
+
+
+def _row(runs, arm, shared, law):
+  """Figures of an arm: its own, and those of a law on the shared rollouts."""
+  mine = [arms[arm] for arms in runs]
+  others = [arms[shared] for arms in runs]
+  pace = np.array([r["seconds"] / r["tokens"] for r in mine])
+  baseline = np.array([arms[_BASELINE]["seconds"] / arms[_BASELINE]["tokens"]
+                       for arms in runs])
+  tokens, error = analysis.ratio_estimate(
+      [r["expected"][law] for r in others], [r["rounds"] for r in others])
+  own, own_error = analysis.ratio_estimate(
+      [r["expected"][0] for r in mine], [r["rounds"] for r in mine])
+  return {"tokens_per_pass": 1 + tokens, "stderr": error,
+          "own_tokens_per_pass": 1 + own, "own_stderr": own_error,
+          "tokens_per_second": 1 / statistics.median(pace),
+          "speedup": statistics.median(baseline / pace)}
+
+
+def _rows(runs, plans, temperatures, budgets):
+  rows = []
+  for temperature in temperatures:
+    mine = [arms for unit, arms in runs.items() if unit[1] == temperature]
+    plan = plans[f"{temperature:g}"]
+    cells = [(name, f"{name} {n}", f"{next(iter(rules))} {n}", law)
+             for rules in _METHODS.values() for n in budgets
+             for law, name in enumerate(rules)]
+    cells += [(name, name, name, 0) for name in (_BASELINE, _FASTEST)]
+    for name, arm, shared, law in cells:
+      parents = plan[arm][0]
+      rows.append({"method": name, "nodes": len(parents),
+                   "temperature": temperature,
+                   **_row(mine, arm, shared, law), "parents": list(parents)})
+  return rows
+
+
+def _print_table(rows):
+  print(f"{'T':>4s} {'method':20s} {'nodes':>5s} {'tokens per pass':>16s} "
+        f"{'own rollout':>14s} {'tokens/s':>9s} {'speed-up':>8s}")
+  for r in rows:
+    print(f"{r['temperature']:4g} {r['method']:20s} {r['nodes']:5d} "
+          f"{r['tokens_per_pass']:8.3f} ± {r['stderr']:.3f} "
+          f"{r['own_tokens_per_pass']:6.3f} ± {r['own_stderr']:.3f} "
+          f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
+  for temperature in dict.fromkeys(r["temperature"] for r in rows):
+    mine = [r for r in rows if r["temperature"] == temperature]
+    chosen = next(r for r in mine if r["method"] == _FASTEST)
+    best = max(mine, key=lambda r: r["tokens_per_second"])
+    print(f"temperature {temperature:g}: the dynamic program's choice has "
+          f"{len(chosen['parents'])} nodes and "
+          f"{chosen['tokens_per_second'] / best['tokens_per_second']:.2f} of "
+          f"the best speed measured ({best['method']}, {best['nodes']} nodes)")
+
+
+def _plot(rows, path):
+  import matplotlib  # pylint: disable=g-import-not-at-top
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
+  figure, grid = plt.subplots(2, len(temperatures), squeeze=False, sharex=True,
+                              figsize=(5 * len(temperatures), 7))
+  for column, temperature in enumerate(temperatures):
+    mine = [r for r in rows if r["temperature"] == temperature]
+    for name in dict.fromkeys(r["method"] for r in mine):
+      line = [r for r in mine if r["method"] == name]
+      if name in (_BASELINE, _FASTEST):
+        style = "--" if name == _BASELINE else ":"
+        grid[1, column].axhline(line[0]["tokens_per_second"], color="k",
+                                linestyle=style, label=name)
+        continue
+      nodes = [r["nodes"] for r in line]
+      grid[0, column].errorbar(
+          nodes, [r["tokens_per_pass"] for r in line],
+          [r["stderr"] for r in line], marker="o", capsize=2, label=name)
+      grid[1, column].plot(nodes, [r["tokens_per_second"] for r in line],
+                           marker="o", label=name)
+    grid[0, column].set(title=f"temperature {temperature:g}", xscale="log")
+    grid[1, column].set(xlabel="nodes of a pass")
+  grid[0, 0].set_ylabel("tokens per pass")
+  grid[1, 0].set_ylabel("tokens per second")
+  for axes in grid.flat:
+    axes.grid(alpha=0.3)
+  grid[0, -1].legend(fontsize=7)
+  grid[1, -1].legend(fontsize=7)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+
+
+def main():
+  budgets = common.draft_lengths("--budgets", _BUDGETS.value)
+  if budgets[0] < 2:
+    raise ValueError("--budgets holds 1; a draft has at least one node besides "
+                     "the root")
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  target, drafters, tokenizer = common.load_models(
+      _TARGET.value, [_DRAFTER.value])
+  texts, source = prompt_sets.embedded(
+      "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
+      4 * _PROMPT_TOKENS.value, _SEED.value)
+  ids = [common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
+         for text in texts]
+  prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
+  drafter = drafters[_DRAFTER.value]
+  print(f"timing passes over {', '.join(map(str, budgets))} nodes",
+        file=sys.stderr)
+  setting = _Setting(target, drafter, calibration, budgets)
+  for temperature in temperatures:  # a bad one is refused early
+    setting.decoder(temperature, None, (-1, 0), _TOKEN)
+
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  fingerprint = rollouts.fingerprint(
+      setting.params, target.model, drafter.model, budgets, _NEW_TOKENS.value,
+      _SEED.value)
+  digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+  units = [(fingerprint, t, i, digest(row)) for t in temperatures
+           for i, row in enumerate(prompts)]
+  plans = _plans(setting, temperatures, budgets,
+                 output_dir / f"plan-{fingerprint}.json")
+  runs = rollouts.run(
+      units, lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
+      lambda t: _arms(setting, t, plans[f"{t:g}"]), output_dir / "runs.jsonl")
+  rows = _rows(runs, plans, temperatures, budgets)
+  _print_table(rows)
+  with open(output_dir / "trees.csv", "w", newline="") as f:
+    writer = csv.DictWriter(f, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  _plot(rows, output_dir / "trees.png")
+  print(f"wrote {output_dir}/trees.csv and trees.png")
+  print(json.dumps({"study": "trees", "rows": rows, "source": source,
+                    "pass_seconds": setting.pass_seconds,
+                    "level_seconds": setting.level_seconds}))
+
+
+if __name__ == "__main__":
+  common.run(main)
