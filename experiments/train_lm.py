@@ -118,23 +118,27 @@ def main():
   schedule = optimizers.trapezoid(
       _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
       int(_STEPS.value * _DECAY_FRACTION.value))
-  evaluate = evaluation.bits_per_byte(
+  bits_per_byte = evaluation.bits_per_byte(
       model, tokenizer.encode_stream(held_out),
       sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
-  params = loop.Trainer(
-      loss=objectives.next_token_loss(model),
-      optimizer=make[_OPTIMIZER.value](schedule), batch=windows.batch,
-      steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
+  trained = loop.Trainer(
+      objective=objectives.NextToken(model=model),
+      optimizer=make[_OPTIMIZER.value](schedule),
+      batch=lambda step: {"tokens": windows.batch(step)},
+      steps=_STEPS.value, directory=output_dir,
+      evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
-      tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value).run(params)
+      tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value).run(
+          {"target": params})
 
-  saved = jax.tree.map(lambda x: x.astype(_SAVE_DTYPE.value), params)
+  saved = jax.tree.map(
+      lambda x: x.astype(_SAVE_DTYPE.value), trained["target"])
   checkpoint.save_model(output_dir, model, saved)
-  final = evaluate(jax.tree.map(lambda x: x.astype(jnp.float32), saved))
+  final = bits_per_byte(jax.tree.map(lambda x: x.astype(jnp.float32), saved))
   print(json.dumps({
       "study": "train_lm", "data": _DATA.value, "parameters": num_params,
       "tokens": _STEPS.value * windows.batch_size * windows.length,

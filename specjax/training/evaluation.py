@@ -1,11 +1,18 @@
-"""Held-out bits per byte."""
+"""What is measured on held-out text while a model or a drafter trains.
 
+Each function here makes one that takes parameters and returns numbers by name,
+as `Trainer.evaluate` wants it.
+"""
+
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from specjax.rounds import raise_if_not_finite
 
 _BATCH = 8
 
@@ -56,3 +63,115 @@ def bits_per_byte(model, tokens, num_bytes: int, length: int, stride: int):
     return {"bits_per_byte": total / math.log(2) / num_bytes}
 
   return evaluate
+
+
+def block_efficiency(decoder, prompts, *, rounds: int, seed: int = 0):
+  """A function that decodes held-out prompts and counts tokens a round.
+
+  1 + E[tau]: every round counts with the expectation of its accepted tokens
+  given its draft (Rao-Blackwell), and rows that are done do not count.
+
+  Args:
+    decoder: a `Decoder`; its drafter, verifier and transform are measured.
+    prompts: sequences of token ids.
+    rounds: of every prompt; fewer where the context ends.
+    seed: of the sampling, the same at every call.
+
+  Returns:
+    `{"target", "drafter"} -> {"block_efficiency": value}`.
+  """
+  def evaluate(params):
+    state = decoder.prefill(params, prompts, jax.random.key(seed))
+    _, stats = decoder.decode(params, state, rounds=rounds)
+    raise_if_not_finite(stats)
+    accepted = jnp.sum(stats.expected[..., 0]) / jnp.sum(stats.active)
+    return {"block_efficiency": float(1 + accepted)}
+
+  return evaluate
+
+
+def head_accuracy(objective, tokens, *, batch_size: int = 2, top: int = 5,
+                  seed: int = 0):
+  """A function that measures forecasts on held-out rows, head by head.
+
+  The target reads the rows, not what it would write. "Right" is the
+  target's own argmax at the place that head k forecasts, or, where the name
+  has `data_`, the row's token. `greedy_block_efficiency` is 1 + the mean over
+  positions of the heads that are right before the first that is not: what
+  greedy decoding would accept if the target wrote the rows.
+
+  Args:
+    objective: of K heads, with `model` and `score`.
+    tokens: `[R, S + 1]` int32, the rows.
+    batch_size: rows of a pass; the logits of a head take
+      batch_size * S * V floats.
+    top: k of the largest top-k accuracy.
+    seed: of the positions, where the objective draws them.
+
+  Returns:
+    `{"target", "drafter"} -> {name: value}`: `head_<k>/loss` in nats,
+    `head_<k>/top_<j>` and `head_<k>/data_top_<j>` for k = 0..K, where head 0
+    is the target's LM head, and `greedy_block_efficiency` and
+    `data_block_efficiency`.
+  """
+  tokens = np.asarray(tokens, np.int32)
+  key = jax.random.key(seed)
+
+  @jax.jit
+  def measure(params, rows):
+    logits = objective.model(params["target"], rows[:, :-1]).logits
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), greedy.shape)
+    score = functools.partial(_outcomes, rows, greedy)
+    heads = objective.score(params, rows, key, score)
+    lm_head = score(0, logits, every)
+    means = [_summary(jax.tree.map(lambda x: x[None], lm_head), top),
+             _summary(heads, top)]
+    lengths = {name: jnp.mean(jnp.sum(jnp.cumprod(
+        heads[rank] == 0, axis=0), axis=0)) for name, rank in (
+            ("greedy_block_efficiency", "target_rank"),
+            ("data_block_efficiency", "data_rank"))}
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *means), lengths
+
+  def evaluate(params):
+    parts = [measure(params, tokens[i:i + batch_size])
+             for i in range(0, len(tokens), batch_size)]
+    weights = [len(tokens[i:i + batch_size]) / len(tokens)
+               for i in range(0, len(tokens), batch_size)]
+    heads, lengths = jax.tree.map(
+        lambda *x: sum(w * np.asarray(y) for w, y in zip(weights, x)), *parts)
+    row = {name: 1 + float(value) for name, value in lengths.items()}
+    for k, loss in enumerate(heads["loss"]):
+      row[f"head_{k}/loss"] = float(loss)
+      for reference in ("", "data_"):
+        for j, value in enumerate(heads[f"{reference}top"][k], 1):
+          row[f"head_{k}/{reference}top_{j}"] = float(value)
+    return row
+
+  return evaluate
+
+
+def _outcomes(rows, greedy, k, logits, positions):
+  """Of a head's `logits [B, P, V]`: nats and the ranks of both references."""
+  at = positions + 1 + k
+  data = jnp.take_along_axis(rows, at, axis=1)
+  target = jnp.take_along_axis(greedy, at - 1, axis=1)
+  return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
+          "data_rank": _rank(logits, data),
+          "target_rank": _rank(logits, target)}
+
+
+def _rank(logits, labels):
+  """How many tokens of `[..., V]` come before `labels [...]`; 0: argmax."""
+  value = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+  before = jnp.arange(logits.shape[-1]) < labels[..., None]
+  return jnp.sum((logits > value) | (logits == value) & before, axis=-1)
+
+
+def _summary(outcomes, top):
+  """Means over rows and positions of `[K, B, P]`: `[K]` and `[K, top]`."""
+  hits = lambda rank: jnp.mean(
+      rank[..., None] < jnp.arange(1, top + 1), axis=(1, 2))
+  return {"loss": jnp.mean(outcomes["nats"], axis=(1, 2)),
+          "top": hits(outcomes["target_rank"]),
+          "data_top": hits(outcomes["data_rank"])}

@@ -1,7 +1,13 @@
-"""The training loop: one compiled step, exact resume, metrics on disk."""
+"""The one training loop: a compiled step, exact resume, metrics on disk.
+
+  objective(trainable, frozen, batch, key) -> (loss, metrics)
+
+Parameters are a dictionary of named trees, such as {"target", "drafter"}: what
+a `Decoder` takes. A run trains some of them; the others are arguments of the
+compiled step and never a result, so nothing can change them.
+"""
 
 from collections.abc import Callable
-import csv
 import dataclasses
 import functools
 import pathlib
@@ -11,9 +17,13 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tqdm
+
+from specjax.models.transformer import default_dtype
+from specjax.training.metrics import MetricsLog
 
 _LOG_EVERY = 10  # steps
 
@@ -24,7 +34,7 @@ class TrainState:
 
   Attributes:
     step: `[]` int32, steps taken.
-    params: the parameters.
+    params: the trainable parameters.
     opt_state: optax's state.
   """
 
@@ -38,22 +48,32 @@ class Trainer:
   """Trains parameters on batches that are a pure function of the step.
 
   A run that is killed and started again with the same arguments continues
-  from its last checkpoint and ends with bit-identical parameters.
+  from its last checkpoint and ends with bit-identical parameters. A batch that
+  cannot be cut into `accumulate` parts is refused.
 
   Attributes:
-    loss: `(params, batch) -> []`.
-    optimizer: an optax transformation.
-    batch: `step -> batch`.
+    objective: `(trainable, frozen, batch, key) -> (loss [], metrics)`, pure
+      and hashable, as a frozen dataclass or a function is. Metrics are scalars
+      by name; one with a slash in it goes to disk and not to the screen.
+    optimizer: an optax transformation of the trainable parameters.
+    batch: `step -> batch`, a tree of arrays whose first axis are rows;
+      scalars in it are shared by all rows.
     steps: length of the run.
     directory: of checkpoints, `metrics.csv` and TensorBoard events.
-    evaluate: `params -> {name: value}`, called every `evaluate_every` steps
-      and at the end.
+    evaluate: `params -> {name: value}`, given all parameters, called every
+      `evaluate_every` steps and at the end.
     evaluate_every: steps; 0 evaluates at the end alone.
     checkpoint_every: steps between checkpoints.
     tokens_per_step: for the throughput that is logged.
+    accumulate: parts that a batch is cut into; their gradients are averaged.
+      Memory is that of one part.
+    compute_dtype: that the objective and `evaluate` see all parameters in;
+      the trained ones are kept, averaged and saved in their own. None is
+      `default_dtype()`.
+    seed: of the objective's keys, one for each step.
   """
 
-  loss: Callable[..., jax.Array]
+  objective: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
   optimizer: optax.GradientTransformation
   batch: Callable[[int], Any]
   steps: int
@@ -62,39 +82,63 @@ class Trainer:
   evaluate_every: int = 0
   checkpoint_every: int = 200
   tokens_per_step: int = 0
+  accumulate: int = 1
+  compute_dtype: Any = None
+  seed: int = 0
 
-  def run(self, params) -> Any:
-    """Trains from `params`, or from the last checkpoint, to the end."""
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=params,
-                       opt_state=self.optimizer.init(params))
+  def __post_init__(self):
+    for x in jax.tree.leaves(self.batch(0)):
+      if np.ndim(x) and len(x) % self.accumulate:
+        raise ValueError(
+            f"a batch has {len(x)} rows and accumulate is {self.accumulate}; "
+            "it must divide the rows: choose another, or another batch size")
+
+  def run(self, trainable: dict[str, Any], frozen: dict[str, Any] | None = None
+          ) -> dict[str, Any]:
+    """Trains to the end, from `trainable` or from the last checkpoint.
+
+    Args:
+      trainable: parameters to train, in float32 as a rule.
+      frozen: parameters that the objective needs and that stay as they are.
+
+    Returns:
+      The trained parameters.
+
+    Raises:
+      ValueError: the checkpoints in `directory` are of other parameters.
+    """
+    dtype = self.compute_dtype or default_dtype()
+    frozen = _cast(frozen or {}, dtype)
+    train_step = functools.partial(
+        _train_step, key=jax.random.key(self.seed), objective=self.objective,
+        optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype)
     directory = pathlib.Path(self.directory).absolute()
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(directory / "checkpoints",
                                options=options) as manager:
-      if manager.latest_step() is not None:
-        state = manager.restore(
-            manager.latest_step(), args=ocp.args.StandardRestore(state))
+      state = self._first_state(trainable, manager)
       start = int(state.step)
-      log = _Metrics(directory, start)
+      log = MetricsLog(directory, start)
       bar = tqdm.tqdm(total=self.steps, initial=start, unit="step",
                       dynamic_ncols=True)
       tick = time.monotonic()
       for step in range(start, self.steps):
-        state, loss = self._step(state, self.batch(step))
+        state, (loss, metrics) = train_step(state, frozen, self.batch(step))
         done = step + 1
         bar.update()
         row = {}
         if done % _LOG_EVERY == 0 or done == self.steps:
-          row["loss"] = float(loss)
+          row = {"loss": float(loss), **_floats(metrics)}
           seconds, tick = time.monotonic() - tick, time.monotonic()
           row["tokens_per_second"] = _LOG_EVERY * self.tokens_per_step / seconds
           bar.set_postfix(loss=f"{row['loss']:.4f}")
         if self.evaluate and (
             done == self.steps or
             self.evaluate_every and done % self.evaluate_every == 0):
-          row.update(self.evaluate(state.params))
+          row.update(self.evaluate(
+              {**frozen, **_cast(state.params, dtype)}))
           bar.write(f"step {done}: " + ", ".join(
-              f"{k} {v:.4f}" for k, v in row.items()))
+              f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
           tick = time.monotonic()
         if row:
           log.write(done, row)
@@ -104,51 +148,68 @@ class Trainer:
       log.close()
     return state.params
 
-  @functools.cached_property
-  def _step(self):
-    # The state is donated: parameters and moments are updated in place.
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-      loss, grads = jax.value_and_grad(self.loss)(state.params, batch)
-      updates, opt_state = self.optimizer.update(
-          grads, state.opt_state, state.params)
-      params = optax.apply_updates(state.params, updates)
-      return state.replace(step=state.step + 1, params=params,
-                           opt_state=opt_state), loss
-
-    return step
-
-
-class _Metrics:
-  """Appends to `metrics.csv` (step, name, value) and to TensorBoard."""
-
-  def __init__(self, directory, start):
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "metrics.csv"
-    kept = []
-    if path.exists():  # rows behind the checkpoint will be written again
-      with open(path, newline="") as f:
-        kept = [r for r in csv.reader(f) if r[0].isdigit() and
-                int(r[0]) <= start]
-    self._file = open(path, "w", newline="")
-    self._csv = csv.writer(self._file)
-    self._csv.writerow(["step", "name", "value"])
-    self._csv.writerows(kept)
+  def _first_state(self, trainable, manager):
+    # The step donates its state, and the caller keeps what it gave.
+    params = jax.tree.map(jnp.copy, trainable)
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params,
+                       opt_state=self.optimizer.init(params))
+    if manager.latest_step() is None:
+      return state
     try:
-      import tensorboardX  # pylint: disable=g-import-not-at-top
-      self._board = tensorboardX.SummaryWriter(
-          str(directory), purge_step=start or None)
-    except ImportError:
-      self._board = None
+      return manager.restore(manager.latest_step(),
+                             args=ocp.args.StandardRestore(state))
+    except ValueError as e:
+      raise ValueError(
+          f"the checkpoints in {manager.directory} are of other parameters "
+          "than this run's; give another directory, or the settings that they "
+          "were made with") from e
 
-  def write(self, step, row):
-    for name, value in row.items():
-      self._csv.writerow([step, name, value])
-      if self._board:
-        self._board.add_scalar(name, value, step)
-    self._file.flush()
 
-  def close(self):
-    self._file.close()
-    if self._board:
-      self._board.close()
+# Trainers of one objective and one optimiser share the compiled step. The
+# state is donated: parameters and moments are updated in place.
+@functools.partial(
+    jax.jit, donate_argnames="state",
+    static_argnames=("objective", "optimizer", "accumulate", "dtype"))
+def _train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
+                dtype):
+  """`(state, (loss, metrics))` after one step."""
+  def loss(trainable, batch, key):
+    return objective(_cast(trainable, dtype), frozen, batch, key)
+
+  aux, grads = _averaged(
+      jax.value_and_grad(loss, has_aux=True), accumulate, state.params, batch,
+      jax.random.fold_in(key, state.step))
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  return state.replace(step=state.step + 1, params=params,
+                       opt_state=opt_state), aux
+
+
+def _averaged(grad, accumulate, trainable, batch, key):
+  """`((loss, metrics), gradients)`, averaged over the parts of a batch."""
+  if accumulate == 1:
+    return grad(trainable, batch, key)
+  parts = jax.tree.map(
+      lambda x: x.reshape(accumulate, -1, *x.shape[1:]) if x.ndim
+      else jnp.broadcast_to(x, accumulate), batch)
+  keys = jax.random.split(key, accumulate)
+
+  def add(total, part):
+    return jax.tree.map(jnp.add, total, grad(trainable, *part)), None
+
+  shapes = jax.eval_shape(
+      grad, trainable, *jax.tree.map(lambda x: x[0], (parts, keys)))
+  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  total, _ = jax.lax.scan(add, zero, (parts, keys))
+  return jax.tree.map(lambda x: x / accumulate, total)
+
+
+def _cast(tree, dtype):
+  """The tree with its floating-point leaves in `dtype`."""
+  return jax.tree.map(
+      lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating)
+      else x, tree)
+
+
+def _floats(metrics):
+  return {name: float(value) for name, value in metrics.items()}

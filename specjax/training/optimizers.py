@@ -1,4 +1,4 @@
-"""Optimisers and schedules for small decoders."""
+"""Optimisers and schedules for small decoders and their drafters."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,25 @@ def trapezoid(peak: float, steps: int, warmup: int, decay: int):
   return schedule
 
 
-def adamw(schedule) -> optax.GradientTransformation:
+def adamw(schedule, weight_decay: float = 0.1) -> optax.GradientTransformation:
   """AdamW with the settings common for language models."""
   return optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1,
+      optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay,
                   mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)))
+
+
+def by_name(optimizers: dict[str, optax.GradientTransformation]
+            ) -> optax.GradientTransformation:
+  """An optimiser of its own for every named tree of the parameters.
+
+  Args:
+    optimizers: by the names of the trained parameters, such as "target" and
+      "drafter".
+  """
+  return optax.multi_transform(optimizers, lambda params: {
+      name: jax.tree.map(lambda _, name=name: name, tree)
+      for name, tree in params.items()})
 
 
 def muon(schedule, embedding_ratio: float = 0.15

@@ -1,0 +1,343 @@
+"""Trains what a target drafts for itself with.
+
+  --method=pass       look-ahead embeddings; the target stays as it is
+  --method=blockwise  residual feed-forward heads (Stern et al. 2018)
+  --method=medusa     Medusa heads; the target stays as it is (Medusa-1)
+  --method=medusa2    Medusa heads and the target, jointly
+
+Leaves in --output_dir:
+
+  heads.safetensors, heads.json      the heads or embeddings
+  model.safetensors, config.json, tokenizer.json   the target, if it was trained
+  metrics.csv, events.out.tfevents.*               losses, accuracy by head
+  checkpoints/                                     for an exact resume
+
+Killed and started again with the same flags it ends with the same weights,
+bit for bit. Heads for the bundled target, on Python's standard library and on
+text that the target writes itself:
+
+  python experiments/train_drafter.py --method=medusa --output_dir=/tmp/medusa
+  python experiments/train_drafter.py --method=medusa --output_dir=/tmp/self \\
+    --data=self
+
+A joint run that begins with trained heads (the paper's two stages):
+
+  python experiments/train_drafter.py --method=medusa2 \\
+    --output_dir=/tmp/joint --heads_from=/tmp/medusa
+
+The last line of stdout is one JSON object.
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import flags
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from specjax.data import batches
+from specjax.data import corpora
+from specjax.models import checkpoint
+from specjax.models import heads as heads_lib
+from specjax.training import distillation
+from specjax.training import evaluation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+
+# Peak learning rates of what is added to the target.
+_RATES = {"pass": 0.05, "blockwise": 1e-3, "medusa": 1e-3, "medusa2": 2e-3}
+_HELD_OUT_CUTS = 128  # cut points of a held-out row, for PaSS
+
+_METHOD = flags.DEFINE_enum(
+    "method", None, list(_RATES), "what to train", required=True)
+_TARGET = flags.DEFINE_string(
+    "target", "bundled", "bundled, or a directory of train_lm.py")
+_DATA = flags.DEFINE_string(
+    "data", "stdlib",
+    "what to train on: as in train_lm.py, or self[:SOURCE], continuations that "
+    "the target samples behind beginnings of the source (default: stdlib)")
+_FIELD = flags.DEFINE_string(
+    "field", "text", "field that holds the text in JSONL and datasets")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", None, "directory for the result and its checkpoints",
+    required=True)
+_HEADS = flags.DEFINE_integer(
+    "heads", 4, "K, heads or look-ahead tokens", 1)
+_HEADS_FROM = flags.DEFINE_string(
+    "heads_from", None, "directory of heads to begin with; default: new ones")
+_OUTPUT = flags.DEFINE_enum(
+    "output", "low_rank", ["own", "low_rank", "shared"],
+    "Medusa: a head's output matrix, its own, the LM head plus a low rank, or "
+    "the LM head")
+_RANK = flags.DEFINE_integer("rank", 64, "Medusa: of that low rank", 1)
+_BLOCKS = flags.DEFINE_integer("blocks", 1, "Medusa: residual blocks a head", 1)
+_HIDDEN_WIDTH = flags.DEFINE_integer(
+    "hidden_width", 512, "blockwise: of a head's inner layer", 1)
+_ALL_HEADS = flags.DEFINE_bool(
+    "all_heads", False, "blockwise: train all heads in every step, not one")
+_TRAIN_TARGET = flags.DEFINE_bool(
+    "train_target", False, "blockwise: train the target with its heads")
+_CUTS = flags.DEFINE_integer(
+    "cuts", 32, "PaSS: cut points of a row that is trained on", 1)
+_RAMP = flags.DEFINE_enum(
+    "ramp", "sine", ["sine", "linear", "constant"],
+    "medusa2: how the weight of the heads' loss rises over the run")
+_HEADS_WEIGHT = flags.DEFINE_float(
+    "heads_weight", 0.2, "medusa2: peak of that weight", 0.0)
+_DISTILL = flags.DEFINE_bool(
+    "distill", None, "medusa2: hold the target to its own laws before "
+    "training, not to the data; default: with --data=self")
+_ROW_TOKENS = flags.DEFINE_integer(
+    "row_tokens", None, "tokens of a row; default: the target's context", 3)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "rows of a step", 1)
+_ACCUMULATE = flags.DEFINE_integer(
+    "accumulate", 1, "parts that a step is cut into, to save memory", 1)
+_STEPS = flags.DEFINE_integer("steps", 1000, "training steps", 1)
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", None, "peak, of heads or embeddings; default: "
+    + ", ".join(f"{rate:g} ({name})" for name, rate in _RATES.items()), 0.0)
+_RATE_RATIO = flags.DEFINE_float(
+    "rate_ratio", 4.0, "learning rate of the heads over that of the target, "
+    "where it is trained", 0.01)
+_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 40, "linear rise", 0)
+_DECAY_FRACTION = flags.DEFINE_float(
+    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
+    "linearly to 0", 0.0, 1.0)
+_SELF_DIR = flags.DEFINE_string(
+    "self_dir", None, "where sampled rows are kept, for several runs to share; "
+    "default: self/ in --output_dir")
+_SELF_ROWS = flags.DEFINE_integer("self_rows", 2048, "rows to sample", 1)
+_SELF_PROMPT_TOKENS = flags.DEFINE_integer(
+    "self_prompt_tokens", 32, "tokens of a row that are the source's", 1)
+_SELF_TEMPERATURE = flags.DEFINE_float(
+    "self_temperature", 1.0, "of the sampling; 0 is greedy", 0.0)
+_HELD_OUT_ROWS = flags.DEFINE_integer(
+    "held_out_rows", 32, "rows to measure with", 1)
+_EVALUATE_EVERY = flags.DEFINE_integer(
+    "evaluate_every", 250, "steps between held-out measurements", 0)
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", 200, "steps between checkpoints", 1)
+_SAVE_DTYPE = flags.DEFINE_enum(
+    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
+_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the shuffle")
+
+
+def _new_heads(config):
+  """The parameterisation that the flags ask for, for this target."""
+  sizes = dict(width=config.width, vocab_size=config.vocab_size,
+               heads=_HEADS.value)
+  if _METHOD.value == "pass":
+    return heads_lib.LookaheadEmbeddings(
+        count=_HEADS.value, width=config.width)
+  if _METHOD.value == "blockwise":
+    return heads_lib.BlockwiseHeads(hidden_width=_HIDDEN_WIDTH.value, **sizes)
+  return heads_lib.MedusaHeads(
+      blocks=_BLOCKS.value, output=_OUTPUT.value, rank=_RANK.value, **sizes)
+
+
+def _heads(target):
+  """The heads or embeddings to begin with, and their float32 parameters."""
+  new = _new_heads(target.model.config)
+  if _HEADS_FROM.value is None:
+    return new, new.init(jax.random.key(_SEED.value), target.params)
+  heads, params = heads_lib.load_heads(
+      _HEADS_FROM.value, target.model, jnp.float32)
+  if not isinstance(heads, type(new)):
+    raise ValueError(f"--heads_from holds {type(heads).__name__} and --method="
+                     f"{_METHOD.value} trains {type(new).__name__}; give "
+                     "others, or another method")
+  return heads, params
+
+
+def _objective(model, heads, cuts):
+  if _METHOD.value == "pass":
+    return objectives.Lookahead(model=model, embeddings=heads, cuts=cuts)
+  if _METHOD.value == "blockwise":
+    return objectives.Blockwise(
+        model=model, heads=heads, one_head=not _ALL_HEADS.value)
+  medusa = objectives.Medusa(model=model, heads=heads)
+  if _METHOD.value == "medusa":
+    return medusa
+  return objectives.MedusaJoint(
+      medusa=medusa, weight=_HEADS_WEIGHT.value, ramp=_RAMP.value,
+      distill=_distill())
+
+
+def _self_source():
+  """The source behind `self[:SOURCE]`, or None for ordinary data."""
+  name, _, source = _DATA.value.partition(":")
+  return (source or "stdlib") if name == "self" else None
+
+
+def _distill():
+  if _DISTILL.value is None:
+    return _self_source() is not None
+  return _DISTILL.value
+
+
+def _tunes_target():
+  return _METHOD.value == "medusa2" or (
+      _METHOD.value == "blockwise" and _TRAIN_TARGET.value)
+
+
+def _row_tokens(target):
+  longest = target.model.context_length
+  value = _ROW_TOKENS.value or longest
+  if value > longest:
+    raise ValueError(f"--row_tokens is {value}; the target's context is "
+                     f"{longest} tokens: give at most that many")
+  if value < _HEADS.value + 2:
+    raise ValueError(f"--row_tokens is {value}; {_HEADS.value} heads need "
+                     f"{_HEADS.value + 2} at least: give longer rows")
+  return value
+
+
+def _self_rows(target, training, held_out, row_tokens):
+  """Rows that the target writes behind beginnings of both sides' text."""
+  decoder = sj.Decoder(
+      target=target.model, drafter=sj.drafters.Empty(),
+      verifier=sj.verifiers.Token(), transform=sj.LogitsTransform(
+          temperature=_SELF_TEMPERATURE.value))
+  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
+  return [
+      distillation.sample_rows(
+          decoder, {"target": target.params},
+          distillation.cut_prompts(
+              tokens, count, _SELF_PROMPT_TOKENS.value, _SEED.value),
+          length=row_tokens, directory=directory / name, seed=_SEED.value + i)
+      for i, (name, tokens, count) in enumerate((
+          ("training", training, _SELF_ROWS.value),
+          ("held_out", held_out, _HELD_OUT_ROWS.value)))]
+
+
+def _spread_rows(tokens, count, size):
+  """`[count, size]` rows of a stream `[T]`, at equal distances."""
+  if len(tokens) < size:
+    raise ValueError(f"the held-out text has {len(tokens)} tokens and a row "
+                     f"{size}; give more text, or a smaller --row_tokens")
+  starts = np.linspace(0, len(tokens) - size, count).astype(int)
+  return tokens[starts[:, None] + np.arange(size)].astype(np.int32)
+
+
+def _data(target, tokenizer):
+  """`(step -> [B, S + 1], held-out rows, fingerprint of the source)`."""
+  row_tokens = _row_tokens(target)
+  if _self_source() and _SELF_ROWS.value < _BATCH_SIZE.value:
+    raise ValueError(f"--self_rows is {_SELF_ROWS.value} and a batch has "
+                     f"{_BATCH_SIZE.value}; sample at least one batch")
+  documents = corpora.read_documents(
+      _self_source() or _DATA.value, _FIELD.value)
+  training, held_out = (
+      tokenizer.encode_stream([d.text for d in side])
+      for side in corpora.split(documents))
+  if _self_source() is None:
+    batch = batches.TokenWindows(
+        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value).batch
+    rows = _spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens)
+  else:
+    sampled, rows = _self_rows(target, training, held_out, row_tokens)
+    batch = distillation.RowBatches(
+        sampled, _BATCH_SIZE.value, _SEED.value).batch
+  return batch, rows, corpora.fingerprint(documents)
+
+
+def _optimizer():
+  rate = _RATES[_METHOD.value]
+  if _LEARNING_RATE.value is not None:
+    rate = _LEARNING_RATE.value
+  schedule = lambda peak: optimizers.trapezoid(
+      peak, _STEPS.value, _WARMUP_STEPS.value,
+      int(_STEPS.value * _DECAY_FRACTION.value))
+  by_name = {"drafter": optimizers.adamw(schedule(rate), weight_decay=0.0)}
+  if _tunes_target():
+    by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
+  return optimizers.by_name(by_name)
+
+
+def _by_head(measured, name):
+  """`[K + 1]` losses, or `[K + 1][5]` accuracies; the LM head is first."""
+  if name == "loss":
+    return [measured[f"head_{k}/loss"] for k in range(_count(measured))]
+  return [[measured[f"head_{k}/{name}_{j}"] for j in range(1, 6)]
+          for k in range(_count(measured))]
+
+
+def _count(measured):
+  return sum(name.endswith("/loss") for name in measured)
+
+
+def _print_table(measured):
+  print("head  loss   right among the top 1..5       the same, of the data")
+  for k, (loss, target, data) in enumerate(zip(
+      _by_head(measured, "loss"), _by_head(measured, "top"),
+      _by_head(measured, "data_top"))):
+    print(f"{k:4d} {loss:6.3f}  " + " ".join(f"{x:.3f}" for x in target)
+          + "  " + " ".join(f"{x:.3f}" for x in data))
+
+
+def _in(dtype, params):
+  return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _save(output_dir, heads, trained, target, tokenizer):
+  """Writes the trained parameters; returns them as they are read again."""
+  saved = _in(_SAVE_DTYPE.value, trained)
+  heads_lib.save_heads(output_dir, heads, saved["drafter"], target.model)
+  if "target" in saved:
+    checkpoint.save_model(output_dir, target.model, saved["target"])
+    tokenizer.save(output_dir / "tokenizer.json")
+  return _in(sj.models.default_dtype(), saved)
+
+
+def main():
+  target, _, tokenizer = common.load_models(_TARGET.value, [])
+  heads, params = _heads(target)
+  objective = _objective(target.model, heads, _CUTS.value)
+  added = sum(x.size for x in jax.tree.leaves(params))
+  print(f"{_METHOD.value}: {added:,} parameters beside the target's "
+        f"{sum(x.size for x in jax.tree.leaves(target.params)):,}",
+        file=sys.stderr)
+  batch, held_out, fingerprint = _data(target, tokenizer)
+  evaluate = evaluation.head_accuracy(
+      _objective(target.model, heads, _HELD_OUT_CUTS), held_out)
+
+  trainable, frozen = {"drafter": params}, {"target": target.params}
+  if _tunes_target():
+    trainable["target"] = _in(jnp.float32, frozen.pop("target"))
+    if _METHOD.value == "medusa2" and _distill():
+      frozen["teacher"] = target.params
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
+  trainer = loop.Trainer(
+      objective=objective, optimizer=_optimizer(),
+      batch=lambda step: {"tokens": batch(step),
+                          "progress": np.float32(step / _STEPS.value)},
+      steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
+      evaluate_every=_EVALUATE_EVERY.value,
+      checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,
+      accumulate=_ACCUMULATE.value, seed=_SEED.value)
+  before = evaluate({"target": target.params,
+                     "drafter": _in(sj.models.default_dtype(), params)})
+  trained = trainer.run(trainable, frozen)
+
+  saved = _save(output_dir, heads, trained, target, tokenizer)
+  measured = evaluate({"target": target.params, **saved})
+  _print_table(measured)
+  names = ("greedy_block_efficiency", "data_block_efficiency")
+  print(json.dumps({
+      "study": "train_drafter", "method": _METHOD.value, "data": _DATA.value,
+      "added_parameters": added, "tokens": _STEPS.value * tokens_per_step,
+      "corpus": fingerprint, "loss": _by_head(measured, "loss"),
+      "accuracy": _by_head(measured, "top"),
+      "data_accuracy": _by_head(measured, "data_top"),
+      **{name: measured[name] for name in names},
+      "untrained": {name: before[name] for name in names}}))
+
+
+if __name__ == "__main__":
+  common.run(main)

@@ -1,0 +1,141 @@
+"""Data that a target writes itself, for self-distillation.
+
+Rows are sampled by the decoding loop, with whatever drafter and verifier: the
+law is the target's. They are kept in a directory, a file at a time, each whole
+or not there, so that sampling goes on where it was killed.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+import tqdm
+
+from specjax.data.files import atomically
+
+_MANIFEST = "rows.json"
+
+
+def cut_prompts(tokens, count: int, length: int, seed: int = 0) -> np.ndarray:
+  """`[count, length]` int32: pieces of a stream `[T]` from random places on.
+
+  Raises:
+    ValueError: the stream is shorter than one piece.
+  """
+  if len(tokens) < length:
+    raise ValueError(f"the text has {len(tokens)} tokens and a prompt {length};"
+                     " give more text, or shorter prompts")
+  rng = np.random.default_rng(seed)
+  starts = rng.integers(len(tokens) - length + 1, size=count)
+  return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(
+      np.int32)
+
+
+def sample_rows(decoder, params, prompts, *, length: int, directory,
+                seed: int = 0, rows_per_file: int = 32) -> np.ndarray:
+  """Continues every prompt to `length` tokens, or reads what a call before did.
+
+  A row is a function of (seed, its number, its prompt) and not of the rows
+  beside it. The end of a text does not end a row: another text follows, as in
+  the stream that language models are trained on.
+
+  Args:
+    decoder: a `Decoder` without `eos`.
+    params: of the decoder.
+    prompts: `[R, P]` int32.
+    length: tokens of a row, the prompt included; at most the decoder's context.
+    directory: of the files.
+    seed: of the sampling.
+    rows_per_file: rows that are sampled together.
+
+  Returns:
+    `[R, length]` int32.
+
+  Raises:
+    ValueError: lengths do not fit, or the directory holds other rows.
+  """
+  prompts = np.asarray(prompts, np.int32)
+  if decoder.eos is not None:
+    raise ValueError(f"the decoder ends rows at token {decoder.eos}; give one "
+                     "with eos=None, for rows are of equal length")
+  if not prompts.shape[1] < length <= decoder.context_length:
+    raise ValueError(
+        f"rows have {length} tokens; that must be more than the prompts' "
+        f"{prompts.shape[1]} and at most the context of "
+        f"{decoder.context_length}")
+  directory = pathlib.Path(directory)
+  _claim(directory, {
+      "decoder": repr(decoder), "weights": _fingerprint(params),
+      "prompts": _fingerprint(prompts), "length": length, "seed": seed,
+      "rows_per_file": rows_per_file})
+  key = jax.random.key(seed, impl="threefry2x32")
+  pieces = []
+  for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
+                         desc="sampling", dynamic_ncols=True):
+    path = directory / f"rows-{start // rows_per_file:05d}.npy"
+    if not path.exists():
+      some = prompts[start:start + rows_per_file]
+      generation = decoder.generate(
+          params, some, key, max_new_tokens=length - some.shape[1],
+          request_ids=start + np.arange(len(some)))
+      with atomically(path) as f:
+        np.save(f, np.stack(generation.tokens).astype(np.int32))
+    pieces.append(np.load(path))
+  return np.concatenate(pieces)
+
+
+def _claim(directory, manifest):
+  """Writes what the rows are, or checks that those that are there are these."""
+  path = directory / _MANIFEST
+  if not path.exists():
+    directory.mkdir(parents=True, exist_ok=True)
+    with atomically(path) as f:
+      f.write((json.dumps(manifest, indent=2) + "\n").encode())
+    return
+  found = json.loads(path.read_text("utf-8"))
+  for name, value in manifest.items():
+    if found.get(name) != value:
+      raise ValueError(f"{directory} holds rows with {name} {found.get(name)} "
+                       f"and not {value}; give another directory")
+
+
+def _fingerprint(tree):
+  digest = hashlib.sha256()
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    x = np.asarray(x)
+    digest.update(f"{jax.tree_util.keystr(path)}{x.shape}{x.dtype}".encode())
+    digest.update(x.tobytes())
+  return digest.hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowBatches:
+  """Shuffled batches of rows; batch k depends on (rows, seed, k) alone.
+
+  Every epoch visits the rows in a new order, those that fill no batch left
+  out.
+
+  Attributes:
+    rows: `[R, S + 1]` int32.
+    batch_size: B.
+    seed: of the shuffle.
+  """
+
+  rows: np.ndarray
+  batch_size: int
+  seed: int = 0
+
+  def __post_init__(self):
+    if len(self.rows) < self.batch_size:
+      raise ValueError(f"there are {len(self.rows)} rows and a batch has "
+                       f"{self.batch_size}; sample more, or a smaller batch")
+
+  def batch(self, step: int) -> np.ndarray:
+    """`[B, S + 1]` int32, the batch of training step `step`."""
+    epoch, index = divmod(step, len(self.rows) // self.batch_size)
+    order = np.random.default_rng([self.seed, epoch]).permutation(
+        len(self.rows))
+    return self.rows[order[index * self.batch_size:][:self.batch_size]]

@@ -1,0 +1,108 @@
+"""Losses of K heads on one hidden state, a head at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.training.objectives.next_token import cross_entropy
+
+
+def head_loss(heads, params, hidden, k, tokens, lm_head):
+  """-mean_t log p^(k)(x_{t+1+k}) of one head, over the t that have a label.
+
+  Args:
+    heads: `MedusaHeads` or `BlockwiseHeads`.
+    params: of the one head.
+    hidden: `[B, S, D]`.
+    k: `[]` int32, from 1.
+    tokens: `[B, S + 1]` int32.
+    lm_head: `[D, V]`.
+
+  Returns:
+    `[]` nats; 0 where no position has a label.
+  """
+  size = hidden.shape[1]
+  at = jnp.arange(size) + 1 + k
+  labels = jnp.take(tokens, jnp.minimum(at, size), axis=1)
+  nats = jnp.mean(
+      cross_entropy(heads.head(params, hidden, lm_head), labels), axis=0)
+  known = at <= size
+  return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
+
+
+def head_losses(heads, params, hidden, tokens, lm_head, tuned: bool):
+  """`head_loss` of every head, `[K]`, with one logits array alive at a time.
+
+  The gradient of a head is taken beside its loss and before the next head
+  (Gloeckle et al. 2024, arXiv:2404.19737, section 2), and nothing is computed
+  twice. The LM head gets no gradient.
+
+  Args:
+    heads: `MedusaHeads` or `BlockwiseHeads`.
+    params: stacked along K.
+    hidden: `[B, S, D]`.
+    tokens: `[B, S + 1]` int32.
+    lm_head: `[D, V]`.
+    tuned: whether the gradient reaches `hidden`.
+  """
+  return _one_by_one(heads, tuned, params, hidden, tokens, lm_head)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _one_by_one(heads, tuned, params, hidden, tokens, lm_head):
+  del tuned
+  return jax.lax.map(
+      lambda x: head_loss(heads, x[1], hidden, x[0], tokens, lm_head),
+      (_numbers(params), params))
+
+
+def _forward(heads, tuned, params, hidden, tokens, lm_head):
+  def loss(params, hidden, k):
+    return head_loss(heads, params, hidden, k, tokens, lm_head)
+
+  def one(x):
+    k, params = x
+    return jax.value_and_grad(loss, (0, 1) if tuned else (0,))(
+        params, hidden, k)
+
+  losses, grads = jax.lax.map(one, (_numbers(params), params))
+  return losses, (grads, hidden)
+
+
+def _backward(heads, tuned, residuals, weights):
+  """Gradients are linear in the `weights [K]` of the losses."""
+  del heads
+  grads, hidden = residuals
+  by_head = lambda x: weights.astype(x.dtype).reshape(
+      -1, *[1] * (x.ndim - 1)) * x
+  to_hidden = (jnp.sum(by_head(grads[1]), axis=0) if tuned
+               else jnp.zeros_like(hidden))
+  return jax.tree.map(by_head, grads[0]), to_hidden, None, None
+
+
+_one_by_one.defvjp(_forward, _backward)
+
+
+def _numbers(params):
+  """k of every head, `[K]` int32 from 1."""
+  count = jax.tree.leaves(params)[0].shape[0]
+  return jnp.arange(1, count + 1, dtype=jnp.int32)
+
+
+def score_heads(heads, params, hidden, lm_head, score):
+  """`score(k, logits [B, P, V], positions [B, P])` of every head, stacked.
+
+  The P positions are those whose K labels all exist.
+  """
+  batch, size, _ = hidden.shape
+  numbers = _numbers(params)
+  if size <= len(numbers):
+    raise ValueError(f"a row predicts {size} tokens and there are "
+                     f"{len(numbers)} heads; give longer rows or fewer heads")
+  positions = jnp.broadcast_to(
+      jnp.arange(size - len(numbers)), (batch, size - len(numbers)))
+  hidden = hidden[:, :size - len(numbers)]
+  return jax.lax.map(
+      lambda x: score(x[0], heads.head(x[1], hidden, lm_head), positions),
+      (numbers, params))

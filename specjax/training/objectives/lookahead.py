@@ -1,0 +1,116 @@
+"""PaSS: look-ahead embeddings (Monea et al. 2023, arXiv:2311.13581)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.heads import check_fits
+from specjax.models.heads import lm_head
+from specjax.models.heads import LookaheadEmbeddings
+from specjax.models.transformer import Transformer
+from specjax.training.objectives.next_token import cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookahead:
+  """-sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t) (equation 1).
+
+  The mean over `cuts` random m of every row. The row is read once, and the
+  look-ahead tokens of all its cuts hang under it as branches of a tree: one
+  pass of cuts * L tokens, the only one that is differentiated.
+
+  Attributes:
+    model: the target.
+    embeddings: of the target.
+    cuts: cut points of a row.
+  """
+
+  model: Transformer
+  embeddings: LookaheadEmbeddings
+  cuts: int = 32
+
+  def __post_init__(self):
+    check_fits(self.embeddings, self.model)
+    if self.cuts < 1:
+      raise ValueError(f"cuts is {self.cuts}; a row needs at least one cut")
+
+  def __call__(self, trainable, frozen, batch, key):
+    """The loss, and each token's own as `head_<t>/train_loss`."""
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    losses = self.score(params, tokens, key, lambda k, logits, positions:
+                        jnp.mean(cross_entropy(logits, jnp.take_along_axis(
+                            tokens, positions + 1 + k, axis=1))))
+    return jnp.sum(losses), {
+        f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+  def score(self, params, tokens, key, score):
+    """`score(t, logits [B, cuts, V], positions [B, cuts])`, stacked along L.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      tokens: `[B, S + 1]`.
+      key: of the cuts; `positions` are those of the last token read, m.
+      score: called for t = 1..L.
+    """
+    batch, size = tokens.shape[0], tokens.shape[1] - 1
+    count = self.embeddings.count
+    if size <= count:
+      raise ValueError(f"a row predicts {size} tokens and there are {count} "
+                       "look-ahead tokens; give longer rows or fewer of them")
+    positions = jax.random.randint(key, (batch, self.cuts), 0, size - count)
+    logits = self.logits(params, tokens[:, :-1], positions)
+    scores = [score(t, logits[:, :, t - 1], positions)
+              for t in range(1, count + 1)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *scores)
+
+  def logits(self, params, tokens, positions):
+    """What [LA]_1..[LA]_L predict behind each cut.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      tokens: `[B, S]` int32.
+      positions: `[B, n]` int32, of the last token that a cut sees.
+
+    Returns:
+      `[B, n, L, V]`; entry t - 1 is the law of the token at position + 1 + t.
+    """
+    batch, size = tokens.shape
+    cuts, count = positions.shape[1], self.embeddings.count
+    branch = cuts * count
+    target = params["target"]
+    cache = self.model.init_cache(target, batch, size + branch)
+    row = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)),
+                              (batch, size, size))
+    cache = jax.lax.stop_gradient(
+        self.model(target, tokens, row, causal, cache).cache)
+
+    steps = jnp.tile(jnp.arange(1, count + 1, dtype=jnp.int32), cuts)
+    cut = jnp.repeat(jnp.arange(cuts), count)
+    last = jnp.repeat(positions, count, axis=1)
+    own = (cut[:, None] == cut) & (steps[:, None] >= steps)
+    ancestors = jnp.concatenate(
+        [row[:, None, :] <= last[..., None],
+         jnp.broadcast_to(own, (batch, branch, branch))], axis=-1)
+    model, extended = _extended(self.model, target,
+                                params["drafter"]["embeddings"])
+    ids = jnp.broadcast_to(self.model.vocab_size - 1 + steps, (batch, branch))
+    hidden = model(extended, ids, last + steps, ancestors, cache).hidden
+    logits = jnp.einsum("bsd,dv->bsv", hidden, lm_head(target),
+                        preferred_element_type=jnp.float32)
+    return logits.reshape(batch, cuts, count, -1)
+
+
+def _extended(model, params, embeddings):
+  """A model and parameters whose ids V.. are `embeddings [L, D]`.
+
+  Its logits have L columns too many; its `hidden` is what counts.
+  """
+  size = model.vocab_size + embeddings.shape[0]
+  table = jnp.concatenate([params["embedding"], embeddings])
+  config = dataclasses.replace(model.config, vocab_size=size,
+                               tie_embeddings=True)
+  rest = {name: x for name, x in params.items() if name != "head"}
+  return Transformer(config), {**rest, "embedding": table}

@@ -1,0 +1,126 @@
+"""Medusa: heads on the target's last hidden state (arXiv:2401.10774)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.heads import check_fits
+from specjax.models.heads import lm_head
+from specjax.models.heads import MedusaHeads
+from specjax.models.transformer import Transformer
+from specjax.training.objectives import heads as heads_lib
+from specjax.training.objectives.next_token import cross_entropy
+from specjax.training.objectives.next_token import kl_divergence
+
+_RAMPS = {
+    "sine": lambda progress: jnp.sin(jnp.pi / 2 * progress),
+    "linear": lambda progress: progress,
+    "constant": jnp.ones_like,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Medusa:
+  """Medusa-1: L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1).
+
+  Attributes:
+    model: the target.
+    heads: of the target.
+    decay: 0.8 in the paper.
+  """
+
+  model: Transformer
+  heads: MedusaHeads
+  decay: float = 0.8
+
+  def __post_init__(self):
+    check_fits(self.heads, self.model)
+
+  def __call__(self, trainable, frozen, batch, key):
+    """The loss, and each head's own as `head_<k>/train_loss`."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    hidden = self.model(params["target"], tokens[:, :-1]).hidden
+    return self.loss(params, hidden, tokens, "target" in trainable)
+
+  def loss(self, params, hidden, tokens, tuned: bool):
+    """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      hidden: the target's.
+      tokens: `[B, S + 1]`.
+      tuned: whether the gradient reaches `hidden`.
+    """
+    losses = heads_lib.head_losses(
+        self.heads, params["drafter"], hidden, tokens,
+        lm_head(params["target"]), tuned)
+    numbers = jnp.arange(1, len(losses) + 1)
+    return jnp.sum(self.decay**numbers * losses), {
+        f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+  def score(self, params, tokens, key, score):
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    del key
+    hidden = self.model(params["target"], tokens[:, :-1]).hidden
+    return heads_lib.score_heads(
+        self.heads, params["drafter"], hidden, lm_head(params["target"]), score)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaJoint:
+  """Medusa-2: L_LM + lambda_0 L1, the target trained with its heads.
+
+  Section 2.2.2 of the paper. lambda_0 rises over the run as the published
+  code has it: sin(pi/2 progress) or progress times its peak, or constant.
+
+  Attributes:
+    medusa: L1.
+    weight: peak of lambda_0; 0.2 in the paper.
+    ramp: "sine", "linear" or "constant".
+    distill: L_LM is KL(p_teacher || p), with the target before training as
+      `frozen["teacher"]`, and not the cross-entropy of the data: for data
+      that the target sampled itself (section 2.3.2).
+  """
+
+  medusa: Medusa
+  weight: float = 0.2
+  ramp: str = "sine"
+  distill: bool = False
+
+  def __post_init__(self):
+    if self.ramp not in _RAMPS:
+      raise ValueError(f"ramp is {self.ramp!r}; it must be one of "
+                       f"{', '.join(_RAMPS)}")
+
+  @property
+  def model(self) -> Transformer:
+    return self.medusa.model
+
+  def heads_weight(self, progress):
+    """lambda_0 `[]` where the share `progress []` of the run is over."""
+    return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
+
+  def __call__(self, trainable, frozen, batch, key):
+    """The loss, `lm_loss`, `heads_weight` and each head's loss."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    output = self.model(params["target"], tokens[:, :-1])
+    if self.distill:
+      teacher = self.model(
+          jax.lax.stop_gradient(params["teacher"]), tokens[:, :-1])
+      lm_loss = jnp.mean(kl_divergence(teacher.logits, output.logits))
+    else:
+      lm_loss = jnp.mean(cross_entropy(output.logits, tokens[:, 1:]))
+    loss, metrics = self.medusa.loss(
+        params, output.hidden, tokens, "target" in trainable)
+    weight = self.heads_weight(batch["progress"])
+    return lm_loss + weight * loss, {
+        "lm_loss": lm_loss, "heads_weight": weight, **metrics}
+
+  def score(self, params, tokens, key, score):
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    return self.medusa.score(params, tokens, key, score)

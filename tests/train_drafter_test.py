@@ -1,0 +1,434 @@
+"""Objectives by hand, gradients that stay at home, and whole runs."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.models import heads as heads_lib
+from specjax.models import save_model
+from specjax.models import Transformer
+from specjax.training import distillation
+from specjax.training import evaluation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+from specjax.training.objectives import heads as losses_lib
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_V, _D, _K, _S = 7, 16, 2, 9
+
+
+@functools.cache
+def _pair():
+  return testing.tiny_pair(_V)
+
+
+def _normal(shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _heads(kind="low_rank"):
+  """Heads with random parameters: an untrained one would hide mistakes."""
+  if kind == "blockwise":
+    heads = heads_lib.BlockwiseHeads(
+        width=_D, vocab_size=_V, heads=_K, hidden_width=5)
+  elif kind == "lookahead":
+    heads = heads_lib.LookaheadEmbeddings(count=_K, width=_D)
+  else:
+    heads = heads_lib.MedusaHeads(
+        width=_D, vocab_size=_V, heads=_K, output=kind, rank=3)
+  shapes = jax.eval_shape(
+      heads.init, jax.random.key(0), _pair().params["target"])
+  return heads, jax.tree.map(lambda x: 0.3 * _normal(x.shape), shapes)
+
+
+def _objective(method, **config):
+  model = _pair().target
+  if method == "pass":
+    heads, params = _heads("lookahead")
+    return objectives.Lookahead(
+        model=model, embeddings=heads, **{"cuts": 3, **config}), params
+  if method == "blockwise":
+    heads, params = _heads("blockwise")
+    return objectives.Blockwise(model=model, heads=heads, **config), params
+  heads, params = _heads()
+  medusa = objectives.Medusa(model=model, heads=heads)
+  if method == "medusa":
+    return medusa, params
+  return objectives.MedusaJoint(medusa=medusa, **config), params
+
+
+def _rows(number=2, size=_S + 1, seed=0):
+  return np.random.default_rng(seed).integers(
+      _V, size=(number, size)).astype(np.int32)
+
+
+def _batch(number=2, progress=0.5):
+  return {"tokens": _rows(number), "progress": np.float32(progress)}
+
+
+def _log_softmax(logits):
+  logits = np.asarray(logits, np.float64)
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@functools.cache
+def _target_output():
+  out = jax.jit(_pair().target)(_pair().params["target"], _rows()[:, :-1])
+  return jax.tree.map(np.asarray, out)
+
+
+def _losses_by_hand(objective, params):
+  """-mean log p^(k)(x_{t+1+k}) for k = 0..K; head 0 is the LM head."""
+  out, rows = _target_output(), _rows()
+  logits = objective.heads(
+      params, out.hidden, heads_lib.lm_head(_pair().params["target"]))
+  laws = [_log_softmax(out.logits)] + [
+      _log_softmax(logits[:, :, k]) for k in range(_K)]
+  return np.array([
+      -np.mean([law[b, t, rows[b, t + 1 + k]] for b in range(len(rows))
+                for t in range(_S - k)]) for k, law in enumerate(laws)])
+
+
+@functools.cache
+def _compiled(objective):
+  return jax.jit(jax.value_and_grad(objective, has_aux=True))
+
+
+def _call(objective, params, batch=None, key=0, tuned=False, **frozen):
+  """Loss, metrics, and the gradient of the trained parameters."""
+  trainable = {"drafter": params}
+  frozen["target"] = _pair().params["target"]
+  if tuned:
+    trainable["target"] = frozen.pop("target")
+  (loss, metrics), grads = _compiled(objective)(
+      trainable, frozen, batch or _batch(), jax.random.key(key))
+  return float(loss), metrics, grads
+
+
+def test_medusa_by_hand():
+  # Broken: a head learns its neighbour's token, or another weight.
+  objective, params = _objective("medusa")
+  want = _losses_by_hand(objective, params)[1:]
+  loss, metrics, _ = _call(objective, params)
+  np.testing.assert_allclose(loss, 0.8 * want[0] + 0.64 * want[1], rtol=1e-4)
+  np.testing.assert_allclose(
+      [metrics[f"head_{k}/train_loss"] for k in (1, 2)], want, rtol=1e-4)
+
+
+def test_medusa_joint_by_hand():
+  # Broken: the ramp, or the language model's own share of the loss.
+  for ramp, weight in (("linear", 0.05), ("constant", 0.2),
+                       ("sine", 0.2 * np.sin(np.pi / 8))):
+    objective, params = _objective("medusa2", ramp=ramp)
+    np.testing.assert_allclose(objective.heads_weight(0.25), weight, rtol=1e-5)
+  lm_loss, *heads = _losses_by_hand(objective.medusa, params)
+  loss, metrics, _ = _call(objective, params, _batch(progress=0.25), tuned=True)
+  np.testing.assert_allclose(metrics["heads_weight"], weight, rtol=1e-5)
+  np.testing.assert_allclose(
+      loss, lm_loss + weight * (0.8 * heads[0] + 0.64 * heads[1]), rtol=1e-4)
+
+
+def test_distillation_holds_the_target_to_its_teacher():
+  # Broken: KL in the wrong direction, or data in place of the teacher.
+  objective, params = _objective("medusa2", distill=True, weight=0.0)
+  teacher = _pair().params["drafter"]
+  loss, _, _ = _call(objective, params, tuned=True, teacher=teacher)
+  log_q = _log_softmax(_target_output().logits)
+  log_p = _log_softmax(_pair().target(teacher, _rows()[:, :-1]).logits)
+  want = np.mean((np.exp(log_p) * (log_p - log_q)).sum(-1))
+  np.testing.assert_allclose(loss, want, rtol=1e-4)
+  same, _, grads = _call(objective, params, tuned=True,
+                         teacher=_pair().params["target"])
+  assert abs(same) < 1e-6
+  for x in jax.tree.leaves(grads):
+    np.testing.assert_allclose(x, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_blockwise_by_hand(tuned):
+  # Broken: the drawn head's loss is biased, or its gradient goes elsewhere.
+  objective, params = _objective("blockwise", one_head=False)
+  want = _losses_by_hand(objective, params)[0 if tuned else 1:]
+  loss, _, whole = _call(objective, params, tuned=tuned)
+  np.testing.assert_allclose(loss, want.mean(), rtol=1e-4)
+
+  objective, _ = _objective("blockwise")
+  seen = {}
+  for key in range(12):
+    loss, _, grads = _call(objective, params, key=key, tuned=tuned)
+    k = int(np.argmin(np.abs(want - loss)))
+    np.testing.assert_allclose(loss, want[k], rtol=1e-4)
+    seen[k] = grads
+  assert len(seen) == len(want)
+  # Uniform over the heads: the mean of their gradients is the whole one.
+  jax.tree.map(
+      lambda x, *parts: np.testing.assert_allclose(
+          x, sum(parts) / len(parts), rtol=1e-3, atol=1e-5),
+      whole, *seen.values())
+
+
+def test_lookahead_by_hand():
+  # Broken: a look-ahead token sees another cut's, or what lies behind its own.
+  objective, params = _objective("pass")
+  target, rows, key = _pair().params["target"], _rows(), jax.random.key(3)
+  logits, cuts = jax.jit(lambda p, rows: objective.score(
+      p, rows, key, lambda k, logits, positions: (logits, positions)))(
+          {"target": target, "drafter": params}, rows)
+  table = np.concatenate([target["embedding"], params["embeddings"]])
+  config = _pair().target.config
+  model = jax.jit(Transformer(type(config)(**{
+      **config.__dict__, "vocab_size": _V + _K, "tie_embeddings": True})))
+  nats = np.zeros((_K, 2, 3))
+  for b in range(2):
+    for i in range(3):
+      m = int(cuts[0, b, i])
+      assert 0 <= m < _S - _K
+      ids = np.zeros((1, _S), np.int32)
+      ids[0, :m + 1], ids[0, m + 1:m + 1 + _K] = rows[b, :m + 1], (_V, _V + 1)
+      hidden = model({**target, "embedding": table}, ids).hidden[0]
+      for t in range(1, _K + 1):
+        law = hidden[m + t] @ target["head"]
+        np.testing.assert_allclose(logits[t - 1, b, i], law, rtol=1e-3,
+                                   atol=1e-3)
+        nats[t - 1, b, i] = -_log_softmax(law)[rows[b, m + t + 1]]
+  loss, _, _ = _call(objective, params, key=3)
+  np.testing.assert_allclose(loss, nats.mean((1, 2)).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["own", "low_rank", "shared", "blockwise"])
+def test_gradients_taken_head_by_head_are_the_gradients(kind):
+  # Broken: the hand-written rule of differentiation.
+  heads, params = _heads(kind)
+  hidden, lm_head = _normal((2, _S, _D)), _normal((_D, _V))
+  weights = jnp.array([0.5, -2.0])
+  number = lambda k: jnp.asarray(k + 1, jnp.int32)
+
+  def plain(params, hidden):
+    return sum(weights[k] * losses_lib.head_loss(
+        heads, jax.tree.map(lambda x, k=k: x[k], params), hidden, number(k),
+        _rows(), lm_head) for k in range(_K))
+
+  def sequential(params, hidden, lm_head, tuned):
+    return jnp.sum(weights * losses_lib.head_losses(
+        heads, params, hidden, _rows(), lm_head, tuned))
+
+  want = jax.jit(jax.grad(plain, (0, 1)))(params, hidden)
+  grad = jax.jit(jax.grad(sequential, (0, 1, 2)), static_argnums=3)
+  for tuned in (True, False):
+    *got, to_lm_head = grad(params, hidden, lm_head, tuned)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=1e-4, atol=1e-6), got[0], want[0])
+    np.testing.assert_allclose(got[1], tuned * want[1], rtol=1e-4, atol=1e-6)
+    assert not np.asarray(to_lm_head).any()
+
+
+@functools.cache
+def _adam(*names):
+  return optimizers.by_name({name: optax.adam(0.01) for name in names})
+
+
+def _trainer(method, directory, stop=None):
+  """A run of 6 steps, of which the user stops one."""
+  objective, params = _objective(method)
+  trainable, frozen = {"drafter": params}, {"target": _pair().params["target"]}
+  if method == "medusa2":
+    trainable, frozen = {**trainable, **frozen}, {}
+  rows = distillation.RowBatches(_rows(12), 4)
+
+  def batch(step):
+    if step == stop:
+      raise KeyboardInterrupt
+    return {"tokens": rows.batch(step), "progress": np.float32(step / 6)}
+
+  return loop.Trainer(
+      objective=objective, optimizer=_adam(*sorted(trainable)), batch=batch,
+      steps=6, directory=directory, checkpoint_every=2), trainable, frozen
+
+
+def _changed(before, after):
+  return jax.tree.map(lambda x, y: bool((np.asarray(x) != y).any()), before,
+                      after)
+
+
+@pytest.mark.parametrize("method", ["pass", "blockwise", "medusa", "medusa2"])
+def test_runs_change_what_they_train_and_resume(tmp_path, method):
+  # Broken: a frozen weight moves, a trained one does not, or a run that was
+  # stopped ends with other weights.
+  copy = lambda tree: jax.tree.map(np.array, tree)
+  trainer, trainable, frozen = _trainer(method, tmp_path / "whole")
+  before, still = copy(trainable), copy(frozen)
+  whole = trainer.run(trainable, frozen)
+  jax.tree.map(np.testing.assert_array_equal, frozen, still)
+  jax.tree.map(np.testing.assert_array_equal, trainable, before)
+  assert set(whole) == set(trainable)
+  assert all(jax.tree.leaves(_changed(before, whole)))
+
+  stopped, *_ = _trainer(method, tmp_path / "stopped", stop=5)
+  with pytest.raises(KeyboardInterrupt):
+    stopped.run(trainable, frozen)
+  resumed, *_ = _trainer(method, tmp_path / "stopped")
+  jax.tree.map(np.testing.assert_array_equal,
+               resumed.run(trainable, frozen), whole)
+
+
+def test_head_accuracy_by_hand():
+  # Broken: accuracies pair a head with another's token.
+  objective, params = _objective("medusa")
+  rows, out = _rows(3), _target_output()
+  measured = evaluation.head_accuracy(objective, rows[:2], batch_size=1)(
+      {"target": _pair().params["target"], "drafter": params})
+  logits = np.asarray(objective.heads(
+      params, out.hidden, heads_lib.lm_head(_pair().params["target"])))
+  greedy = out.logits.argmax(-1)
+  size = _S - _K
+  place = lambda k: np.arange(size) + k
+  order = np.argsort(-logits[:, :size], axis=-1, kind="stable")
+  for name, reference in (("", lambda k: greedy[:, place(k)]),
+                          ("data_", lambda k: rows[:2, 1:][:, place(k)])):
+    right = [order[:, :, k - 1, :] == reference(k)[..., None] for k in (1, 2)]
+    for k in (1, 2):
+      for top in (1, 3, 5):
+        np.testing.assert_allclose(
+            measured[f"head_{k}/{name}top_{top}"],
+            right[k - 1][..., :top].any(-1).mean(), rtol=1e-5)
+    first, second = right[0][..., 0], right[1][..., 0]
+    np.testing.assert_allclose(
+        measured[f"{name or 'greedy_'}block_efficiency"],
+        1 + first.mean() + (first & second).mean(), rtol=1e-5)
+  np.testing.assert_allclose(
+      measured["head_0/loss"], _losses_by_hand(objective, params)[0], rtol=1e-4)
+  assert measured["head_0/top_1"] == 1
+
+
+def test_block_efficiency_of_a_drafter_that_is_the_target():
+  # Broken: the root or the bonus token does not count, or finished rows do.
+  model = testing.MarkovModel(_V, context_length=8)
+  decoder = sj.Decoder(
+      target=model, verifier=sj.verifiers.Token(),
+      drafter=sj.drafters.LanguageModel(model=model, gamma=2))
+  params = {"target": _normal((_V, _V)), "drafter": _normal((_V, _V))}
+  measure = evaluation.block_efficiency(decoder, [[1], [2, 3]], rounds=4)
+  assert measure(params)["block_efficiency"] == pytest.approx(3, abs=1e-4)
+  worse = measure({**params, "drafter": _normal((_V, _V), seed=1)})
+  assert 1 < worse["block_efficiency"] < 2.9
+
+
+def test_sampled_rows_go_on_where_they_stopped(tmp_path):
+  # Broken: rows depend on where a run was killed, or on who else is there.
+  decoder = sj.Decoder(
+      target=testing.MarkovModel(_V, context_length=8),
+      drafter=sj.drafters.Empty(), verifier=sj.verifiers.Token())
+  prompts = distillation.cut_prompts(np.arange(50) % _V, 5, 3)
+  sample = lambda directory, **config: distillation.sample_rows(
+      decoder, {"target": _normal((_V, _V))}, prompts, directory=directory,
+      **{"length": 8, "rows_per_file": 2, **config})
+  rows = sample(tmp_path / "a")
+  assert rows.shape == (5, 8)
+  np.testing.assert_array_equal(rows[:, :3], prompts)
+  (tmp_path / "a" / "rows-00001.npy").unlink()
+  np.testing.assert_array_equal(sample(tmp_path / "a"), rows)
+  np.testing.assert_array_equal(sample(tmp_path / "b", rows_per_file=5), rows)
+  with pytest.raises(ValueError, match="holds rows with seed 0 and not 1"):
+    sample(tmp_path / "a", seed=1)
+  with pytest.raises(ValueError, match="rows have 3 tokens"):
+    sample(tmp_path / "c", length=3)
+
+
+def test_row_batches_visit_every_row_once_an_epoch():
+  # Broken: rows are left out for good, or an epoch repeats the order.
+  batches = distillation.RowBatches(np.arange(6)[:, None], 2)
+  epochs = [np.concatenate([batches.batch(3 * e + i)[:, 0] for i in range(3)])
+            for e in range(2)]
+  assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+  assert list(epochs[0]) != list(epochs[1])
+  np.testing.assert_array_equal(batches.batch(4), batches.batch(4))
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: _objective("medusa2", ramp="cubic"), "ramp is 'cubic'"),
+    (lambda: _objective("pass", cuts=0), "cuts is 0"),
+    (lambda: _call(_objective("pass")[0], _objective("pass")[1],
+                   {"tokens": _rows(2, _K + 1)}), "2 tokens .* 2 look-ahead"),
+    (lambda: evaluation.head_accuracy(_objective("medusa")[0], _rows(2, 3))(
+        {"target": _pair().params["target"],
+         "drafter": _objective("medusa")[1]}), "2 tokens .* 2 heads"),
+    (lambda: distillation.cut_prompts(np.zeros(3), 1, 4), "3 tokens"),
+    (lambda: distillation.RowBatches(_rows(2), 4), "2 rows"),
+])
+def test_bad_input_is_refused(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()
+
+
+def _run(cwd, *arguments):
+  env = {**os.environ, "JAX_PLATFORMS": "cpu",
+         "PYTHONPATH": os.pathsep.join(
+             [str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+  return subprocess.run(
+      [sys.executable, _ROOT / "experiments" / "train_drafter.py", *arguments],
+      cwd=cwd, env=env, text=True, capture_output=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory):
+  """A random target with a tokenizer, and a corpus in its directory."""
+  directory = tmp_path_factory.mktemp("target")
+  rng = np.random.default_rng(0)
+  texts = [" ".join(rng.choice(["draft", "verify", "accept"], 40))
+           for _ in range(40)]
+  (directory / "corpus.jsonl").write_text(
+      "".join(json.dumps({"text": text}) + "\n" for text in texts))
+  tokenizer = sj.data.tokenizers.train(texts, 262)
+  tokenizer.save(directory / "tokenizer.json")
+  model = Transformer(type(_pair().target.config)(**{
+      **_pair().target.config.__dict__, "vocab_size": tokenizer.vocab_size,
+      "context_length": 24}))
+  save_model(directory, model, model.init(jax.random.key(0)))
+  return directory
+
+
+@pytest.mark.timeout(300)
+def test_train_drafter(tmp_path, target_dir):
+  """The joint method on text of the target's own; its files fit together."""
+  result = _run(
+      tmp_path, "--method=medusa2", f"--target={target_dir}",
+      "--output_dir=out", f"--data=self:{target_dir}/corpus.jsonl",
+      "--self_rows=8", "--rank=2",
+      "--self_prompt_tokens=4", "--held_out_rows=2", "--heads=2", "--steps=6",
+      "--batch_size=4", "--accumulate=2", "--evaluate_every=3",
+      "--checkpoint_every=3", "--save_dtype=float32")
+  assert result.returncode == 0, result.stderr[-2000:]
+  study = json.loads(result.stdout.splitlines()[-1])
+  assert study["study"] == "train_drafter" and study["method"] == "medusa2"
+  assert np.shape(study["loss"]) == (3,)
+  assert np.shape(study["accuracy"]) == (3, 5)
+  for measured in (study, study["untrained"]):
+    assert 1 <= measured["data_block_efficiency"] <= 3
+  target, _ = sj.models.load_model(tmp_path / "out")
+  heads, params = heads_lib.load_heads(tmp_path / "out", target)
+  assert heads.heads == 2 and params["blocks"].shape == (2, 1, _D, _D)
+  assert (tmp_path / "out/tokenizer.json").exists()
+  metrics = (tmp_path / "out/metrics.csv").read_text()
+  for name in ("3,greedy_block_efficiency", "6,head_2/data_top_5", "6,lm_loss"):
+    assert name in metrics
+
+  refused = _run(
+      tmp_path, "--method=medusa", "--output_dir=other", "--heads_from=out",
+      f"--data={target_dir}/corpus.jsonl")
+  message = refused.stderr.strip().splitlines()[-1]
+  assert message.startswith("error: "), refused.stderr[-1000:]
+  assert "width 16, 262 tokens and 1 layers" in message
+  assert "width 256, 4096 tokens and 4 layers" in message
+  assert not (tmp_path / "other").exists()
