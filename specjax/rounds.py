@@ -29,7 +29,6 @@ from specjax.types import Trace
 from specjax.types import Verifier
 
 _CAPACITY_STEP = 128  # slots; rounding up lets runs of similar size share code
-_fold = jax.vmap(jax.random.fold_in, (0, None))
 
 
 @struct.dataclass
@@ -239,14 +238,15 @@ class Decoder:
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
     keys = jax.vmap(jax.random.fold_in)(state.keys, state.rounds)
-    draft, drafter = self._drafter.propose(params, _fold(keys, 0), state)
+    keys = jax.vmap(jax.random.split)(keys)  # to draft, to verify
+    draft, drafter = self._drafter.propose(params, keys[:, 0], state)
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
     output = self.target(params["target"], draft.tokens, depths, ancestors,
                          state.target_cache)
     probs = self.transform(output.logits)
     law, expected, survival = self._laws(state, draft, probs, depths)
-    verdict = jax.vmap(sample_verdict)(law, draft, _fold(keys, 1))
+    verdict = jax.vmap(sample_verdict)(law, draft, keys[:, 1])
 
     # Logits of -inf are a model's own ban; its law must still be one.
     finite = jnp.isfinite(probs).all((-1, -2)) & ~(

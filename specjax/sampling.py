@@ -137,6 +137,16 @@ def inverse_cdf(weights, u):
   return (row * block + column).astype(jnp.int32)
 
 
+def coins(key, count: int, dtype=jnp.float32):
+  """`[count]` numbers, uniform in [0, 1); number i does not depend on `count`.
+
+  A program draws all that it needs of a key at once: every place that makes
+  random bits costs time to compile and to run.
+  """
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+  return jax.vmap(lambda key: jax.random.uniform(key, (), dtype))(keys)
+
+
 def sample(key, probs):
   """Draws one token from `probs [V]`."""
   return inverse_cdf(probs, jax.random.uniform(key, (), probs.dtype))
@@ -148,12 +158,12 @@ def sample_verdict(law: Law, draft: Draft, key) -> Verdict:
   Negative entries count as 0: the enumeration that proves a law lossless does
   not see this function, so it trusts nothing.
   """
-  key_stop, key_next = jax.random.split(key)
-  node = sample(key_stop, jnp.maximum(law.stop, 0))
+  u = coins(key, 2, law.stop.dtype)
+  node = inverse_cdf(jnp.maximum(law.stop, 0), u[0])
   on_path = topology.ancestors(draft.parents)[node]
   path = jnp.nonzero(on_path, size=on_path.shape[0], fill_value=0)[0]
   return Verdict(
       path=path.astype(jnp.int32),
       num_accepted=jnp.sum(on_path, dtype=jnp.int32) - 1,
-      next_token=sample(key_next, jnp.maximum(law.next_token[node], 0)),
+      next_token=inverse_cdf(jnp.maximum(law.next_token[node], 0), u[1]),
   )

@@ -2,10 +2,11 @@
 
 All functions work on the nodes of one level of one sequence:
 
-  (logits [n, V], counts, keys [M], transform) -> tokens [M], probs [M, V]
+  (logits [n, V], counts, coins [M], transform) -> tokens [M], probs [M, V]
 
 Node i gets counts[i] children; M is their sum, and the children of a node
-stand together in the order in which they are tried. Row j of `probs` is the
+stand together in the order in which they are tried. Coins are uniform in
+[0, 1), one for each child. Row j of `probs` is the
 law of `tokens[j]` given its earlier siblings. Where a law is exhausted, as at
 temperature 0 or behind a tight nucleus, the next child is the likeliest
 token that is left by the logits, with certainty: still an honest row, and the
@@ -16,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.sampling import sample
+from specjax.sampling import inverse_cdf
 
 
-def iid(logits, counts, keys, transform):
+def iid(logits, counts, coins, transform):
   """Independent draws from q; equal siblings happen and must be kept."""
   probs = transform(logits)[_parents(counts)]
-  return jax.vmap(sample)(keys, probs), probs
+  return _drawn(probs, coins), probs
 
 
-def without_replacement(logits, counts, keys, transform):
+def without_replacement(logits, counts, coins, transform):
   """Draws from q renormalised without the earlier siblings, in that order.
 
   Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
@@ -39,7 +40,7 @@ def without_replacement(logits, counts, keys, transform):
     more = np.flatnonzero(np.array(counts)[nodes] > rank)
     nodes, rest, scores = nodes[more], rest[more], scores[more]
     law = _law(rest, jnp.argmax(scores, axis=-1))
-    token = jax.vmap(sample)(keys[first[nodes] + rank], law)
+    token = _drawn(law, coins[first[nodes] + rank])
     row = jnp.arange(len(nodes))
     rest = rest.at[row, token].set(0)
     scores = scores.at[row, token].set(-jnp.inf)
@@ -50,9 +51,9 @@ def without_replacement(logits, counts, keys, transform):
   return jnp.concatenate(tokens)[order], jnp.concatenate(probs)[order]
 
 
-def top_k(logits, counts, keys, transform):
+def top_k(logits, counts, coins, transform):
   """The likeliest tokens, with certainty; the temperature does not matter."""
-  del keys
+  del coins
   best, likeliest = jax.lax.top_k(_allowed(logits, transform), max(counts))
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
@@ -62,7 +63,7 @@ def top_k(logits, counts, keys, transform):
   return tokens, jnp.where(finite, probs, jnp.nan)
 
 
-def hybrid(logits, counts, keys, transform):
+def hybrid(logits, counts, coins, transform):
   """One draw from q outside the K - 1 likeliest tokens S, and then S.
 
   Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The drawn token is tried
@@ -76,10 +77,13 @@ def hybrid(logits, counts, keys, transform):
   outside = transform(logits).at[at].set(0)
   ends = likeliest[np.arange(len(counts)), np.array(counts) - 1]
   law = _law(outside, ends)
-  drawn = jax.vmap(sample)(keys[_first_children(counts)], law)
+  drawn = _drawn(law, coins[_first_children(counts)])
   tokens = jnp.concatenate([drawn[:, None], likeliest], axis=1)[nodes, ranks]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=law.dtype)
   return tokens, jnp.where(ranks[:, None] == 0, law[nodes], probs)
+
+
+_drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
@@ -111,3 +115,8 @@ def _law(weights, otherwise):
   empty = total <= limits.tiny / limits.eps
   certain = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
   return jnp.where(empty, certain, weights / jnp.where(empty, 1, total))
+
+
+# By the names that drafters give them.
+DRAWS = {"iid": iid, "without_replacement": without_replacement,
+         "top_k": top_k, "hybrid": hybrid}

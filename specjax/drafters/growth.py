@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sampling
+
 
 class Level(NamedTuple):
   """The nodes of one depth that have children.
@@ -67,7 +69,7 @@ def grow(model, params, cache, logits, keys, parents, draw):
     logits: `[B, V]` behind the root.
     keys: `[B]`, one key for each row.
     parents: of the tree, breadth-first, N at least 2.
-    draw: `(logits [n, V], counts, keys [M]) -> (tokens [M], probs [M, V])`,
+    draw: `(logits [n, V], counts, coins [M]) -> (tokens [M], probs [M, V])`,
       see `children`.
 
   Returns:
@@ -75,7 +77,7 @@ def grow(model, params, cache, logits, keys, parents, draw):
     and the cache with the block of `fed_slots` behind `lengths`.
   """
   batch = logits.shape[0]
-  fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+  coins = jax.vmap(lambda key: sampling.coins(key, len(parents) - 1))(keys)
   tokens, probs = jnp.zeros((batch, 1), jnp.int32), []
   logits = logits[:, None]
   for depth, level in enumerate(levels(parents)):
@@ -84,10 +86,10 @@ def grow(model, params, cache, logits, keys, parents, draw):
                   jnp.full((batch, len(level.nodes)), depth - 1, jnp.int32),
                   jnp.tile(level.ancestors, (batch, 1, 1)), cache)
       logits, cache = out.logits, out.cache
-    numbers = level.first + jnp.arange(sum(level.counts))
+    below = slice(level.first - 1, level.first - 1 + sum(level.counts))
     drawn, law = jax.vmap(
-        lambda logits, keys, level=level: draw(logits, level.counts, keys))(
-            logits, fold(keys, numbers))
+        lambda logits, coins, level=level: draw(logits, level.counts, coins))(
+            logits, coins[:, below])
     tokens = jnp.concatenate([tokens, drawn], axis=1)
     probs.append(law)
   return tokens[:, 1:], jnp.concatenate(probs, axis=1), cache

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from specjax.drafters import common
 from specjax.prefill import read_prompt
+from specjax.sampling import coins
+from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
-from specjax.sampling import sample
 from specjax.types import Draft
 from specjax.types import ModelFn
 
@@ -90,21 +91,22 @@ class LanguageModel:
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
 
-    def draw(logits, step):
-      probs = self.transform(logits)
-      step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-      return jax.vmap(sample)(step_keys, probs), probs
+    u = jax.vmap(lambda key: coins(key, self.gamma))(keys).T
 
-    def extend(carry, step):
+    def draw(logits, u):
+      probs = self.transform(logits)
+      return jax.vmap(inverse_cdf)(probs, u), probs
+
+    def extend(carry, u):
       cache, logits = carry
-      tokens, probs = draw(logits, step)
+      tokens, probs = draw(logits, u)
       out = self.model(params, tokens[:, None], depth, self_only, cache)
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0]), (tokens, probs)
 
     (cache, logits), (tokens, probs) = jax.lax.scan(
-        extend, (cache, logits), jnp.arange(self.gamma - 1))
-    last_token, last_probs = draw(logits, self.gamma - 1)
+        extend, (cache, logits), u[:-1])
+    last_token, last_probs = draw(logits, u[-1])
     tokens = jnp.concatenate([tokens, last_token[None]]).swapaxes(0, 1)
     probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
     return jax.vmap(Draft.chain)(common.roots(state), tokens, probs), cache

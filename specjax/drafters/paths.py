@@ -113,8 +113,8 @@ class Paths:
     Returns:
       `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
     """
-    def draw(logits, counts, keys):
-      return children.iid(logits, counts, keys, self.transform)
+    def draw(logits, counts, coins):
+      return children.iid(logits, counts, coins, self.transform)
 
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
     for m, (model, own, cache) in enumerate(

@@ -19,13 +19,6 @@ from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import ModelFn
 
-_DRAWS = {
-    "iid": children.iid,
-    "without_replacement": children.without_replacement,
-    "top_k": children.top_k,
-    "hybrid": children.hybrid,
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeLanguageModel:
@@ -58,9 +51,9 @@ class TreeLanguageModel:
 
   def __post_init__(self):
     object.__setattr__(self, "parents", trees.breadth_first(self.parents))
-    if self.proposal not in _DRAWS:
+    if self.proposal not in children.DRAWS:
       raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(_DRAWS)}")
+                       f"{', '.join(children.DRAWS)}")
 
   @property
   def chain(self) -> bool:
@@ -122,8 +115,9 @@ class TreeLanguageModel:
     if self.num_nodes == 1:
       return common.root_only(state, self.model.vocab_size), state.drafter
 
-    def draw(logits, counts, keys):
-      return _DRAWS[self.proposal](logits, counts, keys, self.transform)
+    def draw(logits, counts, coins):
+      return children.DRAWS[self.proposal](
+          logits, counts, coins, self.transform)
 
     params = params["drafter"]
     logits, cache = common.feed_last(
