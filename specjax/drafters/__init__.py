@@ -1,14 +1,17 @@
 """Drafters: how tokens are proposed; one file each.
 
-`common`, `growth` and `children` hold what several of them share.
+`common`, `growth`, `children` and `forecasts` hold what several of them share.
 """
 
+from specjax.drafters.blockwise import Blockwise
 from specjax.drafters.dynamic_tree import DynamicTree
 from specjax.drafters.dynamic_tree import DynamicTreeState
 from specjax.drafters.empty import Empty
 from specjax.drafters.language_model import LanguageModel
+from specjax.drafters.lookahead import Lookahead
+from specjax.drafters.medusa import Medusa
 from specjax.drafters.paths import Paths
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
-__all__ = ["DynamicTree", "DynamicTreeState", "Empty", "LanguageModel",
-           "Paths", "TreeLanguageModel"]
+__all__ = ["Blockwise", "DynamicTree", "DynamicTreeState", "Empty",
+           "LanguageModel", "Lookahead", "Medusa", "Paths", "TreeLanguageModel"]

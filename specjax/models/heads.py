@@ -207,6 +207,33 @@ class LookaheadEmbeddings:
     return {"embeddings": table.mean(0) + table.std(0) * noise}
 
 
+def with_lookahead(target: Transformer, params, embeddings):
+  """The same target, which can also read look-ahead tokens.
+
+  Args:
+    target: the `Transformer` that the embeddings are for.
+    params: its parameters.
+    embeddings: `{"embeddings": [L, D]}`, of `LookaheadEmbeddings`.
+
+  Returns:
+    `(target, params)`, with which a decoder drafts by `drafters.Lookahead`. On
+    ids below V they are what they were.
+
+  Raises:
+    ValueError: the embeddings are of another width.
+  """
+  table = embeddings["embeddings"]
+  count, width = table.shape
+  if width != target.config.width:
+    raise ValueError(
+        f"width of the look-ahead embeddings is {width} and of the target "
+        f"{target.config.width}; both must be equal: train them for this "
+        "target")
+  config = dataclasses.replace(target.config, lookahead=count)
+  table = table.astype(params["embedding"].dtype)
+  return Transformer(config), {**params, "lookahead": table}
+
+
 # What a file calls them.
 _KINDS = {"medusa": MedusaHeads, "blockwise": BlockwiseHeads,
           "lookahead": LookaheadEmbeddings}

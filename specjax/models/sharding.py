@@ -55,7 +55,7 @@ def tensor_parallel_specs(config: TransformerConfig, axis: str = "model"):
 
   def spec(path, _):
     names = [entry.key for entry in path]
-    if names[-1] == "scale":
+    if names[-1] == "scale" or names == ["lookahead"]:
       return P()
     if names == ["embedding"]:
       return P(axis, None)

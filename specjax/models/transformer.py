@@ -33,6 +33,8 @@ class TransformerConfig:
     tie_embeddings: the output head is the embedding table.
     features: layers (0-based) whose outputs are concatenated into `hidden`;
       empty: the last layer after the final norm, as the head sees it.
+    lookahead: look-ahead tokens, whose ids are V..V + lookahead - 1; they are
+      read and never predicted.
   """
 
   vocab_size: int
@@ -47,6 +49,7 @@ class TransformerConfig:
   norm_epsilon: float = 1e-5
   tie_embeddings: bool = True
   features: tuple[int, ...] = ()
+  lookahead: int = 0
 
   def __post_init__(self):
     object.__setattr__(self, "features", tuple(self.features))
@@ -56,6 +59,9 @@ class TransformerConfig:
       if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of "
                          "at least 1: correct the model's configuration")
+    if not isinstance(self.lookahead, int) or self.lookahead < 0:
+      raise ValueError(f"lookahead is {self.lookahead!r}; it must be a whole "
+                       "number of at least 0: 0 is a plain decoder")
     if self.heads % self.kv_heads:
       raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
                        "heads must be a multiple of kv_heads")
@@ -137,7 +143,15 @@ class TransformerModule(nn.Module):
       positions = cache.lengths[:, None] + depths
     norm = lambda name: nn.RMSNorm(epsilon=c.norm_epsilon, name=name)
 
-    x = table[tokens]
+    if c.lookahead:
+      # A table of its own: nothing of the large one is copied.
+      extra = self.param("lookahead", nn.initializers.normal(0.02),
+                         (c.lookahead, c.width), jnp.float32)
+      beyond = tokens - c.vocab_size
+      x = jnp.where(beyond[..., None] >= 0, extra[jnp.maximum(beyond, 0)],
+                    table[jnp.minimum(tokens, c.vocab_size - 1)])
+    else:
+      x = table[tokens]
     features = {}
     for i in range(c.layers):
       out, cache = _Attention(c, i, name=f"attention_{i}")(

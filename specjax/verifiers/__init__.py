@@ -1,6 +1,8 @@
 """Verification rules as laws; one file per family."""
 
 from specjax.verifiers.block import Block
+from specjax.verifiers.blockwise import Distance
+from specjax.verifiers.blockwise import TopK
 from specjax.verifiers.greedy_block import GreedyBlock
 from specjax.verifiers.greedy_block import GreedyBlockState
 from specjax.verifiers.k_seq import KSeq
@@ -12,12 +14,14 @@ from specjax.verifiers.typical import Typical
 
 __all__ = [
     "Block",
+    "Distance",
     "GreedyBlock",
     "GreedyBlockState",
     "KSeq",
     "Recursive",
     "TargetWalk",
     "Token",
+    "TopK",
     "Traversal",
     "Typical",
 ]

@@ -1,4 +1,6 @@
-"""The trained pair in the box: a target and two drafters, no network needed.
+"""The trained models in the box, no network needed.
+
+A target, two small drafters, and what the target drafts for itself with.
 
 `CARD.md` beside this file says what they were trained on, by which command,
 and how good they are.
@@ -14,6 +16,7 @@ from specjax.models.transformer import Transformer
 
 _DIRECTORY = pathlib.Path(__file__).parent
 DRAFTERS = ("small", "tiny")
+HEADS = ("pass", "medusa")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +34,11 @@ class Pair:
   target: Member
   drafters: dict[str, Member]
   tokenizer: Tokenizer
+
+
+def heads_path(name: str) -> pathlib.Path:
+  """The directory of one of `HEADS`, for `models.heads.load_heads`."""
+  return _DIRECTORY / name
 
 
 def load(dtype=None) -> Pair:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.heads import check_fits
-from specjax.models.heads import lm_head
 from specjax.models.heads import LookaheadEmbeddings
+from specjax.models.heads import with_lookahead
 from specjax.models.transformer import Transformer
 from specjax.training.objectives.next_token import cross_entropy
 
@@ -94,23 +94,7 @@ class Lookahead:
     ancestors = jnp.concatenate(
         [row[:, None, :] <= last[..., None],
          jnp.broadcast_to(own, (batch, branch, branch))], axis=-1)
-    model, extended = _extended(self.model, target,
-                                params["drafter"]["embeddings"])
+    model, extended = with_lookahead(self.model, target, params["drafter"])
     ids = jnp.broadcast_to(self.model.vocab_size - 1 + steps, (batch, branch))
-    hidden = model(extended, ids, last + steps, ancestors, cache).hidden
-    logits = jnp.einsum("bsd,dv->bsv", hidden, lm_head(target),
-                        preferred_element_type=jnp.float32)
+    logits = model(extended, ids, last + steps, ancestors, cache).logits
     return logits.reshape(batch, cuts, count, -1)
-
-
-def _extended(model, params, embeddings):
-  """A model and parameters whose ids V.. are `embeddings [L, D]`.
-
-  Its logits have L columns too many; its `hidden` is what counts.
-  """
-  size = model.vocab_size + embeddings.shape[0]
-  table = jnp.concatenate([params["embedding"], embeddings])
-  config = dataclasses.replace(model.config, vocab_size=size,
-                               tie_embeddings=True)
-  rest = {name: x for name, x in params.items() if name != "head"}
-  return Transformer(config), {**rest, "embedding": table}

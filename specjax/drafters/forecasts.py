@@ -1,0 +1,178 @@
+"""Drafting from laws that the target itself forecast for later positions.
+
+A round that stops at position t has read the target's hidden state there; the
+extra token is t + 1, the root of the next draft. What was forecast at t of
+token t + 1 + k is the law of depth k of that draft, whatever the path above
+says: a product law.
+"""
+
+import dataclasses
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling
+from specjax.drafters import children
+from specjax.drafters import common
+from specjax.drafters import growth
+from specjax.models.heads import check_fits
+from specjax.models.heads import lm_head
+from specjax.types import Draft
+
+
+@struct.dataclass
+class Forecast:
+  """What the target left for the next draft where the last round stopped.
+
+  Attributes:
+    values: `[B, ...]`, a hidden state or logits.
+    known: `[B]` bool; False: there is none yet, and nothing is drafted.
+  """
+
+  values: jax.Array
+  known: jax.Array
+
+  def advance(self, values, verdict, count) -> "Forecast":
+    """The forecast after a round; rows that committed nothing keep theirs.
+
+    Args:
+      values: `[B, N, ...]`, at every node of the draft.
+      verdict: of the round.
+      count: `[B]` int32, tokens committed. The last one is the next root, and
+        the node before it is the one that counts.
+    """
+    last = jnp.take_along_axis(
+        verdict.path, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    choose = jax.vmap(lambda moved, new, i, old: jnp.where(moved, new[i], old))
+    return Forecast(values=choose(count > 0, values, last, self.values),
+                    known=self.known | (count > 0))
+
+
+def draw(logits, parents, key, proposal, transform):
+  """Draws a tree of N nodes for one sequence.
+
+  Args:
+    logits: `[depth, V]`; all nodes of depth d follow row d - 1.
+    parents: of the tree, breadth-first, N at least 2.
+    key: a PRNG key.
+    proposal: how the children of a node are drawn, one of `children.DRAWS`.
+    transform: from logits to laws.
+
+  Returns:
+    Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.
+  """
+  found, coins = [], sampling.coins(key, len(parents) - 1)
+  for row, level in zip(logits, growth.levels(parents)):
+    mine = coins[level.first - 1:level.first - 1 + sum(level.counts)]
+    if proposal == "top_k":  # every node has the same children: rank them once
+      ranks = np.concatenate([np.arange(count) for count in level.counts])
+      tokens, probs = children.top_k(
+          row[None], (max(level.counts),), mine, transform)
+      found.append((tokens[ranks], probs[ranks]))
+    else:
+      rows = jnp.broadcast_to(row, (len(level.counts), *row.shape))
+      found.append(
+          children.DRAWS[proposal](rows, level.counts, mine, transform))
+  tokens, probs = zip(*found)
+  return jnp.concatenate(tokens), jnp.concatenate(probs)
+
+
+class HeadsDrafter:
+  """The base of drafters with K heads on the target's last hidden state.
+
+  `params["drafter"]` are the heads' parameters, and the LM head is that of
+  `params["target"]`. A round costs one pass of the heads over one hidden
+  state and none of a model. After a prompt of one token there is no hidden
+  state, and the first draft is padding.
+
+  Classes that derive from it are frozen dataclasses that have `heads`,
+  `parents` (breadth-first), `proposal` and `transform`.
+  """
+
+  conditional = True
+
+  @property
+  def chain(self) -> bool:
+    return self._most_children <= 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain or self.proposal == "iid"
+
+  @property
+  def autoregressive(self) -> bool:
+    # The law of a deeper node depends on where the draft began.
+    return self.iid and self._depth <= 1
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def _depth(self) -> int:
+    return len(growth.levels(self.parents))
+
+  @property
+  def _most_children(self) -> int:
+    return max((max(level.counts) for level in growth.levels(self.parents)),
+               default=0)
+
+  def bind(self, target, transform):
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the heads are for another width or vocabulary, there are too
+        few of them, or a node has more children than there are tokens.
+    """
+    check_fits(self.heads, target)
+    if self._depth > self.heads.heads:
+      raise ValueError(
+          f"the draft is {self._depth} tokens deep and there are "
+          f"{self.heads.heads} heads; each level needs one: draft less deep or "
+          "train more heads")
+    if not self.iid and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return dataclasses.replace(self, transform=self.transform or transform)
+
+  def init(self, params, prompt, prefill_output):
+    """The hidden state before the last token of every prompt."""
+    del params
+    before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
+    hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
+    return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
+
+  def propose(self, params, keys, state):
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the heads}`.
+      keys: `[B]`, one key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, Forecast)`, batched.
+    """
+    forecast = state.drafter
+    if self.num_nodes == 1:
+      return common.root_only(state, self.heads.vocab_size), forecast
+    used = jax.tree.map(lambda x: x[:self._depth], params["drafter"])
+    logits = self.heads(used, forecast.values, lm_head(params["target"]))
+    parents = jnp.array(self.parents, jnp.int32)
+
+    def tree(root, known, logits, key):
+      tokens, probs = draw(
+          logits, self.parents, key, self.proposal, self.transform)
+      return Draft.tree(root, parents, tokens, jnp.where(known, probs, 0))
+
+    return jax.vmap(tree)(
+        common.roots(state), forecast.known, logits, keys), forecast
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """The hidden state before the last committed token."""
+    del params, draft
+    return drafter_state.advance(target_output.hidden, verdict, count)

@@ -1,0 +1,168 @@
+"""PaSS: the target drafts for itself behind look-ahead tokens.
+
+Monea et al. 2023 (arXiv:2311.13581).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters import common
+from specjax.drafters import forecasts
+from specjax.models.heads import LookaheadEmbeddings
+from specjax.models.transformer import Transformer
+from specjax.sampling import coins
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookahead:
+  """Drafts a chain from what the target predicts behind [LA]_1..[LA]_L.
+
+  Look-ahead token k, read k positions behind t, has the law of token t + 1 + k
+  whatever token t + 1 is. The decoder's target must hold the embeddings, see
+  `models.heads.with_lookahead`; `params["drafter"]` is unused and may be ().
+
+  As published, a round has two passes. The first reads the root and its
+  look-ahead tokens; it draws token 1 from the target's own law, which is as
+  good as accepted, and tokens 2..L + 1 from the look-ahead laws. The second one
+  verifies. Folded, there is one: look-ahead tokens hang under every node that
+  is verified, and those of the node where the round stops have the laws of the
+  next L tokens. That pass has (1 + L)^2 nodes, of which 1 + L are a chain and
+  all others padding; the first round after a prompt drafts nothing.
+
+  Attributes:
+    embeddings: of the target.
+    folded: whether a round has one pass or, as published, two.
+    count: look-ahead tokens that are read, at most L; None: L.
+    transform: of the look-ahead laws; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+    target: the decoder fills it in.
+    target_transform: the decoder fills it in.
+  """
+
+  embeddings: LookaheadEmbeddings
+  folded: bool = True
+  count: int | None = None
+  transform: LogitsTransform | None = None
+  target: Transformer | None = None
+  target_transform: LogitsTransform | None = None
+
+  chain = True  # what hangs beside it is padding
+  iid = True
+  conditional = True
+  autoregressive = False  # a law depends on where the draft began
+  proposal = "iid"
+
+  def __post_init__(self):
+    if self.count is None:
+      object.__setattr__(self, "count", self.embeddings.count)
+    if not 1 <= self.count <= self.embeddings.count:
+      raise ValueError(f"count is {self.count}; it must be a whole number from "
+                       f"1 to the {self.embeddings.count} look-ahead tokens "
+                       "that there are")
+
+  @property
+  def num_nodes(self) -> int:
+    return (1 + self.count)**2 if self.folded else 2 + self.count
+
+  def bind(self, target, transform) -> "Lookahead":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the target holds no look-ahead tokens, or others.
+    """
+    wants = (self.embeddings.count, self.embeddings.width)
+    config = getattr(target, "config", None)
+    has = (getattr(config, "lookahead", 0), getattr(config, "width", 0))
+    if has != wants:
+      raise ValueError(
+          f"the target has {has[0]} look-ahead tokens of width {has[1]} and "
+          f"the drafter {wants[0]} of width {wants[1]}; make the target, and "
+          "its parameters, by models.heads.with_lookahead")
+    return dataclasses.replace(
+        self, target=target, target_transform=transform,
+        transform=self.transform or transform)
+
+  def init(self, params, prompt, prefill_output):
+    """Nothing that is known: a prompt is read without look-ahead tokens."""
+    del params, prefill_output
+    if not self.folded:
+      return None
+    batch = prompt.lengths.shape[0]
+    return forecasts.Forecast(
+        values=jnp.zeros((batch, self.count, self.target.vocab_size)),
+        known=jnp.zeros((batch,), bool))
+
+  def propose(self, params, keys, state):
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"target"}`.
+      keys: `[B]`, one key for each row.
+      state: the `DecodeState`; its target cache is read as it is.
+
+    Returns:
+      `(Draft, drafter state)`, batched.
+    """
+    if self.folded:
+      draft = jax.vmap(self._folded)(
+          common.roots(state), state.drafter.values, state.drafter.known, keys)
+    else:
+      draft = jax.vmap(self._published)(
+          common.roots(state), self._read(params, state), keys)
+    return draft, state.drafter
+
+  def _read(self, params, state):
+    """Logits `[B, 1 + count, V]` behind the root and its look-ahead tokens."""
+    batch, size = state.lengths.shape[0], 1 + self.count
+    ids = jnp.tile(self._ids, (batch, 1))
+    # What this writes behind `lengths` is dropped: the verifying pass starts
+    # from the same cache, which costs a copy of it.
+    return self.target(
+        params["target"],
+        jnp.concatenate([common.roots(state)[:, None], ids], axis=1),
+        jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
+        jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
+        state.target_cache).logits
+
+  @property
+  def _ids(self):
+    """`[count]`, the ids of the look-ahead tokens."""
+    return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
+
+  def _published(self, root, logits, key) -> Draft:
+    probs = jnp.concatenate([self.target_transform(logits[:1]),
+                             self.transform(logits[1:])])
+    return Draft.chain(root, _drawn(probs, key), probs)
+
+  def _folded(self, root, logits, known, key) -> Draft:
+    probs = self.transform(logits)
+    chain = Draft.chain(root, _drawn(probs, key), jnp.where(known, probs, 0))
+    nodes = 1 + self.count
+    # Node s has its look-ahead tokens at nodes + s * count, in a row.
+    hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
+    first = (hanging - nodes) % self.count == 0
+    return Draft(
+        tokens=jnp.concatenate([chain.tokens, jnp.tile(self._ids, nodes)]),
+        parents=jnp.concatenate([chain.parents, jnp.where(
+            first, (hanging - nodes) // self.count, hanging - 1)]),
+        probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
+
+  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+    """What was forecast where the round stopped."""
+    del params, draft
+    if not self.folded:
+      return drafter_state
+    nodes = 1 + self.count
+    logits = target_output.logits[:, nodes:]
+    logits = logits.reshape(-1, nodes, self.count, logits.shape[-1])
+    return drafter_state.advance(logits, verdict, count)
+
+
+def _drawn(probs, key):
+  """One token of each law: `[n, V]` -> `[n]`."""
+  return jax.vmap(inverse_cdf)(probs, coins(key, probs.shape[0]))
