@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scripts
 
 from specjax import testing
 from specjax.training import evaluation
@@ -36,6 +37,21 @@ def test_next_token_loss_by_hand():
       {"target": table}, {}, {"tokens": batch}, jax.random.key(0))
   np.testing.assert_allclose(loss, want, rtol=1e-6)
   assert metrics == {}
+
+
+def test_next_token_loss_counts_what_has_weight():
+  # Broken: a boosted drafter learns from what others propose already; or a
+  # batch without anything to learn gives NaN.
+  model = testing.MarkovModel(3)
+  table = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7],
+                             [1 / 3, 1 / 3, 1 / 3]]))
+  loss = lambda weights: objectives.NextToken(model=model)(
+      {"target": table}, {}, {"tokens": jnp.array([[0, 1, 2], [0, 0, 1]]),
+                              "weights": jnp.array(weights)},
+      jax.random.key(0))[0]
+  np.testing.assert_allclose(loss([[0., 1.], [1., 0.]]),
+                             -np.mean(np.log([0.7, 0.5])), rtol=1e-6)
+  np.testing.assert_allclose(loss([[0., 0.], [0., 0.]]), 0)
 
 
 # One window, windows that fill the last one exactly, and one token too many.
@@ -199,11 +215,9 @@ def _train(corpus, output_dir):
       "--mlp_width=8", "--context_length=16", "--batch_size=4", "--steps=400",
       "--warmup_steps=20", "--evaluate_every=100", "--checkpoint_every=40",
       "--save_dtype=float32"]
-  env = {**os.environ, "JAX_PLATFORMS": "cpu",
-         "PYTHONPATH": os.pathsep.join(
-             [str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-  return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE)
+  return subprocess.Popen(
+      command, env={**os.environ, **scripts.ENVIRONMENT}, text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _checkpoints(output_dir):

@@ -119,7 +119,7 @@ class RowBatches:
   out.
 
   Attributes:
-    rows: `[R, S + 1]` int32.
+    rows: `[R, ...]`, as a rule `[R, S + 1]` int32.
     batch_size: B.
     seed: of the shuffle.
   """
@@ -134,7 +134,7 @@ class RowBatches:
                        f"{self.batch_size}; sample more, or a smaller batch")
 
   def batch(self, step: int) -> np.ndarray:
-    """`[B, S + 1]` int32, the batch of training step `step`."""
+    """`[B, ...]`, the batch of training step `step`."""
     epoch, index = divmod(step, len(self.rows) // self.batch_size)
     order = np.random.default_rng([self.seed, epoch]).permutation(
         len(self.rows))

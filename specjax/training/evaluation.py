@@ -157,11 +157,11 @@ def _outcomes(rows, greedy, k, logits, positions):
   data = jnp.take_along_axis(rows, at, axis=1)
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
-          "data_rank": _rank(logits, data),
-          "target_rank": _rank(logits, target)}
+          "data_rank": rank(logits, data),
+          "target_rank": rank(logits, target)}
 
 
-def _rank(logits, labels):
+def rank(logits, labels):
   """How many tokens of `[..., V]` come before `labels [...]`; 0: argmax."""
   value = jnp.take_along_axis(logits, labels[..., None], axis=-1)
   before = jnp.arange(logits.shape[-1]) < labels[..., None]

@@ -24,6 +24,9 @@ def kl_divergence(p_logits, logits):
 class NextToken:
   """-mean_t log p(x_{t+1} | x_1..x_t): the target is trained on the data.
 
+  Where the batch has `weights [B, S]`, the mean is over the tokens that they
+  weigh; a batch that weighs none has loss 0.
+
   Attributes:
     model: the `ModelFn`, called without a cache.
   """
@@ -36,4 +39,9 @@ class NextToken:
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     logits = self.model(params["target"], tokens[:, :-1]).logits
-    return jnp.mean(cross_entropy(logits, tokens[:, 1:])), {}
+    nats = cross_entropy(logits, tokens[:, 1:])
+    if "weights" not in batch:
+      return jnp.mean(nats), {}
+    total = jnp.sum(batch["weights"])
+    return jnp.sum(batch["weights"] * nats) / jnp.where(
+        total > 0, total, 1), {}

@@ -1,0 +1,238 @@
+"""Trains drafters that propose what the earlier ones miss (SpecInfer).
+
+Miao et al. 2023 (arXiv:2305.09781, section 3, "boost-tuning"). The target
+writes continuations of training text. Drafter 1 is --drafter; each further one
+starts from its weights and is fine-tuned on the continuations' tokens that no
+earlier drafter would have proposed first. With --window=1 every token counts
+for itself, so that drafter 2 learns the target's law without the tokens that
+drafter 1 proposes; the paper drops a whole continuation where a drafter
+matches all of it, which is --window=CONTINUATION.
+
+  python experiments/boost_drafters.py --output_dir=/tmp/boosted
+
+Leaves a checkpoint with its tokenizer in drafter_2/, drafter_3/, ... of
+--output_dir, with metrics.csv and checkpoints for an exact resume. Draft with
+all of them by `specjax.drafters.Paths(models=(first, second, ...))`. The last
+line of stdout is one JSON object:
+
+  coverage         share of held-out tokens of the target that one of the first
+                   k drafters proposes first
+  top_k_coverage   the same of the first k proposals of drafter 1 alone
+  tokens_per_pass  of a path from each drafter, and of as many of drafter 1
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import flags
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from specjax.data import corpora
+from specjax.models import checkpoint
+from specjax.training import distillation
+from specjax.training import evaluation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+
+_TARGET = flags.DEFINE_string(
+    "target", "bundled", "bundled, or a directory of train_lm.py")
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "small", "the first: small, tiny, or a directory of train_lm.py")
+_DRAFTERS = flags.DEFINE_integer(
+    "drafters", 2, "K, of which K - 1 are trained", 2)
+_DATA = flags.DEFINE_string(
+    "data", "stdlib", "text whose beginnings are continued, as in train_lm.py")
+_FIELD = flags.DEFINE_string(
+    "field", "text", "field that holds the text in JSONL and datasets")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", None, "directory for the drafters and the sampled rows",
+    required=True)
+_ROWS = flags.DEFINE_integer("rows", 2048, "continuations to train on", 1)
+_HELD_OUT_ROWS = flags.DEFINE_integer(
+    "held_out_rows", 64, "continuations of held-out text to measure with", 1)
+_PROMPT_TOKENS = flags.DEFINE_integer(
+    "prompt_tokens", 64, "tokens of a row that are the text's", 1)
+_CONTINUATION = flags.DEFINE_integer(
+    "continuation", 192, "tokens of a row that are the target's", 1)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 1.0, "of the continuations; 0 is greedy", 0.0)
+_WINDOW = flags.DEFINE_integer(
+    "window", 1, "neighbouring tokens that are dropped together, when an "
+    "earlier drafter proposes all of them", 1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "rows of a step", 1)
+_STEPS = flags.DEFINE_integer("steps", 1000, "training steps of a drafter", 1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "peak, AdamW", 0.0)
+_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 40, "linear rise", 0)
+_DECAY_FRACTION = flags.DEFINE_float(
+    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
+    "linearly to 0", 0.0, 1.0)
+_EVALUATE_EVERY = flags.DEFINE_integer(
+    "evaluate_every", 250, "steps between held-out measurements", 0)
+_LENGTH = flags.DEFINE_integer(
+    "length", 4, "tokens of a path when tokens per pass are measured", 1)
+_SAVE_DTYPE = flags.DEFINE_enum(
+    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
+_SEED = flags.DEFINE_integer("seed", 0, "of the text, sampling and shuffle")
+
+_BATCH = 16  # rows of a pass that looks up proposals
+
+
+def _rows(target, tokenizer, output_dir):
+  """`{"training", "held_out"}`: `[R, S + 1]`, continued by the target."""
+  length = _PROMPT_TOKENS.value + _CONTINUATION.value
+  if _CONTINUATION.value % _WINDOW.value:
+    raise ValueError(f"--window is {_WINDOW.value} and --continuation "
+                     f"{_CONTINUATION.value}; it must be a multiple of it")
+  if _ROWS.value < _BATCH_SIZE.value:
+    raise ValueError(f"--rows is {_ROWS.value} and a batch has "
+                     f"{_BATCH_SIZE.value}; sample at least one batch")
+  decoder = sj.Decoder(
+      target=target.model, drafter=sj.drafters.Empty(),
+      verifier=sj.verifiers.Token(),
+      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+  sides = corpora.split(corpora.read_documents(_DATA.value, _FIELD.value))
+  return {
+      name: distillation.sample_rows(
+          decoder, {"target": target.params}, distillation.cut_prompts(
+              tokenizer.encode_stream([d.text for d in side]), count,
+              _PROMPT_TOKENS.value, _SEED.value + i),
+          length=length, directory=output_dir / "rows" / name,
+          seed=_SEED.value + i)
+      for i, (name, side, count) in enumerate(zip(
+          ("training", "held_out"), sides,
+          (_ROWS.value, _HELD_OUT_ROWS.value)))}
+
+
+def _ranks(drafter, rows):
+  """`[R, continuation]`: how many tokens a drafter prefers to the target's."""
+  first = _PROMPT_TOKENS.value - 1
+
+  @jax.jit
+  def ranks(params, tokens):
+    logits = drafter.model(params, tokens[:, :-1]).logits[:, first:]
+    return evaluation.rank(logits, tokens[:, first + 1:])
+
+  return np.concatenate([
+      np.asarray(ranks(drafter.params, rows[i:i + _BATCH]))
+      for i in range(0, len(rows), _BATCH)])
+
+
+def missed(proposed, window: int):
+  """Which tokens are trained on: all of a window that no drafter matched.
+
+  Args:
+    proposed: bool `[drafters, R, T]`, whether a drafter proposed the token.
+    window: a divisor of T.
+
+  Returns:
+    bool `[R, T]`.
+  """
+  rows, size = proposed.shape[1:]
+  whole = proposed.reshape(-1, rows, size // window, window).all(-1).any(0)
+  return ~np.repeat(whole, window, axis=-1)
+
+
+def _train(number, first, drafters, rows, held_out, target, tokenizer,
+           output_dir):
+  """Trains drafter `number` on what the earlier `drafters` miss."""
+  directory = output_dir / f"drafter_{number}"
+  model = first.model
+  weights = np.zeros((len(rows), rows.shape[1] - 1), np.float32)
+  weights[:, _PROMPT_TOKENS.value - 1:] = missed(
+      np.stack([_ranks(d, rows) == 0 for d in drafters]), _WINDOW.value)
+  print(f"drafter {number}: trained on {weights.sum():,.0f} of "
+        f"{weights[:, _PROMPT_TOKENS.value - 1:].size:,} tokens of the target",
+        file=sys.stderr)
+  before = np.stack([_ranks(d, held_out) == 0 for d in drafters]).any(0)
+  order = distillation.RowBatches(
+      np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
+
+  def batch(step):
+    at = order.batch(step)
+    return {"tokens": rows[at], "weights": weights[at]}
+
+  def evaluate(params):
+    mine = _ranks(sj.zoo.Member(model, params["target"]), held_out) == 0
+    return {"coverage": (before | mine).mean(), "accuracy": mine.mean()}
+
+  trained = loop.Trainer(
+      objective=objectives.NextToken(model=model),
+      optimizer=optimizers.adamw(optimizers.trapezoid(
+          _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
+          int(_STEPS.value * _DECAY_FRACTION.value))),
+      batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
+      evaluate_every=_EVALUATE_EVERY.value,
+      tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1)).run(
+          {"target": _cast(first.params, jnp.float32)})["target"]
+  saved = _cast(trained, _SAVE_DTYPE.value)
+  checkpoint.save_model(directory, model, saved)
+  tokenizer.save(directory / "tokenizer.json")
+  return sj.zoo.Member(model, _cast(saved, sj.models.default_dtype()))
+
+
+def _cast(params, dtype):
+  return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _tokens_per_pass(target, drafters, prompts, temperature):
+  """1 + E[tau] of a path from each drafter, verified by `Recursive`."""
+  models = tuple(d.model for d in drafters)
+  same = all(d is drafters[0] for d in drafters)
+  decoder = sj.Decoder(
+      target=target.model, verifier=sj.verifiers.Recursive(),
+      drafter=sj.drafters.Paths(
+          models=models[:1] if same else models, num_paths=len(drafters),
+          length=_LENGTH.value),
+      transform=sj.LogitsTransform(temperature=temperature))
+  rounds = max(1, min(
+      32, (decoder.context_length - prompts.shape[1]) // (_LENGTH.value + 1)))
+  params = tuple(d.params for d in drafters)
+  measured = evaluation.block_efficiency(decoder, prompts, rounds=rounds)(
+      {"target": target.params, "drafter": params[:1] if same else params})
+  return measured["block_efficiency"]
+
+
+def main():
+  target, members, tokenizer = common.load_models(
+      _TARGET.value, [_DRAFTER.value])
+  first = members[_DRAFTER.value]
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  rows = _rows(target, tokenizer, output_dir)
+  drafters = [first]
+  for number in range(2, _DRAFTERS.value + 1):
+    drafters.append(_train(number, first, drafters, rows["training"],
+                           rows["held_out"], target, tokenizer, output_dir))
+
+  held_out = rows["held_out"]
+  ranks = [_ranks(d, held_out) for d in drafters]
+  proposed = np.logical_or.accumulate([r == 0 for r in ranks])
+  coverage = [float(x.mean()) for x in proposed]
+  top_k = [float((ranks[0] <= k).mean()) for k in range(len(drafters))]
+  prompts = held_out[:, :_PROMPT_TOKENS.value]
+  tokens = {
+      f"{temperature:g}": {
+          "boosted": _tokens_per_pass(target, drafters, prompts, temperature),
+          "first_alone": _tokens_per_pass(
+              target, [first] * len(drafters), prompts, temperature)}
+      for temperature in dict.fromkeys((0.0, _TEMPERATURE.value, 1.0))}
+  print("drafters  coverage  top-k of the first alone")
+  for k, (mine, alone) in enumerate(zip(coverage, top_k), 1):
+    print(f"{k:8d}  {mine:8.3f}  {alone:8.3f}")
+  for temperature, value in tokens.items():
+    print(f"temperature {temperature}: {value['boosted']:.3f} tokens a pass "
+          f"with {len(drafters)} drafters, {value['first_alone']:.3f} with as "
+          "many paths of the first")
+  print(json.dumps({
+      "study": "boost_drafters", "drafters": len(drafters),
+      "window": _WINDOW.value, "coverage": coverage, "top_k_coverage": top_k,
+      "tokens_per_pass": tokens}))
+
+
+if __name__ == "__main__":
+  common.run(main)
