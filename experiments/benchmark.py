@@ -16,6 +16,8 @@ Run it while nothing else runs:
                        verification
   autoregressive_loop  decoding with an empty draft over a bare scan
   pass_cost            a pass over 5, 9, 17 tokens over a pass over one
+  tree_law             the law of a tree of 64 nodes under a tree verifier over
+                       a pass of the target over them, batch 1 and 8
 
 The models are random: a Llama shape of 134M parameters with a drafter of 19M,
 and the bundled pair. The last line of stdout is one JSON object.
@@ -30,6 +32,7 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
+import numpy as np
 from timing import filled_cache
 from timing import passes
 from timing import STEPS
@@ -37,6 +40,7 @@ from timing import Timed
 import tqdm
 
 import specjax as sj
+from specjax.drafters import children
 from specjax.sampling import sample
 
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
@@ -44,6 +48,10 @@ _GAMMA = flags.DEFINE_integer("gamma", 4, "draft length of the rounds", 1)
 _USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
 _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
+_TREE_NODES = 64
+_ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
+_TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
+                   sj.verifiers.KSeq(), sj.verifiers.Traversal())
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
     "which pairs to time")
@@ -111,6 +119,32 @@ def _rounds(target, drafter, params, verifier, capacity, used):
                        done=state.done)
 
   return Timed(run, params, state)
+
+
+def _tree_law(verifier, vocab_size, batch):
+  """The law of `batch` trees, drawn as the verifier wants them drawn."""
+  parents = sj.trees.breadth_first(
+      sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES, depth=8))
+  draw = {"iid": children.iid, "conditional": children.without_replacement}.get(
+      next(iter(verifier.requires), None), children.top_k)
+  keys = jax.random.split(jax.random.key(0), (batch, 4))
+  # Laws about as far from each other as those of a model and its drafter.
+  logits = 3 * jax.random.normal(
+      jax.random.key(1), (batch, _TREE_NODES, vocab_size))
+  near = 0.7 * logits + jax.random.normal(keys[0, 0], logits.shape)
+  counts = np.bincount(parents[1:], minlength=_TREE_NODES)
+  inner = np.flatnonzero(counts)
+
+  @jax.jit
+  def drafts(logits, key):
+    tokens, probs = draw(
+        logits[inner], tuple(counts[inner].tolist()),
+        jax.random.split(key, _TREE_NODES - 1), sj.LogitsTransform())
+    return sj.Draft.tree(0, jnp.array(parents, jnp.int32), tokens, probs)
+
+  data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits))
+  law = jax.vmap(verifier.law)
+  return Timed(lambda data, _: law(*data), data, law(*data), steps=1)
 
 
 def _large_sum():
@@ -194,6 +228,16 @@ def _ratios(name, target, drafter_model, params, progress):
     rows = _interleaved(progress, many, one)
     ratios["pass_cost"][str(size)] = _median_ratio(rows, first, second)
   step_ms = 1e3 * statistics.median(r[1] for r in rows)
+  del one, many
+
+  ratios["tree_law"] = {}
+  for batch in (1, 8):
+    verify = target_pass(small, used, _TREE_NODES, batch)
+    for verifier in _TREE_VERIFIERS:
+      law = _tree_law(verifier, target.vocab_size, batch)
+      rows = _interleaved(progress, law, verify)
+      ratios["tree_law"][f"{type(verifier).__name__} {batch}"] = _median_ratio(
+          rows, first, second)
   return ratios, {"sum_gb_per_second": sum_speed / 1e9,
                   "step_milliseconds": step_ms}
 
@@ -205,7 +249,8 @@ def main(argv):
   print(f"device: {device.device_kind} ({device.platform}), jax "
         f"{jax.__version__}")
   results = {}
-  progress = tqdm.tqdm(total=8 * _PAIRS.value * len(_PAIRS_OF_MODELS.value),
+  progress = tqdm.tqdm(total=(8 + 2 * len(_TREE_VERIFIERS)) * _PAIRS.value
+                       * len(_PAIRS_OF_MODELS.value),
                        file=sys.stderr, dynamic_ncols=True)
   for name in _PAIRS_OF_MODELS.value:
     target, drafter, params = load[name]()

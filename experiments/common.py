@@ -1,17 +1,25 @@
 """What the experiment scripts share: models by flag, errors in one line."""
 
+import json
+import pathlib
 import sys
 
 from absl import app
 from absl import logging
 
 import specjax as sj
+from specjax.models import heads as heads_lib
 
 VERIFIERS = {
     "token": sj.verifiers.Token(),
     "block": sj.verifiers.Block(),
     "greedy_block": sj.verifiers.GreedyBlock(),
     "typical": sj.verifiers.Typical(),
+}
+TREE_VERIFIERS = {
+    "recursive": sj.verifiers.Recursive(),
+    "traversal": sj.verifiers.Traversal(),
+    "target_walk": sj.verifiers.TargetWalk(),
 }
 
 
@@ -89,3 +97,33 @@ def load_models(target: str, drafters: list[str]):
     else:
       members[name] = sj.zoo.Member(*sj.models.load_model(name))
   return target_member, members, tokenizer
+
+
+def _heads_directory(name):
+  return (sj.zoo.heads_path(name) if name in sj.zoo.HEADS
+          else pathlib.Path(name))
+
+
+def drafts_for_itself(name: str) -> bool:
+  """Whether a name is that of heads or look-ahead embeddings."""
+  return (_heads_directory(name) / "heads.json").exists()
+
+
+def load_self_drafter(name: str, target):
+  """Heads or look-ahead embeddings, and the target that they were made for.
+
+  Args:
+    name: "pass" or "medusa", those in the box, or a directory of
+      train_drafter.py.
+    target: the `zoo.Member` that drafts, unless the directory holds its own.
+
+  Returns:
+    `(target, heads, params, training)`; `training` says how they were made.
+  """
+  directory = _heads_directory(name)
+  if (directory / "model.safetensors").exists():
+    target = sj.zoo.Member(*sj.models.load_model(directory))
+  heads, params = heads_lib.load_heads(directory, target.model)
+  path = directory / "training.json"
+  training = json.loads(path.read_text("utf-8")) if path.exists() else {}
+  return target, heads, params, training

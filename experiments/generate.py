@@ -5,9 +5,12 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
 
   python experiments/generate.py --prompt='def fibonacci(n):'
   cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
+  python experiments/generate.py --drafter=medusa        # the target's heads
+  python experiments/generate.py --drafter=pass          # look-ahead tokens
   python experiments/generate.py --drafter=none          # autoregressive
 
-The output has exactly the target's law, whatever the drafter and the verifier.
+The output has exactly the target's law, whatever the drafter and the verifier,
+unless that is one of the lossy rules.
 """
 
 import sys
@@ -20,6 +23,9 @@ import numpy as np
 from tokenizers import decoders
 
 import specjax as sj
+from specjax.models import heads as heads_lib
+
+_VERIFIERS = common.VERIFIERS | common.TREE_VERIFIERS
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "the text to continue; default: standard input, or a few "
@@ -27,10 +33,14 @@ _PROMPT = flags.DEFINE_string(
 _TARGET = flags.DEFINE_string(
     "target", "bundled", "bundled, or a directory of train_lm.py")
 _DRAFTER = flags.DEFINE_string(
-    "drafter", "small", "small, tiny, none, or a directory of train_lm.py")
+    "drafter", "small", "small, tiny, medusa, pass, none, or a directory of "
+    "train_lm.py or train_drafter.py")
 _VERIFIER = flags.DEFINE_enum(
-    "verifier", "block", sorted(common.VERIFIERS), "the verification rule")
-_GAMMA = flags.DEFINE_integer("gamma", 6, "drafted tokens of a round")
+    "verifier", None, sorted(_VERIFIERS), "the verification rule; "
+    "default: block, and target_walk for Medusa's tree")
+_GAMMA = flags.DEFINE_integer("gamma", 6, "drafted tokens of a chain, as far "
+                              "as there are heads or look-ahead tokens for it")
+_NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
@@ -77,17 +87,53 @@ def _read_prompt():
   return piped.removesuffix("\n") or _DEFAULT_PROMPT
 
 
+def _medusa(heads, training):
+  """Heads as the rule wants them: a sampled chain or tree, or a top-k tree."""
+  rule = _VERIFIERS[_VERIFIER.value or "target_walk"]
+  if "chain" in rule.requires:
+    return rule, sj.drafters.Medusa(
+        heads=heads, proposal="iid",
+        parents=range(-1, min(_GAMMA.value, heads.heads)))
+  accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
+  return rule, sj.drafters.Medusa(
+      heads=heads, parents=sj.trees.medusa_tree(accuracy, _NODES.value),
+      proposal="without_replacement" if rule.requires else "top_k")
+
+
+def _speculation():
+  """`(target model, verifier, drafter, params, tokenizer)` of the flags."""
+  name = _DRAFTER.value
+  itself = common.drafts_for_itself(name)
+  target, members, tokenizer = common.load_models(
+      _TARGET.value, [] if itself or name == "none" else [name])
+  rule = _VERIFIERS[_VERIFIER.value or "block"]
+  model, params = target.model, {"target": target.params}
+  if not itself:
+    drafter = sj.drafters.Empty()
+    for member in members.values():
+      params["drafter"] = member.params
+      drafter = sj.drafters.LanguageModel(
+          model=member.model, gamma=_GAMMA.value)
+    return model, rule, drafter, params, tokenizer
+  target, heads, own, training = common.load_self_drafter(name, target)
+  model, params = target.model, {"target": target.params, "drafter": own}
+  if isinstance(heads, heads_lib.LookaheadEmbeddings):
+    model, both = heads_lib.with_lookahead(model, target.params, own)
+    drafter = sj.drafters.Lookahead(
+        embeddings=heads, count=min(_GAMMA.value, heads.count))
+    params = {"target": both, "drafter": ()}
+  elif isinstance(heads, heads_lib.BlockwiseHeads):
+    drafter = sj.drafters.Blockwise(
+        heads=heads, gamma=min(_GAMMA.value, heads.heads))
+  else:
+    rule, drafter = _medusa(heads, training)
+  return model, rule, drafter, params, tokenizer
+
+
 def main():
-  names = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
-  target, drafters, tokenizer = common.load_models(_TARGET.value, names)
-  params = {"target": target.params}
-  drafter = sj.drafters.Empty()
-  for member in drafters.values():
-    params["drafter"] = member.params
-    drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
+  model, rule, drafter, params, tokenizer = _speculation()
   decoder = sj.Decoder(
-      target=target.model, drafter=drafter,
-      verifier=common.VERIFIERS[_VERIFIER.value],
+      target=model, drafter=drafter, verifier=rule,
       transform=sj.LogitsTransform(
           temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
           top_p=_TOP_P.value, min_p=_MIN_P.value),

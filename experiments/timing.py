@@ -29,16 +29,17 @@ class Timed:
     return (time.perf_counter() - start) / self._steps
 
 
-def filled_cache(model, params, capacity, used):
-  """A cache of `capacity` slots of one row, `used` of which count as filled."""
-  cache = model.init_cache(params, 1, capacity)
-  return cache.rollback(jnp.full((1,), used, jnp.int32))
+def filled_cache(model, params, capacity, used, batch=1):
+  """A cache of `capacity` slots a row, `used` of which count as filled."""
+  cache = model.init_cache(params, batch, capacity)
+  return cache.rollback(jnp.full((batch,), used, jnp.int32))
 
 
-def passes(model, params, capacity, used, tokens):
+def passes(model, params, capacity, used, tokens, batch=1):
   """Repeated passes over a chain of `tokens` nodes, nothing committed."""
-  depths = jnp.arange(tokens, dtype=jnp.int32)[None]
-  ancestors = jnp.tril(jnp.ones((1, tokens, tokens), bool))
+  depths = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
+  ancestors = jnp.tile(jnp.tril(jnp.ones((tokens, tokens), bool)),
+                       (batch, 1, 1))
 
   def run(params, carry):
     def step(carry, _):
@@ -49,9 +50,9 @@ def passes(model, params, capacity, used, tokens):
 
     return jax.lax.scan(step, carry, length=STEPS)[0]
 
-  ids = jnp.ones((1, tokens), jnp.int32)
+  ids = jnp.ones((batch, tokens), jnp.int32)
   return Timed(run, params,
-               (filled_cache(model, params, capacity, used), ids))
+               (filled_cache(model, params, capacity, used, batch), ids))
 
 
 def median(timed: Timed, times: int = 15) -> float:

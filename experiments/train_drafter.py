@@ -9,6 +9,7 @@ Leaves in --output_dir:
 
   heads.safetensors, heads.json      the heads or embeddings
   model.safetensors, config.json, tokenizer.json   the target, if it was trained
+  training.json                                    what it was trained on
   metrics.csv, events.out.tfevents.*               losses, accuracy by head
   checkpoints/                                     for an exact resume
 
@@ -28,6 +29,7 @@ A joint run that begins with trained heads (the paper's two stages):
 The last line of stdout is one JSON object.
 """
 
+import csv
 import json
 import pathlib
 import sys
@@ -41,6 +43,7 @@ import numpy as np
 import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
+from specjax.data.files import atomically
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
@@ -294,6 +297,15 @@ def _save(output_dir, heads, trained, target, tokenizer):
   return _in(sj.models.default_dtype(), saved)
 
 
+def _minutes(path, tokens_per_step):
+  """What the steps in metrics.csv took, those before a restart included."""
+  with open(path, newline="") as f:
+    rows = [(int(r["step"]), float(r["value"])) for r in csv.DictReader(f)
+            if r["name"] == "tokens_per_second"]
+  steps = np.diff([step for step, _ in rows], prepend=0)
+  return sum(steps * tokens_per_step / [pace for _, pace in rows]) / 60
+
+
 def main():
   target, _, tokenizer = common.load_models(_TARGET.value, [])
   heads, params = _heads(target)
@@ -329,11 +341,16 @@ def main():
   measured = evaluate({"target": target.params, **saved})
   _print_table(measured)
   names = ("greedy_block_efficiency", "data_block_efficiency")
+  training = {
+      "method": _METHOD.value, "data": _DATA.value, "corpus": fingerprint,
+      "tokens": _STEPS.value * tokens_per_step,
+      "minutes": _minutes(output_dir / "metrics.csv", tokens_per_step),
+      "accuracy": _by_head(measured, "top")}
+  with atomically(output_dir / "training.json") as f:
+    f.write((json.dumps(training, indent=2) + "\n").encode())
   print(json.dumps({
-      "study": "train_drafter", "method": _METHOD.value, "data": _DATA.value,
-      "added_parameters": added, "tokens": _STEPS.value * tokens_per_step,
-      "corpus": fingerprint, "loss": _by_head(measured, "loss"),
-      "accuracy": _by_head(measured, "top"),
+      "study": "train_drafter", **training, "added_parameters": added,
+      "loss": _by_head(measured, "loss"),
       "data_accuracy": _by_head(measured, "data_top"),
       **{name: measured[name] for name in names},
       "untrained": {name: before[name] for name in names}}))

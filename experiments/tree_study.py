@@ -49,6 +49,8 @@ from specjax.data.files import atomically
 
 _BUDGETS = flags.DEFINE_list(
     "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
+_METHODS_WANTED = flags.DEFINE_list(
+    "methods", None, "of the above; default: all")
 _TEMPERATURE = flags.DEFINE_list(
     "temperature", "0,0.6,1", "of both models; 0 is greedy")
 _NUM_PROMPTS = flags.DEFINE_integer(
@@ -84,6 +86,20 @@ _METHODS = {
     "hybrid": {"hybrid": _RECURSIVE},
     "top_k": {"top_k": _WALK},
 }
+
+
+def _methods():
+  """`_METHODS`, or those of them that the flag names."""
+  wanted = _METHODS_WANTED.value
+  known = [name for rules in _METHODS.values() for name in rules]
+  for name in wanted or ():
+    if name not in known:
+      raise ValueError(f"--methods holds {name!r}; choose among "
+                       f"{', '.join(known)}")
+  kept = {proposal: {name: rule for name, rule in rules.items()
+                     if wanted is None or name in wanted}
+          for proposal, rules in _METHODS.items()}
+  return {proposal: rules for proposal, rules in kept.items() if rules}
 
 
 def _drafter(model, proposal, parents):
@@ -154,9 +170,9 @@ def _depths(parents):
 
 def _plan(setting, temperature, budgets):
   """{arm: (parents, proposal, method)}: the trees of a temperature."""
-  plan = {_BASELINE: ((-1,), None, "chain_token")}
+  plan = {_BASELINE: ((-1,), None, None)}
   fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
-  for proposal, rules in _METHODS.items():
+  for proposal, rules in _methods().items():
     depth = _DEPTH if proposal else None
     trees = None
     for name, verifier in rules.items():
@@ -197,8 +213,8 @@ def _arms(setting, temperature, plan):
   """{arm: `rollouts.Arm`} of a temperature's plan."""
   arms = {}
   for arm, (parents, proposal, name) in plan.items():
-    first, *others = _METHODS[proposal].values()
-    verifier = _METHODS[proposal][name]
+    first, *others = _methods().get(proposal, {None: _TOKEN}).values()
+    verifier = _METHODS[proposal][name] if name else _TOKEN
     observers = tuple(others) if verifier == first else ()
     arms[arm] = rollouts.Arm(
         setting.decoder(temperature, proposal, tuple(parents), verifier,
@@ -230,7 +246,7 @@ def _rows(runs, plans, temperatures, budgets):
     mine = [arms for unit, arms in runs.items() if unit[1] == temperature]
     plan = plans[f"{temperature:g}"]
     cells = [(name, f"{name} {n}", f"{next(iter(rules))} {n}", law)
-             for rules in _METHODS.values() for n in budgets
+             for rules in _methods().values() for n in budgets
              for law, name in enumerate(rules)]
     cells += [(name, name, name, 0) for name in (_BASELINE, _FASTEST)]
     for name, arm, shared, law in cells:
@@ -301,6 +317,7 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
+  methods = sorted(name for rules in _methods().values() for name in rules)
   texts, source = prompt_sets.embedded(
       "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
       4 * _PROMPT_TOKENS.value, _SEED.value)
@@ -317,7 +334,8 @@ def main():
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   output_dir.mkdir(parents=True, exist_ok=True)
   fingerprint = rollouts.fingerprint(
-      setting.params, target.model, drafter.model, budgets, _NEW_TOKENS.value,
+      setting.params, target.model, drafter.model, budgets, methods,
+      _NEW_TOKENS.value,
       _SEED.value)
   digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
   units = [(fingerprint, t, i, digest(row)) for t in temperatures

@@ -1,48 +1,28 @@
 """The scripts run as a user runs them, and say what is wrong in one line."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
-
-_EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
-
-
-def _run(script, *flags, cwd):
-  return subprocess.run(
-      [sys.executable, _EXPERIMENTS / script, *flags], cwd=cwd, text=True,
-      capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env={**os.environ, "PYTHONWARNINGS": "ignore"})
-
-
-def _last_line(result):
-  assert result.returncode == 0, result.stderr[-2000:]
-  return json.loads(result.stdout.splitlines()[-1])
+from scripts import last_line
+from scripts import run
 
 
 def test_verification_study(tmp_path):
   """The main job: its table, files and JSON, and block >= token, paired."""
-  study = _last_line(_run(
-      "verification_study.py", "--num_prompts=2", "--gammas=1,4",
+  study = last_line(run(
+      "verification_study.py", "--num_prompts=2", "--gammas=4",
       "--prompts=code,docstrings", "--new_tokens=24", "--output_dir=out",
       cwd=tmp_path))
   assert study["study"] == "verification"
   assert {"python", "hash"} <= set(study["source"])
   rows = {(r["verifier"], r["gamma"]): r for r in study["rows"]}
-  assert len(rows) == len(study["rows"]) == 6
-  assert len(study["by_prompts"]) == 12
+  assert len(rows) == len(study["rows"]) == 3
+  assert len(study["by_prompts"]) == 6
   for row in study["rows"]:
     assert 1 <= row["block_efficiency"] <= row["gamma"] + 1
     assert row["speedup"] > 0 and row["tokens_per_second"] > 0
     assert 0.3 < row["measured_over_predicted"] < 3
   paired = lambda name, gamma: rows[name, gamma]["paired_block_efficiency"]
   assert paired("greedy_block", 4) > paired("block", 4) > paired("token", 4)
-  # With one drafted token the three rules are the same law.
-  assert paired("block", 1) == pytest.approx(paired("token", 1), abs=1e-6)
-  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 19
+  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 10
   assert (tmp_path / "out/verification.png").stat().st_size > 10_000
   assert "Table 3" in (tmp_path / "out/verification.md").read_text()
 
@@ -51,11 +31,11 @@ def test_study_of_own_prompts_resumes(tmp_path):
   """A user's file is read; a killed study goes on; greedy rows gain nothing."""
   (tmp_path / "mine.jsonl").write_text(
       '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
-  run = lambda: _run(
+  study_of = lambda: run(
       "verification_study.py", "--prompts=mine.jsonl", "--field=turns",
       "--temperature=0", "--gammas=2", "--new_tokens=16", "--drafter=tiny",
       "--verifiers=token,block,typical", cwd=tmp_path)
-  study = _last_line(run())
+  study = last_line(study_of())
   token, block, typical = study["rows"]
   assert block["block_efficiency"] == pytest.approx(token["block_efficiency"])
   assert block["lossless"] and not typical["lossless"]
@@ -64,9 +44,9 @@ def test_study_of_own_prompts_resumes(tmp_path):
 
   whole = (results / "runs.jsonl").read_bytes()
   (results / "runs.jsonl").write_bytes(whole[:-20])  # killed while writing
-  again = run()
+  again = study_of()
   assert "1 of 2 prompts are in" in again.stderr
-  for row, before in zip(_last_line(again)["rows"], study["rows"]):
+  for row, before in zip(last_line(again)["rows"], study["rows"]):
     assert row["block_efficiency"] == before["block_efficiency"]
   assert (results / "runs.jsonl").read_text().count("\n") == 2
 
@@ -74,74 +54,24 @@ def test_study_of_own_prompts_resumes(tmp_path):
 def test_replay(tmp_path):
   """A record is made, judged, and judged again without a model."""
   flags = ["--num_prompts=2", "--new_tokens=16", "--gamma=3"]
-  study = _last_line(_run("replay.py", *flags, cwd=tmp_path))
+  study = last_line(run("replay.py", *flags, cwd=tmp_path))
   rows = {r["verifier"]: r for r in study["rows"]}
   assert rows["token"]["online_block_efficiency"] == pytest.approx(
       rows["token"]["block_efficiency"], abs=1e-6)
   assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
-  again = _last_line(_run("replay.py", "--evaluate_only", "--verifiers=block",
+  again = last_line(run("replay.py", "--evaluate_only", "--verifiers=block",
                           cwd=tmp_path))
   assert again["rows"] == [rows["block"]]
 
 
-def test_tree_study(tmp_path):
-  """Every method has its row, and the tree that was chosen is reported."""
-  study = _last_line(_run(
-      "tree_study.py", "--budgets=4", "--temperature=1", "--num_prompts=2",
-      "--new_tokens=16", "--drafter=tiny", cwd=tmp_path))
-  assert study["study"] == "trees"
-  rows = {r["method"]: r for r in study["rows"]}
-  assert len(rows) == len(study["rows"]) == 10
-  for row in rows.values():
-    assert 1 <= row["tokens_per_pass"] <= row["nodes"]
-    assert row["tokens_per_second"] > 0
-    assert len(row["parents"]) == row["nodes"]
-  assert {rows[name]["nodes"] for name in rows} <= {1, 4}
-  assert (tmp_path / "results/trees/trees.csv").read_text().count("\n") == 11
-  assert (tmp_path / "results/trees/trees.png").stat().st_size > 10_000
-
-
-def test_optimality(tmp_path):
-  """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
-  study = _last_line(_run(
-      "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
-      "--steps=2000", "--starts=4", cwd=tmp_path))
-  assert study["study"] == "optimality" and study["pairs"] == 12
-  assert study["bernoulli"]["greedy_block"] == pytest.approx(
-      [21 / 9, 40 / 9, 59 / 9, 78 / 9], abs=1e-12)
-  for gap in ("max_lp_gap", "max_prefix_gap", "max_full_information_gap",
-              "max_transport_gap"):
-    assert abs(study[gap]) <= 1e-9
-  assert study["ordered"]
-  best = {(r["vocab"], r["models"]): r for r in study["extremal"]}
-  assert len(best) == 6
-  assert best[2, "i.i.d."]["ratio"] == pytest.approx(1.0774, abs=1e-3)
-  assert best[2, "context"]["ratio"] == pytest.approx(2 / 3**0.5, abs=1e-3)
-  assert best[2, "context"]["supremum"] == pytest.approx(2 / 3**0.5, abs=1e-3)
-  assert (tmp_path / "results/optimality/optimality.csv").exists()
-  assert (tmp_path / "results/optimality/optimality.png").exists()
-
-
 def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
-  result = _run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",
+  result = run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",
                 "--color=always", "--gamma=3", cwd=tmp_path)
   assert result.returncode == 0, result.stderr[-2000:]
   assert result.stdout.startswith("def f(x):")
   assert "\033[31m" in result.stdout
   assert "a round" in result.stdout.splitlines()[-1]
-
-
-def test_benchmark(tmp_path):
-  """Every ratio that the README quotes is there."""
-  study = _last_line(_run("benchmark.py", "--models=bundled", "--pairs=3",
-                          "--sum_megabytes=1", cwd=tmp_path))
-  assert study["study"] == "benchmark"
-  ratios = dict(study["ratios"])
-  assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}
-  assert set(ratios) == {"bandwidth", "round_overhead", "allocation",
-                         "block_over_token", "autoregressive_loop"}
-  assert all(value > 0 for value in ratios.values())
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -165,7 +95,7 @@ def test_study_refuses_bad_input(tmp_path, flags, words):
   (tmp_path / "other.jsonl").write_text('{"question": "why?"}\n')
   (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
   (tmp_path / "table.csv").write_text("a,b\n")
-  result = _run("verification_study.py", "--num_prompts=2", *flags,
+  result = run("verification_study.py", "--num_prompts=2", *flags,
                 cwd=tmp_path)
   assert result.returncode != 0
   message = result.stderr.strip().splitlines()[-1]

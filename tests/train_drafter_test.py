@@ -2,16 +2,13 @@
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scripts
 
 import specjax as sj
 from specjax import testing
@@ -25,7 +22,6 @@ from specjax.training import objectives
 from specjax.training import optimizers
 from specjax.training.objectives import heads as losses_lib
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
 _V, _D, _K, _S = 7, 16, 2, 9
 
 
@@ -372,13 +368,6 @@ def test_bad_input_is_refused(make, words):
     make()
 
 
-def _run(cwd, *arguments):
-  env = {**os.environ, "JAX_PLATFORMS": "cpu",
-         "PYTHONPATH": os.pathsep.join(
-             [str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-  return subprocess.run(
-      [sys.executable, _ROOT / "experiments" / "train_drafter.py", *arguments],
-      cwd=cwd, env=env, text=True, capture_output=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -402,15 +391,14 @@ def target_dir(tmp_path_factory):
 @pytest.mark.timeout(300)
 def test_train_drafter(tmp_path, target_dir):
   """The joint method on text of the target's own; its files fit together."""
-  result = _run(
-      tmp_path, "--method=medusa2", f"--target={target_dir}",
+  result = scripts.run(
+      "train_drafter.py", "--method=medusa2", f"--target={target_dir}",
       "--output_dir=out", f"--data=self:{target_dir}/corpus.jsonl",
       "--self_rows=8", "--rank=2",
       "--self_prompt_tokens=4", "--held_out_rows=2", "--heads=2", "--steps=6",
       "--batch_size=4", "--accumulate=2", "--evaluate_every=3",
-      "--checkpoint_every=3", "--save_dtype=float32")
-  assert result.returncode == 0, result.stderr[-2000:]
-  study = json.loads(result.stdout.splitlines()[-1])
+      "--checkpoint_every=3", "--save_dtype=float32", cwd=tmp_path)
+  study = scripts.last_line(result)
   assert study["study"] == "train_drafter" and study["method"] == "medusa2"
   assert np.shape(study["loss"]) == (3,)
   assert np.shape(study["accuracy"]) == (3, 5)
@@ -424,9 +412,9 @@ def test_train_drafter(tmp_path, target_dir):
   for name in ("3,greedy_block_efficiency", "6,head_2/data_top_5", "6,lm_loss"):
     assert name in metrics
 
-  refused = _run(
-      tmp_path, "--method=medusa", "--output_dir=other", "--heads_from=out",
-      f"--data={target_dir}/corpus.jsonl")
+  refused = scripts.run(
+      "train_drafter.py", "--method=medusa", "--output_dir=other",
+      "--heads_from=out", f"--data={target_dir}/corpus.jsonl", cwd=tmp_path)
   message = refused.stderr.strip().splitlines()[-1]
   assert message.startswith("error: "), refused.stderr[-1000:]
   assert "width 16, 262 tokens and 1 layers" in message

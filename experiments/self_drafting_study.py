@@ -1,0 +1,391 @@
+"""What is a target's own draft worth beside a small language model's?
+
+Decodes held-out prompts with every drafter and every verifier that is sound for
+it, on the same target, and prints tokens per round, what the drafter added to
+the target, and the measured speed-up over autoregressive decoding:
+
+  small, tiny            bundled language models, a chain
+  pass, two passes       PaSS as published: look-ahead tokens, then verification
+  pass, folded           the look-ahead tokens ride in the verifying pass
+  blockwise              the heads' likeliest tokens, a chain
+  medusa, top-k tree     Medusa's tree, built from measured accuracies
+  medusa, sampled chain  tokens drawn from the heads' product law
+  medusa, sampled tree   the same, without replacement, on that tree
+
+  python experiments/self_drafting_study.py
+  python experiments/self_drafting_study.py \\
+    --heads=pass,medusa,/tmp/blockwise,/tmp/medusa2
+
+--heads names what is in the box or directories of train_drafter.py; one that
+holds a target of its own (Medusa-2) is measured on that target and against its
+autoregressive decoding. Tokens per round toss no coin: given the draft, the
+expected number of accepted tokens is known; verifiers are also compared on the
+same drafts. Every prompt's results are appended to runs.jsonl in --output_dir;
+killed and started again the study goes on there. Writes self_drafting.csv and
+.png. The last line of stdout is one JSON object.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+from absl import flags
+import common
+import jax
+import numpy as np
+import rollouts
+import timing
+
+import specjax as sj
+from specjax import analysis
+from specjax.data import prompt_sets
+from specjax.models import heads as heads_lib
+from specjax.training import evaluation
+from specjax.training import objectives
+
+_TARGET = flags.DEFINE_string(
+    "target", "bundled", "bundled, or a directory of train_lm.py")
+_DRAFTERS = flags.DEFINE_list(
+    "drafters", "small,tiny", "language models to compare with: small, tiny, "
+    "or directories of train_lm.py")
+_HEADS = flags.DEFINE_list(
+    "heads", "pass,medusa", "pass, medusa, or directories of train_drafter.py")
+_UNTRAINED = flags.DEFINE_bool(
+    "untrained", True, "measure the heads as they were before training, too")
+_TEMPERATURE = flags.DEFINE_list("temperature", "0,1", "0 is greedy")
+_GAMMA = flags.DEFINE_integer("gamma", 4, "tokens of a language model", 1)
+_NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
+_NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", 16, "prompts, held-out modules of the running Python", 2)
+_PROMPT_TOKENS = flags.DEFINE_integer(
+    "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
+_NEW_TOKENS = flags.DEFINE_integer(
+    "new_tokens", 96, "tokens generated for every prompt", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "results/self_drafting", "for results, the table and plot")
+
+_CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
+_ROUNDS_SHOWN = 6  # positions of the table of acceptance
+_BASELINE = "autoregressive"
+
+_TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
+_RECURSIVE, _TRAVERSAL = sj.verifiers.Recursive(), sj.verifiers.Traversal()
+_WALK, _TYPICAL = sj.verifiers.TargetWalk(), sj.verifiers.Typical()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Source:
+  """Something to draft with, and the target that it drafts for.
+
+  Attributes:
+    name: as the flags have it.
+    target: a `zoo.Member`.
+    drafts: {name: (drafter, rules)}; the first rule's rollouts are shared.
+    params: of the decoder.
+    added: parameters beside the target's.
+    training: what train_drafter.py left of its run, or {}.
+    accuracy: `[K, 5]` by head and rank, for heads.
+  """
+
+  name: str
+  target: Any
+  drafts: dict[str, Any]
+  params: Any
+  added: int
+  training: dict[str, Any] = dataclasses.field(default_factory=dict)
+  accuracy: Any = None
+
+
+def _size(params):
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+def _language_model(name, target, member):
+  drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
+  return _Source(
+      name, target, {name: (drafter, (_BLOCK, _TOKEN))},
+      {"target": target.params, "drafter": member.params}, _size(member.params))
+
+
+def _self_drafter(name, label, target, heads, params, training, rows):
+  """The drafts of heads or look-ahead embeddings, by their kind."""
+  added, accuracy = _size(params), _accuracy(target, heads, params, rows)
+  if isinstance(heads, heads_lib.LookaheadEmbeddings):
+    model, both = heads_lib.with_lookahead(target.model, target.params, params)
+    drafts = {
+        f"{label}, {kind}": (sj.drafters.Lookahead(
+            embeddings=heads, folded=folded), (_BLOCK, _TOKEN))
+        for kind, folded in (("two passes", False), ("folded", True))}
+    return _Source(label, sj.zoo.Member(model, both), drafts,
+                   {"target": both, "drafter": ()}, added, training, accuracy)
+  if isinstance(heads, heads_lib.BlockwiseHeads):
+    drafts = {label: (sj.drafters.Blockwise(heads=heads), (_TOKEN,))}
+  else:
+    tree = sj.trees.medusa_tree(accuracy, _NODES.value)
+    draft = lambda proposal, parents: sj.drafters.Medusa(
+        heads=heads, parents=parents, proposal=proposal)
+    drafts = {
+        f"{label}, top-k tree": (draft("top_k", tree), (_WALK, _TYPICAL)),
+        f"{label}, sampled chain": (
+            draft("iid", range(-1, heads.heads)), (_BLOCK, _TOKEN)),
+        f"{label}, sampled tree": (
+            draft("without_replacement", tree), (_TRAVERSAL, _RECURSIVE))}
+  return _Source(label, target, drafts,
+                 {"target": target.params, "drafter": params}, added, training,
+                 accuracy)
+
+
+def _accuracy(target, heads, params, rows):
+  """`[K, 5]`: how often guess j of head k is what the target would write."""
+  objective = {
+      heads_lib.LookaheadEmbeddings: lambda: objectives.Lookahead(
+          model=target.model, embeddings=heads, cuts=64),
+      heads_lib.BlockwiseHeads: lambda: objectives.Blockwise(
+          model=target.model, heads=heads),
+      heads_lib.MedusaHeads: lambda: objectives.Medusa(
+          model=target.model, heads=heads)}[type(heads)]()
+  measured = evaluation.head_accuracy(objective, rows)(
+      {"target": target.params, "drafter": params})
+  count = sum(name.endswith("/loss") for name in measured) - 1
+  among = np.array([[measured[f"head_{k}/top_{j}"] for j in range(1, 6)]
+                    for k in range(1, count + 1)])
+  return np.diff(among, axis=1, prepend=0)
+
+
+def _written_rows(target, prompts):
+  """What a target writes behind prompts at temperature 0: `[R, S + 1]`."""
+  decoder = sj.Decoder(target=target.model, drafter=sj.drafters.Empty(),
+                       verifier=_TOKEN,
+                       transform=sj.LogitsTransform(temperature=0))
+  length = _PROMPT_TOKENS.value
+  full = [row for row in prompts if len(row) == length]
+  if not full:
+    raise ValueError(f"no prompt has {length} tokens; give a smaller "
+                     "--prompt_tokens")
+  generation = decoder.generate({"target": target.params}, full,
+                                jax.random.key(0),
+                                max_new_tokens=_NEW_TOKENS.value)
+  return np.stack(generation.tokens)
+
+
+def _sources(target, members, calibration):
+  """Every `_Source` that the flags ask for, the untrained heads last."""
+  sources = [_language_model(name, target, member)
+             for name, member in members.items()]
+  rows, untrained = {}, []
+  for name in _HEADS.value:
+    own, heads, params, training = common.load_self_drafter(name, target)
+    rows.setdefault(id(own), _written_rows(own, calibration))
+    label = pathlib.Path(name).name
+    sources.append(_self_drafter(
+        name, label, own, heads, params, training, rows[id(own)]))
+    if _UNTRAINED.value:
+      fresh = heads.init(jax.random.key(0), own.params)
+      untrained.append(_self_drafter(
+          name, f"untrained {label}", own, heads, fresh, {}, rows[id(own)]))
+  return sources + untrained
+
+
+def _arms(sources, temperature):
+  """{arm: (`rollouts.Arm`, source, rule)}; one baseline for each target.
+
+  At temperature 0 all exact rules are one, and the first stands for them.
+  """
+  arms = {}
+  limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
+  def add(name, source, drafter, rule, observers=()):
+    decoder = sj.Decoder(
+        target=source.target.model, drafter=drafter, verifier=rule,
+        observers=observers,
+        transform=sj.LogitsTransform(temperature=temperature))
+    arms[name] = (rollouts.Arm(decoder, source.params, _NEW_TOKENS.value,
+                               limit + 64), source, rule)
+
+  for source in sources:
+    add(_baseline(source), source, sj.drafters.Empty(), _TOKEN)
+    for name, (drafter, rules) in source.drafts.items():
+      if temperature == 0 or source.name.startswith("untrained"):
+        rules = rules[:1]
+      observers = tuple(r for r in rules[1:] if r.lossless)
+      for rule in rules:
+        add(f"{name} | {_rule(rule)}", source, drafter, rule,
+            observers if rule == rules[0] else ())
+  return arms
+
+
+def _baseline(source):
+  """Look-ahead embeddings and shared targets decode alike without a draft."""
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves(source.params["target"]):
+    digest.update(np.asarray(leaf).tobytes())
+  return f"{_BASELINE} {digest.hexdigest()[:8]}"
+
+
+def _rule(rule):
+  return {_TOKEN: "token", _BLOCK: "block", _RECURSIVE: "recursive",
+          _TRAVERSAL: "traversal", _WALK: "target_walk",
+          _TYPICAL: "typical"}[rule]
+
+
+def _rows(runs, temperature, arms, pass_seconds):
+  rows = []
+  mine = [r for unit, r in runs.items() if unit[1] == temperature]
+  for name, (arm, source, rule) in arms.items():
+    if name.startswith(_BASELINE):
+      continue
+    drafter, verifier = name.split(" | ")
+    base = [r[_baseline(source)] for r in mine]
+    own = [r[name] for r in mine]
+    pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
+    rounds = [r["rounds"] for r in own]
+    tokens, error = analysis.ratio_estimate(
+        [r["expected"][0] for r in own], rounds)
+    step = statistics.median(pace(base))
+    passes = pass_seconds(source.target, arm.decoder.drafter.num_nodes)
+    spent = statistics.median(r["seconds"] / r["rounds"] for r in own)
+    survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
+    rows.append({
+        "drafter": drafter, "verifier": verifier, "temperature": temperature,
+        "lossless": rule.lossless, "block_efficiency": 1 + tokens,
+        "stderr": error, "added_parameters": source.added,
+        "speedup": statistics.median(pace(base) / pace(own)),
+        "round_over_step": spent / step,
+        "draft_over_step": (spent - passes) / step,
+        "nodes": arm.decoder.drafter.num_nodes,
+        "survival": survival[1:_ROUNDS_SHOWN + 1].tolist(),
+        **{f"training_{key}": source.training.get(key)
+           for key in ("method", "tokens", "minutes")}})
+  return rows
+
+
+def _paired(runs, temperature, arms):
+  """The gain of a drafter's first rule over the others, on shared drafts."""
+  rows = []
+  mine = [r for unit, r in runs.items() if unit[1] == temperature]
+  for name, (arm, _, rule) in arms.items():
+    for law, other in enumerate(arm.decoder.observers, 1):
+      own = [r[name] for r in mine]
+      rounds = [r["rounds"] for r in own]
+      gain, error = analysis.relative_gain(
+          [r["expected"][0] for r in own], rounds,
+          [r["expected"][law] for r in own], rounds)
+      rows.append({"drafter": name.split(" | ")[0], "temperature": temperature,
+                   "verifier": _rule(rule), "over": _rule(other),
+                   "gain": gain, "interval": 1.96 * error})
+  return rows
+
+
+def _print_tables(rows, paired, sources):
+  width = max(len(r["drafter"]) for r in rows)
+  print(f"{'T':>3s} {'drafter':{width}s} {'verifier':19s} "
+        f"{'tokens a round':>15s} {'speed-up':>8s} {'draft/step':>10s} "
+        f"{'added':>9s}  accepted to position 1, 2, ...")
+  for r in rows:
+    label = r["verifier"] + ("" if r["lossless"] else " (LOSSY)")
+    print(f"{r['temperature']:3g} {r['drafter']:{width}s} {label:19s} "
+          f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
+          f"{r['speedup']:7.2f}x {r['draft_over_step']:10.2f} "
+          f"{r['added_parameters']:9,d}  "
+          + " ".join(f"{x:.2f}" for x in r["survival"]))
+  for p in paired:
+    print(f"temperature {p['temperature']:g}, {p['drafter']}: {p['verifier']} "
+          f"over {p['over']} on the same drafts {100 * p['gain']:+.1f} ± "
+          f"{100 * p['interval']:.1f} %")
+  print("\nhow often guess 1..5 of a head is what the target writes, greedily")
+  for source in sources:
+    if source.accuracy is not None:
+      for k, row in enumerate(source.accuracy, 1):
+        print(f"{source.name:20s} head {k}: "
+              + " ".join(f"{x:.3f}" for x in row))
+
+
+def _plot(rows, path):
+  import matplotlib  # pylint: disable=g-import-not-at-top
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
+  figure, grid = plt.subplots(
+      1, 1 + len(temperatures), figsize=(5.5 * (1 + len(temperatures)), 6))
+  for axes, temperature in zip(grid, temperatures):
+    mine = [r for r in rows if r["temperature"] == temperature][::-1]
+    axes.barh([f"{r['drafter']}\n{r['verifier']}"
+               + ("" if r["lossless"] else " (LOSSY)") for r in mine],
+              [r["block_efficiency"] for r in mine],
+              xerr=[r["stderr"] for r in mine])
+    axes.set(title=f"temperature {temperature:g}", xlabel="tokens a round",
+             xlim=(1, None))
+    axes.tick_params(axis="y", labelsize=6)
+  for r in rows:
+    if r["temperature"] == temperatures[0] and r["survival"]:
+      grid[-1].plot(range(1, len(r["survival"]) + 1), r["survival"],
+                    marker="o", label=r["drafter"])
+  grid[-1].set(title=f"accepted, temperature {temperatures[0]:g}",
+               xlabel="position", ylim=(0, 1))
+  grid[-1].legend(fontsize=6)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+
+
+def main():
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  for temperature in temperatures:  # a bad one is refused early
+    sj.LogitsTransform(temperature=temperature)
+  target, members, tokenizer = common.load_models(
+      _TARGET.value, _DRAFTERS.value)
+  texts, source = prompt_sets.embedded(
+      "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
+      4 * _PROMPT_TOKENS.value, _SEED.value)
+  ids = [common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
+         for text in texts]
+  prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
+  print("measuring the heads' accuracies", file=sys.stderr)
+  sources = _sources(target, members, calibration)
+
+  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  fingerprint = rollouts.fingerprint(
+      [s.params for s in sources], [s.name for s in sources],
+      [repr(s.drafts) for s in sources], _NEW_TOKENS.value, _SEED.value)
+  digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+  units = [(fingerprint, t, i, digest(row)) for t in temperatures
+           for i, row in enumerate(prompts)]
+  arms = {t: _arms(sources, t) for t in temperatures}
+  runs = rollouts.run(
+      units, lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
+      lambda t: {name: arm for name, (arm, _, _) in arms[t].items()},
+      output_dir / "runs.jsonl")
+
+  costs = {}
+  def pass_seconds(member, nodes):
+    key = id(member), nodes
+    if key not in costs:
+      limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
+      costs[key] = timing.median(timing.passes(
+          member.model, member.params, limit + 64,
+          limit - _NEW_TOKENS.value // 2, nodes))
+    return costs[key]
+
+  rows = [row for t in temperatures
+          for row in _rows(runs, t, arms[t], pass_seconds)]
+  paired = [row for t in temperatures for row in _paired(runs, t, arms[t])]
+  _print_tables(rows, paired, sources)
+  with open(output_dir / "self_drafting.csv", "w", newline="") as f:
+    writer = csv.DictWriter(f, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  _plot(rows, output_dir / "self_drafting.png")
+  print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
+  print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,
+                    "source": source,
+                    "accuracy": {s.name: s.accuracy.tolist() for s in sources
+                                 if s.accuracy is not None}}))
+
+
+if __name__ == "__main__":
+  common.run(main)

@@ -1,0 +1,26 @@
+"""Runs the scripts of `experiments/` as a user does."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Scripts compile in half the time; what the laws compute is tested elsewhere.
+ENVIRONMENT = {"PYTHONWARNINGS": "ignore",
+               "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def run(script, *flags, cwd):
+  """The finished process of `experiments/<script>`."""
+  return subprocess.run(
+      [sys.executable, ROOT / "experiments" / script, *flags], cwd=cwd,
+      text=True, capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
+      env={**os.environ, **ENVIRONMENT})
+
+
+def last_line(result):
+  """The JSON object with which a study ends."""
+  assert result.returncode == 0, result.stderr[-2000:]
+  return json.loads(result.stdout.splitlines()[-1])

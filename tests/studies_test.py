@@ -1,0 +1,79 @@
+"""Scripts about trees, theorems and costs run as a user runs them."""
+
+import pytest
+from scripts import last_line
+from scripts import run
+
+
+def test_tree_study(tmp_path):
+  """Every method has its row, and the tree that was chosen is reported."""
+  study = last_line(run(
+      "tree_study.py", "--budgets=4", "--temperature=1", "--num_prompts=2",
+      "--methods=chain_block,specinfer,traversal,top_k", "--new_tokens=16",
+      "--drafter=tiny", cwd=tmp_path))
+  assert study["study"] == "trees"
+  rows = {r["method"]: r for r in study["rows"]}
+  assert len(rows) == len(study["rows"]) == 6
+  for row in rows.values():
+    assert 1 <= row["tokens_per_pass"] <= row["nodes"]
+    assert row["tokens_per_second"] > 0
+    assert len(row["parents"]) == row["nodes"]
+  assert {rows[name]["nodes"] for name in rows} <= {1, 4}
+  assert (tmp_path / "results/trees/trees.csv").read_text().count("\n") == 7
+  assert (tmp_path / "results/trees/trees.png").stat().st_size > 10_000
+
+
+def test_boost_drafters(tmp_path):
+  """The second drafter proposes what the first does not."""
+  flags = ["--drafter=tiny", "--rows=32", "--held_out_rows=8", "--length=2",
+           "--prompt_tokens=16", "--continuation=16", "--output_dir=out",
+           "--data=mine.txt", "--evaluate_every=0", "--learning_rate=0.01"]
+  (tmp_path / "mine.txt").write_text("\n\n".join(
+      f"def f{i}(x, y):\n  return x + {i} * y" for i in range(400)))
+  study = last_line(run("boost_drafters.py", "--steps=20", *flags,
+                          cwd=tmp_path))
+  assert study["study"] == "boost_drafters"
+  first, both = study["coverage"]
+  assert first == study["top_k_coverage"][0] and both > first
+  assert set(study["tokens_per_pass"]) == {"0", "1"}
+  # Its proposals differ from those that it was told to leave to the first.
+  greedy = study["tokens_per_pass"]["0"]
+  assert greedy["boosted"] > greedy["first_alone"] >= 1
+  refused = run("boost_drafters.py", "--window=5", *flags, cwd=tmp_path)
+  assert "--window is 5 and --continuation 16" in refused.stderr
+
+
+def test_optimality(tmp_path):
+  """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
+  study = last_line(run(
+      "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
+      "--steps=1000", "--starts=2", cwd=tmp_path))
+  assert study["study"] == "optimality" and study["pairs"] == 12
+  assert study["bernoulli"]["greedy_block"] == pytest.approx(
+      [21 / 9, 40 / 9, 59 / 9, 78 / 9], abs=1e-12)
+  for gap in ("max_lp_gap", "max_prefix_gap", "max_full_information_gap",
+              "max_transport_gap"):
+    assert abs(study[gap]) <= 1e-9
+  assert study["ordered"]
+  best = {(r["vocab"], r["models"]): r for r in study["extremal"]}
+  assert len(best) == 6
+  assert best[2, "i.i.d."]["ratio"] == pytest.approx(1.0774, abs=1e-3)
+  assert best[2, "context"]["ratio"] == pytest.approx(2 / 3**0.5, abs=1e-3)
+  assert best[2, "context"]["supremum"] == pytest.approx(2 / 3**0.5, abs=1e-3)
+  assert (tmp_path / "results/optimality/optimality.csv").exists()
+  assert (tmp_path / "results/optimality/optimality.png").exists()
+
+
+def test_benchmark(tmp_path):
+  """Every ratio that the README quotes is there."""
+  study = last_line(run("benchmark.py", "--models=bundled", "--pairs=3",
+                          "--sum_megabytes=1", cwd=tmp_path))
+  assert study["study"] == "benchmark"
+  ratios = dict(study["ratios"])
+  assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}
+  laws = ratios.pop("tree_law")
+  assert {"Traversal 1", "KSeq 8"} <= set(laws) and len(laws) == 8
+  assert all(value > 0 for value in laws.values())
+  assert set(ratios) == {"bandwidth", "round_overhead", "allocation",
+                         "block_over_token", "autoregressive_loop"}
+  assert all(value > 0 for value in ratios.values())
