@@ -139,7 +139,7 @@ def _tree_law(verifier, vocab_size, batch):
   def drafts(logits, key):
     tokens, probs = draw(
         logits[inner], tuple(counts[inner].tolist()),
-        jax.random.split(key, _TREE_NODES - 1), sj.LogitsTransform())
+        sj.sampling.coins(key, _TREE_NODES - 1), sj.LogitsTransform())
     return sj.Draft.tree(0, jnp.array(parents, jnp.int32), tokens, probs)
 
   data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits))

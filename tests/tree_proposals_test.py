@@ -135,7 +135,7 @@ def test_children_of_broken_numbers_are_no_laws(proposal):
   # Broken: certainty hides that the drafter's logits were NaN.
   logits = jnp.zeros((3, 8)).at[1, 5].set(jnp.nan)
   _, probs = getattr(children, proposal)(
-      logits, _COUNTS, jax.random.split(jax.random.key(0), 8),
+      logits, _COUNTS, sj.sampling.coins(jax.random.key(0), 8),
       sj.LogitsTransform())
   finite = np.isfinite(probs).all(-1)
   assert finite[:3].all() and not finite[3] and finite[4:].all()
