@@ -232,7 +232,7 @@ def _ratios(name, target, drafter_model, params, progress):
 
   ratios["tree_law"] = {}
   for batch in (1, 8):
-    verify = target_pass(small, used, _TREE_NODES, batch)
+    verify = target_pass(small, used, _TREE_NODES, batch, steps=1)
     for verifier in _TREE_VERIFIERS:
       law = _tree_law(verifier, target.vocab_size, batch)
       rows = _interleaved(progress, law, verify)

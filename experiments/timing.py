@@ -35,7 +35,7 @@ def filled_cache(model, params, capacity, used, batch=1):
   return cache.rollback(jnp.full((batch,), used, jnp.int32))
 
 
-def passes(model, params, capacity, used, tokens, batch=1):
+def passes(model, params, capacity, used, tokens, batch=1, steps=STEPS):
   """Repeated passes over a chain of `tokens` nodes, nothing committed."""
   depths = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
   ancestors = jnp.tile(jnp.tril(jnp.ones((tokens, tokens), bool)),
@@ -48,11 +48,11 @@ def passes(model, params, capacity, used, tokens, batch=1):
       ids = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
       return (out.cache, ids), None
 
-    return jax.lax.scan(step, carry, length=STEPS)[0]
+    return jax.lax.scan(step, carry, length=steps)[0]
 
   ids = jnp.ones((batch, tokens), jnp.int32)
   return Timed(run, params,
-               (filled_cache(model, params, capacity, used, batch), ids))
+               (filled_cache(model, params, capacity, used, batch), ids), steps)
 
 
 def median(timed: Timed, times: int = 15) -> float:
