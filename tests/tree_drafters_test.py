@@ -202,12 +202,11 @@ def test_rows_are_the_laws_of_the_context(name):
   assert (emitted[:-1, :16] > 2).any()
 
 
-@pytest.mark.parametrize("name", ["without_replacement", "paths of two models"])
-def test_a_row_does_not_depend_on_its_batch(name):
+def test_a_row_does_not_depend_on_its_batch():
   # Broken: a result cannot be reproduced without the rows of its batch.
-  tokens, emitted, _ = _sampled(name)
+  tokens, emitted, _ = _sampled("without_replacement")
   for i in range(8):
-    alone, count, _ = _decoded(*_SAMPLED[name], rows=[i])
+    alone, count, _ = _decoded(*_SAMPLED["without_replacement"], rows=[i])
     np.testing.assert_array_equal(count[:, 0], emitted[:, i])
     end = len(_PROMPT) + count.sum()
     np.testing.assert_array_equal(alone[0, :end], tokens[i, :end])
