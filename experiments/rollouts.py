@@ -1,8 +1,8 @@
 """Rollouts of many decoders on the same prompts, resumable.
 
 A unit is a tuple that begins with (fingerprint, temperature, ...): one rollout
-of one prompt by every arm, all in turn, so that they see the same machine. Each
-is a line of a JSONL file, written when it is complete.
+of one prompt by every arm of its group, all in turn, so that they see the same
+machine. Each is a line of a JSONL file, written when it is complete.
 """
 
 import hashlib
@@ -57,14 +57,18 @@ def fingerprint(params, *settings) -> str:
   return digest.hexdigest()[:16]
 
 
-def run(units, prompt_of, make_arms, path):
+def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1]):
   """Decodes the units that `path` does not hold yet, appending to it.
 
+  What was compiled goes with its group: a decoder maps one to two thousand
+  pieces of memory on a CPU, and Linux allows a process 65,530.
+
   Args:
-    units: sorted by their temperature, `unit[1]`.
+    units: sorted by their group.
     prompt_of: from a unit to (token ids, seed, request id).
-    make_arms: from a temperature to {name: `Arm`}.
+    make_arms: from a group to {name: `Arm`}; at most 30 or so.
     path: of the JSONL file.
+    group_of: from a unit to its group; default: its temperature.
 
   Returns:
     {unit: {name: what `Arm.decode` returned}}.
@@ -75,18 +79,19 @@ def run(units, prompt_of, make_arms, path):
     print(f"{len(units) - len(missing)} of {len(units)} prompts are in {path}; "
           "delete it to measure them again", file=sys.stderr)
   longest = max((prompt_of(unit)[0] for unit in units), key=len)
-  temperature, arms = None, {}
+  group, arms = None, {}
   with (tqdm.tqdm(total=len(units), initial=len(units) - len(missing),
                   unit="prompt", dynamic_ncols=True) as bar,
         open(path, "ab") as f):
     for unit in missing:
-      if unit[1] != temperature:
-        temperature = unit[1]
-        arms = make_arms(temperature)
+      if group_of(unit) != group:
+        group = group_of(unit)
+        jax.clear_caches()
+        arms = make_arms(group)
         for number, arm in enumerate(arms.values(), 1):
           bar.set_description(f"compiling {number} of {len(arms)}")
           arm.decode(longest, 0, 0)
-        bar.set_description(f"temperature {temperature:g}")
+        bar.set_description(f"temperature {unit[1]:g}")
       runs[unit] = {name: arm.decode(*prompt_of(unit))
                     for name, arm in arms.items()}
       f.write(_line(unit, runs[unit]))

@@ -209,10 +209,12 @@ def _plans(setting, temperatures, budgets, path):
   return plans
 
 
-def _arms(setting, temperature, plan):
-  """{arm: `rollouts.Arm`} of a temperature's plan."""
+def _arms(setting, plans, temperature, budget):
+  """{arm: `rollouts.Arm`} of a budget, with both arms that have none."""
   arms = {}
-  for arm, (parents, proposal, name) in plan.items():
+  for arm, (parents, proposal, name) in plans[f"{temperature:g}"].items():
+    if arm not in (_BASELINE, _FASTEST) and arm.split()[1] != str(budget):
+      continue
     first, *others = _methods().get(proposal, {None: _TOKEN}).values()
     verifier = _METHODS[proposal][name] if name else _TOKEN
     observers = tuple(others) if verifier == first else ()
@@ -243,13 +245,14 @@ def _row(runs, arm, shared, law):
 def _rows(runs, plans, temperatures, budgets):
   rows = []
   for temperature in temperatures:
-    mine = [arms for unit, arms in runs.items() if unit[1] == temperature]
     plan = plans[f"{temperature:g}"]
     cells = [(name, f"{name} {n}", f"{next(iter(rules))} {n}", law)
              for rules in _methods().values() for n in budgets
              for law, name in enumerate(rules)]
     cells += [(name, name, name, 0) for name in (_BASELINE, _FASTEST)]
     for name, arm, shared, law in cells:
+      mine = [arms for unit, arms in runs.items()
+              if unit[1] == temperature and arm in arms]
       parents = plan[arm][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
@@ -338,13 +341,14 @@ def main():
       _NEW_TOKENS.value,
       _SEED.value)
   digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-  units = [(fingerprint, t, i, digest(row)) for t in temperatures
-           for i, row in enumerate(prompts)]
+  units = [(fingerprint, t, n, i, digest(row)) for t in temperatures
+           for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
   runs = rollouts.run(
-      units, lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
-      lambda t: _arms(setting, t, plans[f"{t:g}"]), output_dir / "runs.jsonl")
+      units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
+      lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
+      group_of=lambda unit: unit[1:3])
   rows = _rows(runs, plans, temperatures, budgets)
   _print_table(rows)
   with open(output_dir / "trees.csv", "w", newline="") as f:
