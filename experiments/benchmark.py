@@ -18,6 +18,10 @@ Run it while nothing else runs:
   pass_cost            a pass over 5, 9, 17 tokens over a pass over one
   tree_law             the law of a tree of 64 nodes under a tree verifier over
                        a pass of the target over them, batch 1 and 8
+  training             (forward pass of the target + forward and backward of
+                       four Medusa heads) alone over a training step of the
+                       heads: the share of the best possible throughput; of the
+                       bundled pair
 
 The models are random: a Llama shape of 134M parameters with a drafter of 19M,
 and the bundled pair. The last line of stdout is one JSON object.
@@ -41,7 +45,11 @@ import tqdm
 
 import specjax as sj
 from specjax.drafters import children
+from specjax.models import heads as heads_lib
 from specjax.sampling import sample
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
 _GAMMA = flags.DEFINE_integer("gamma", 4, "draft length of the rounds", 1)
@@ -147,6 +155,45 @@ def _tree_law(verifier, vocab_size, batch):
   return Timed(lambda data, _: law(*data), data, law(*data), steps=1)
 
 
+def _training(target, params):
+  """A step of Medusa heads on a frozen target, and its two parts alone."""
+  heads = heads_lib.MedusaHeads(
+      width=target.config.width, vocab_size=target.vocab_size, heads=4,
+      output="low_rank")
+  objective = objectives.Medusa(model=target, heads=heads)
+  optimizer = optimizers.by_name({"drafter": optimizers.adamw(
+      optimizers.trapezoid(1e-3, 1000, 10, 500), weight_decay=0.0)})
+  trained = {"drafter": heads.init(jax.random.key(0), params)}
+  tokens = jax.random.randint(
+      jax.random.key(1), (4, 257), 0, target.vocab_size)
+
+  def step(params, state):
+    return loop.train_step(
+        state, {"target": params}, {"tokens": tokens}, jax.random.key(2),
+        objective=objective, optimizer=optimizer, accumulate=1,
+        dtype=sj.models.default_dtype())[0]
+
+  def forward(params, _):
+    return target(params, tokens[:, :-1]).hidden
+
+  def both_ways(params, carry):
+    hidden, drafter, _ = carry
+    loss = lambda drafter: objective.loss(
+        {"target": params, "drafter": drafter}, hidden, tokens, False)[0]
+    return hidden, drafter, jax.grad(loss)(drafter)
+
+  hidden = jax.jit(forward)(params, None)
+  copied = jax.tree.map(jnp.copy, trained)
+  state = loop.TrainState(step=jnp.zeros((), jnp.int32), params=copied,
+                          opt_state=optimizer.init(trained))
+  drafter = trained["drafter"]
+  return (Timed(step, params, state, steps=1),
+          Timed(forward, params, hidden, steps=1),
+          Timed(both_ways, params,
+                (jnp.copy(hidden), drafter, jax.tree.map(jnp.copy, drafter)),
+                steps=1))
+
+
 def _large_sum():
   """One sum over a large array: what reading memory costs here."""
   array = jnp.ones((_SUM_MEGABYTES.value * 2**18,), jnp.float32)
@@ -238,6 +285,11 @@ def _ratios(name, target, drafter_model, params, progress):
       rows = _interleaved(progress, law, verify)
       ratios["tree_law"][f"{type(verifier).__name__} {batch}"] = _median_ratio(
           rows, first, second)
+  del verify, law
+
+  if name == "bundled":
+    rows = _interleaved(progress, *_training(target, params["target"]))
+    ratios["training"] = _median_ratio(rows, lambda r: r[1] + r[2], first)
   return ratios, {"sum_gb_per_second": sum_speed / 1e9,
                   "step_milliseconds": step_ms}
 
@@ -249,9 +301,10 @@ def main(argv):
   print(f"device: {device.device_kind} ({device.platform}), jax "
         f"{jax.__version__}")
   results = {}
-  progress = tqdm.tqdm(total=(8 + 2 * len(_TREE_VERIFIERS)) * _PAIRS.value
-                       * len(_PAIRS_OF_MODELS.value),
-                       file=sys.stderr, dynamic_ncols=True)
+  ratios = (8 + 2 * len(_TREE_VERIFIERS)) * len(_PAIRS_OF_MODELS.value)
+  ratios += "bundled" in _PAIRS_OF_MODELS.value  # training
+  progress = tqdm.tqdm(total=ratios * _PAIRS.value, file=sys.stderr,
+                       dynamic_ncols=True)
   for name in _PAIRS_OF_MODELS.value:
     target, drafter, params = load[name]()
     ratios, absolute = _ratios(name, target, drafter, params, progress)

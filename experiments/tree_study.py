@@ -271,11 +271,11 @@ def _print_table(rows):
   for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == _FASTEST)
-    best = max(mine, key=lambda r: r["tokens_per_second"])
+    best = max(mine, key=lambda r: r["speedup"])
     print(f"temperature {temperature:g}: the dynamic program's choice has "
           f"{len(chosen['parents'])} nodes and "
-          f"{chosen['tokens_per_second'] / best['tokens_per_second']:.2f} of "
-          f"the best speed measured ({best['method']}, {best['nodes']} nodes)")
+          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
+          f"measured ({best['method']}, {best['nodes']} nodes)")
 
 
 def _plot(rows, path):

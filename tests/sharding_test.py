@@ -28,10 +28,11 @@ def _decoder_and_state():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_matrix_is_split(tied):
   # Broken: a matrix is replicated in silence and fills every device.
-  config = testing.tiny_pair(8, tie_embeddings=tied).target.config
+  config = testing.tiny_pair(8, tie_embeddings=tied, lookahead=2).target.config
   specs = sharding.tensor_parallel_specs(config)
   shapes = jax.eval_shape(sj.models.Transformer(config).init,
                           jax.random.key(0))
+  assert specs.pop("lookahead") == P() and shapes.pop("lookahead").shape[0] == 2
   for spec, shape in zip(
       jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
       jax.tree.leaves(shapes)):

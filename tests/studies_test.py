@@ -71,6 +71,7 @@ def test_benchmark(tmp_path):
   assert study["study"] == "benchmark"
   ratios = dict(study["ratios"])
   assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}
+  assert 0 < ratios.pop("training") < 2
   laws = ratios.pop("tree_law")
   assert {"Traversal 1", "KSeq 8"} <= set(laws) and len(laws) == 8
   assert all(value > 0 for value in laws.values())

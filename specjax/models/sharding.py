@@ -42,7 +42,8 @@ def tensor_parallel_specs(config: TransformerConfig, axis: str = "model"):
   """How the parameters of `Transformer(config)` are split over `axis`.
 
   query, key, value, gate and up are split on their output, out and down on
-  their input, embedding and head on the vocabulary; norms are replicated.
+  their input, embedding and head on the vocabulary; norms and look-ahead
+  embeddings, a few rows, are replicated.
 
   Returns:
     A tree of `PartitionSpec` like the parameters.

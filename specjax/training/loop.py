@@ -109,8 +109,8 @@ class Trainer:
     """
     dtype = self.compute_dtype or default_dtype()
     frozen = _cast(frozen or {}, dtype)
-    train_step = functools.partial(
-        _train_step, key=jax.random.key(self.seed), objective=self.objective,
+    step_once = functools.partial(
+        train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype)
     directory = pathlib.Path(self.directory).absolute()
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -123,7 +123,7 @@ class Trainer:
                       dynamic_ncols=True)
       tick = time.monotonic()
       for step in range(start, self.steps):
-        state, (loss, metrics) = train_step(state, frozen, self.batch(step))
+        state, (loss, metrics) = step_once(state, frozen, self.batch(step))
         done = step + 1
         bar.update()
         row = {}
@@ -170,9 +170,20 @@ class Trainer:
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype"))
-def _train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
+def train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
                 dtype):
-  """`(state, (loss, metrics))` after one step."""
+  """`(state, (loss, metrics))` after one step of a `Trainer`.
+
+  Args:
+    state: a `TrainState`; it is donated.
+    frozen: parameters that stay as they are.
+    batch: of the step.
+    key: the run's; the step's is folded out of it.
+    objective: as are the others, of the `Trainer`.
+    optimizer: see there.
+    accumulate: see there.
+    dtype: the `compute_dtype`.
+  """
   def loss(trainable, batch, key):
     return objective(_cast(trainable, dtype), frozen, batch, key)
 
