@@ -64,10 +64,12 @@ def test_replay(tmp_path):
   assert again["rows"] == [rows["block"]]
 
 
-def test_generate(tmp_path):
+@pytest.mark.parametrize("drafter", ["small", "medusa", "pass"])
+def test_generate(tmp_path, drafter):
   """Text comes out in colours, after the prompt, with its statistics."""
   result = run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",
-                "--color=always", "--gamma=3", cwd=tmp_path)
+               "--color=always", "--gamma=3", f"--drafter={drafter}",
+               cwd=tmp_path)
   assert result.returncode == 0, result.stderr[-2000:]
   assert result.stdout.startswith("def f(x):")
   assert "\033[31m" in result.stdout
@@ -96,7 +98,7 @@ def test_study_refuses_bad_input(tmp_path, flags, words):
   (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
   (tmp_path / "table.csv").write_text("a,b\n")
   result = run("verification_study.py", "--num_prompts=2", *flags,
-                cwd=tmp_path)
+               cwd=tmp_path)
   assert result.returncode != 0
   message = result.stderr.strip().splitlines()[-1]
   assert message.startswith("error: "), result.stderr[-1000:]

@@ -23,6 +23,28 @@ def test_tree_study(tmp_path):
   assert (tmp_path / "results/trees/trees.png").stat().st_size > 10_000
 
 
+def test_self_drafting_study(tmp_path):
+  """Heads are compared with a language model; rules on the same drafts."""
+  study = last_line(run(
+      "self_drafting_study.py", "--heads=medusa", "--nountrained",
+      "--drafters=tiny", "--temperature=1", "--num_prompts=2", "--nodes=5",
+      "--new_tokens=16", cwd=tmp_path))
+  assert study["study"] == "self_drafting"
+  rows = {(r["drafter"], r["verifier"]): r for r in study["rows"]}
+  assert len(rows) == len(study["rows"]) == 8
+  for row in rows.values():
+    assert 1 <= row["block_efficiency"] <= 1 + row["nodes"]
+    assert row["speedup"] > 0 and row["added_parameters"] > 1e5
+  assert not rows["medusa, top-k tree", "typical"]["lossless"]
+  assert rows["medusa, sampled tree", "traversal"]["training_tokens"] > 0
+  assert {(p["verifier"], p["over"]) for p in study["paired"]} == {
+      ("block", "token"), ("traversal", "recursive")}
+  first, *_, last = study["accuracy"]["medusa"]
+  assert first[0] > last[0] > 0.01  # a head knows less the further it looks
+  assert (tmp_path / "results/self_drafting/self_drafting.csv").exists()
+  assert (tmp_path / "results/self_drafting/self_drafting.png").exists()
+
+
 def test_boost_drafters(tmp_path):
   """The second drafter proposes what the first does not."""
   flags = ["--drafter=tiny", "--rows=32", "--held_out_rows=8", "--length=2",
