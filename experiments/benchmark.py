@@ -135,7 +135,7 @@ def _tree_law(verifier, vocab_size, batch):
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES, depth=8))
   draw = {"iid": children.iid, "conditional": children.without_replacement}.get(
       next(iter(verifier.requires), None), children.top_k)
-  keys = jax.random.split(jax.random.key(0), (batch, 4))
+  keys = jax.random.split(jax.random.key(0), (batch, 2))
   # Laws about as far from each other as those of a model and its drafter.
   logits = 3 * jax.random.normal(
       jax.random.key(1), (batch, _TREE_NODES, vocab_size))
@@ -186,7 +186,8 @@ def _training(target, params):
   copied = jax.tree.map(jnp.copy, trained)
   state = loop.TrainState(step=jnp.zeros((), jnp.int32), params=copied,
                           opt_state=optimizer.init(trained))
-  drafter = trained["drafter"]
+  dtype = sj.models.default_dtype()  # in which a step differentiates
+  drafter = jax.tree.map(lambda x: x.astype(dtype), trained["drafter"])
   return (Timed(step, params, state, steps=1),
           Timed(forward, params, hidden, steps=1),
           Timed(both_ways, params,

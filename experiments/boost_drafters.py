@@ -21,6 +21,7 @@ line of stdout is one JSON object:
   tokens_per_pass  of a path from each drafter, and of as many of drafter 1
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -109,17 +110,17 @@ def _rows(target, tokenizer, output_dir):
           (_ROWS.value, _HELD_OUT_ROWS.value)))}
 
 
+@functools.partial(jax.jit, static_argnames=("model", "first"))
+def _ranks_of(model, params, tokens, first):
+  logits = model(params, tokens[:, :-1]).logits[:, first:]
+  return evaluation.rank(logits, tokens[:, first + 1:])
+
+
 def _ranks(drafter, rows):
   """`[R, continuation]`: how many tokens a drafter prefers to the target's."""
-  first = _PROMPT_TOKENS.value - 1
-
-  @jax.jit
-  def ranks(params, tokens):
-    logits = drafter.model(params, tokens[:, :-1]).logits[:, first:]
-    return evaluation.rank(logits, tokens[:, first + 1:])
-
   return np.concatenate([
-      np.asarray(ranks(drafter.params, rows[i:i + _BATCH]))
+      np.asarray(_ranks_of(drafter.model, drafter.params, rows[i:i + _BATCH],
+                           _PROMPT_TOKENS.value - 1))
       for i in range(0, len(rows), _BATCH)])
 
 
@@ -149,6 +150,13 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
   print(f"drafter {number}: trained on {weights.sum():,.0f} of "
         f"{weights[:, _PROMPT_TOKENS.value - 1:].size:,} tokens of the target",
         file=sys.stderr)
+  distillation.claim(directory / "boosting.json", {
+      "first": distillation.fingerprint(first.params),
+      "rows": distillation.fingerprint(rows),
+      "trained_on": distillation.fingerprint(weights),
+      **{flag.name: flag.value for flag in (
+          _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_STEPS, _DECAY_FRACTION,
+          _SEED)}})
   before = np.stack([_ranks(d, held_out) == 0 for d in drafters]).any(0)
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
@@ -202,6 +210,11 @@ def main():
   target, members, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
   first = members[_DRAFTER.value]
+  if first.model.vocab_size != target.model.vocab_size:
+    raise ValueError(
+        f"--drafter has {first.model.vocab_size} tokens and the target "
+        f"{target.model.vocab_size}; give one that was trained with the "
+        "target's tokenizer")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   rows = _rows(target, tokenizer, output_dir)
   drafters = [first]

@@ -3,6 +3,8 @@
 import json
 import pathlib
 import sys
+from typing import Any
+from typing import NamedTuple
 
 from absl import app
 from absl import logging
@@ -106,24 +108,45 @@ def _heads_directory(name):
 
 def drafts_for_itself(name: str) -> bool:
   """Whether a name is that of heads or look-ahead embeddings."""
-  return (_heads_directory(name) / "heads.json").exists()
+  return (name in sj.zoo.HEADS
+          or (_heads_directory(name) / "heads.json").exists())
 
 
-def load_self_drafter(name: str, target):
+class SelfDrafter(NamedTuple):
   """Heads or look-ahead embeddings, and the target that they were made for.
+
+  Attributes:
+    target: a `zoo.Member`.
+    tokenizer: the target's.
+    heads: see `models.heads`.
+    params: of the heads.
+    training: what train_drafter.py says of its run.
+  """
+
+  target: Any
+  tokenizer: Any
+  heads: Any
+  params: Any
+  training: dict[str, Any]
+
+
+def load_self_drafter(name: str, target, tokenizer) -> SelfDrafter:
+  """Reads what drafts for a target, or for one of its own beside it.
 
   Args:
     name: "pass" or "medusa", those in the box, or a directory of
       train_drafter.py.
     target: the `zoo.Member` that drafts, unless the directory holds its own.
-
-  Returns:
-    `(target, heads, params, training)`; `training` says how they were made.
+    tokenizer: its tokenizer.
   """
   directory = _heads_directory(name)
   if (directory / "model.safetensors").exists():
     target = sj.zoo.Member(*sj.models.load_model(directory))
+    tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
   heads, params = heads_lib.load_heads(directory, target.model)
   path = directory / "training.json"
-  training = json.loads(path.read_text("utf-8")) if path.exists() else {}
-  return target, heads, params, training
+  if not path.exists():
+    raise ValueError(f"{path} is missing, which says how good the heads are; "
+                     "run train_drafter.py again, with the same flags")
+  return SelfDrafter(target, tokenizer, heads, params,
+                     json.loads(path.read_text("utf-8")))

@@ -115,7 +115,8 @@ def _speculation():
       drafter = sj.drafters.LanguageModel(
           model=member.model, gamma=_GAMMA.value)
     return model, rule, drafter, params, tokenizer
-  target, heads, own, training = common.load_self_drafter(name, target)
+  target, tokenizer, heads, own, training = common.load_self_drafter(
+      name, target, tokenizer)
   model, params = target.model, {"target": target.params, "drafter": own}
   if isinstance(heads, heads_lib.LookaheadEmbeddings):
     model, both = heads_lib.with_lookahead(model, target.params, own)

@@ -27,6 +27,7 @@ killed and started again the study goes on there. Writes self_drafting.csv and
 
 import csv
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -71,7 +72,7 @@ _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/self_drafting", "for results, the table and plot")
 
 _CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
-_ROUNDS_SHOWN = 6  # positions of the table of acceptance
+_SHOWN = 6  # positions of the table of acceptance
 _BASELINE = "autoregressive"
 
 _TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
@@ -84,13 +85,14 @@ class _Source:
   """Something to draft with, and the target that it drafts for.
 
   Attributes:
-    name: as the flags have it.
+    name: of its figures.
     target: a `zoo.Member`.
     drafts: {name: (drafter, rules)}; the first rule's rollouts are shared.
     params: of the decoder.
     added: parameters beside the target's.
-    training: what train_drafter.py left of its run, or {}.
+    training: what train_drafter.py says of its run, or {}.
     accuracy: `[K, 5]` by head and rank, for heads.
+    first_rule_only: whether the other rules are left out.
   """
 
   name: str
@@ -100,6 +102,7 @@ class _Source:
   added: int
   training: dict[str, Any] = dataclasses.field(default_factory=dict)
   accuracy: Any = None
+  first_rule_only: bool = False
 
 
 def _size(params):
@@ -113,7 +116,7 @@ def _language_model(name, target, member):
       {"target": target.params, "drafter": member.params}, _size(member.params))
 
 
-def _self_drafter(name, label, target, heads, params, training, rows):
+def _self_drafter(label, target, heads, params, rows, **kwargs):
   """The drafts of heads or look-ahead embeddings, by their kind."""
   added, accuracy = _size(params), _accuracy(target, heads, params, rows)
   if isinstance(heads, heads_lib.LookaheadEmbeddings):
@@ -123,7 +126,8 @@ def _self_drafter(name, label, target, heads, params, training, rows):
             embeddings=heads, folded=folded), (_BLOCK, _TOKEN))
         for kind, folded in (("two passes", False), ("folded", True))}
     return _Source(label, sj.zoo.Member(model, both), drafts,
-                   {"target": both, "drafter": ()}, added, training, accuracy)
+                   {"target": both, "drafter": ()}, added,
+                   accuracy=accuracy, **kwargs)
   if isinstance(heads, heads_lib.BlockwiseHeads):
     drafts = {label: (sj.drafters.Blockwise(heads=heads), (_TOKEN,))}
   else:
@@ -137,8 +141,8 @@ def _self_drafter(name, label, target, heads, params, training, rows):
         f"{label}, sampled tree": (
             draft("without_replacement", tree), (_TRAVERSAL, _RECURSIVE))}
   return _Source(label, target, drafts,
-                 {"target": target.params, "drafter": params}, added, training,
-                 accuracy)
+                 {"target": target.params, "drafter": params}, added,
+                 accuracy=accuracy, **kwargs)
 
 
 def _accuracy(target, heads, params, rows):
@@ -174,57 +178,62 @@ def _written_rows(target, prompts):
   return np.stack(generation.tokens)
 
 
-def _sources(target, members, calibration):
+def _sources(target, members, tokenizer, calibration):
   """Every `_Source` that the flags ask for, the untrained heads last."""
   sources = [_language_model(name, target, member)
              for name, member in members.items()]
   rows, untrained = {}, []
   for name in _HEADS.value:
-    own, heads, params, training = common.load_self_drafter(name, target)
-    rows.setdefault(id(own), _written_rows(own, calibration))
+    own, its_tokenizer, heads, params, training = common.load_self_drafter(
+        name, target, tokenizer)
+    if its_tokenizer.backend.to_str() != tokenizer.backend.to_str():
+      raise ValueError(f"the target in {name} has another tokenizer than "
+                       "--target; all must read the same prompts")
+    if id(own) not in rows:
+      rows[id(own)] = _written_rows(own, calibration)
     label = pathlib.Path(name).name
     sources.append(_self_drafter(
-        name, label, own, heads, params, training, rows[id(own)]))
+        label, own, heads, params, rows[id(own)], training=training))
     if _UNTRAINED.value:
       fresh = heads.init(jax.random.key(0), own.params)
       untrained.append(_self_drafter(
-          name, f"untrained {label}", own, heads, fresh, {}, rows[id(own)]))
+          f"untrained {label}", own, heads, fresh, rows[id(own)],
+          first_rule_only=True))
+  names = [source.name for source in sources + untrained]
+  for name in names:
+    if names.count(name) > 1:
+      raise ValueError(f"--heads and --drafters name {name!r} twice; rename a "
+                       "directory")
   return sources + untrained
 
 
-def _arms(sources, temperature):
-  """{arm: (`rollouts.Arm`, source, rule)}; one baseline for each target.
+def _capacity(sources):
+  """Slots that the widest draft needs, so that all caches are alike."""
+  widest = max(drafter.num_nodes for source in sources
+               for drafter, _ in source.drafts.values())
+  return _PROMPT_TOKENS.value + _NEW_TOKENS.value + widest
+
+
+def _arms(source, temperature, capacity):
+  """{(draft, rule): `rollouts.Arm`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
   """
-  arms = {}
-  limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
-  def add(name, source, drafter, rule, observers=()):
+  def arm(drafter, rule, observers=()):
     decoder = sj.Decoder(
         target=source.target.model, drafter=drafter, verifier=rule,
         observers=observers,
         transform=sj.LogitsTransform(temperature=temperature))
-    arms[name] = (rollouts.Arm(decoder, source.params, _NEW_TOKENS.value,
-                               limit + 64), source, rule)
+    return rollouts.Arm(decoder, source.params, _NEW_TOKENS.value, capacity)
 
-  for source in sources:
-    add(_baseline(source), source, sj.drafters.Empty(), _TOKEN)
-    for name, (drafter, rules) in source.drafts.items():
-      if temperature == 0 or source.name.startswith("untrained"):
-        rules = rules[:1]
-      observers = tuple(r for r in rules[1:] if r.lossless)
-      for rule in rules:
-        add(f"{name} | {_rule(rule)}", source, drafter, rule,
-            observers if rule == rules[0] else ())
+  arms = {_BASELINE: arm(sj.drafters.Empty(), _TOKEN)}
+  for name, (drafter, rules) in source.drafts.items():
+    if temperature == 0 or source.first_rule_only:
+      rules = rules[:1]
+    for rule in rules:
+      observers = [r for r in rules[1:] if r.lossless and rule == rules[0]]
+      arms[f"{name} | {_rule(rule)}"] = arm(drafter, rule, tuple(observers))
   return arms
-
-
-def _baseline(source):
-  """Look-ahead embeddings and shared targets decode alike without a draft."""
-  digest = hashlib.sha256()
-  for leaf in jax.tree.leaves(source.params["target"]):
-    digest.update(np.asarray(leaf).tobytes())
-  return f"{_BASELINE} {digest.hexdigest()[:8]}"
 
 
 def _rule(rule):
@@ -233,50 +242,51 @@ def _rule(rule):
           _TYPICAL: "typical"}[rule]
 
 
-def _rows(runs, temperature, arms, pass_seconds):
+def _rows(runs, source, temperature, arms, pass_seconds):
+  """Figures of every draft and rule of a source."""
   rows = []
-  mine = [r for unit, r in runs.items() if unit[1] == temperature]
-  for name, (arm, source, rule) in arms.items():
-    if name.startswith(_BASELINE):
+  pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
+  base = pace([r[_BASELINE] for r in runs])
+  step = statistics.median(base)
+  for name, arm in arms.items():
+    if name == _BASELINE:
       continue
     drafter, verifier = name.split(" | ")
-    base = [r[_baseline(source)] for r in mine]
-    own = [r[name] for r in mine]
-    pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
+    own, decoder = [r[name] for r in runs], arm.decoder
     rounds = [r["rounds"] for r in own]
     tokens, error = analysis.ratio_estimate(
         [r["expected"][0] for r in own], rounds)
-    step = statistics.median(pace(base))
-    passes = pass_seconds(source.target, arm.decoder.drafter.num_nodes)
+    nodes = decoder.drafter.num_nodes
     spent = statistics.median(r["seconds"] / r["rounds"] for r in own)
     survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
+    reached = np.flatnonzero(survival > 0)[-1]
     rows.append({
         "drafter": drafter, "verifier": verifier, "temperature": temperature,
-        "lossless": rule.lossless, "block_efficiency": 1 + tokens,
-        "stderr": error, "added_parameters": source.added,
-        "speedup": statistics.median(pace(base) / pace(own)),
+        "lossless": getattr(decoder.verifier, "lossless", True),
+        "block_efficiency": 1 + tokens, "stderr": error,
+        "added_parameters": source.added,
+        "speedup": statistics.median(base / pace(own)),
         "round_over_step": spent / step,
-        "draft_over_step": (spent - passes) / step,
-        "nodes": arm.decoder.drafter.num_nodes,
-        "survival": survival[1:_ROUNDS_SHOWN + 1].tolist(),
+        "draft_over_step": (spent - pass_seconds(source.target, nodes)) / step,
+        "nodes": nodes, "survival": survival[1:reached + 1].tolist(),
         **{f"training_{key}": source.training.get(key)
            for key in ("method", "tokens", "minutes")}})
   return rows
 
 
 def _paired(runs, temperature, arms):
-  """The gain of a drafter's first rule over the others, on shared drafts."""
+  """The gain of a draft's first rule over the others, on shared drafts."""
   rows = []
-  mine = [r for unit, r in runs.items() if unit[1] == temperature]
-  for name, (arm, _, rule) in arms.items():
+  for name, arm in arms.items():
     for law, other in enumerate(arm.decoder.observers, 1):
-      own = [r[name] for r in mine]
+      own = [r[name] for r in runs]
       rounds = [r["rounds"] for r in own]
       gain, error = analysis.relative_gain(
           [r["expected"][0] for r in own], rounds,
           [r["expected"][law] for r in own], rounds)
-      rows.append({"drafter": name.split(" | ")[0], "temperature": temperature,
-                   "verifier": _rule(rule), "over": _rule(other),
+      drafter, verifier = name.split(" | ")
+      rows.append({"drafter": drafter, "temperature": temperature,
+                   "verifier": verifier, "over": _rule(other),
                    "gain": gain, "interval": 1.96 * error})
   return rows
 
@@ -292,7 +302,8 @@ def _print_tables(rows, paired, sources):
           f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
           f"{r['speedup']:7.2f}x {r['draft_over_step']:10.2f} "
           f"{r['added_parameters']:9,d}  "
-          + " ".join(f"{x:.2f}" for x in r["survival"]))
+          + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
+  print("± is one standard error over prompts above, 95 % below")
   for p in paired:
     print(f"temperature {p['temperature']:g}, {p['drafter']}: {p['verifier']} "
           f"over {p['over']} on the same drafts {100 * p['gain']:+.1f} ± "
@@ -338,42 +349,43 @@ def main():
     sj.LogitsTransform(temperature=temperature)
   target, members, tokenizer = common.load_models(
       _TARGET.value, _DRAFTERS.value)
-  texts, source = prompt_sets.embedded(
+  texts, data = prompt_sets.embedded(
       "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
       4 * _PROMPT_TOKENS.value, _SEED.value)
   ids = [common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
          for text in texts]
   prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
   print("measuring the heads' accuracies", file=sys.stderr)
-  sources = _sources(target, members, calibration)
+  sources = _sources(target, members, tokenizer, calibration)
+  capacity = _capacity(sources)
 
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   output_dir.mkdir(parents=True, exist_ok=True)
-  fingerprint = rollouts.fingerprint(
-      [s.params for s in sources], [s.name for s in sources],
-      [repr(s.drafts) for s in sources], _NEW_TOKENS.value, _SEED.value)
+  prints = [rollouts.fingerprint(
+      source.params, source.target.model, source.drafts, capacity,
+      _NEW_TOKENS.value, _SEED.value) for source in sources]
   digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-  units = [(fingerprint, t, i, digest(row)) for t in temperatures
-           for i, row in enumerate(prompts)]
-  arms = {t: _arms(sources, t) for t in temperatures}
+  groups = {(one, t): (source, t, _arms(source, t, capacity))
+            for t in temperatures for one, source in zip(prints, sources)}
+  units = {group: [(*group, i, digest(row)) for i, row in enumerate(prompts)]
+           for group in groups}
   runs = rollouts.run(
-      units, lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
-      lambda t: {name: arm for name, (arm, _, _) in arms[t].items()},
-      output_dir / "runs.jsonl")
+      [unit for mine in units.values() for unit in mine],
+      lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
+      lambda group: groups[group][2], output_dir / "runs.jsonl",
+      group_of=lambda unit: unit[:2])
 
-  costs = {}
+  @functools.cache
   def pass_seconds(member, nodes):
-    key = id(member), nodes
-    if key not in costs:
-      limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
-      costs[key] = timing.median(timing.passes(
-          member.model, member.params, limit + 64,
-          limit - _NEW_TOKENS.value // 2, nodes))
-    return costs[key]
+    used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+    return timing.median(timing.passes(
+        member.model, member.params, capacity, used, nodes))
 
-  rows = [row for t in temperatures
-          for row in _rows(runs, t, arms[t], pass_seconds)]
-  paired = [row for t in temperatures for row in _paired(runs, t, arms[t])]
+  rows, paired = [], []
+  for group, (source, temperature, arms) in groups.items():
+    mine = [runs[unit] for unit in units[group]]
+    rows += _rows(mine, source, temperature, arms, pass_seconds)
+    paired += _paired(mine, temperature, arms)
   _print_tables(rows, paired, sources)
   with open(output_dir / "self_drafting.csv", "w", newline="") as f:
     writer = csv.DictWriter(f, rows[0])
@@ -382,7 +394,7 @@ def main():
   _plot(rows, output_dir / "self_drafting.png")
   print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
   print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,
-                    "source": source,
+                    "source": data,
                     "accuracy": {s.name: s.accuracy.tolist() for s in sources
                                  if s.accuracy is not None}}))
 

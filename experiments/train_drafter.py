@@ -347,7 +347,7 @@ def main():
       "minutes": _minutes(output_dir / "metrics.csv", tokens_per_step),
       "accuracy": _by_head(measured, "top")}
   with atomically(output_dir / "training.json") as f:
-    f.write((json.dumps(training, indent=2) + "\n").encode())
+    f.write((json.dumps(training) + "\n").encode())
   print(json.dumps({
       "study": "train_drafter", **training, "added_parameters": added,
       "loss": _by_head(measured, "loss"),

@@ -50,7 +50,7 @@ from specjax.data.files import atomically
 _BUDGETS = flags.DEFINE_list(
     "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
 _METHODS_WANTED = flags.DEFINE_list(
-    "methods", None, "of the above; default: all")
+    "methods", None, "such as chain_block,specinfer,traversal; default: all")
 _TEMPERATURE = flags.DEFINE_list(
     "temperature", "0,0.6,1", "of both models; 0 is greedy")
 _NUM_PROMPTS = flags.DEFINE_integer(
@@ -91,6 +91,8 @@ _METHODS = {
 def _methods():
   """`_METHODS`, or those of them that the flag names."""
   wanted = _METHODS_WANTED.value
+  if wanted == []:
+    raise ValueError("--methods is empty; name one at least, or leave it out")
   known = [name for rules in _METHODS.values() for name in rules]
   for name in wanted or ():
     if name not in known:
@@ -226,10 +228,15 @@ def _arms(setting, plans, temperature, budget):
 
 
 def _row(runs, arm, shared, law):
-  """Figures of an arm: its own, and those of a law on the shared rollouts."""
-  mine = [arms[arm] for arms in runs]
-  others = [arms[shared] for arms in runs]
-  pace = np.array([r["seconds"] / r["tokens"] for r in mine])
+  """Figures of an arm: its own, and those of a law on the shared rollouts.
+
+  What has no budget was decoded, alike, in the runs of each: it is timed in
+  all of them and counted in those of one.
+  """
+  once = runs[:_NUM_PROMPTS.value]
+  others = [arms[shared] for arms in once]
+  mine = [arms[arm] for arms in once]
+  pace = np.array([arms[arm]["seconds"] / arms[arm]["tokens"] for arms in runs])
   baseline = np.array([arms[_BASELINE]["seconds"] / arms[_BASELINE]["tokens"]
                        for arms in runs])
   tokens, error = analysis.ratio_estimate(

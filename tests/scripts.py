@@ -9,7 +9,8 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 # Scripts compile in half the time; what the laws compute is tested elsewhere.
 ENVIRONMENT = {"PYTHONWARNINGS": "ignore",
-               "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+               "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+                            + " --xla_backend_optimization_level=0"}
 
 
 def run(script, *flags, cwd):

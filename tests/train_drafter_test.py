@@ -336,7 +336,7 @@ def test_sampled_rows_go_on_where_they_stopped(tmp_path):
   (tmp_path / "a" / "rows-00001.npy").unlink()
   np.testing.assert_array_equal(sample(tmp_path / "a"), rows)
   np.testing.assert_array_equal(sample(tmp_path / "b", rows_per_file=5), rows)
-  with pytest.raises(ValueError, match="holds rows with seed 0 and not 1"):
+  with pytest.raises(ValueError, match="is of seed 0 and not 1"):
     sample(tmp_path / "a", seed=1)
   with pytest.raises(ValueError, match="rows have 3 tokens"):
     sample(tmp_path / "c", length=3)
@@ -366,8 +366,6 @@ def test_row_batches_visit_every_row_once_an_epoch():
 def test_bad_input_is_refused(make, words):
   with pytest.raises(ValueError, match=words):
     make()
-
-
 
 
 @pytest.fixture(scope="module")

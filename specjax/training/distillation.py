@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,9 +68,9 @@ def sample_rows(decoder, params, prompts, *, length: int, directory,
         f"{prompts.shape[1]} and at most the context of "
         f"{decoder.context_length}")
   directory = pathlib.Path(directory)
-  _claim(directory, {
-      "decoder": repr(decoder), "weights": _fingerprint(params),
-      "prompts": _fingerprint(prompts), "length": length, "seed": seed,
+  claim(directory / _MANIFEST, {
+      "decoder": repr(decoder), "weights": fingerprint(params),
+      "prompts": fingerprint(prompts), "length": length, "seed": seed,
       "rows_per_file": rows_per_file})
   key = jax.random.key(seed, impl="threefry2x32")
   pieces = []
@@ -87,22 +88,27 @@ def sample_rows(decoder, params, prompts, *, length: int, directory,
   return np.concatenate(pieces)
 
 
-def _claim(directory, manifest):
-  """Writes what the rows are, or checks that those that are there are these."""
-  path = directory / _MANIFEST
+def claim(path, manifest: dict[str, Any]) -> None:
+  """Writes what a directory is of, or checks that it is of the same.
+
+  Raises:
+    ValueError: `path` has another value of something.
+  """
   if not path.exists():
-    directory.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomically(path) as f:
       f.write((json.dumps(manifest, indent=2) + "\n").encode())
     return
   found = json.loads(path.read_text("utf-8"))
   for name, value in manifest.items():
     if found.get(name) != value:
-      raise ValueError(f"{directory} holds rows with {name} {found.get(name)} "
-                       f"and not {value}; give another directory")
+      raise ValueError(
+          f"{path.parent} is of {name} {found.get(name)} and not {value}; give "
+          "another directory")
 
 
-def _fingerprint(tree):
+def fingerprint(tree) -> str:
+  """A short hash of the names, shapes and values of a tree of arrays."""
   digest = hashlib.sha256()
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     x = np.asarray(x)

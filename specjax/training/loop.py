@@ -121,7 +121,7 @@ class Trainer:
       log = MetricsLog(directory, start)
       bar = tqdm.tqdm(total=self.steps, initial=start, unit="step",
                       dynamic_ncols=True)
-      tick = time.monotonic()
+      tick, ticked = time.monotonic(), start
       for step in range(start, self.steps):
         state, (loss, metrics) = step_once(state, frozen, self.batch(step))
         done = step + 1
@@ -130,7 +130,9 @@ class Trainer:
         if done % _LOG_EVERY == 0 or done == self.steps:
           row = {"loss": float(loss), **_floats(metrics)}
           seconds, tick = time.monotonic() - tick, time.monotonic()
-          row["tokens_per_second"] = _LOG_EVERY * self.tokens_per_step / seconds
+          row["tokens_per_second"] = (
+              (done - ticked) * self.tokens_per_step / seconds)
+          ticked = done
           bar.set_postfix(loss=f"{row['loss']:.4f}")
         if self.evaluate and (
             done == self.steps or
@@ -139,7 +141,7 @@ class Trainer:
               {**frozen, **_cast(state.params, dtype)}))
           bar.write(f"step {done}: " + ", ".join(
               f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
-          tick = time.monotonic()
+          tick, ticked = time.monotonic(), done
         if row:
           log.write(done, row)
         if done % self.checkpoint_every == 0 or done == self.steps:
