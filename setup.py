@@ -37,7 +37,7 @@ setuptools.setup(
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
         "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
-                 "pytest-timeout", "pytest-xdist", "ruff"],
+                 "pytest-timeout", "pytest-xdist>=3.7", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[

@@ -7,6 +7,10 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  # Most of the time goes into compiling small programs once. What depends on
+  # how the compiler rounds is tested at its usual level, in lossless_test.py.
+  os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
+                             + " --xla_backend_optimization_level=0")
   # Workers and scripts inherit it: what one compiles is there for all.
   _cache = tempfile.mkdtemp(prefix="specjax-tests-")
   atexit.register(shutil.rmtree, _cache, ignore_errors=True)

@@ -5,16 +5,14 @@ import pathlib
 import nbclient
 import nbformat
 import pytest
-import scripts
 
 _NOTEBOOKS = sorted(
     (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, monkeypatch):
+def test_notebook_runs(path):
   """A notebook that stops halfway is the first thing a newcomer sees."""
-  monkeypatch.setenv("XLA_FLAGS", scripts.ENVIRONMENT["XLA_FLAGS"])
   notebook = nbformat.read(path, as_version=4)
   nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3",
                           resources={"metadata": {"path": path.parent}}

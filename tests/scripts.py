@@ -7,10 +7,6 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Scripts compile in half the time; what the laws compute is tested elsewhere.
-ENVIRONMENT = {"PYTHONWARNINGS": "ignore",
-               "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
-                            + " --xla_backend_optimization_level=0"}
 
 
 def run(script, *flags, cwd):
@@ -18,7 +14,7 @@ def run(script, *flags, cwd):
   return subprocess.run(
       [sys.executable, ROOT / "experiments" / script, *flags], cwd=cwd,
       text=True, capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env={**os.environ, **ENVIRONMENT})
+      env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
 def last_line(result):

@@ -233,6 +233,7 @@ def report(request):
       # libtpu's lock keeps two processes off one chip. None is used here, and
       # any process that let jax look for a TPU may hold it.
       ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+  environment.pop("XLA_FLAGS", None)
   done = subprocess.run(
       [sys.executable, __file__, request.param], env=environment, cwd=_ROOT,
       capture_output=True, text=True, timeout=600, check=False)

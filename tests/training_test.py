@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 import pathlib
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scripts
 
 from specjax import testing
 from specjax.training import evaluation
@@ -216,8 +214,7 @@ def _train(corpus, output_dir):
       "--warmup_steps=20", "--evaluate_every=100", "--checkpoint_every=40",
       "--save_dtype=float32"]
   return subprocess.Popen(
-      command, env={**os.environ, **scripts.ENVIRONMENT}, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+      command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _checkpoints(output_dir):
