@@ -75,8 +75,7 @@ def _random_pair():
       width=256, layers=4, heads=4, kv_heads=4, mlp_width=688, **common))
   dtype = sj.models.default_dtype()
   params = {
-      name: jax.tree.map(lambda x: x.astype(dtype),
-                         jax.jit(model.init)(jax.random.key(seed)))
+      name: loop.cast(jax.jit(model.init)(jax.random.key(seed)), dtype)
       for seed, (name, model) in enumerate(
           (("target", target), ("drafter", drafter)))}
   return target, drafter, params
@@ -187,7 +186,7 @@ def _training(target, params):
   state = loop.TrainState(step=jnp.zeros((), jnp.int32), params=copied,
                           opt_state=optimizer.init(trained))
   dtype = sj.models.default_dtype()  # in which a step differentiates
-  drafter = jax.tree.map(lambda x: x.astype(dtype), trained["drafter"])
+  drafter = loop.cast(trained["drafter"], dtype)
   return (Timed(step, params, state, steps=1),
           Timed(forward, params, hidden, steps=1),
           Timed(both_ways, params,

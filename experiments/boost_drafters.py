@@ -93,10 +93,7 @@ def _rows(target, tokenizer, output_dir):
   if _ROWS.value < _BATCH_SIZE.value:
     raise ValueError(f"--rows is {_ROWS.value} and a batch has "
                      f"{_BATCH_SIZE.value}; sample at least one batch")
-  decoder = sj.Decoder(
-      target=target.model, drafter=sj.drafters.Empty(),
-      verifier=sj.verifiers.Token(),
-      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+  decoder = common.autoregressive(target.model, _TEMPERATURE.value)
   sides = corpora.split(corpora.read_documents(_DATA.value, _FIELD.value))
   return {
       name: distillation.sample_rows(
@@ -177,15 +174,11 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
       batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1)).run(
-          {"target": _cast(first.params, jnp.float32)})["target"]
-  saved = _cast(trained, _SAVE_DTYPE.value)
+          {"target": loop.cast(first.params, jnp.float32)})["target"]
+  saved = loop.cast(trained, _SAVE_DTYPE.value)
   checkpoint.save_model(directory, model, saved)
   tokenizer.save(directory / "tokenizer.json")
-  return sj.zoo.Member(model, _cast(saved, sj.models.default_dtype()))
-
-
-def _cast(params, dtype):
-  return jax.tree.map(lambda x: x.astype(dtype), params)
+  return sj.zoo.Member(model, loop.cast(saved, sj.models.default_dtype()))
 
 
 def _tokens_per_pass(target, drafters, prompts, temperature):

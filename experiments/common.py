@@ -1,5 +1,7 @@
 """What the experiment scripts share: models by flag, errors in one line."""
 
+import csv
+import io
 import json
 import pathlib
 import sys
@@ -10,6 +12,8 @@ from absl import app
 from absl import logging
 
 import specjax as sj
+from specjax.data import prompt_sets
+from specjax.data.files import atomically
 from specjax.models import heads as heads_lib
 
 VERIFIERS = {
@@ -23,6 +27,8 @@ TREE_VERIFIERS = {
     "traversal": sj.verifiers.Traversal(),
     "target_walk": sj.verifiers.TargetWalk(),
 }
+ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
+VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
 def run(main) -> None:
@@ -66,6 +72,34 @@ def numbers(flag: str, values: list[str]) -> list[float]:
 def last_tokens(ids: list[int], count: int) -> list[int]:
   """The first token, which begins every text, and the last of the others."""
   return [ids[0], *ids[1:][-(count - 1):]] if count > 1 else ids[:1]
+
+
+def code_prompts(tokenizer, count: int, tokens: int, seed: int):
+  """Held-out modules of the running Python, cut to their last tokens.
+
+  Returns:
+    `(count lists of at most `tokens` ids, where they come from)`.
+  """
+  texts, source = prompt_sets.embedded("code", count, 4 * tokens, seed)
+  return [last_tokens(tokenizer.encode(text), tokens)
+          for text in texts], source
+
+
+def autoregressive(model, temperature: float) -> sj.Decoder:
+  """A decoder that writes what a model alone would, a token a pass."""
+  return sj.Decoder(
+      target=model, drafter=sj.drafters.Empty(), verifier=sj.verifiers.Token(),
+      transform=sj.LogitsTransform(temperature=temperature))
+
+
+def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+  """Writes rows with the same fields, whole or not at all."""
+  text = io.StringIO(newline="")
+  writer = csv.DictWriter(text, rows[0])
+  writer.writeheader()
+  writer.writerows(rows)
+  with atomically(path) as f:
+    f.write(text.getvalue().encode())
 
 
 def verifier_names(flag: str, names: list[str]) -> list[str]:

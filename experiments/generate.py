@@ -25,8 +25,6 @@ from tokenizers import decoders
 import specjax as sj
 from specjax.models import heads as heads_lib
 
-_VERIFIERS = common.VERIFIERS | common.TREE_VERIFIERS
-
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "the text to continue; default: standard input, or a few "
     "lines of code where that is a terminal or empty")
@@ -36,7 +34,7 @@ _DRAFTER = flags.DEFINE_string(
     "drafter", "small", "small, tiny, medusa, pass, none, or a directory of "
     "train_lm.py or train_drafter.py")
 _VERIFIER = flags.DEFINE_enum(
-    "verifier", None, sorted(_VERIFIERS), "the verification rule; "
+    "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
     "default: block, and target_walk for Medusa's tree")
 _GAMMA = flags.DEFINE_integer("gamma", 6, "drafted tokens of a chain, as far "
                               "as there are heads or look-ahead tokens for it")
@@ -89,7 +87,7 @@ def _read_prompt():
 
 def _medusa(heads, training):
   """Heads as the rule wants them: a sampled chain or tree, or a top-k tree."""
-  rule = _VERIFIERS[_VERIFIER.value or "target_walk"]
+  rule = common.ALL_VERIFIERS[_VERIFIER.value or "target_walk"]
   if "chain" in rule.requires:
     return rule, sj.drafters.Medusa(
         heads=heads, proposal="iid",
@@ -106,7 +104,7 @@ def _speculation():
   itself = common.drafts_for_itself(name)
   target, members, tokenizer = common.load_models(
       _TARGET.value, [] if itself or name == "none" else [name])
-  rule = _VERIFIERS[_VERIFIER.value or "block"]
+  rule = common.ALL_VERIFIERS[_VERIFIER.value or "block"]
   model, params = target.model, {"target": target.params}
   if not itself:
     drafter = sj.drafters.Empty()

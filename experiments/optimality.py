@@ -35,7 +35,6 @@ Writes optimality.csv and optimality.png to --output_dir. The last line of
 stdout is one JSON object.
 """
 
-import csv
 import itertools
 import json
 import math
@@ -317,10 +316,7 @@ def main():
   worst, ordered = _print_theorems(rows)
   extremal = _extremal(gammas)
   output_dir.mkdir(parents=True, exist_ok=True)
-  with open(output_dir / "optimality.csv", "w", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
+  common.write_csv(output_dir / "optimality.csv", rows)
   _plot(bernoulli, rows, extremal, output_dir / "optimality.png")
   print(f"wrote {output_dir}/optimality.csv and optimality.png")
   print(json.dumps({

@@ -57,6 +57,11 @@ def fingerprint(params, *settings) -> str:
   return digest.hexdigest()[:16]
 
 
+def digest(prompt) -> str:
+  """A short hash of a prompt's token ids."""
+  return hashlib.sha256(repr(prompt).encode()).hexdigest()[:16]
+
+
 def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1]):
   """Decodes the units that `path` does not hold yet, appending to it.
 

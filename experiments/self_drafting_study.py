@@ -25,10 +25,8 @@ killed and started again the study goes on there. Writes self_drafting.csv and
 .png. The last line of stdout is one JSON object.
 """
 
-import csv
 import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
 import statistics
@@ -44,7 +42,6 @@ import timing
 
 import specjax as sj
 from specjax import analysis
-from specjax.data import prompt_sets
 from specjax.models import heads as heads_lib
 from specjax.training import evaluation
 from specjax.training import objectives
@@ -164,9 +161,7 @@ def _accuracy(target, heads, params, rows):
 
 def _written_rows(target, prompts):
   """What a target writes behind prompts at temperature 0: `[R, S + 1]`."""
-  decoder = sj.Decoder(target=target.model, drafter=sj.drafters.Empty(),
-                       verifier=_TOKEN,
-                       transform=sj.LogitsTransform(temperature=0))
+  decoder = common.autoregressive(target.model, temperature=0)
   length = _PROMPT_TOKENS.value
   full = [row for row in prompts if len(row) == length]
   if not full:
@@ -232,14 +227,9 @@ def _arms(source, temperature, capacity):
       rules = rules[:1]
     for rule in rules:
       observers = [r for r in rules[1:] if r.lossless and rule == rules[0]]
-      arms[f"{name} | {_rule(rule)}"] = arm(drafter, rule, tuple(observers))
+      arms[f"{name} | {common.VERIFIER_NAMES[rule]}"] = arm(
+          drafter, rule, tuple(observers))
   return arms
-
-
-def _rule(rule):
-  return {_TOKEN: "token", _BLOCK: "block", _RECURSIVE: "recursive",
-          _TRAVERSAL: "traversal", _WALK: "target_walk",
-          _TYPICAL: "typical"}[rule]
 
 
 def _rows(runs, source, temperature, arms, pass_seconds):
@@ -286,7 +276,7 @@ def _paired(runs, temperature, arms):
           [r["expected"][law] for r in own], rounds)
       drafter, verifier = name.split(" | ")
       rows.append({"drafter": drafter, "temperature": temperature,
-                   "verifier": verifier, "over": _rule(other),
+                   "verifier": verifier, "over": common.VERIFIER_NAMES[other],
                    "gain": gain, "interval": 1.96 * error})
   return rows
 
@@ -349,11 +339,9 @@ def main():
     sj.LogitsTransform(temperature=temperature)
   target, members, tokenizer = common.load_models(
       _TARGET.value, _DRAFTERS.value)
-  texts, data = prompt_sets.embedded(
-      "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
-      4 * _PROMPT_TOKENS.value, _SEED.value)
-  ids = [common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
-         for text in texts]
+  ids, data = common.code_prompts(
+      tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
+      _PROMPT_TOKENS.value, _SEED.value)
   prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
   print("measuring the heads' accuracies", file=sys.stderr)
   sources = _sources(target, members, tokenizer, calibration)
@@ -364,11 +352,10 @@ def main():
   prints = [rollouts.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
       _NEW_TOKENS.value, _SEED.value) for source in sources]
-  digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
   groups = {(one, t): (source, t, _arms(source, t, capacity))
             for t in temperatures for one, source in zip(prints, sources)}
-  units = {group: [(*group, i, digest(row)) for i, row in enumerate(prompts)]
-           for group in groups}
+  units = {group: [(*group, i, rollouts.digest(row))
+                   for i, row in enumerate(prompts)] for group in groups}
   runs = rollouts.run(
       [unit for mine in units.values() for unit in mine],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
@@ -387,10 +374,7 @@ def main():
     rows += _rows(mine, source, temperature, arms, pass_seconds)
     paired += _paired(mine, temperature, arms)
   _print_tables(rows, paired, sources)
-  with open(output_dir / "self_drafting.csv", "w", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
+  common.write_csv(output_dir / "self_drafting.csv", rows)
   _plot(rows, output_dir / "self_drafting.png")
   print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
   print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,

@@ -202,10 +202,7 @@ def _row_tokens(target):
 
 def _self_rows(target, training, held_out, row_tokens):
   """Rows that the target writes behind beginnings of both sides' text."""
-  decoder = sj.Decoder(
-      target=target.model, drafter=sj.drafters.Empty(),
-      verifier=sj.verifiers.Token(), transform=sj.LogitsTransform(
-          temperature=_SELF_TEMPERATURE.value))
+  decoder = common.autoregressive(target.model, _SELF_TEMPERATURE.value)
   directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
   return [
       distillation.sample_rows(
@@ -283,18 +280,14 @@ def _print_table(measured):
           + "  " + " ".join(f"{x:.3f}" for x in data))
 
 
-def _in(dtype, params):
-  return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
 def _save(output_dir, heads, trained, target, tokenizer):
   """Writes the trained parameters; returns them as they are read again."""
-  saved = _in(_SAVE_DTYPE.value, trained)
+  saved = loop.cast(trained, _SAVE_DTYPE.value)
   heads_lib.save_heads(output_dir, heads, saved["drafter"], target.model)
   if "target" in saved:
     checkpoint.save_model(output_dir, target.model, saved["target"])
     tokenizer.save(output_dir / "tokenizer.json")
-  return _in(sj.models.default_dtype(), saved)
+  return loop.cast(saved, sj.models.default_dtype())
 
 
 def _minutes(path, tokens_per_step):
@@ -320,7 +313,7 @@ def main():
 
   trainable, frozen = {"drafter": params}, {"target": target.params}
   if _tunes_target():
-    trainable["target"] = _in(jnp.float32, frozen.pop("target"))
+    trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
     if _METHOD.value == "medusa2" and _distill():
       frozen["teacher"] = target.params
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
@@ -334,7 +327,7 @@ def main():
       checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,
       accumulate=_ACCUMULATE.value, seed=_SEED.value)
   before = evaluate({"target": target.params,
-                     "drafter": _in(sj.models.default_dtype(), params)})
+                     "drafter": loop.cast(params, sj.models.default_dtype())})
   trained = trainer.run(trainable, frozen)
 
   saved = _save(output_dir, heads, trained, target, tokenizer)

@@ -135,10 +135,9 @@ def main():
       tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value).run(
           {"target": params})
 
-  saved = jax.tree.map(
-      lambda x: x.astype(_SAVE_DTYPE.value), trained["target"])
+  saved = loop.cast(trained["target"], _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved)
-  final = bits_per_byte(jax.tree.map(lambda x: x.astype(jnp.float32), saved))
+  final = bits_per_byte(loop.cast(saved, jnp.float32))
   print(json.dumps({
       "study": "train_lm", "data": _DATA.value, "parameters": num_params,
       "tokens": _STEPS.value * windows.batch_size * windows.length,

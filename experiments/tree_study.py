@@ -28,8 +28,6 @@ started again the study goes on there. Writes trees.csv and trees.png. The last
 line of stdout is one JSON object.
 """
 
-import csv
-import hashlib
 import json
 import pathlib
 import statistics
@@ -44,7 +42,6 @@ import timing
 
 import specjax as sj
 from specjax import analysis
-from specjax.data import prompt_sets
 from specjax.data.files import atomically
 
 _BUDGETS = flags.DEFINE_list(
@@ -328,11 +325,9 @@ def main():
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
   methods = sorted(name for rules in _methods().values() for name in rules)
-  texts, source = prompt_sets.embedded(
-      "code", _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
-      4 * _PROMPT_TOKENS.value, _SEED.value)
-  ids = [common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
-         for text in texts]
+  ids, source = common.code_prompts(
+      tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
+      _PROMPT_TOKENS.value, _SEED.value)
   prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
   drafter = drafters[_DRAFTER.value]
   print(f"timing passes over {', '.join(map(str, budgets))} nodes",
@@ -345,10 +340,8 @@ def main():
   output_dir.mkdir(parents=True, exist_ok=True)
   fingerprint = rollouts.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
-      _NEW_TOKENS.value,
-      _SEED.value)
-  digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-  units = [(fingerprint, t, n, i, digest(row)) for t in temperatures
+      _NEW_TOKENS.value, _SEED.value)
+  units = [(fingerprint, t, n, i, rollouts.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
@@ -358,10 +351,7 @@ def main():
       group_of=lambda unit: unit[1:3])
   rows = _rows(runs, plans, temperatures, budgets)
   _print_table(rows)
-  with open(output_dir / "trees.csv", "w", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
+  common.write_csv(output_dir / "trees.csv", rows)
   _plot(rows, output_dir / "trees.png")
   print(f"wrote {output_dir}/trees.csv and trees.png")
   print(json.dumps({"study": "trees", "rows": rows, "source": source,

@@ -4,7 +4,6 @@ A unit is one rollout of one prompt by every arm: (fingerprint, temperature,
 seed, prompt set, index, digest of the prompt).
 """
 
-import csv
 import statistics
 
 import common
@@ -160,10 +159,7 @@ def _percent(row, name):
 
 def write(directory, rows, by_prompts, prompts):
   """verification.csv, .md and .png of all rows."""
-  with open(directory / "verification.csv", "w", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    writer.writeheader()
-    writer.writerows(rows + by_prompts)
+  common.write_csv(directory / "verification.csv", rows + by_prompts)
   (directory / "verification.md").write_text(_tables(rows, by_prompts, prompts))
   _plot(rows, directory / "verification.png")
 

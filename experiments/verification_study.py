@@ -181,9 +181,8 @@ def main():
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
       gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value)
-  digest = lambda row: hashlib.sha256(repr(row).encode()).hexdigest()[:16]
   # At temperature 0 all seeds give the same rollout.
-  units = [(fingerprint, t, _SEED.value + s, name, i, digest(row))
+  units = [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(row))
            for t in temperatures for s in range(_SEEDS.value if t > 0 else 1)
            for name, rows in prompts.items() for i, row in enumerate(rows)]
   runs = rollouts.run(

@@ -6,8 +6,6 @@ token t + 1 + k is the law of depth k of that draft, whatever the path above
 says: a product law.
 """
 
-import dataclasses
-
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -65,7 +63,7 @@ def draw(logits, parents, key, proposal, transform):
   """
   found, coins = [], sampling.coins(key, len(parents) - 1)
   for row, level in zip(logits, growth.levels(parents)):
-    mine = coins[level.first - 1:level.first - 1 + sum(level.counts)]
+    mine = coins[level.below]
     if proposal == "top_k":  # every node has the same children: rank them once
       ranks = np.concatenate([np.arange(count) for count in level.counts])
       tokens, probs = children.top_k(
@@ -79,7 +77,7 @@ def draw(logits, parents, key, proposal, transform):
   return jnp.concatenate(tokens), jnp.concatenate(probs)
 
 
-class HeadsDrafter:
+class HeadsDrafter(growth.StaticTree):
   """The base of drafters with K heads on the target's last hidden state.
 
   `params["drafter"]` are the heads' parameters, and the LM head is that of
@@ -87,37 +85,13 @@ class HeadsDrafter:
   state and none of a model. After a prompt of one token there is no hidden
   state, and the first draft is padding.
 
-  Classes that derive from it are frozen dataclasses that have `heads`,
-  `parents` (breadth-first), `proposal` and `transform`.
+  Classes that derive from it have `heads` besides what a `StaticTree` has.
   """
-
-  conditional = True
-
-  @property
-  def chain(self) -> bool:
-    return self._most_children <= 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain or self.proposal == "iid"
 
   @property
   def autoregressive(self) -> bool:
     # The law of a deeper node depends on where the draft began.
-    return self.iid and self._depth <= 1
-
-  @property
-  def num_nodes(self) -> int:
-    return len(self.parents)
-
-  @property
-  def _depth(self) -> int:
-    return len(growth.levels(self.parents))
-
-  @property
-  def _most_children(self) -> int:
-    return max((max(level.counts) for level in growth.levels(self.parents)),
-               default=0)
+    return self.iid and self.depth <= 1
 
   def bind(self, target, transform):
     """The same drafter, with the target's transform unless it has its own.
@@ -127,17 +101,12 @@ class HeadsDrafter:
         few of them, or a node has more children than there are tokens.
     """
     check_fits(self.heads, target)
-    if self._depth > self.heads.heads:
+    if self.depth > self.heads.heads:
       raise ValueError(
-          f"the draft is {self._depth} tokens deep and there are "
+          f"the draft is {self.depth} tokens deep and there are "
           f"{self.heads.heads} heads; each level needs one: draft less deep or "
           "train more heads")
-    if not self.iid and self._most_children > target.vocab_size:
-      raise ValueError(
-          f"a node has {self._most_children} children and the vocabulary "
-          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
-          "tree")
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return super().bind(target, transform)
 
   def init(self, params, prompt, prefill_output):
     """The hidden state before the last token of every prompt."""
@@ -160,7 +129,7 @@ class HeadsDrafter:
     forecast = state.drafter
     if self.num_nodes == 1:
       return common.root_only(state, self.heads.vocab_size), forecast
-    used = jax.tree.map(lambda x: x[:self._depth], params["drafter"])
+    used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     parents = jnp.array(self.parents, jnp.int32)
 

@@ -1,5 +1,6 @@
-"""Growing a static tree from a language model, one pass a level."""
+"""Static trees, and growing one from a language model, a pass a level."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
+from specjax import trees
+from specjax.drafters import children
 
 
 class Level(NamedTuple):
@@ -25,6 +28,11 @@ class Level(NamedTuple):
   counts: tuple[int, ...]
   first: int
   ancestors: np.ndarray
+
+  @property
+  def below(self) -> slice:
+    """Where its children are among the N - 1 nodes below the root."""
+    return slice(self.first - 1, self.first - 1 + sum(self.counts))
 
 
 @functools.cache
@@ -45,6 +53,55 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
                        int(np.argmax(depths > depth)),
                        reach[np.ix_(nodes, fed)]))
   return tuple(found)
+
+
+class StaticTree:
+  """The base of drafters that draw the same tree in every round.
+
+  Classes that derive from it are frozen dataclasses that have `parents`
+  (breadth-first), `proposal` and `transform`.
+  """
+
+  conditional = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "parents", trees.breadth_first(self.parents))
+    if self.proposal not in children.DRAWS:
+      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
+                       f"{', '.join(children.DRAWS)}")
+
+  @property
+  def chain(self) -> bool:
+    return self._most_children <= 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain or self.proposal == "iid"
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def depth(self) -> int:
+    return len(levels(self.parents))
+
+  @property
+  def _most_children(self) -> int:
+    return max((max(level.counts) for level in levels(self.parents)), default=0)
+
+  def bind(self, target, transform):
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: a node has more children than there are tokens.
+    """
+    if not self.iid and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return dataclasses.replace(self, transform=self.transform or transform)
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
@@ -86,10 +143,9 @@ def grow(model, params, cache, logits, keys, parents, draw):
                   jnp.full((batch, len(level.nodes)), depth - 1, jnp.int32),
                   jnp.tile(level.ancestors, (batch, 1, 1)), cache)
       logits, cache = out.logits, out.cache
-    below = slice(level.first - 1, level.first - 1 + sum(level.counts))
     drawn, law = jax.vmap(
         lambda logits, coins, level=level: draw(logits, level.counts, coins))(
-            logits, coins[:, below])
+            logits, coins[:, level.below])
     tokens = jnp.concatenate([tokens, drawn], axis=1)
     probs.append(law)
   return tokens[:, 1:], jnp.concatenate(probs, axis=1), cache

@@ -5,8 +5,6 @@ Cai et al. 2024 (arXiv:2401.10774, sections 2.1.1 and 2.1.2).
 
 import dataclasses
 
-from specjax import trees
-from specjax.drafters import children
 from specjax.drafters import forecasts
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import MedusaHeads
@@ -35,9 +33,3 @@ class Medusa(forecasts.HeadsDrafter):
   parents: tuple[int, ...]
   proposal: str = "top_k"
   transform: LogitsTransform | None = None
-
-  def __post_init__(self):
-    object.__setattr__(self, "parents", trees.breadth_first(self.parents))
-    if self.proposal not in children.DRAWS:
-      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(children.DRAWS)}")

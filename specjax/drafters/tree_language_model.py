@@ -10,7 +10,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax import trees
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
@@ -21,7 +20,7 @@ from specjax.types import ModelFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeLanguageModel:
+class TreeLanguageModel(growth.StaticTree):
   """Draws the children of every node from a model with a cache of its own.
 
   A round costs one pass over the last two committed tokens and one over each
@@ -47,39 +46,14 @@ class TreeLanguageModel:
   proposal: str = "without_replacement"
   transform: LogitsTransform | None = None
 
-  conditional = True
-
-  def __post_init__(self):
-    object.__setattr__(self, "parents", trees.breadth_first(self.parents))
-    if self.proposal not in children.DRAWS:
-      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(children.DRAWS)}")
-
-  @property
-  def chain(self) -> bool:
-    return self._most_children <= 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain or self.proposal == "iid"
-
   @property
   def autoregressive(self) -> bool:
     # Otherwise a row depends on the earlier siblings as well.
     return self.iid
 
   @property
-  def num_nodes(self) -> int:
-    return len(self.parents)
-
-  @property
   def context_length(self) -> int:
     return self.model.context_length
-
-  @property
-  def _most_children(self) -> int:
-    return max((max(level.counts) for level in growth.levels(self.parents)),
-               default=0)
 
   def bind(self, target, transform) -> "TreeLanguageModel":
     """The same drafter, for this target and its transform.
@@ -89,12 +63,7 @@ class TreeLanguageModel:
         there are tokens.
     """
     common.check_vocabulary(self.model, target)
-    if not self.iid and self._most_children > target.vocab_size:
-      raise ValueError(
-          f"a node has {self._most_children} children and the vocabulary "
-          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
-          "tree")
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return super().bind(target, transform)
 
   def init(self, params, prompt, prefill_output):
     """The cache after the prompt."""

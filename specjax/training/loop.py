@@ -108,7 +108,7 @@ class Trainer:
       ValueError: the checkpoints in `directory` are of other parameters.
     """
     dtype = self.compute_dtype or default_dtype()
-    frozen = _cast(frozen or {}, dtype)
+    frozen = cast(frozen or {}, dtype)
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype)
@@ -138,7 +138,7 @@ class Trainer:
             done == self.steps or
             self.evaluate_every and done % self.evaluate_every == 0):
           row.update(self.evaluate(
-              {**frozen, **_cast(state.params, dtype)}))
+              {**frozen, **cast(state.params, dtype)}))
           bar.write(f"step {done}: " + ", ".join(
               f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
           tick, ticked = time.monotonic(), done
@@ -173,7 +173,7 @@ class Trainer:
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype"))
 def train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
-                dtype):
+               dtype):
   """`(state, (loss, metrics))` after one step of a `Trainer`.
 
   Args:
@@ -187,7 +187,7 @@ def train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
     dtype: the `compute_dtype`.
   """
   def loss(trainable, batch, key):
-    return objective(_cast(trainable, dtype), frozen, batch, key)
+    return objective(cast(trainable, dtype), frozen, batch, key)
 
   aux, grads = _averaged(
       jax.value_and_grad(loss, has_aux=True), accumulate, state.params, batch,
@@ -217,7 +217,7 @@ def _averaged(grad, accumulate, trainable, batch, key):
   return jax.tree.map(lambda x: x / accumulate, total)
 
 
-def _cast(tree, dtype):
+def cast(tree, dtype):
   """The tree with its floating-point leaves in `dtype`."""
   return jax.tree.map(
       lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating)
