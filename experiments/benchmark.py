@@ -245,10 +245,10 @@ def _ratios(name, target, drafter_model, params, progress):
   sum_speed = sum_bytes / statistics.median(r[0] for r in rows)
   del large_sum
 
-  loop = rounds(sj.drafters.Empty(), verifier=sj.verifiers.Token())
-  rows = _interleaved(progress, loop, bare)
+  empty = rounds(sj.drafters.Empty(), verifier=sj.verifiers.Token())
+  rows = _interleaved(progress, empty, bare)
   ratios["autoregressive_loop"] = _median_ratio(rows, first, second)
-  del loop, bare
+  del empty, bare
 
   block = rounds(drafter, verifier=sj.verifiers.Block())
   verify = target_pass(small, used, gamma + 1)

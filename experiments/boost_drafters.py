@@ -34,6 +34,7 @@ import numpy as np
 
 import specjax as sj
 from specjax.data import corpora
+from specjax.data.files import claim
 from specjax.models import checkpoint
 from specjax.training import distillation
 from specjax.training import evaluation
@@ -147,13 +148,13 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
   print(f"drafter {number}: trained on {weights.sum():,.0f} of "
         f"{weights[:, _PROMPT_TOKENS.value - 1:].size:,} tokens of the target",
         file=sys.stderr)
-  distillation.claim(directory / "boosting.json", {
+  claim(directory / "run.json", {
       "first": distillation.fingerprint(first.params),
       "rows": distillation.fingerprint(rows),
       "trained_on": distillation.fingerprint(weights),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_STEPS, _DECAY_FRACTION,
-          _SEED)}})
+          _SEED)}}, "run")
   before = np.stack([_ranks(d, held_out) == 0 for d in drafters]).any(0)
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)

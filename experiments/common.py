@@ -21,9 +21,11 @@ VERIFIERS = {
     "block": sj.verifiers.Block(),
     "greedy_block": sj.verifiers.GreedyBlock(),
     "typical": sj.verifiers.Typical(),
+    "top_2": sj.verifiers.TopK(k=2),
 }
 TREE_VERIFIERS = {
     "recursive": sj.verifiers.Recursive(),
+    "k_seq": sj.verifiers.KSeq(),
     "traversal": sj.verifiers.Traversal(),
     "target_walk": sj.verifiers.TargetWalk(),
 }

@@ -36,8 +36,9 @@ _DRAFTER = flags.DEFINE_string(
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
     "default: block, and target_walk for Medusa's tree")
-_GAMMA = flags.DEFINE_integer("gamma", 6, "drafted tokens of a chain, as far "
-                              "as there are heads or look-ahead tokens for it")
+_GAMMA = flags.DEFINE_integer(
+    "gamma", 6, "drafted tokens of a chain, as far as there are heads or "
+    "look-ahead tokens for it", 1)
 _NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
@@ -93,9 +94,11 @@ def _medusa(heads, training):
         heads=heads, proposal="iid",
         parents=range(-1, min(_GAMMA.value, heads.heads)))
   accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
+  proposal = ("top_k" if not rule.requires else
+              "iid" if "iid" in rule.requires else "without_replacement")
   return rule, sj.drafters.Medusa(
-      heads=heads, parents=sj.trees.medusa_tree(accuracy, _NODES.value),
-      proposal="without_replacement" if rule.requires else "top_k")
+      heads=heads, proposal=proposal,
+      parents=sj.trees.medusa_tree(accuracy, _NODES.value))
 
 
 def _speculation():
@@ -165,9 +168,8 @@ def main():
     rounds += int(stats.active[:, 0].sum())
   total = length - len(ids)
   seconds = time.perf_counter() - start
-  drafted = max(1, rounds * (decoder.drafter.num_nodes - 1))
   print(f"\n\n{total} tokens in {rounds} rounds: {total / rounds:.2f} a round, "
-        f"{100 * accepted / drafted:.0f} % of the draft accepted, "
+        f"{100 * accepted / total:.0f} % of them drafted, "
         f"{total / seconds:.0f} tokens/s")
 
 

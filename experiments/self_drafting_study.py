@@ -1,8 +1,8 @@
 """What is a target's own draft worth beside a small language model's?
 
-Decodes held-out prompts with every drafter and every verifier that is sound for
-it, on the same target, and prints tokens per round, what the drafter added to
-the target, and the measured speed-up over autoregressive decoding:
+Decodes held-out prompts with every drafter and the verifiers that are made for
+its drafts, on the same target, and prints tokens per round, what the drafter
+added to the target, and the measured speed-up over autoregressive decoding:
 
   small, tiny            bundled language models, a chain
   pass, two passes       PaSS as published: look-ahead tokens, then verification
@@ -11,6 +11,7 @@ the target, and the measured speed-up over autoregressive decoding:
   medusa, top-k tree     Medusa's tree, built from measured accuracies
   medusa, sampled chain  tokens drawn from the heads' product law
   medusa, sampled tree   the same, without replacement, on that tree
+  medusa, i.i.d. tree    the same, independently
 
   python experiments/self_drafting_study.py
   python experiments/self_drafting_study.py \\
@@ -57,7 +58,7 @@ _UNTRAINED = flags.DEFINE_bool(
     "untrained", True, "measure the heads as they were before training, too")
 _TEMPERATURE = flags.DEFINE_list("temperature", "0,1", "0 is greedy")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "tokens of a language model", 1)
-_NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
+_NODES = flags.DEFINE_integer("nodes", 64, "of Medusa's tree, with its root", 2)
 _NUM_PROMPTS = flags.DEFINE_integer(
     "num_prompts", 16, "prompts, held-out modules of the running Python", 2)
 _PROMPT_TOKENS = flags.DEFINE_integer(
@@ -69,12 +70,15 @@ _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/self_drafting", "for results, the table and plot")
 
 _CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
-_SHOWN = 6  # positions of the table of acceptance
+_RANKS = 10  # guesses of a head that the tree may hold
+_SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy
 _BASELINE = "autoregressive"
 
 _TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
+_GREEDY_BLOCK, _K_SEQ = sj.verifiers.GreedyBlock(), sj.verifiers.KSeq()
 _RECURSIVE, _TRAVERSAL = sj.verifiers.Recursive(), sj.verifiers.Traversal()
 _WALK, _TYPICAL = sj.verifiers.TargetWalk(), sj.verifiers.Typical()
+_TOP_2 = sj.verifiers.TopK(k=2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +92,7 @@ class _Source:
     params: of the decoder.
     added: parameters beside the target's.
     training: what train_drafter.py says of its run, or {}.
-    accuracy: `[K, 5]` by head and rank, for heads.
+    accuracy: `[K, ranks]` by head and rank, for heads.
     first_rule_only: whether the other rules are left out.
   """
 
@@ -109,7 +113,7 @@ def _size(params):
 def _language_model(name, target, member):
   drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
   return _Source(
-      name, target, {name: (drafter, (_BLOCK, _TOKEN))},
+      name, target, {name: (drafter, (_BLOCK, _TOKEN, _GREEDY_BLOCK))},
       {"target": target.params, "drafter": member.params}, _size(member.params))
 
 
@@ -126,7 +130,7 @@ def _self_drafter(label, target, heads, params, rows, **kwargs):
                    {"target": both, "drafter": ()}, added,
                    accuracy=accuracy, **kwargs)
   if isinstance(heads, heads_lib.BlockwiseHeads):
-    drafts = {label: (sj.drafters.Blockwise(heads=heads), (_TOKEN,))}
+    drafts = {label: (sj.drafters.Blockwise(heads=heads), (_TOKEN, _TOP_2))}
   else:
     tree = sj.trees.medusa_tree(accuracy, _NODES.value)
     draft = lambda proposal, parents: sj.drafters.Medusa(
@@ -136,14 +140,16 @@ def _self_drafter(label, target, heads, params, rows, **kwargs):
         f"{label}, sampled chain": (
             draft("iid", range(-1, heads.heads)), (_BLOCK, _TOKEN)),
         f"{label}, sampled tree": (
-            draft("without_replacement", tree), (_TRAVERSAL, _RECURSIVE))}
+            draft("without_replacement", tree), (_TRAVERSAL, _RECURSIVE)),
+        f"{label}, i.i.d. tree": (
+            draft("iid", tree), (_TRAVERSAL, _RECURSIVE, _K_SEQ))}
   return _Source(label, target, drafts,
                  {"target": target.params, "drafter": params}, added,
                  accuracy=accuracy, **kwargs)
 
 
 def _accuracy(target, heads, params, rows):
-  """`[K, 5]`: how often guess j of head k is what the target would write."""
+  """`[K, ranks]`: how often a guess is what the target would write."""
   objective = {
       heads_lib.LookaheadEmbeddings: lambda: objectives.Lookahead(
           model=target.model, embeddings=heads, cuts=64),
@@ -151,12 +157,10 @@ def _accuracy(target, heads, params, rows):
           model=target.model, heads=heads),
       heads_lib.MedusaHeads: lambda: objectives.Medusa(
           model=target.model, heads=heads)}[type(heads)]()
-  measured = evaluation.head_accuracy(objective, rows)(
-      {"target": target.params, "drafter": params})
-  count = sum(name.endswith("/loss") for name in measured) - 1
-  among = np.array([[measured[f"head_{k}/top_{j}"] for j in range(1, 6)]
-                    for k in range(1, count + 1)])
-  return np.diff(among, axis=1, prepend=0)
+  measured = evaluation.head_accuracy(
+      objective, rows, top=_RANKS, first=_PROMPT_TOKENS.value - 1)(
+          {"target": target.params, "drafter": params})
+  return np.diff(evaluation.by_head(measured, "top")[1:], axis=1, prepend=0)
 
 
 def _written_rows(target, prompts):
@@ -213,6 +217,8 @@ def _arms(source, temperature, capacity):
   """{(draft, rule): `rollouts.Arm`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
+  Greedy block is not judged on another rule's drafts: its gain in a round is
+  paid for in the next one.
   """
   def arm(drafter, rule, observers=()):
     decoder = sj.Decoder(
@@ -226,7 +232,8 @@ def _arms(source, temperature, capacity):
     if temperature == 0 or source.first_rule_only:
       rules = rules[:1]
     for rule in rules:
-      observers = [r for r in rules[1:] if r.lossless and rule == rules[0]]
+      observers = [r for r in rules[1:] if rule == rules[0] and r.lossless
+                   and r != _GREEDY_BLOCK]
       arms[f"{name} | {common.VERIFIER_NAMES[rule]}"] = arm(
           drafter, rule, tuple(observers))
   return arms
@@ -298,21 +305,27 @@ def _print_tables(rows, paired, sources):
     print(f"temperature {p['temperature']:g}, {p['drafter']}: {p['verifier']} "
           f"over {p['over']} on the same drafts {100 * p['gain']:+.1f} ± "
           f"{100 * p['interval']:.1f} %")
-  print("\nhow often guess 1..5 of a head is what the target writes, greedily")
+  print("\nhow often guess 1, 2, ... of a head is what the target writes, "
+        "greedily")
   for source in sources:
+    if source.training:
+      print(f"{source.name}: {source.training['method']}, "
+            f"{source.training['tokens'] / 1e6:.1f}M tokens in "
+            f"{source.training['minutes']:.0f} minutes")
     if source.accuracy is not None:
       for k, row in enumerate(source.accuracy, 1):
         print(f"{source.name:20s} head {k}: "
-              + " ".join(f"{x:.3f}" for x in row))
+              + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
-def _plot(rows, path):
+def _plot(rows, sources, path):
   import matplotlib  # pylint: disable=g-import-not-at-top
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
+  columns = 2 + len(temperatures)
   figure, grid = plt.subplots(
-      1, 1 + len(temperatures), figsize=(5.5 * (1 + len(temperatures)), 6))
+      1, columns, figsize=(5 * columns, 2 + len(rows) / len(temperatures) / 3))
   for axes, temperature in zip(grid, temperatures):
     mine = [r for r in rows if r["temperature"] == temperature][::-1]
     axes.barh([f"{r['drafter']}\n{r['verifier']}"
@@ -324,11 +337,19 @@ def _plot(rows, path):
     axes.tick_params(axis="y", labelsize=6)
   for r in rows:
     if r["temperature"] == temperatures[0] and r["survival"]:
-      grid[-1].plot(range(1, len(r["survival"]) + 1), r["survival"],
+      grid[-2].plot(range(1, len(r["survival"]) + 1), r["survival"],
                     marker="o", label=r["drafter"])
-  grid[-1].set(title=f"accepted, temperature {temperatures[0]:g}",
+  grid[-2].set(title=f"accepted, temperature {temperatures[0]:g}",
                xlabel="position", ylim=(0, 1))
-  grid[-1].legend(fontsize=6)
+  for source in sources:
+    if source.training:
+      tokens, tokens_a_round = zip(*source.training["curve"])
+      grid[-1].plot(np.array(tokens) / 1e6, tokens_a_round, marker="o",
+                    label=source.name)
+  grid[-1].set(title="training: likeliest chain, held-out text",
+               xlabel="million tokens", ylabel="tokens a round")
+  for axes in grid[-2:]:
+    axes.legend(fontsize=6)
   figure.tight_layout()
   figure.savefig(path, dpi=150)
 
@@ -375,7 +396,7 @@ def main():
     paired += _paired(mine, temperature, arms)
   _print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
-  _plot(rows, output_dir / "self_drafting.png")
+  _plot(rows, sources, output_dir / "self_drafting.png")
   print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
   print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,
                     "source": data,

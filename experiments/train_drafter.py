@@ -9,8 +9,11 @@ Leaves in --output_dir:
 
   heads.safetensors, heads.json      the heads or embeddings
   model.safetensors, config.json, tokenizer.json   the target, if it was trained
-  training.json                                    what it was trained on
-  metrics.csv, events.out.tfevents.*               losses, accuracy by head
+  training.json        what it was trained on, the stages before included,
+                       and how good it was in between
+  run.json             what the run is of, so that no other goes on with it
+  metrics.csv, events.out.tfevents.*   losses; accuracy by head and block
+                       efficiency on held-out text
   checkpoints/                                     for an exact resume
 
 Killed and started again with the same flags it ends with the same weights,
@@ -29,7 +32,6 @@ A joint run that begins with trained heads (the paper's two stages):
 The last line of stdout is one JSON object.
 """
 
-import csv
 import json
 import pathlib
 import sys
@@ -44,17 +46,21 @@ import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data.files import atomically
+from specjax.data.files import claim
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
+from specjax.training import metrics
 from specjax.training import objectives
 from specjax.training import optimizers
 
 # Peak learning rates of what is added to the target.
-_RATES = {"pass": 0.05, "blockwise": 1e-3, "medusa": 1e-3, "medusa2": 2e-3}
+_RATES = {"pass": 0.05, "blockwise": 3e-3, "medusa": 6e-3, "medusa2": 2e-3}
 _HELD_OUT_CUTS = 128  # cut points of a held-out row, for PaSS
+_CURVE = "greedy_block_efficiency"  # what the learning curve is of
+_DECODED_ROWS, _DECODED_ROUNDS = 16, 32  # to measure block efficiency
 
 _METHOD = flags.DEFINE_enum(
     "method", None, list(_RATES), "what to train", required=True)
@@ -145,6 +151,10 @@ def _new_heads(config):
 
 def _heads(target):
   """The heads or embeddings to begin with, and their float32 parameters."""
+  for flag in (_HEADS, _OUTPUT, _RANK, _BLOCKS, _HIDDEN_WIDTH):
+    if _HEADS_FROM.value is not None and flag.present:
+      raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
+                       "heads of its own form; give one of the two")
   new = _new_heads(target.model.config)
   if _HEADS_FROM.value is None:
     return new, new.init(jax.random.key(_SEED.value), target.params)
@@ -188,15 +198,22 @@ def _tunes_target():
       _METHOD.value == "blockwise" and _TRAIN_TARGET.value)
 
 
-def _row_tokens(target):
+def _num_heads(heads):
+  """K, heads or look-ahead tokens."""
+  embeddings = isinstance(heads, heads_lib.LookaheadEmbeddings)
+  return heads.count if embeddings else heads.heads
+
+
+def _row_tokens(target, heads):
   longest = target.model.context_length
   value = _ROW_TOKENS.value or longest
   if value > longest:
     raise ValueError(f"--row_tokens is {value}; the target's context is "
                      f"{longest} tokens: give at most that many")
-  if value < _HEADS.value + 2:
-    raise ValueError(f"--row_tokens is {value}; {_HEADS.value} heads need "
-                     f"{_HEADS.value + 2} at least: give longer rows")
+  least = _num_heads(heads) + 2
+  if value < least:
+    raise ValueError(f"--row_tokens is {value}; {_num_heads(heads)} heads need "
+                     f"{least} at least: give longer rows")
   return value
 
 
@@ -224,9 +241,12 @@ def _spread_rows(tokens, count, size):
   return tokens[starts[:, None] + np.arange(size)].astype(np.int32)
 
 
-def _data(target, tokenizer):
+def _data(target, heads, tokenizer):
   """`(step -> [B, S + 1], held-out rows, fingerprint of the source)`."""
-  row_tokens = _row_tokens(target)
+  row_tokens = _row_tokens(target, heads)
+  if _BATCH_SIZE.value % _ACCUMULATE.value:
+    raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
+                     f"{_ACCUMULATE.value}; it must divide the batch")
   if _self_source() and _SELF_ROWS.value < _BATCH_SIZE.value:
     raise ValueError(f"--self_rows is {_SELF_ROWS.value} and a batch has "
                      f"{_BATCH_SIZE.value}; sample at least one batch")
@@ -246,10 +266,14 @@ def _data(target, tokenizer):
   return batch, rows, corpora.fingerprint(documents)
 
 
+def _rate():
+  if _LEARNING_RATE.value is None:
+    return _RATES[_METHOD.value]
+  return _LEARNING_RATE.value
+
+
 def _optimizer():
-  rate = _RATES[_METHOD.value]
-  if _LEARNING_RATE.value is not None:
-    rate = _LEARNING_RATE.value
+  rate = _rate()
   schedule = lambda peak: optimizers.trapezoid(
       peak, _STEPS.value, _WARMUP_STEPS.value,
       int(_STEPS.value * _DECAY_FRACTION.value))
@@ -259,23 +283,41 @@ def _optimizer():
   return optimizers.by_name(by_name)
 
 
-def _by_head(measured, name):
-  """`[K + 1]` losses, or `[K + 1][5]` accuracies; the LM head is first."""
-  if name == "loss":
-    return [measured[f"head_{k}/loss"] for k in range(_count(measured))]
-  return [[measured[f"head_{k}/{name}_{j}"] for j in range(1, 6)]
-          for k in range(_count(measured))]
+def _block_efficiency(target, heads, held_out):
+  """Measures tokens a round of greedy decoding behind beginnings of rows.
+
+  Drafts are the likeliest chain of the heads; those of PaSS are folded.
+  """
+  prompts = held_out[:_DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
+  room = target.model.context_length - prompts.shape[1]
+  measure = lambda model, drafter: evaluation.block_efficiency(
+      sj.Decoder(target=model, drafter=drafter, verifier=sj.verifiers.Token(),
+                 transform=sj.LogitsTransform(temperature=0)),
+      prompts, rounds=min(_DECODED_ROUNDS,
+                          max(1, room // (_num_heads(heads) + 1))))
+  if not isinstance(heads, heads_lib.LookaheadEmbeddings):
+    return measure(target.model, sj.drafters.Blockwise(heads=heads))
+  extend = lambda target_params, own: heads_lib.with_lookahead(
+      target.model, target_params, own)
+  model, _ = extend(target.params, heads.init(jax.random.key(0), target.params))
+  measured = measure(model, sj.drafters.Lookahead(embeddings=heads))
+  return lambda params: measured(
+      {"target": extend(params["target"], params["drafter"])[1], "drafter": ()})
 
 
-def _count(measured):
-  return sum(name.endswith("/loss") for name in measured)
+def _evaluation(target, heads, held_out):
+  """What is measured while the heads train; it also decodes with them."""
+  accuracy = evaluation.head_accuracy(
+      _objective(target.model, heads, _HELD_OUT_CUTS), held_out)
+  decoded = _block_efficiency(target, heads, held_out)
+  return lambda params: {**accuracy(params), **decoded(params)}
 
 
 def _print_table(measured):
   print("head  loss   right among the top 1..5       the same, of the data")
   for k, (loss, target, data) in enumerate(zip(
-      _by_head(measured, "loss"), _by_head(measured, "top"),
-      _by_head(measured, "data_top"))):
+      *(evaluation.by_head(measured, name)
+        for name in ("loss", "top", "data_top")))):
     print(f"{k:4d} {loss:6.3f}  " + " ".join(f"{x:.3f}" for x in target)
           + "  " + " ".join(f"{x:.3f}" for x in data))
 
@@ -290,13 +332,26 @@ def _save(output_dir, heads, trained, target, tokenizer):
   return loop.cast(saved, sj.models.default_dtype())
 
 
-def _minutes(path, tokens_per_step):
-  """What the steps in metrics.csv took, those before a restart included."""
-  with open(path, newline="") as f:
-    rows = [(int(r["step"]), float(r["value"])) for r in csv.DictReader(f)
-            if r["name"] == "tokens_per_second"]
-  steps = np.diff([step for step, _ in rows], prepend=0)
-  return sum(steps * tokens_per_step / [pace for _, pace in rows]) / 60
+def _spent(output_dir, tokens_per_step, before):
+  """Tokens, minutes and learning curve, with those of --heads_from.
+
+  Args:
+    output_dir: of the run.
+    tokens_per_step: of the run.
+    before: what the curve is of, measured before the first step.
+  """
+  steps, pace = zip(*metrics.read(output_dir, "tokens_per_second"))
+  tokens = np.diff(steps, prepend=0) * tokens_per_step
+  spent = {"tokens": 0, "minutes": 0, "curve": []}
+  if _HEADS_FROM.value is not None:
+    path = pathlib.Path(_HEADS_FROM.value) / "training.json"
+    spent |= json.loads(path.read_text()) if path.exists() else {}
+  return {
+      "tokens": spent["tokens"] + int(sum(tokens)),
+      "minutes": spent["minutes"] + sum(tokens / pace) / 60,
+      "curve": spent["curve"] + [
+          (spent["tokens"] + step * tokens_per_step, value)
+          for step, value in [(0, before), *metrics.read(output_dir, _CURVE)]]}
 
 
 def main():
@@ -307,9 +362,8 @@ def main():
   print(f"{_METHOD.value}: {added:,} parameters beside the target's "
         f"{sum(x.size for x in jax.tree.leaves(target.params)):,}",
         file=sys.stderr)
-  batch, held_out, fingerprint = _data(target, tokenizer)
-  evaluate = evaluation.head_accuracy(
-      _objective(target.model, heads, _HELD_OUT_CUTS), held_out)
+  batch, held_out, corpus = _data(target, heads, tokenizer)
+  evaluate = _evaluation(target, heads, held_out)
 
   trainable, frozen = {"drafter": params}, {"target": target.params}
   if _tunes_target():
@@ -317,6 +371,13 @@ def main():
     if _METHOD.value == "medusa2" and _distill():
       frozen["teacher"] = target.params
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  claim(output_dir / "run.json", {
+      "objective": repr(objective), "corpus": corpus,
+      "parameters": distillation.fingerprint((trainable, frozen)),
+      "held_out": distillation.fingerprint(held_out), "learning_rate": _rate(),
+      **{flag.name: flag.value for flag in (
+          _DATA, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO, _WARMUP_STEPS,
+          _DECAY_FRACTION, _SEED)}}, "run")
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
   trainer = loop.Trainer(
       objective=objective, optimizer=_optimizer(),
@@ -333,18 +394,17 @@ def main():
   saved = _save(output_dir, heads, trained, target, tokenizer)
   measured = evaluate({"target": target.params, **saved})
   _print_table(measured)
-  names = ("greedy_block_efficiency", "data_block_efficiency")
+  names = ("block_efficiency", _CURVE, "data_block_efficiency")
   training = {
-      "method": _METHOD.value, "data": _DATA.value, "corpus": fingerprint,
-      "tokens": _STEPS.value * tokens_per_step,
-      "minutes": _minutes(output_dir / "metrics.csv", tokens_per_step),
-      "accuracy": _by_head(measured, "top")}
+      "method": _METHOD.value, "data": _DATA.value, "corpus": corpus,
+      **_spent(output_dir, tokens_per_step, before[_CURVE]),
+      "accuracy": evaluation.by_head(measured, "top")}
   with atomically(output_dir / "training.json") as f:
     f.write((json.dumps(training) + "\n").encode())
   print(json.dumps({
       "study": "train_drafter", **training, "added_parameters": added,
-      "loss": _by_head(measured, "loss"),
-      "data_accuracy": _by_head(measured, "data_top"),
+      "loss": evaluation.by_head(measured, "loss"),
+      "data_accuracy": evaluation.by_head(measured, "data_top"),
       **{name: measured[name] for name in names},
       "untrained": {name: before[name] for name in names}}))
 

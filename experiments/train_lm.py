@@ -30,9 +30,11 @@ import jax.numpy as jnp
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
+from specjax.data.files import claim
 from specjax.models import checkpoint
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
+from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
@@ -124,6 +126,12 @@ def main():
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
+  claim(output_dir / "run.json", {
+      "model": repr(model), "corpus": corpora.fingerprint(documents),
+      "tokens": distillation.fingerprint(tokens),
+      **{flag.name: flag.value for flag in (
+          _BATCH_SIZE, _STEPS, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
+          _DECAY_FRACTION, _SEED)}}, "run")
   trained = loop.Trainer(
       objective=objectives.NextToken(model=model),
       optimizer=make[_OPTIMIZER.value](schedule),

@@ -171,6 +171,8 @@ def test_files_that_do_not_belong_together(tmp_path):
         _MEDUSA, _other(vocab_size=8)), "vocab_size.* 7 .* 8"),
     (lambda: heads_lib.check_fits(
         _MEDUSA, _other(features=(0,))), "features"),
+    (lambda: heads_lib.check_fits(_MEDUSA, testing.MarkovModel(7)),
+     "a MarkovModel.*models.Transformer"),
 ])
 def test_bad_configurations_are_refused(make, words):
   with pytest.raises(ValueError, match=words):

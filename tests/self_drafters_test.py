@@ -99,15 +99,15 @@ def test_greedy_output_is_autoregressive(name):
 
 # Sampled output, and the laws that it was drafted from.
 
-_PROMPT, _ROWS, _ROUNDS = [1, 3, 0, 2], 8192, 4
+_PROMPTS, _ROWS, _ROUNDS = ([1, 3, 0, 2], [4, 1]), 8192, 4
 _RAGGED = ([2], [4, 1], [3] * 7, [*range(5)] * 4)
 
 
 @functools.cache
 def _sampled(name):
-  """Many rows of one prompt, and ragged ones: `(lengths, tokens, ...)`."""
+  """Many rows of each prompt, and a few more: `(lengths, tokens, ...)`."""
   drafter, rule = _CASES[name]
-  prompts = [*[_PROMPT] * _ROWS, *_RAGGED]
+  prompts = [*_PROMPTS * (_ROWS // len(_PROMPTS)), *_RAGGED]
   model, params = _setup(drafter)
   decoder = sj.Decoder(target=model, drafter=drafter, verifier=rule)
   state = decoder.prefill(params, prompts, jax.random.key(0), limits=48)
@@ -118,16 +118,18 @@ def _sampled(name):
 
 
 @functools.cache
-def _joint_law():
-  return testing.joint_law(_pair().target, _pair().params["target"], _PROMPT,
-                           4, sj.LogitsTransform())
+def _joint_law(i):
+  return testing.joint_law(_pair().target, _pair().params["target"],
+                           _PROMPTS[i], 4, sj.LogitsTransform())
 
 
 @pytest.mark.parametrize("name", _CASES)
 def test_output_follows_the_joint_law(name):
   # Broken: anything between the drafter and the text.
   _, tokens, stats, _ = _sampled(name)
-  assert testing.chi_square(tokens[:_ROWS, 4:8], _joint_law(), _V) > 1e-6
+  for i, prompt in enumerate(_PROMPTS):
+    text = tokens[i:_ROWS:len(_PROMPTS), len(prompt):len(prompt) + 4]
+    assert testing.chi_square(text, _joint_law(i), _V) > 1e-6
   # Everything was accepted somewhere, and as little as there can be.
   sure = int(name == "published")
   assert stats.accepted.max() == (2 if name == "folded" else 3) + sure
@@ -171,7 +173,7 @@ def _distances(name, shift=0):
   What it must be is taken `shift` positions further on.
   """
   drafter, (lengths, tokens, stats, traces) = _CASES[name][0], _sampled(name)
-  kept = slice(_ROWS - 16, None)  # some rows of the prompt, all ragged ones
+  kept = slice(_ROWS - 16, None)  # some rows of the prompts, all others
   draft = jax.tree.map(lambda x: x[:, kept], traces.draft)
   laws = _forecast(drafter, lengths[kept], tokens[kept],
                    stats.emitted[:, kept], shift)

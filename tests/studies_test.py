@@ -31,14 +31,14 @@ def test_self_drafting_study(tmp_path):
       "--new_tokens=16", cwd=tmp_path))
   assert study["study"] == "self_drafting"
   rows = {(r["drafter"], r["verifier"]): r for r in study["rows"]}
-  assert len(rows) == len(study["rows"]) == 8
+  assert len(rows) == len(study["rows"]) == 12
   for row in rows.values():
     assert 1 <= row["block_efficiency"] <= row["nodes"]
     assert row["speedup"] > 0 and row["added_parameters"] > 1e5
   assert not rows["medusa, top-k tree", "typical"]["lossless"]
   assert rows["medusa, sampled tree", "traversal"]["training_tokens"] > 0
   assert {(p["verifier"], p["over"]) for p in study["paired"]} == {
-      ("block", "token"), ("traversal", "recursive")}
+      ("block", "token"), ("traversal", "recursive"), ("traversal", "k_seq")}
   first, *_, last = study["accuracy"]["medusa"]
   assert first[0] > last[0] > 0.01  # a head knows less the further it looks
   assert (tmp_path / "results/self_drafting/self_drafting.csv").exists()

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import sys
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.data.files import atomically
+from specjax.data.files import claim
 from specjax.rounds import Decoder
 from specjax.rounds import raise_if_not_finite
 from specjax.types import Draft
@@ -225,29 +225,12 @@ def _claim(path, manifest):
   """Writes the manifest, or checks that the one there is the same."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"{path} is a file; a record needs a directory")
-  path.mkdir(parents=True, exist_ok=True)
   if (path / _MANIFEST).is_file():
-    found = _read_manifest(path)
-    others = [_difference(name, found.get(name), value)
-              for name, value in manifest.items() if found.get(name) != value]
-    if others:
-      raise ValueError(f"{path} holds another record: {'; '.join(others)}: "
-                       "choose another path, or delete it")
-    return
-  if any(path.glob("*.npz")):
+    _read_manifest(path)
+  elif any(path.glob("*.npz")):
     raise ValueError(f"{path} holds .npz files and no {_MANIFEST}; choose "
                      "another path")
-  with atomically(path / _MANIFEST) as f:
-    f.write((json.dumps(manifest, indent=2) + "\n").encode())
-
-
-def _difference(name, *values) -> str:
-  """What two manifests hold, from where it begins to differ."""
-  texts = [str(value) for value in values]
-  start = max(len(os.path.commonprefix(texts)) - 20, 0)
-  there, here = ("..." * (start > 0) + text[start:start + 60]
-                 for text in texts)
-  return f"{name} is {there} there and {here} here"
+  claim(path / _MANIFEST, manifest, "record")
 
 
 def _read_manifest(path):

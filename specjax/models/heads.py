@@ -47,10 +47,10 @@ def _check_sizes(config, names):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHeads:
-  """p^(k) = softmax(W2_k (SiLU(W1_k h) + h)) (Cai et al. 2024, equation 1).
+  """p^(k) = softmax(W2_k (SiLU(W1_k h) + h)): the heads of Medusa.
 
-  arXiv:2401.10774. W1 is 0 and W2 is the LM head at the start, so that an
-  untrained head predicts what the LM head does.
+  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). W1 is 0 and W2 is the LM
+  head at the start, so that an untrained head predicts what the LM head does.
 
   Attributes:
     width: D.
@@ -256,14 +256,18 @@ def check_fits(heads, target: Transformer) -> None:
     ValueError: width or vocabulary differ, or the target returns other
       features than what its LM head sees.
   """
+  config = getattr(target, "config", None)
+  if config is None:
+    raise ValueError(f"the target is a {type(target).__name__}, of which no "
+                     "hidden states are known; heads need a models.Transformer")
   for name in ("width", "vocab_size"):
-    has, wants = getattr(target.config, name), getattr(heads, name, None)
+    has, wants = getattr(config, name), getattr(heads, name, None)
     if wants not in (None, has):
       raise ValueError(f"{name} of the heads is {wants} and of the target "
                        f"{has}; both must be equal: make heads for this target")
-  if target.config.features:
-    raise ValueError(f"the target returns features {target.config.features}; "
-                     "heads read what the LM head does: set features to ()")
+  if config.features:
+    raise ValueError(f"the target returns features {config.features}; heads "
+                     "read what the LM head does: set features to ()")
 
 
 def save_heads(directory, heads, params, target: Transformer, dtype=None

@@ -7,15 +7,14 @@ or not there, so that sampling goes on where it was killed.
 
 import dataclasses
 import hashlib
-import json
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
 import tqdm
 
 from specjax.data.files import atomically
+from specjax.data.files import claim
 
 _MANIFEST = "rows.json"
 
@@ -71,7 +70,7 @@ def sample_rows(decoder, params, prompts, *, length: int, directory,
   claim(directory / _MANIFEST, {
       "decoder": repr(decoder), "weights": fingerprint(params),
       "prompts": fingerprint(prompts), "length": length, "seed": seed,
-      "rows_per_file": rows_per_file})
+      "rows_per_file": rows_per_file}, "set of rows")
   key = jax.random.key(seed, impl="threefry2x32")
   pieces = []
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
@@ -86,25 +85,6 @@ def sample_rows(decoder, params, prompts, *, length: int, directory,
         np.save(f, np.stack(generation.tokens).astype(np.int32))
     pieces.append(np.load(path))
   return np.concatenate(pieces)
-
-
-def claim(path, manifest: dict[str, Any]) -> None:
-  """Writes what a directory is of, or checks that it is of the same.
-
-  Raises:
-    ValueError: `path` has another value of something.
-  """
-  if not path.exists():
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomically(path) as f:
-      f.write((json.dumps(manifest, indent=2) + "\n").encode())
-    return
-  found = json.loads(path.read_text("utf-8"))
-  for name, value in manifest.items():
-    if found.get(name) != value:
-      raise ValueError(
-          f"{path.parent} is of {name} {found.get(name)} and not {value}; give "
-          "another directory")
 
 
 def fingerprint(tree) -> str:

@@ -91,7 +91,7 @@ def block_efficiency(decoder, prompts, *, rounds: int, seed: int = 0):
 
 
 def head_accuracy(objective, tokens, *, batch_size: int = 2, top: int = 5,
-                  seed: int = 0):
+                  first: int = 0, seed: int = 0):
   """A function that measures forecasts on held-out rows, head by head.
 
   The target reads the rows, not what it would write. "Right" is the
@@ -106,13 +106,15 @@ def head_accuracy(objective, tokens, *, batch_size: int = 2, top: int = 5,
     batch_size: rows of a pass; the logits of a head take
       batch_size * S * V floats.
     top: k of the largest top-k accuracy.
+    first: position from which a row counts. Of a row that the target wrote
+      behind a prompt of P tokens it is P - 1.
     seed: of the positions, where the objective draws them.
 
   Returns:
     `{"target", "drafter"} -> {name: value}`: `head_<k>/loss` in nats,
     `head_<k>/top_<j>` and `head_<k>/data_top_<j>` for k = 0..K, where head 0
     is the target's LM head, and `greedy_block_efficiency` and
-    `data_block_efficiency`.
+    `data_block_efficiency`. See `by_head`.
   """
   tokens = np.asarray(tokens, np.int32)
   key = jax.random.key(seed)
@@ -122,43 +124,61 @@ def head_accuracy(objective, tokens, *, batch_size: int = 2, top: int = 5,
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), greedy.shape)
-    score = functools.partial(_outcomes, rows, greedy)
+    score = functools.partial(_outcomes, rows, greedy, first)
     heads = objective.score(params, rows, key, score)
-    lm_head = score(0, logits, every)
-    means = [_summary(jax.tree.map(lambda x: x[None], lm_head), top),
-             _summary(heads, top)]
-    lengths = {name: jnp.mean(jnp.sum(jnp.cumprod(
-        heads[rank] == 0, axis=0), axis=0)) for name, rank in (
+    lm_head = jax.tree.map(lambda x: x[None], score(0, logits, every))
+    sums = jax.tree.map(lambda *x: jnp.concatenate(x),
+                        _sums(lm_head, top), _sums(heads, top))
+    accepted = {name: jnp.sum(heads["counts"][0] * jnp.sum(
+        jnp.cumprod(heads[rank] == 0, axis=0), axis=0)) for name, rank in (
             ("greedy_block_efficiency", "target_rank"),
             ("data_block_efficiency", "data_rank"))}
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *means), lengths
+    return sums, accepted
 
   def evaluate(params):
     parts = [measure(params, tokens[i:i + batch_size])
              for i in range(0, len(tokens), batch_size)]
-    weights = [len(tokens[i:i + batch_size]) / len(tokens)
-               for i in range(0, len(tokens), batch_size)]
-    heads, lengths = jax.tree.map(
-        lambda *x: sum(w * np.asarray(y) for w, y in zip(weights, x)), *parts)
-    row = {name: 1 + float(value) for name, value in lengths.items()}
-    for k, loss in enumerate(heads["loss"]):
-      row[f"head_{k}/loss"] = float(loss)
+    sums, accepted = jax.tree.map(
+        lambda *x: sum(np.asarray(y, np.float64) for y in x), *parts)
+    counts = sums["counts"]
+    if not counts.all():
+      raise ValueError(f"no position of {tokens.shape[1]} tokens that is "
+                       f"measured is {first} or later; give a smaller first")
+    row = {name: 1 + value / counts[1] for name, value in accepted.items()}
+    for k, count in enumerate(counts):
+      row[f"head_{k}/loss"] = sums["loss"][k] / count
       for reference in ("", "data_"):
-        for j, value in enumerate(heads[f"{reference}top"][k], 1):
-          row[f"head_{k}/{reference}top_{j}"] = float(value)
-    return row
+        for j, right in enumerate(sums[f"{reference}top"][k], 1):
+          row[f"head_{k}/{reference}top_{j}"] = right / count
+    return {name: float(value) for name, value in row.items()}
 
   return evaluate
 
 
-def _outcomes(rows, greedy, k, logits, positions):
-  """Of a head's `logits [B, P, V]`: nats and the ranks of both references."""
+def by_head(measured: dict[str, float], name: str) -> list:
+  """What `head_accuracy` measured, of k = 0..K.
+
+  Args:
+    measured: by `head_accuracy`.
+    name: "loss" for `[K + 1]`; "top" or "data_top" for `[K + 1][top]`.
+  """
+  heads = range(sum(key.endswith("/loss") for key in measured))
+  if name == "loss":
+    return [measured[f"head_{k}/loss"] for k in heads]
+  top = sum(key.startswith(f"head_0/{name}_") for key in measured)
+  return [[measured[f"head_{k}/{name}_{j}"] for j in range(1, top + 1)]
+          for k in heads]
+
+
+def _outcomes(rows, greedy, first, k, logits, positions):
+  """Of a head's `logits [B, P, V]`: nats, ranks, and which of them count."""
   at = positions + 1 + k
   data = jnp.take_along_axis(rows, at, axis=1)
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
           "data_rank": rank(logits, data),
-          "target_rank": rank(logits, target)}
+          "target_rank": rank(logits, target),
+          "counts": positions >= first}
 
 
 def rank(logits, labels):
@@ -168,10 +188,13 @@ def rank(logits, labels):
   return jnp.sum((logits > value) | (logits == value) & before, axis=-1)
 
 
-def _summary(outcomes, top):
-  """Means over rows and positions of `[K, B, P]`: `[K]` and `[K, top]`."""
-  hits = lambda rank: jnp.mean(
-      rank[..., None] < jnp.arange(1, top + 1), axis=(1, 2))
-  return {"loss": jnp.mean(outcomes["nats"], axis=(1, 2)),
+def _sums(outcomes, top):
+  """Sums over what counts of `[K, B, P]`: `[K]` and `[K, top]`."""
+  counts = outcomes["counts"]
+  hits = lambda rank: jnp.sum(
+      counts[..., None] & (rank[..., None] < jnp.arange(1, top + 1)),
+      axis=(1, 2))
+  return {"counts": jnp.sum(counts, axis=(1, 2)),
+          "loss": jnp.sum(counts * outcomes["nats"], axis=(1, 2)),
           "top": hits(outcomes["target_rank"]),
           "data_top": hits(outcomes["data_rank"])}

@@ -1,7 +1,12 @@
 """Metrics on disk: a CSV file and, where installed, TensorBoard events."""
 
 import csv
+import io
 import pathlib
+
+from specjax.data.files import atomically
+
+_FILE = "metrics.csv"
 
 
 class MetricsLog:
@@ -15,16 +20,18 @@ class MetricsLog:
 
   def __init__(self, directory: pathlib.Path, start: int):
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "metrics.csv"
+    path = directory / _FILE
     kept = []
     if path.exists():
       with open(path, newline="") as f:
         kept = [r for r in csv.reader(f) if r[0].isdigit() and
                 int(r[0]) <= start]
-    self._file = open(path, "w", newline="")
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([["step", "name", "value"], *kept])
+    with atomically(path) as f:
+      f.write(text.getvalue().encode())
+    self._file = open(path, "a", newline="")
     self._csv = csv.writer(self._file)
-    self._csv.writerow(["step", "name", "value"])
-    self._csv.writerows(kept)
     try:
       import tensorboardX  # pylint: disable=g-import-not-at-top
       self._board = tensorboardX.SummaryWriter(
@@ -43,3 +50,10 @@ class MetricsLog:
     self._file.close()
     if self._board:
       self._board.close()
+
+
+def read(directory: pathlib.Path, name: str) -> list[tuple[int, float]]:
+  """`[(step, value)]` of a metric, in the order of the steps."""
+  with open(pathlib.Path(directory) / _FILE, newline="") as f:
+    return [(int(row["step"]), float(row["value"]))
+            for row in csv.DictReader(f) if row["name"] == name]

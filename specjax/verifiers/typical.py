@@ -1,6 +1,6 @@
 """Typical acceptance: keep what the target finds plausible.
 
-Cai et al. 2024, "Medusa" (arXiv:2401.10774, section 2.3.2). NOT lossless: the
+Cai et al. 2024, "Medusa" (arXiv:2401.10774, section 2.3.1). NOT lossless: the
 output follows neither the target's law nor any law that is independent of the
 drafter. `exact.certify` measures how far it is off.
 """
