@@ -213,6 +213,24 @@ def _capacity(sources):
   return _PROMPT_TOKENS.value + _NEW_TOKENS.value + widest
 
 
+def _pass_seconds(sources, capacity):
+  """{draft: what a pass of its target over as many nodes takes}.
+
+  Measured before anything else: a process that has run many programs is
+  slower.
+  """
+  used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+
+  @functools.cache
+  def seconds(member, nodes):
+    return timing.median(timing.passes(
+        member.model, member.params, capacity, used, nodes))
+
+  return {name: seconds(source.target, drafter.num_nodes)
+          for source in sources
+          for name, (drafter, _) in source.drafts.items()}
+
+
 def _arms(source, temperature, capacity):
   """{(draft, rule): `rollouts.Arm`} of a source, and its baseline.
 
@@ -264,7 +282,7 @@ def _rows(runs, source, temperature, arms, pass_seconds):
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),
         "round_over_step": spent / step,
-        "draft_over_step": (spent - pass_seconds(source.target, nodes)) / step,
+        "draft_over_step": (spent - pass_seconds[drafter]) / step,
         "nodes": nodes, "survival": survival[1:reached + 1].tolist(),
         **{f"training_{key}": source.training.get(key)
            for key in ("method", "tokens", "minutes")}})
@@ -335,8 +353,14 @@ def _plot(rows, sources, path):
     axes.set(title=f"temperature {temperature:g}", xlabel="tokens a round",
              xlim=(1, None))
     axes.tick_params(axis="y", labelsize=6)
+    axes.margins(y=0.01)
+  for axes in grid[-2:]:
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
+  trained = {draft for source in sources if not source.first_rule_only
+             for draft in source.drafts}
   for r in rows:
-    if r["temperature"] == temperatures[0] and r["survival"]:
+    if (r["temperature"] == temperatures[0] and r["drafter"] in trained
+        and r["survival"]):
       grid[-2].plot(range(1, len(r["survival"]) + 1), r["survival"],
                     marker="o", label=r["drafter"])
   grid[-2].set(title=f"accepted, temperature {temperatures[0]:g}",
@@ -346,12 +370,12 @@ def _plot(rows, sources, path):
       tokens, tokens_a_round = zip(*source.training["curve"])
       grid[-1].plot(np.array(tokens) / 1e6, tokens_a_round, marker="o",
                     label=source.name)
-  grid[-1].set(title="training: likeliest chain, held-out text",
+  grid[-1].set(title="training: likeliest chain on held-out rows",
                xlabel="million tokens", ylabel="tokens a round")
   for axes in grid[-2:]:
     axes.legend(fontsize=6)
   figure.tight_layout()
-  figure.savefig(path, dpi=150)
+  figure.savefig(path, dpi=100)
 
 
 def main():
@@ -377,17 +401,12 @@ def main():
             for t in temperatures for one, source in zip(prints, sources)}
   units = {group: [(*group, i, rollouts.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
+  pass_seconds = _pass_seconds(sources, capacity)
   runs = rollouts.run(
       [unit for mine in units.values() for unit in mine],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
       lambda group: groups[group][2], output_dir / "runs.jsonl",
       group_of=lambda unit: unit[:2])
-
-  @functools.cache
-  def pass_seconds(member, nodes):
-    used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
-    return timing.median(timing.passes(
-        member.model, member.params, capacity, used, nodes))
 
   rows, paired = [], []
   for group, (source, temperature, arms) in groups.items():
