@@ -376,8 +376,8 @@ def main():
       "parameters": distillation.fingerprint((trainable, frozen)),
       "held_out": distillation.fingerprint(held_out), "learning_rate": _rate(),
       **{flag.name: flag.value for flag in (
-          _DATA, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO, _WARMUP_STEPS,
-          _DECAY_FRACTION, _SEED)}}, "run")
+          _SELF_ROWS, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO,
+          _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, "run")
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
   trainer = loop.Trainer(
       objective=objective, optimizer=_optimizer(),

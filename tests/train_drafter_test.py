@@ -230,19 +230,22 @@ def test_gradients_taken_head_by_head_are_the_gradients(kind):
     assert not np.asarray(to_lm_head).any()
 
 
-def _reached(objective, params, weights, key=0, tuned=False, **frozen):
-  """Which parameters the gradient of a sum of the heads' losses reaches."""
-  def loss(trainable, frozen):
-    _, metrics = objective(
-        trainable, frozen, _batch(), jax.random.key(key))
-    return sum(w * metrics[f"head_{k}/train_loss"] for k, w in weights.items())
-
+def _reached(objective, params, tuned):
+  """Which trained parameters the gradient of each head's loss reaches."""
   trainable = {"drafter": params}
-  frozen["target"] = _pair().params["target"]
+  frozen = {"target": _pair().params["target"]}
   if tuned:
-    trainable["target"] = frozen.pop("target")
-  return jax.tree.map(lambda x: np.asarray(x != 0),
-                      jax.jit(jax.grad(loss, (0, 1)))(trainable, frozen))
+    trainable, frozen = {**trainable, **frozen}, {}
+
+  @jax.jit
+  @jax.grad
+  def gradient(trainable, weights):
+    _, metrics = objective(trainable, frozen, _batch(), jax.random.key(0))
+    return sum(w * metrics[f"head_{k}/train_loss"]
+               for k, w in enumerate(weights, 1))
+
+  return [jax.tree.map(lambda x: np.asarray(x != 0), gradient(trainable, row))
+          for row in np.eye(_K, dtype=np.float32)]
 
 
 @pytest.mark.parametrize("method", ["pass", "blockwise", "medusa", "medusa2"])
@@ -250,9 +253,8 @@ def test_the_gradient_of_a_head_reaches_that_head_alone(method):
   # Broken: heads share parameters, or a look-ahead token sees a later one.
   config = {"one_head": False} if method == "blockwise" else {}
   objective, params = _objective(method, **config)
-  kwargs = {"tuned": method == "medusa2"}
-  for k in (1, 2):
-    own, _ = _reached(objective, params, {k: 1.0}, **kwargs)
+  for k, own in enumerate(
+      _reached(objective, params, tuned=method == "medusa2"), 1):
     for x in jax.tree.leaves(own["drafter"]):
       assert x[k - 1].any()
       # The second look-ahead token reads the first, and no head another.
@@ -483,9 +485,9 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   # before.
   train = ["train_drafter.py", f"--target={target_dir}",
            f"--data={target_dir}/corpus.jsonl", "--batch_size=4",
-           "--held_out_rows=2", "--evaluate_every=100", "--checkpoint_every=20",
+           "--held_out_rows=2", "--evaluate_every=50", "--checkpoint_every=20",
            "--save_dtype=float32"]
-  first = [*train, "--method=pass", "--heads=2", "--cuts=2", "--steps=200"]
+  first = [*train, "--method=pass", "--heads=2", "--cuts=2", "--steps=100"]
   killed, whole = tmp_path / "killed", tmp_path / "whole"
   scripts.start_and_kill(*first, output_dir=killed, step=40)
   assert not (killed / "heads.safetensors").exists()
@@ -501,14 +503,11 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   more = scripts.last_line(scripts.run(
       *train, "--method=pass", "--steps=20", f"--heads_from={whole}",
       "--output_dir=more", cwd=tmp_path))
-  assert more["tokens"] == 220 * 4 * 23
+  assert more["tokens"] == 120 * 4 * 23
   assert more["curve"][:3] == studies[0]["curve"] and len(more["curve"]) == 5
-  for flags, words in (
-      (["--heads=3", f"--heads_from={whole}", "--output_dir=other"],
-       "--heads is 3 and --heads_from"),
-      (["--accumulate=3", "--output_dir=other"],
-       "--batch_size is 4 and --accumulate 3")):
-    refused = scripts.run(*train, "--method=pass", *flags, cwd=tmp_path)
-    message = refused.stderr.strip().splitlines()[-1]
-    assert message.startswith("error: ") and words in message, message
+  refused = scripts.run(*train, "--method=pass", "--heads=3",
+                        f"--heads_from={whole}", "--output_dir=other",
+                        cwd=tmp_path)
+  assert refused.stderr.strip().splitlines()[-1].startswith(
+      "error: --heads is 3 and --heads_from")
   assert not (tmp_path / "other").exists()
