@@ -35,6 +35,7 @@ import numpy as np
 import specjax as sj
 from specjax.data import corpora
 from specjax.data.files import claim
+from specjax.data.files import fingerprint
 from specjax.models import checkpoint
 from specjax.training import distillation
 from specjax.training import evaluation
@@ -149,9 +150,9 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
         f"{weights[:, _PROMPT_TOKENS.value - 1:].size:,} tokens of the target",
         file=sys.stderr)
   claim(directory / "run.json", {
-      "first": distillation.fingerprint(first.params),
-      "rows": distillation.fingerprint(rows),
-      "trained_on": distillation.fingerprint(weights),
+      "first": fingerprint(first.params),
+      "rows": fingerprint(rows),
+      "trained_on": fingerprint(weights),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_STEPS, _DECAY_FRACTION,
           _SEED)}}, "run")

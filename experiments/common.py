@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from absl import app
 from absl import logging
+import jax
 
 import specjax as sj
 from specjax.data import prompt_sets
@@ -92,6 +93,11 @@ def autoregressive(model, temperature: float) -> sj.Decoder:
   return sj.Decoder(
       target=model, drafter=sj.drafters.Empty(), verifier=sj.verifiers.Token(),
       transform=sj.LogitsTransform(temperature=temperature))
+
+
+def num_parameters(params) -> int:
+  """How many numbers a tree of arrays holds."""
+  return sum(x.size for x in jax.tree.leaves(params))
 
 
 def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:

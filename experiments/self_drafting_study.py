@@ -39,6 +39,7 @@ import common
 import jax
 import numpy as np
 import rollouts
+import self_drafting_report as report
 import timing
 
 import specjax as sj
@@ -71,7 +72,6 @@ _OUTPUT_DIR = flags.DEFINE_string(
 
 _CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
 _RANKS = 10  # guesses of a head that the tree may hold
-_SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy
 _BASELINE = "autoregressive"
 
 _TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
@@ -106,20 +106,18 @@ class _Source:
   first_rule_only: bool = False
 
 
-def _size(params):
-  return sum(x.size for x in jax.tree.leaves(params))
-
-
 def _language_model(name, target, member):
   drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
   return _Source(
       name, target, {name: (drafter, (_BLOCK, _TOKEN, _GREEDY_BLOCK))},
-      {"target": target.params, "drafter": member.params}, _size(member.params))
+      {"target": target.params, "drafter": member.params},
+      common.num_parameters(member.params))
 
 
 def _self_drafter(label, target, heads, params, rows, **kwargs):
   """The drafts of heads or look-ahead embeddings, by their kind."""
-  added, accuracy = _size(params), _accuracy(target, heads, params, rows)
+  added = common.num_parameters(params)
+  accuracy = _accuracy(target, heads, params, rows)
   if isinstance(heads, heads_lib.LookaheadEmbeddings):
     model, both = heads_lib.with_lookahead(target.model, target.params, params)
     drafts = {
@@ -181,22 +179,21 @@ def _sources(target, members, tokenizer, calibration):
   """Every `_Source` that the flags ask for, the untrained heads last."""
   sources = [_language_model(name, target, member)
              for name, member in members.items()]
-  rows, untrained = {}, []
+  written = functools.cache(lambda own: _written_rows(own, calibration))
+  untrained = []
   for name in _HEADS.value:
     own, its_tokenizer, heads, params, training = common.load_self_drafter(
         name, target, tokenizer)
     if its_tokenizer.backend.to_str() != tokenizer.backend.to_str():
       raise ValueError(f"the target in {name} has another tokenizer than "
                        "--target; all must read the same prompts")
-    if id(own) not in rows:
-      rows[id(own)] = _written_rows(own, calibration)
     label = pathlib.Path(name).name
     sources.append(_self_drafter(
-        label, own, heads, params, rows[id(own)], training=training))
+        label, own, heads, params, written(own), training=training))
     if _UNTRAINED.value:
       fresh = heads.init(jax.random.key(0), own.params)
       untrained.append(_self_drafter(
-          f"untrained {label}", own, heads, fresh, rows[id(own)],
+          f"untrained {label}", own, heads, fresh, written(own),
           first_rule_only=True))
   names = [source.name for source in sources + untrained]
   for name in names:
@@ -306,78 +303,6 @@ def _paired(runs, temperature, arms):
   return rows
 
 
-def _print_tables(rows, paired, sources):
-  width = max(len(r["drafter"]) for r in rows)
-  print(f"{'T':>3s} {'drafter':{width}s} {'verifier':19s} "
-        f"{'tokens a round':>15s} {'speed-up':>8s} {'draft/step':>10s} "
-        f"{'added':>9s}  accepted to position 1, 2, ...")
-  for r in rows:
-    label = r["verifier"] + ("" if r["lossless"] else " (LOSSY)")
-    print(f"{r['temperature']:3g} {r['drafter']:{width}s} {label:19s} "
-          f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
-          f"{r['speedup']:7.2f}x {r['draft_over_step']:10.2f} "
-          f"{r['added_parameters']:9,d}  "
-          + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
-  print("± is one standard error over prompts above, 95 % below")
-  for p in paired:
-    print(f"temperature {p['temperature']:g}, {p['drafter']}: {p['verifier']} "
-          f"over {p['over']} on the same drafts {100 * p['gain']:+.1f} ± "
-          f"{100 * p['interval']:.1f} %")
-  print("\nhow often guess 1, 2, ... of a head is what the target writes, "
-        "greedily")
-  for source in sources:
-    if source.training:
-      print(f"{source.name}: {source.training['method']}, "
-            f"{source.training['tokens'] / 1e6:.1f}M tokens in "
-            f"{source.training['minutes']:.0f} minutes")
-    if source.accuracy is not None:
-      for k, row in enumerate(source.accuracy, 1):
-        print(f"{source.name:20s} head {k}: "
-              + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
-
-
-def _plot(rows, sources, path):
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
-  columns = 2 + len(temperatures)
-  figure, grid = plt.subplots(
-      1, columns, figsize=(5 * columns, 2 + len(rows) / len(temperatures) / 3))
-  for axes, temperature in zip(grid, temperatures):
-    mine = [r for r in rows if r["temperature"] == temperature][::-1]
-    axes.barh([f"{r['drafter']}\n{r['verifier']}"
-               + ("" if r["lossless"] else " (LOSSY)") for r in mine],
-              [r["block_efficiency"] for r in mine],
-              xerr=[r["stderr"] for r in mine])
-    axes.set(title=f"temperature {temperature:g}", xlabel="tokens a round",
-             xlim=(1, None))
-    axes.tick_params(axis="y", labelsize=6)
-    axes.margins(y=0.01)
-  for axes in grid[-2:]:
-    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-  trained = {draft for source in sources if not source.first_rule_only
-             for draft in source.drafts}
-  for r in rows:
-    if (r["temperature"] == temperatures[0] and r["drafter"] in trained
-        and r["survival"]):
-      grid[-2].plot(range(1, len(r["survival"]) + 1), r["survival"],
-                    marker="o", label=r["drafter"])
-  grid[-2].set(title=f"accepted, temperature {temperatures[0]:g}",
-               xlabel="position", ylim=(0, 1))
-  for source in sources:
-    if source.training:
-      tokens, tokens_a_round = zip(*source.training["curve"])
-      grid[-1].plot(np.array(tokens) / 1e6, tokens_a_round, marker="o",
-                    label=source.name)
-  grid[-1].set(title="training: likeliest chain on held-out rows",
-               xlabel="million tokens", ylabel="tokens a round")
-  for axes in grid[-2:]:
-    axes.legend(fontsize=6)
-  figure.tight_layout()
-  figure.savefig(path, dpi=100)
-
-
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   for temperature in temperatures:  # a bad one is refused early
@@ -413,9 +338,9 @@ def main():
     mine = [runs[unit] for unit in units[group]]
     rows += _rows(mine, source, temperature, arms, pass_seconds)
     paired += _paired(mine, temperature, arms)
-  _print_tables(rows, paired, sources)
+  report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
-  _plot(rows, sources, output_dir / "self_drafting.png")
+  report.plot(rows, sources, output_dir / "self_drafting.png")
   print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
   print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,
                     "source": data,

@@ -47,6 +47,7 @@ from specjax.data import batches
 from specjax.data import corpora
 from specjax.data.files import atomically
 from specjax.data.files import claim
+from specjax.data.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
@@ -358,9 +359,9 @@ def main():
   target, _, tokenizer = common.load_models(_TARGET.value, [])
   heads, params = _heads(target)
   objective = _objective(target.model, heads, _CUTS.value)
-  added = sum(x.size for x in jax.tree.leaves(params))
+  added = common.num_parameters(params)
   print(f"{_METHOD.value}: {added:,} parameters beside the target's "
-        f"{sum(x.size for x in jax.tree.leaves(target.params)):,}",
+        f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
   batch, held_out, corpus = _data(target, heads, tokenizer)
   evaluate = _evaluation(target, heads, held_out)
@@ -373,8 +374,8 @@ def main():
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   claim(output_dir / "run.json", {
       "objective": repr(objective), "corpus": corpus,
-      "parameters": distillation.fingerprint((trainable, frozen)),
-      "held_out": distillation.fingerprint(held_out), "learning_rate": _rate(),
+      "parameters": fingerprint((trainable, frozen)),
+      "held_out": fingerprint(held_out), "learning_rate": _rate(),
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO,
           _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, "run")

@@ -31,10 +31,10 @@ from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
 from specjax.data.files import claim
+from specjax.data.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
-from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
@@ -115,7 +115,7 @@ def main():
       head_dim=_HEAD_DIM.value, mlp_width=_MLP_WIDTH.value,
       context_length=_CONTEXT_LENGTH.value))
   params = model.init(jax.random.key(_SEED.value))
-  num_params = sum(x.size for x in jax.tree.leaves(params))
+  num_params = common.num_parameters(params)
   make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
   schedule = optimizers.trapezoid(
       _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
@@ -128,7 +128,7 @@ def main():
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
   claim(output_dir / "run.json", {
       "model": repr(model), "corpus": corpora.fingerprint(documents),
-      "tokens": distillation.fingerprint(tokens),
+      "tokens": fingerprint(tokens),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
           _DECAY_FRACTION, _SEED)}}, "run")

@@ -1,10 +1,14 @@
 """Files that are whole or not there, and whose they are."""
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
 from typing import Any
+
+import jax
+import numpy as np
 
 
 @contextlib.contextmanager
@@ -59,3 +63,13 @@ def _difference(name, *values) -> str:
   there, here = ("..." * (start > 0) + text[start:start + 60]
                  for text in texts)
   return f"{name} is {there} there and {here} here"
+
+
+def fingerprint(tree) -> str:
+  """A short hash of the names, shapes and values of a tree of arrays."""
+  digest = hashlib.sha256()
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    x = np.asarray(x)
+    digest.update(f"{jax.tree_util.keystr(path)}{x.shape}{x.dtype}".encode())
+    digest.update(x.tobytes())
+  return digest.hexdigest()[:16]

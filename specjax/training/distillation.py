@@ -6,7 +6,6 @@ or not there, so that sampling goes on where it was killed.
 """
 
 import dataclasses
-import hashlib
 import pathlib
 
 import jax
@@ -15,6 +14,7 @@ import tqdm
 
 from specjax.data.files import atomically
 from specjax.data.files import claim
+from specjax.data.files import fingerprint
 
 _MANIFEST = "rows.json"
 
@@ -85,16 +85,6 @@ def sample_rows(decoder, params, prompts, *, length: int, directory,
         np.save(f, np.stack(generation.tokens).astype(np.int32))
     pieces.append(np.load(path))
   return np.concatenate(pieces)
-
-
-def fingerprint(tree) -> str:
-  """A short hash of the names, shapes and values of a tree of arrays."""
-  digest = hashlib.sha256()
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    x = np.asarray(x)
-    digest.update(f"{jax.tree_util.keystr(path)}{x.shape}{x.dtype}".encode())
-    digest.update(x.tobytes())
-  return digest.hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
