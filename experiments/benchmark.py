@@ -36,11 +36,11 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib.timing import filled_cache
+from lib.timing import passes
+from lib.timing import STEPS
+from lib.timing import Timed
 import numpy as np
-from timing import filled_cache
-from timing import passes
-from timing import STEPS
-from timing import Timed
 import tqdm
 
 import specjax as sj

@@ -17,8 +17,8 @@ import sys
 import time
 
 from absl import flags
-import common
 import jax
+from lib import common
 import numpy as np
 from tokenizers import decoders
 

@@ -41,9 +41,9 @@ import math
 import pathlib
 
 from absl import flags
-import common
 import jax
 import jax.numpy as jnp
+from lib import common
 import numpy as np
 import optax
 import tqdm

@@ -17,8 +17,8 @@ object.
 import json
 
 from absl import flags
-import common
 import jax
+from lib import common
 
 import specjax as sj
 from specjax import analysis

@@ -35,12 +35,12 @@ import sys
 from typing import Any
 
 from absl import flags
-import common
 import jax
+from lib import common
+from lib import rollouts
+from lib import self_drafting_report as report
+from lib import timing
 import numpy as np
-import rollouts
-import self_drafting_report as report
-import timing
 
 import specjax as sj
 from specjax import analysis

@@ -37,9 +37,9 @@ import pathlib
 import sys
 
 from absl import flags
-import common
 import jax
 import jax.numpy as jnp
+from lib import common
 import numpy as np
 
 import specjax as sj

@@ -23,9 +23,9 @@ import pathlib
 import sys
 
 from absl import flags
-import common
 import jax
 import jax.numpy as jnp
+from lib import common
 
 from specjax.data import batches
 from specjax.data import corpora

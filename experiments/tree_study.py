@@ -34,11 +34,11 @@ import statistics
 import sys
 
 from absl import flags
-import common
 import jax
+from lib import common
+from lib import rollouts
+from lib import timing
 import numpy as np
-import rollouts
-import timing
 
 import specjax as sj
 from specjax import analysis

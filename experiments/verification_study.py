@@ -40,10 +40,10 @@ import platform
 import random
 
 from absl import flags
-import common
-import rollouts
-import timing
-import verification_report as report
+from lib import common
+from lib import rollouts
+from lib import timing
+from lib import verification_report as report
 
 import specjax as sj
 from specjax.data import prompt_sets

@@ -6,9 +6,9 @@ seed, prompt set, index, digest of the prompt).
 
 import statistics
 
-import common
 import numpy as np
 
+from lib import common
 from specjax import analysis
 
 BASELINE = "autoregressive"
