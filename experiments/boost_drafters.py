@@ -34,8 +34,8 @@ import numpy as np
 
 import specjax as sj
 from specjax.data import corpora
-from specjax.data.files import claim
-from specjax.data.files import fingerprint
+from specjax.files import claim
+from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.training import distillation
 from specjax.training import evaluation

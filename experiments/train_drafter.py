@@ -45,9 +45,9 @@ import numpy as np
 import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
-from specjax.data.files import atomically
-from specjax.data.files import claim
-from specjax.data.files import fingerprint
+from specjax.files import atomically
+from specjax.files import claim
+from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
@@ -264,7 +264,7 @@ def _data(target, heads, tokenizer):
     sampled, rows = _self_rows(target, training, held_out, row_tokens)
     batch = distillation.RowBatches(
         sampled, _BATCH_SIZE.value, _SEED.value).batch
-  return batch, rows, corpora.fingerprint(documents)
+  return batch, rows, fingerprint(documents)
 
 
 def _rate():

@@ -30,8 +30,8 @@ from lib import common
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
-from specjax.data.files import claim
-from specjax.data.files import fingerprint
+from specjax.files import claim
+from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
@@ -127,7 +127,7 @@ def main():
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
   claim(output_dir / "run.json", {
-      "model": repr(model), "corpus": corpora.fingerprint(documents),
+      "model": repr(model), "corpus": fingerprint(documents),
       "tokens": fingerprint(tokens),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
@@ -149,7 +149,7 @@ def main():
   print(json.dumps({
       "study": "train_lm", "data": _DATA.value, "parameters": num_params,
       "tokens": _STEPS.value * windows.batch_size * windows.length,
-      "corpus": corpora.fingerprint(documents), **final}))
+      "corpus": fingerprint(documents), **final}))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax.data.files import atomically
+from specjax.files import atomically
 
 _BUDGETS = flags.DEFINE_list(
     "budgets", "4,8,16,32,64", "nodes of a pass, the root included")

@@ -14,7 +14,7 @@ import jax
 
 import specjax as sj
 from specjax.data import prompt_sets
-from specjax.data.files import atomically
+from specjax.files import atomically
 from specjax.models import heads as heads_lib
 
 VERIFIERS = {

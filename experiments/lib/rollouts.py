@@ -15,7 +15,7 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax.data.files import atomically
+from specjax.files import atomically
 
 
 class Arm:

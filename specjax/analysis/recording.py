@@ -9,8 +9,6 @@ behind, and the next call goes on where it was.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import hashlib
-import json
 import pathlib
 import shutil
 import sys
@@ -22,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.data.files import atomically
-from specjax.data.files import claim
+from specjax.files import atomically
+from specjax.files import claim
+from specjax.files import fingerprint
+from specjax.files import read_manifest
 from specjax.rounds import Decoder
 from specjax.rounds import raise_if_not_finite
 from specjax.types import Draft
@@ -78,7 +78,7 @@ class Record:
     if not (path / _MANIFEST).is_file():
       raise ValueError(f"no record at {path}: {_MANIFEST} is missing; make one "
                        "by analysis.record")
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path / _MANIFEST, "record")
     total = manifest["num_prompts"]
     complete = total - len(_missing(path, manifest))
     if complete < total:
@@ -196,14 +196,6 @@ def _decode(decoder, params, prompt, key, index, limit, capacity) -> Rollout:
 def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
   parts = {f.name: repr(getattr(decoder, f.name))
            for f in dataclasses.fields(decoder) if f.name != "observers"}
-  tokens = hashlib.sha256()
-  for row in prompts:
-    tokens.update(f"{row.size} ".encode() + row.astype(np.int64).tobytes())
-  weights = hashlib.sha256()
-  for name, leaf in jax.tree.leaves_with_path(params):
-    leaf = np.asarray(leaf)
-    weights.update(f"{jax.tree_util.keystr(name)} {leaf.dtype} {leaf.shape} "
-                   .encode() + leaf.tobytes())
   return {
       **parts,
       "num_nodes": shapes.survival.shape[-1],
@@ -214,8 +206,8 @@ def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
       "key": np.asarray(jax.random.key_data(key)).tolist(),
       "max_new_tokens": int(max_new_tokens),
       "num_prompts": len(prompts),
-      "prompts": tokens.hexdigest()[:16],
-      "params": weights.hexdigest()[:16],
+      "prompts": fingerprint([row.astype(np.int64) for row in prompts]),
+      "params": fingerprint(params),
       # Other devices and compilers round differently.
       "platform": f"{jax.default_backend()}, jax {jax.__version__}",
   }
@@ -225,24 +217,10 @@ def _claim(path, manifest):
   """Writes the manifest, or checks that the one there is the same."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"{path} is a file; a record needs a directory")
-  if (path / _MANIFEST).is_file():
-    _read_manifest(path)
-  elif any(path.glob("*.npz")):
+  if not (path / _MANIFEST).is_file() and any(path.glob("*.npz")):
     raise ValueError(f"{path} holds .npz files and no {_MANIFEST}; choose "
                      "another path")
   claim(path / _MANIFEST, manifest, "record")
-
-
-def _read_manifest(path):
-  try:
-    manifest = json.loads((path / _MANIFEST).read_text("utf-8"))
-  except ValueError as e:
-    raise ValueError(f"{path / _MANIFEST} is not JSON ({e}); delete {path} and "
-                     "record again") from None
-  if not isinstance(manifest, dict) or "num_prompts" not in manifest:
-    raise ValueError(f"{path / _MANIFEST} describes no record; choose another "
-                     "path")
-  return manifest
 
 
 def _missing(path, manifest) -> list[int]:

@@ -82,14 +82,6 @@ def split(documents) -> tuple[list[Document], list[Document]]:
           [d for d in documents if id(d) in held_out])
 
 
-def fingerprint(documents) -> str:
-  """A short hash of the documents' names and texts."""
-  digest = hashlib.sha256()
-  for document in documents:
-    digest.update(document.name.encode() + b"\0" + document.text.encode())
-  return digest.hexdigest()[:16]
-
-
 def read_documents(source: str, field: str = "text") -> list[Document]:
   """Documents of any source that `--data` accepts.
 

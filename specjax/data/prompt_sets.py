@@ -18,6 +18,7 @@ import re
 
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
+from specjax.files import fingerprint
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
 # The main revision may be a script, which `datasets` no longer runs.
@@ -156,7 +157,7 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
   held_out = name != "prose" or corpora.Document(_TOPICS, "").held_out
   return prompts, {
       "prompts": _SOURCES[name], "python": platform.python_version(),
-      "hash": corpora.fingerprint(documents), "held_out": held_out}
+      "hash": fingerprint(documents), "held_out": held_out}
 
 
 def _expected(spec):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import safetensors
 import safetensors.numpy
 
-from specjax.data.files import atomically
+from specjax.files import atomically
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 

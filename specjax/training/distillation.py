@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import tqdm
 
-from specjax.data.files import atomically
-from specjax.data.files import claim
-from specjax.data.files import fingerprint
+from specjax.files import atomically
+from specjax.files import claim
+from specjax.files import fingerprint
 
 _MANIFEST = "rows.json"
 

@@ -4,7 +4,7 @@ import csv
 import io
 import pathlib
 
-from specjax.data.files import atomically
+from specjax.files import atomically
 
 _FILE = "metrics.csv"
 

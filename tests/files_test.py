@@ -1,0 +1,80 @@
+"""Whole files, claimed directories, and what a fingerprint tells apart."""
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import files
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+  value: Any
+
+
+_THINGS = [
+    (), (None,), ("",), ("ab",), ("a", "b"), (["a", "b"],), ({"a": "b"},),
+    (1,), (1.0,), (True,), ("1",), (b"1",), (np.int32(1),), (np.int64(1),),
+    (np.array([1], np.int32),), (np.array([[1]], np.int32),),
+    (np.array([1, 0], np.int32),), (np.array([1], np.int64),),
+    (jax.random.key(1),), (jax.random.key(2),), (_Setting(1),),
+    (_Setting("1"),),
+    (_Setting(np.zeros(5000)),), (_Setting(np.eye(1, 5000, 2500)[0]),)]
+
+
+def test_different_things_have_different_fingerprints():
+  # Broken: a run goes on with what another one of other data began.
+  prints = [files.fingerprint(*things) for things in _THINGS]
+  for (one, a), (other, b) in itertools.combinations(zip(_THINGS, prints), 2):
+    assert a != b, (one, other)
+  assert prints == [files.fingerprint(*things) for things in _THINGS]
+
+
+def test_a_fingerprint_is_that_of_the_values():
+  # Broken: the same weights on a device, or a dict in another order, differ.
+  weights = {"b": np.arange(3.0, dtype=np.float32), "a": np.ones(2, np.int32)}
+  same = {"a": jnp.ones(2, jnp.int32), "b": jnp.arange(3.0)}
+  assert files.fingerprint(weights) == files.fingerprint(same)
+  with pytest.raises(TypeError, match="no repr that says what it is"):
+    files.fingerprint(object())
+
+
+def test_a_claimed_directory_is_refused_to_others(tmp_path):
+  # Broken: two runs write into one directory, or a directory of an older
+  # version ends in a traceback.
+  path = tmp_path / "out/run.json"
+  files.claim(path, {"seed": 1, "text": "a" * 90 + "b"}, "run")
+  files.claim(path, {"seed": 1, "text": "a" * 90 + "b"}, "run")
+  with pytest.raises(ValueError, match="another run: seed is 1 there and 2"):
+    files.claim(path, {"seed": 2, "text": "a" * 90 + "b"}, "run")
+  with pytest.raises(ValueError, match=r"text is \.\.\.a+b there .* \.\.\.a+c"):
+    files.claim(path, {"seed": 1, "text": "a" * 90 + "c"}, "run")
+  for content, words in (
+      (json.dumps({"seed": 1, "params": "0123456789abcdef"}),
+       "out holds a run of another version of specjax"),
+      ("{}", "describes no run"), ("[1]", "describes no run"),
+      ("{", "is not JSON")):
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words) as e:
+      files.claim(path, {"seed": 1}, "run")
+    assert "\n" not in str(e.value)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+  # Broken: a killed writer leaves half of a file under its name.
+  path = tmp_path / "x"
+  path.write_bytes(b"old")
+  with pytest.raises(KeyboardInterrupt):
+    with files.atomically(path) as f:
+      f.write(b"ne")
+      raise KeyboardInterrupt
+  assert path.read_bytes() == b"old"
+  with files.atomically(path) as f:
+    f.write(b"new")
+  assert path.read_bytes() == b"new"
