@@ -5,7 +5,6 @@ of one prompt by every arm of its group, all in turn, so that they see the same
 machine. Each is a line of a JSONL file, written when it is complete.
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax.files import atomically
+from specjax import files
 
 
 class Arm:
@@ -50,16 +49,13 @@ class Arm:
 
 def fingerprint(params, *settings) -> str:
   """A short hash of parameters and of whatever else a rollout depends on."""
-  digest = hashlib.sha256(repr((
-      settings, jax.default_backend(), jax.__version__)).encode())
-  for leaf in jax.tree.leaves(params):
-    digest.update(np.asarray(leaf).tobytes())
-  return digest.hexdigest()[:16]
+  return files.fingerprint(
+      params, settings, jax.default_backend(), jax.__version__)
 
 
 def digest(prompt) -> str:
   """A short hash of a prompt's token ids."""
-  return hashlib.sha256(repr(prompt).encode()).hexdigest()[:16]
+  return files.fingerprint(prompt)
 
 
 def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1]):
@@ -116,7 +112,7 @@ def _read(path):
         record = None
       if record:
         runs[tuple(record["unit"])] = record["arms"]
-    with atomically(path) as f:  # what follows starts on a line of its own
+    with files.atomically(path) as f:  # what follows begins a line
       for unit, arms in runs.items():
         f.write(_line(unit, arms))
   return runs
