@@ -1,0 +1,147 @@
+"""Flags that several scripts take: each has one name and one help.
+
+A script calls the functions of those that it takes, with its own defaults:
+
+  _TARGET = shared.target()
+  _NUM_PROMPTS = shared.num_prompts(12, "prompts of every set")
+
+What only one script takes is defined there.
+"""
+
+from absl import flags
+
+# `--help` lists a flag with the script that asked for it, not with this file.
+flags.disclaim_key_flags()
+
+
+def target():
+  """The model whose law the output follows."""
+  return flags.DEFINE_string(
+      "target", "bundled", "bundled, or a directory of train_lm.py")
+
+
+def drafter(help_="small, tiny, or a directory of train_lm.py"):
+  """The one language model that drafts."""
+  return flags.DEFINE_string("drafter", "small", help_)
+
+
+def drafters(name="drafter", default="small", help_=""):
+  """The language models that draft, each for itself."""
+  return flags.DEFINE_list(
+      name, default, f"{help_}small, tiny, or directories of train_lm.py")
+
+
+def gamma(default, help_="drafted tokens of a round"):
+  """One draft length."""
+  return flags.DEFINE_integer("gamma", default, help_, 1)
+
+
+def gammas(default, help_="draft lengths, in tokens"):
+  """Several draft lengths; `common.draft_lengths` reads them."""
+  return flags.DEFINE_list("gammas", default, help_)
+
+
+def temperature(default=1.0, help_="of both models"):
+  """One temperature."""
+  return flags.DEFINE_float("temperature", default, f"{help_}; 0 is greedy", 0)
+
+
+def temperatures(default, help_="of both models"):
+  """Several temperatures; `common.numbers` reads them."""
+  return flags.DEFINE_list("temperature", default, f"{help_}; 0 is greedy")
+
+
+def top_p():
+  """Of the transform that both models share."""
+  return flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
+
+
+def num_prompts(default, help_="held-out modules of the running Python"):
+  """A standard error over prompts needs two."""
+  return flags.DEFINE_integer("num_prompts", default, help_, 2)
+
+
+def prompt_tokens(default=96, help_="longer prompts keep their last tokens"):
+  """Length of a prompt."""
+  return flags.DEFINE_integer("prompt_tokens", default, help_, 1)
+
+
+def new_tokens(default):
+  """Length of a continuation."""
+  return flags.DEFINE_integer(
+      "new_tokens", default, "tokens generated for every prompt", 1)
+
+
+def seed(help_="of the prompts and of sampling"):
+  """Of all that a script draws."""
+  return flags.DEFINE_integer("seed", 0, help_)
+
+
+def output_dir(default, help_="for results, tables and plots"):
+  """Where a script writes; `default=None` makes the user choose."""
+  return flags.DEFINE_string("output_dir", default, help_,
+                             required=default is None)
+
+
+def data(help_="what to train on"):
+  """Text, for `corpora.read_documents`."""
+  return flags.DEFINE_string(
+      "data", "stdlib", f"{help_}: stdlib, stdlib-no-tests, a text file, a "
+      ".jsonl file, a directory of text files, or hf:NAME[:SPLIT] (Hugging "
+      "Face datasets)")
+
+
+def field(default="text", help_="that holds the text in JSONL and datasets"):
+  """Which part of a record is the text."""
+  return flags.DEFINE_string("field", default, help_)
+
+
+def steps(default=1000, help_="training steps"):
+  """Length of a training run."""
+  return flags.DEFINE_integer("steps", default, help_, 1)
+
+
+def batch_size(help_="rows of a step"):
+  """Rows of a training step."""
+  return flags.DEFINE_integer("batch_size", 8, help_, 1)
+
+
+def learning_rate(default, help_):
+  """Peak of the schedule."""
+  return flags.DEFINE_float("learning_rate", default, help_, 0.0)
+
+
+def warmup_steps(default=40):
+  """First part of the schedule."""
+  return flags.DEFINE_integer("warmup_steps", default, "linear rise", 0)
+
+
+def decay_fraction():
+  """Last part of the schedule."""
+  return flags.DEFINE_float(
+      "decay_fraction", 0.5, "share of the run, at its end, in which the "
+      "learning rate falls linearly to 0", 0.0, 1.0)
+
+
+def held_out_rows(default=32, help_="rows to measure with"):
+  """Of held-out text."""
+  return flags.DEFINE_integer("held_out_rows", default, help_, 1)
+
+
+def evaluate_every(default=250):
+  """Of a training run; 0 measures at its end alone."""
+  return flags.DEFINE_integer(
+      "evaluate_every", default, "steps between held-out measurements", 0)
+
+
+def checkpoint_every():
+  """Of a training run, which goes on there if it is killed."""
+  return flags.DEFINE_integer(
+      "checkpoint_every", 200, "steps between checkpoints", 1)
+
+
+def save_dtype():
+  """Of what a training run writes in the end."""
+  return flags.DEFINE_enum(
+      "save_dtype", "bfloat16", ["bfloat16", "float32"],
+      "of the weights saved")
