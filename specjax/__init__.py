@@ -6,6 +6,7 @@ from specjax import drafters
 from specjax import exact
 from specjax import models
 from specjax import sampling
+from specjax import strategies
 from specjax import topology
 from specjax import trees
 from specjax import verifiers
@@ -52,6 +53,7 @@ __all__ = [
     "models",
     "raise_if_not_finite",
     "sampling",
+    "strategies",
     "topology",
     "trees",
     "verifiers",

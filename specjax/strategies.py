@@ -1,0 +1,381 @@
+"""The literature's methods, each as a drafter and a verifier.
+
+A strategy is a pair of parts that belong together: how tokens are proposed and
+how they are judged. The parts do all of the work and can be combined in other
+ways; a `Decoder` refuses a pair that would not be exact.
+
+>>> import jax
+>>> import specjax as sj
+>>> from specjax import testing
+>>> model = testing.MarkovModel(7)
+>>> table = model.init(jax.random.key(0))
+>>> drafter, verifier = block_verification(model, gamma=3)
+>>> decoder = sj.Decoder(target=model, drafter=drafter, verifier=verifier)
+>>> params = {"target": table, "drafter": table}
+>>> text = decoder.generate(params, [[1]], jax.random.key(1), max_new_tokens=8)
+>>> int(text.stats.active[0])  # the drafter is the target: rounds of 4 tokens
+2
+
+Every strategy is lossless unless its docstring says LOSSY. `params["drafter"]`
+is what the drafter's docstring says: the parameters of a language model or of
+heads, or a tuple of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specjax import drafters
+from specjax import trees
+from specjax import verifiers
+from specjax.models.heads import BlockwiseHeads
+from specjax.models.heads import LookaheadEmbeddings
+from specjax.models.heads import MedusaHeads
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import Verifier
+
+_BLOCK, _TRAVERSAL = verifiers.Block(), verifiers.Traversal()
+
+
+class Strategy(NamedTuple):
+  """A drafter and the verifier that judges its drafts."""
+
+  drafter: Drafter
+  verifier: Verifier
+
+
+def autoregressive() -> Strategy:
+  """Decoding with the target alone, a token a pass.
+
+  >>> autoregressive().drafter.num_nodes  # the root alone
+  1
+  """
+  return Strategy(drafters.Empty(), verifiers.Token())
+
+
+def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
+  """A chain of a small model's tokens, each accepted or rejected in turn.
+
+  Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
+  (arXiv:2302.01318, Algorithm 2).
+
+  >>> from specjax import testing
+  >>> speculative_sampling(testing.MarkovModel(7), gamma=4).verifier
+  Token()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round; 0 drafts nothing.
+  """
+  return Strategy(drafters.LanguageModel(model=model, gamma=gamma),
+                  verifiers.Token())
+
+
+def block_verification(model: ModelFn, gamma: int) -> Strategy:
+  """The same chain, judged as a whole: never fewer tokens on average.
+
+  Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
+
+  >>> from specjax import testing
+  >>> block_verification(testing.MarkovModel(7), gamma=4).verifier
+  Block()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+  """
+  return speculative_sampling(model, gamma)._replace(verifier=_BLOCK)
+
+
+def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:
+  """The same chain, judged by the rule that accepts most in a single round.
+
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). What it gains in a
+  round it can lose in the next ones, whose target it modifies.
+
+  >>> from specjax import testing
+  >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier
+  GreedyBlock()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+  """
+  return speculative_sampling(model, gamma)._replace(
+      verifier=verifiers.GreedyBlock())
+
+
+def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """A tree of independent draws, whose siblings are tried one after another.
+
+  Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
+
+  >>> from specjax import testing
+  >>> drafter, _ = specinfer(testing.MarkovModel(7), trees.full_tree((2, 1)))
+  >>> drafter.num_nodes, drafter.iid
+  (5, True)
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root, see `specjax.trees`.
+  """
+  return _tree(model, parents, "iid", verifiers.Recursive())
+
+
+def merged_specinfer(models: Sequence[ModelFn], length: int,
+                     num_paths: int | None = None) -> Strategy:
+  """Paths of several models, merged into one tree of tokens.
+
+  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation); their models
+  are boost-tuned, see `experiments/boost_drafters.py`.
+
+  >>> from specjax import testing
+  >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
+  >>> merged_specinfer(pair, length=3).drafter.num_nodes
+  7
+
+  Args:
+    models: the small language models; `params["drafter"]` is a tuple.
+    length: tokens of a path.
+    num_paths: of all models together, which take turns; None: one each.
+  """
+  models = tuple(models)
+  paths = drafters.Paths(
+      models=models, num_paths=num_paths or len(models), length=length)
+  return Strategy(paths, verifiers.Recursive())
+
+
+def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """Independent draws, of which K-SEQ chooses.
+
+  Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
+  which is the tree `trees.full_tree((K, *[1] * (L - 1)))`.
+
+  >>> from specjax import testing
+  >>> spectr(testing.MarkovModel(7), trees.full_tree((3, 1))).verifier
+  KSeq()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "iid", verifiers.KSeq())
+
+
+def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """A static tree whose siblings differ, tried one after another.
+
+  Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
+  a measured acceptance, and siblings are drawn without replacement.
+
+  >>> from specjax import testing
+  >>> best = trees.sequoia_tree([0.5, 0.3], nodes=4)
+  >>> drafter, verifier = sequoia(testing.MarkovModel(7), best)
+  >>> drafter.parents, verifier
+  ((-1, 0, 0, 1), Recursive())
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "without_replacement", verifiers.Recursive())
+
+
+def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
+  """Recursive speculative decoding with constant branching (RSD-C).
+
+  Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
+  as by their Gumbel-top-k trick, and rejected recursively.
+
+  >>> from specjax import testing
+  >>> rsd(testing.MarkovModel(7), branching=(2, 2, 1)).drafter.num_nodes
+  11
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    branching: children of a node at depth 0, 1, ...
+  """
+  return sequoia(model, trees.full_tree(branching))
+
+
+def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """Sequoia's drafts, whose paths are judged as wholes from the leaves up.
+
+  Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
+
+  >>> from specjax import testing
+  >>> traversal(testing.MarkovModel(7), trees.full_tree((2, 2))).verifier
+  Traversal()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return sequoia(model, parents)._replace(verifier=_TRAVERSAL)
+
+
+def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """One draw beside the likeliest children, tried one after another.
+
+  Hu et al. 2025 (arXiv:2502.18779).
+
+  >>> from specjax import testing
+  >>> drafter, _ = hybrid_tree(testing.MarkovModel(7), trees.full_tree((3,)))
+  >>> drafter.proposal
+  'hybrid'
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "hybrid", verifiers.Recursive())
+
+
+def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """The likeliest children of every node, and a walk of the target over them.
+
+  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
+  drafts no rule accepts more.
+
+  >>> from specjax import testing
+  >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier
+  TargetWalk()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "top_k", verifiers.TargetWalk())
+
+
+def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
+                num_nodes: int = 60) -> Strategy:
+  """A tree that follows the model's confidence, and a walk of the target.
+
+  The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
+  4), for any language model.
+
+  >>> from specjax import testing
+  >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes
+  6
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    depth: levels below the root, a pass of the model each.
+    top_k: nodes of a level that are expanded, and children of each.
+    num_nodes: N, the root included.
+  """
+  return Strategy(
+      drafters.DynamicTree(model=model, depth=depth, top_k=top_k,
+                           num_nodes=num_nodes), verifiers.TargetWalk())
+
+
+def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+           typical: bool = False) -> Strategy:
+  """The likeliest tokens of the target's own heads, as a tree.
+
+  Cai et al. 2024 (arXiv:2401.10774). The paper's rule is typical acceptance,
+  which is LOSSY; the walk of the target is exact.
+
+  >>> from specjax.models import heads
+  >>> own = heads.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> medusa(own, trees.full_tree((3, 2))).verifier
+  TargetWalk()
+  >>> medusa(own, trees.full_tree((3, 2)), typical=True).verifier.lossless
+  False
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root, at most as deep as there are
+      heads; `trees.medusa_tree` finds the paper's for measured accuracies.
+    typical: whether to accept what the target finds plausible. LOSSY.
+  """
+  rule = verifiers.Typical() if typical else verifiers.TargetWalk()
+  return Strategy(drafters.Medusa(heads=heads, parents=tuple(parents)), rule)
+
+
+def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+                   proposal: str = "without_replacement",
+                   verifier: Verifier = _TRAVERSAL) -> Strategy:
+  """Draws from the laws of the target's heads, judged by a rule that uses q.
+
+  Not in the Medusa paper (arXiv:2401.10774), which ranks: a head's law is known
+  as well, so that any rule for sampled drafts is exact.
+
+  >>> from specjax.models import heads
+  >>> own = heads.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> sampled_medusa(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
+  True
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root; `range(-1, K)` is a chain of K.
+    proposal: how the children of a node are drawn, "without_replacement" or
+      "iid".
+    verifier: a rule for these drafts.
+  """
+  return Strategy(drafters.Medusa(
+      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+
+
+def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
+              top_k: int | None = None, distance: int | None = None
+              ) -> Strategy:
+  """The likeliest token of each head as a chain, kept while it matches.
+
+  Stern et al. 2018 (arXiv:1811.03115). Their looser criteria are LOSSY.
+
+  >>> from specjax.models import heads
+  >>> own = heads.BlockwiseHeads(width=8, vocab_size=7, heads=3, hidden_width=4)
+  >>> blockwise(own).drafter.gamma, blockwise(own).verifier
+  (3, Token())
+  >>> blockwise(own, top_k=2).verifier.lossless
+  False
+
+  Args:
+    heads: of the target.
+    gamma: drafted tokens, at most K; None: K.
+    top_k: accept what is among the target's `top_k` likeliest. LOSSY.
+    distance: accept ids at most so far from the target's choice. LOSSY.
+
+  Raises:
+    ValueError: both criteria are given.
+  """
+  if top_k is not None and distance is not None:
+    raise ValueError(f"top_k is {top_k} and distance {distance}; give one of "
+                     "the two criteria")
+  rule = (verifiers.TopK(k=top_k) if top_k is not None else
+          verifiers.Distance(epsilon=distance) if distance is not None else
+          verifiers.Token())
+  return Strategy(drafters.Blockwise(heads=heads, gamma=gamma), rule)
+
+
+def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
+                   count: int | None = None, verifier: Verifier = _BLOCK
+                   ) -> Strategy:
+  """What the target predicts after look-ahead tokens, as a chain.
+
+  PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must hold the
+  embeddings, see `models.heads.with_lookahead`.
+
+  >>> from specjax.models import heads
+  >>> own = heads.LookaheadEmbeddings(count=3, width=8)
+  >>> pass_lookahead(own).drafter.num_nodes  # (1 + 3)^2, folded
+  16
+  >>> pass_lookahead(own, folded=False).drafter.num_nodes  # 2 + 3
+  5
+
+  Args:
+    embeddings: of the target, L of them.
+    folded: whether a round has one pass or, as published, two.
+    count: look-ahead tokens that are read, at most L; None: L.
+    verifier: a rule for chains.
+  """
+  return Strategy(drafters.Lookahead(
+      embeddings=embeddings, folded=folded, count=count), verifier)
+
+
+def _tree(model, parents, proposal, verifier):
+  drafter = drafters.TreeLanguageModel(
+      model=model, parents=tuple(parents), proposal=proposal)
+  return Strategy(drafter, verifier)

@@ -1,0 +1,84 @@
+"""Every named method is a sound pair, and its example runs."""
+
+import doctest
+import inspect
+
+import jax.numpy as jnp
+import pytest
+
+import specjax as sj
+from specjax import files
+from specjax import strategies
+from specjax import testing
+from specjax import trees
+from specjax.models import heads as heads_lib
+from specjax.models import Transformer
+from specjax.models import TransformerConfig
+from specjax.models.heads import with_lookahead
+
+_V, _D = 7, 8
+_MODEL, _TREE = testing.MarkovModel(_V), trees.full_tree((3, 2))
+_TARGET = Transformer(TransformerConfig(
+    vocab_size=_V, width=_D, layers=1, heads=1, kv_heads=1, head_dim=8,
+    mlp_width=8, context_length=64))
+_HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
+_EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
+_SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
+          "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
+          "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6}
+_LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
+_OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
+          "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},
+          "sampled_medusa": {"proposal": "iid",
+                             "verifier": sj.verifiers.KSeq()}}
+_FUNCTIONS = dict(inspect.getmembers(
+    strategies, lambda x: inspect.isfunction(x) and x.__name__[0] != "_"
+    and x.__module__ == strategies.__name__))
+
+
+def _decoder(name, **config):
+  """A decoder of a strategy; one that is unsound is refused when it is made."""
+  function = _FUNCTIONS[name]
+  needed = [p.name for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty or name == "eagle2_tree"]
+  strategy = function(**{**{n: _SIZES[n] for n in needed}, **config})
+  target = _MODEL
+  if "heads" in needed:
+    target = _TARGET
+  if "embeddings" in needed:
+    table = {"embeddings": jnp.zeros((2, _D))}
+    target, _ = with_lookahead(_TARGET, {"embedding": table["embeddings"]},
+                               table)
+  return sj.Decoder(target=target, **strategy._asdict())
+
+
+@pytest.mark.parametrize("name, config", [
+    *((name, {}) for name in _FUNCTIONS), *_OTHER.items()])
+def test_a_strategy_is_a_sound_pair(name, config):
+  # Broken: a method of the literature drafts what its rule cannot judge.
+  decoder = _decoder(name, **config)
+  lossy = config in _LOSSY.values() or "distance" in config
+  assert getattr(decoder.verifier, "lossless", True) != lossy
+  assert hash(decoder) == hash(_decoder(name, **config))  # it compiles once
+
+
+@pytest.mark.parametrize("name, config", _LOSSY.items())
+def test_what_is_lossy_says_so(name, config):
+  # Broken: a figure of a lossy rule looks like that of an exact one.
+  assert not _decoder(name, **config).verifier.lossless
+  assert "LOSSY" in _FUNCTIONS[name].__doc__
+
+
+def test_two_criteria_are_refused():
+  # Broken: one of two conflicting arguments is dropped in silence.
+  with pytest.raises(ValueError, match="top_k is 2 and distance 1"):
+    strategies.blockwise(_HEADS, top_k=2, distance=1)
+
+
+def test_examples_run():
+  # Broken: an example in a docstring is out of date, or a strategy has none.
+  for module in (files, strategies):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
+  for name, function in _FUNCTIONS.items():
+    assert ">>> " in function.__doc__, name
