@@ -146,7 +146,7 @@ def _tree_law(verifier, vocab_size, batch):
   def drafts(logits, key):
     tokens, probs = draw(
         logits[inner], tuple(counts[inner].tolist()),
-        sj.sampling.coins(key, _TREE_NODES - 1), sj.LogitsTransform())
+        jax.random.uniform(key, (_TREE_NODES - 1, 2)), sj.LogitsTransform())
     return sj.Draft.tree(0, jnp.array(parents, jnp.int32), tokens, probs)
 
   data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits))

@@ -7,16 +7,18 @@ from specjax import exact
 from specjax import models
 from specjax import sampling
 from specjax import strategies
+from specjax import testing
 from specjax import topology
 from specjax import trees
 from specjax import verifiers
+from specjax.decoder import Decoder
+from specjax.decoder import Generation
+from specjax.decoder import raise_if_not_finite
 from specjax.kv_cache import KVCache
 from specjax.models import zoo
-from specjax.rounds import Decoder
-from specjax.rounds import DecodeState
-from specjax.rounds import Generation
-from specjax.rounds import raise_if_not_finite
 from specjax.sampling import LogitsTransform
+from specjax.types import Cache
+from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import Law
@@ -31,6 +33,7 @@ from specjax.types import Verifier
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cache",
     "DecodeState",
     "Decoder",
     "Draft",
@@ -54,6 +57,7 @@ __all__ = [
     "raise_if_not_finite",
     "sampling",
     "strategies",
+    "testing",
     "topology",
     "trees",
     "verifiers",

@@ -1,16 +1,19 @@
 """Keys and values of a batch whose rows grow at different speeds.
 
 Rows accept different numbers of tokens, so every row has a write position of
-its own. The tokens of a pass are written to scratch slots behind `lengths`;
+its own. The tokens of a pass are written to scratch slots after `lengths`;
 `commit` keeps those on the accepted path and moves them together. Rolling
 back is arithmetic on `lengths`: nothing is copied and nothing is erased.
 
 This is the only file that indexes `k` and `v`.
 """
 
+from typing import Any
+
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 _SMALLEST_BUCKET = 128
 _MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
@@ -32,7 +35,8 @@ def _read_rows(buffer, starts, size):
   )(buffer, starts)
 
 
-def grouped_attention(query, k, v, visible):
+def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
+                      visible: jax.Array) -> jax.Array:
   """Softmax attention with G query heads for each key-value head.
 
   Args:
@@ -66,7 +70,7 @@ class KVCache:
   Attributes:
     k: L arrays `[B, H, C, D]`, the keys of each layer (H: key-value heads).
     v: L arrays `[B, H, C, D]`, the values.
-    lengths: `[B]` int32, committed tokens of each row. Slots behind it are
+    lengths: `[B]` int32, committed tokens of each row. Slots after it are
       scratch.
   """
 
@@ -75,7 +79,8 @@ class KVCache:
   lengths: jax.Array
 
   @classmethod
-  def empty(cls, *, layers, batch, heads, capacity, head_dim, dtype):
+  def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
+            head_dim: int, dtype: Any) -> "KVCache":
     """A cache of `capacity` slots a row, none of them in use."""
     shape = (batch, heads, capacity, head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
@@ -86,8 +91,9 @@ class KVCache:
     """C, the slots of a row; the longest row plus N must not exceed it."""
     return self.k[0].shape[2]
 
-  def append(self, layer: int, k, v, after: int = 0) -> "KVCache":
-    """Writes new tokens of one layer to the scratch slots behind `lengths`.
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "KVCache":
+    """Writes new tokens of one layer to the scratch slots after `lengths`.
 
     Args:
       layer: index of the layer.
@@ -101,7 +107,8 @@ class KVCache:
         if i == layer else old for i, old in enumerate(all_layers))
     return self.replace(k=put(self.k, k), v=put(self.v, v))
 
-  def attend(self, layer: int, query, ancestors):
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
+             ) -> jax.Array:
     """Attention of a block over the committed past and its own ancestors.
 
     The cost follows the longest row in use and not the allocation: the work
@@ -131,7 +138,7 @@ class KVCache:
         jnp.asarray(index, jnp.int32), [over(b) for b in buckets],
         self.k[layer], self.v[layer], query, self.lengths, ancestors)
 
-  def commit(self, path, count) -> "KVCache":
+  def commit(self, path: jax.Array, count: jax.Array) -> "KVCache":
     """Keeps the accepted path of the block that was appended last.
 
     Args:
@@ -151,9 +158,24 @@ class KVCache:
       moved = self
     return moved.replace(lengths=self.lengths + count)
 
-  def rollback(self, lengths) -> "KVCache":
-    """Forgets everything behind `lengths [B]`."""
+  def rollback(self, lengths: jax.Array) -> "KVCache":
+    """Sets the committed tokens of every row to `lengths [B]`."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+  def specs(self, axis: str, rows: str | None = None) -> "KVCache":
+    """How a mesh splits the cache: heads over `axis`, B over `rows`.
+
+    Args:
+      axis: the mesh axis of the key-value heads.
+      rows: the mesh axis of the rows; None keeps all rows on each device.
+
+    Returns:
+      A `KVCache` of `PartitionSpec`.
+    """
+    split = lambda arrays: tuple(
+        PartitionSpec(rows, axis, None, None) for _ in arrays)
+    return KVCache(k=split(self.k), v=split(self.v),
+                   lengths=PartitionSpec(rows))
 
 
 def _buckets(capacity: int) -> list[int]:

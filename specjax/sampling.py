@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
+
+COINS_A_DRAW = 2  # of `inverse_cdf`
+VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
 _ONE_AS_BITS = 0x3F800000  # float32 1.0; non-negative floats sort as integers
 
@@ -25,15 +29,25 @@ class LogitsTransform:
 
   Attributes:
     temperature: divides the logits; 0 puts all mass on the argmax (the lowest
-      id among equals).
+      id among equals). None: it is given with every call, as the loop does
+      with the temperature of each row.
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the likeliest tokens until their mass reaches top_p
       (nucleus sampling, Holtzman et al. 2020); in (0, 1].
     min_p: keep tokens at least min_p times as likely as the likeliest.
     banned: token ids that are never drawn.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
+    >>> sj.LogitsTransform(top_k=2)(logits).round(3).tolist()
+    [0.625, 0.375, 0.0]
+    >>> sj.LogitsTransform(temperature=0)(logits).tolist()
+    [1.0, 0.0, 0.0]
   """
 
-  temperature: float = 1.0
+  temperature: float | None = 1.0
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
@@ -41,7 +55,7 @@ class LogitsTransform:
 
   def __post_init__(self):
     object.__setattr__(self, "banned", tuple(self.banned))
-    if not 0 <= self.temperature < math.inf:
+    if self.temperature is not None and not 0 <= self.temperature < math.inf:
       raise ValueError(f"temperature is {self.temperature}; it must be at "
                        "least 0: 0 is greedy, 1 is the model's own law")
     if self.top_k < 0 or self.top_k != int(self.top_k):
@@ -56,19 +70,24 @@ class LogitsTransform:
     if any(token < 0 for token in self.banned):
       raise ValueError(f"banned holds {min(self.banned)}; token ids start at 0")
 
-  def __call__(self, logits):
-    """Probabilities `[..., V]` of `logits [..., V]`, float32 at least."""
+  def __call__(self, logits: jax.Array,
+               temperature: jax.Array | float | None = None) -> jax.Array:
+    """Probabilities `[..., V]` of `logits [..., V]`, float32 at least.
+
+    Args:
+      logits: of a model.
+      temperature: `[...]`, or what broadcasts to it, where `self.temperature`
+        is None; greedy and sampled rows share a program.
+    """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if self.banned:
       logits = logits.at[..., jnp.array(self.banned)].set(-jnp.inf)
-    if self.temperature == 0:
-      return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1],
-                            dtype=logits.dtype)
-    logits = logits / self.temperature
+    logits = self._scaled(logits, temperature)
     if 0 < self.top_k < logits.shape[-1]:
       kept = jax.lax.top_k(logits, self.top_k)[0]
       logits = jnp.where(logits >= kept[..., -1:], logits, -jnp.inf)
-    probs = jax.nn.softmax(logits)
+    probs = jnp.exp(logits)  # the largest logit is 0
+    probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
     if self.top_p < 1:
       probs = _nucleus(probs, self.top_p)
     if self.min_p > 0:
@@ -77,6 +96,56 @@ class LogitsTransform:
     if self.top_p < 1 or self.min_p > 0:
       probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
     return probs
+
+  def _scaled(self, logits, temperature):
+    """Logits over the temperature, the largest 0; at 0 it is the only one."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # Subtracting first keeps tiny temperatures from overflowing.
+    below = logits - largest
+    if self.temperature is not None:
+      if self.temperature > 0:
+        return below / self.temperature
+      return _only_first(logits, largest)
+    if temperature is None:
+      raise ValueError("this transform takes the temperature of each row; call "
+                       "transform(logits, state.temperature[:, None])")
+    temperature = jnp.asarray(temperature, logits.dtype)[..., None]
+    greedy = temperature <= 0
+    return jnp.where(greedy, _only_first(logits, largest),
+                     below / jnp.where(greedy, 1, temperature))
+
+  def at(self, temperature: jax.Array | float | None) -> "RowTransform":
+    """The transform of a row, or of rows, at a temperature; see `__call__`."""
+    return RowTransform(self, temperature)
+
+
+class RowTransform(NamedTuple):
+  """A `LogitsTransform` with the temperature that it is called with.
+
+  Attributes:
+    transform: the transform.
+    temperature: used where `transform.temperature` is None.
+  """
+
+  transform: LogitsTransform
+  temperature: jax.Array | float | None
+
+  @property
+  def banned(self) -> tuple[int, ...]:
+    return self.transform.banned
+
+  def __call__(self, logits: jax.Array) -> jax.Array:
+    """Probabilities `[..., V]` of `logits [..., V]`."""
+    return self.transform(logits, self.temperature)
+
+
+def _only_first(logits, largest):
+  """0 at the first token whose logit is `largest [..., 1]`, else -inf."""
+  size = logits.shape[-1]
+  token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  first = jnp.min(jnp.where(logits == largest, token, size), axis=-1,
+                  keepdims=True)
+  return jnp.where(token == first, logits - largest, -jnp.inf)
 
 
 def _nucleus(probs, top_p):
@@ -103,67 +172,91 @@ def _nucleus(probs, top_p):
   return jnp.where(bits >= threshold, probs, 0)
 
 
-def _first_above(weights, target):
-  """Where the running sum of `weights [M]` first exceeds `target`.
+def _first_above(weights, u):
+  """Where the running sum of `weights [M]` first exceeds u times their sum.
 
-  Returns the index, always of a positive weight whatever the rounding, and
-  the part of the target that is left at its start.
+  Whatever the rounding, that is the index of a positive weight, if any is.
   """
   total = jnp.cumsum(weights)
   positive = weights > 0
-  hit = (total > target) & positive
+  hit = (total > u * total[-1]) & positive
   last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
-  index = jnp.where(jnp.any(hit), jnp.argmax(hit), last)
-  return index, target - (total[index] - weights[index])
+  return jnp.where(jnp.any(hit), jnp.argmax(hit), last)
 
 
-def inverse_cdf(weights, u):
+def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   """Draws an index with probability proportional to its weight.
+
+  Summing blocks first costs one pass over the weights and two short running
+  sums, far less than Gumbel noise or one running sum of length V. Each of the
+  two levels has a coin of its own: with one coin of 23 bits, a fifth of 128k
+  tokens could never be drawn.
 
   Args:
     weights: `[V]`, not negative; they need not sum to 1.
-    u: `[]`, uniform in [0, 1).
+    u: `[2]`, independent and uniform in [0, 1).
 
   Returns:
-    `[]` int32. Summing blocks first costs one pass over the weights and two
-    short running sums, far less than Gumbel noise or one sum of length V.
+    `[]` int32.
   """
   size = weights.shape[0]
   block = 1 << max(0, math.ceil(math.log2(size) / 2))
   blocks = jnp.pad(weights, (0, -size % block)).reshape(-1, block)
-  sums = jnp.sum(blocks, axis=-1)
-  row, rest = _first_above(sums, u * jnp.sum(sums))
-  column, _ = _first_above(blocks[row], rest)
+  row = _first_above(jnp.sum(blocks, axis=-1), u[0])
+  column = _first_above(blocks[row], u[1])
   return (row * block + column).astype(jnp.int32)
 
 
-def coins(key, count: int, dtype=jnp.float32):
-  """`[count]` numbers, uniform in [0, 1); number i does not depend on `count`.
+def toss(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
+  """The coins of rows in one round or in many, uniform in [0, 1).
 
-  A program draws all that it needs of a key at once: every place that makes
-  random bits costs time to compile and to run.
+  Coin i of a row's round depends on (key, round, i) alone, not on `count`, nor
+  on what else is tossed with it. The coins of many rounds cost about as much
+  as those of one, and outside of a loop they cost it nothing.
+
+  Args:
+    keys: `[B]` PRNG keys.
+    rounds: `[..., B]` int32, numbers of the rounds.
+    count: coins of a row and round.
+
+  Returns:
+    `[..., B, count]` float32.
   """
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
-  return jax.vmap(lambda key: jax.random.uniform(key, (), dtype))(keys)
+  def one(key, number):
+    return jax.random.uniform(
+        jax.random.fold_in(key, number), (count,), jnp.float32)
+
+  flat = jax.vmap(jax.vmap(one), (None, 0))(
+      keys, rounds.reshape(-1, rounds.shape[-1]))
+  return flat.reshape(*rounds.shape, count)
 
 
-def sample(key, probs):
-  """Draws one token from `probs [V]`."""
-  return inverse_cdf(probs, jax.random.uniform(key, (), probs.dtype))
+def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
+  """Draws one token `[]` from `probs [V]`."""
+  return inverse_cdf(
+      probs, jax.random.uniform(key, (COINS_A_DRAW,), probs.dtype))
 
 
-def sample_verdict(law: Law, draft: Draft, key) -> Verdict:
+def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification: the only coins that are tossed.
 
   Negative entries count as 0: the enumeration that proves a law lossless does
   not see this function, so it trusts nothing.
+
+  Args:
+    law: of one sequence.
+    draft: N nodes.
+    u: `[VERDICT_COINS]`, uniform in [0, 1).
   """
-  u = coins(key, 2, law.stop.dtype)
-  node = inverse_cdf(jnp.maximum(law.stop, 0), u[0])
-  on_path = topology.ancestors(draft.parents)[node]
-  path = jnp.nonzero(on_path, size=on_path.shape[0], fill_value=0)[0]
+  node = inverse_cdf(jnp.maximum(law.stop, 0), u[:COINS_A_DRAW])
+  ancestors = topology.ancestors(draft.parents)
+  depths = topology.depths_of(ancestors)
+  order = jnp.arange(depths.shape[0], dtype=jnp.int32)
+  # The node of depth d on the path, and 0 beyond its end.
+  at_depth = ancestors[node] & (depths == order[:, None])
   return Verdict(
-      path=path.astype(jnp.int32),
-      num_accepted=jnp.sum(on_path, dtype=jnp.int32) - 1,
-      next_token=inverse_cdf(jnp.maximum(law.next_token[node], 0), u[1]),
+      path=jnp.sum(jnp.where(at_depth, order, 0), axis=-1, dtype=jnp.int32),
+      num_accepted=depths[node],
+      next_token=inverse_cdf(jnp.maximum(law.next_token[node], 0),
+                             u[COINS_A_DRAW:]),
   )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import scipy.stats
 
@@ -39,9 +40,14 @@ class LengthCache:
     del path
     return self.replace(lengths=self.lengths + count)
 
-  def rollback(self, lengths) -> "LengthCache":
-    """Forgets everything behind `lengths [B]`."""
+  def rollback(self, lengths: jax.Array) -> "LengthCache":
+    """Sets the committed tokens of every row to `lengths [B]`."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+  def specs(self, axis: str, rows: str | None = None) -> "LengthCache":
+    """A `PartitionSpec` of the lengths."""
+    del axis
+    return LengthCache(lengths=PartitionSpec(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +74,13 @@ class MarkovModel:
     del params, capacity
     return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
 
+  def param_specs(self, axis: str, size: int = 1) -> PartitionSpec:
+    """Every device holds the whole table."""
+    del axis, size
+    return PartitionSpec()
+
   def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
-    """Logits `[B, S, V]` behind `tokens [B, S]`; they are `hidden` as well."""
+    """Logits `[B, S, V]` after `tokens [B, S]`; they are `hidden` as well."""
     del depths, ancestors
     logits = params[tokens].astype(jnp.float32)
     return ModelOutput(logits=logits, hidden=logits, cache=cache)
@@ -96,6 +107,7 @@ class OracleDrafter:
   iid = True
   conditional = True
   autoregressive = True
+  num_coins = 0
   proposal = "deterministic"
 
   @property
@@ -110,9 +122,9 @@ class OracleDrafter:
   def init(self, params, prompt, prefill_output):
     del params, prompt, prefill_output
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
-    del keys
+    del coins
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     positions = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(params["drafter"], positions, axis=1,
@@ -120,10 +132,10 @@ class OracleDrafter:
     probs = jax.nn.one_hot(tokens, self.vocab_size)
     return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), state.drafter
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """Nothing: there is no state."""
     del params, draft, verdict, target_output, count
-    return drafter_state
+    return drafter
 
 
 class TinyPair(NamedTuple):
@@ -198,7 +210,7 @@ def assert_lossless(verifier, **kwargs) -> exact.Certificate:
 
 
 def joint_law(model, params, prompt, horizon: int, transform) -> np.ndarray:
-  """`[V**horizon]`, the law of the tokens behind a prompt.
+  """`[V**horizon]`, the law of the tokens after a prompt.
 
   From passes without a cache, so that it shares nothing with the loop. Texts
   are in lexicographic order.

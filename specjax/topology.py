@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 
-def chain(gamma: int):
+def chain(gamma: int) -> jax.Array:
   """Parents `[gamma + 1]` of a chain of gamma tokens below the root."""
   if gamma < 0:
     raise ValueError(f"gamma is {gamma}; a draft has at least 0 tokens")
   return jnp.arange(-1, gamma, dtype=jnp.int32)
 
 
-def ancestors(parents):
+def ancestors(parents: jax.Array) -> jax.Array:
   """`[N, N]` bool: row i marks the path root..i, i included.
 
   Args:
@@ -31,12 +31,17 @@ def ancestors(parents):
   return reach > 0.5
 
 
-def depths(parents):
+def depths(parents: jax.Array) -> jax.Array:
   """`[N]` int32, the depth of every node; the root's is 0."""
-  return jnp.sum(ancestors(parents), axis=-1, dtype=jnp.int32) - 1
+  return depths_of(ancestors(parents))
 
 
-def prefix_tree(paths):
+def depths_of(ancestors: jax.Array) -> jax.Array:
+  """`[..., N]` int32, the depths that `ancestors [..., N, N]` say."""
+  return jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+
+
+def prefix_tree(paths: jax.Array) -> jax.Array:
   """Parents `[1 + L * K]` of K paths packed into one tree (SpecInfer).
 
   Miao et al. 2023 (arXiv:2305.09781). Every token of every path is a node:

@@ -15,6 +15,28 @@ import numpy as np
 _ROUNDING = 1e-6  # by which measured probabilities may sum to more than 1
 
 
+def depths(parents: Sequence[int]) -> tuple[int, ...]:
+  """The depth of every node; the root's is 0 and the tree's is the largest.
+
+  Args:
+    parents: N entries, `parents[0] == -1` and `parents[i] < i`, in any order
+      of nodes.
+
+  Raises:
+    ValueError: these are not the parents of a tree.
+  """
+  if not len(parents) or parents[0] != -1:
+    raise ValueError(f"parents is {tuple(parents)}; it must start with -1, "
+                     "the root's")
+  found = [0]
+  for node, parent in enumerate(parents[1:], 1):
+    if not 0 <= parent < node:
+      raise ValueError(f"the parent of node {node} is {parent}; it must be in "
+                       f"[0, {node}): number every node after its parent")
+    found.append(found[parent] + 1)
+  return tuple(found)
+
+
 def breadth_first(parents: Sequence[int]) -> tuple[int, ...]:
   """The same tree, its nodes level by level.
 
@@ -26,14 +48,9 @@ def breadth_first(parents: Sequence[int]) -> tuple[int, ...]:
     ValueError: these are not the parents of a tree.
   """
   parents = [int(parent) for parent in parents]
-  if not parents or parents[0] != -1:
-    raise ValueError(f"parents is {tuple(parents)}; it must start with -1, "
-                     "the root's")
+  depths(parents)
   children = [[] for _ in parents]
   for node, parent in enumerate(parents[1:], 1):
-    if not 0 <= parent < node:
-      raise ValueError(f"the parent of node {node} is {parent}; it must be in "
-                       f"[0, {node}): number every node behind its parent")
     children[parent].append(node)
   order, found = [0], [-1]
   for place, node in enumerate(order):  # grows while it is walked
@@ -85,7 +102,8 @@ def from_choices(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
   return (-1, *(place[path[:-1]] for path in order[1:]))
 
 
-def expected_tokens(parents: Sequence[int], acceptance) -> float:
+def expected_tokens(parents: Sequence[int], acceptance: Sequence[float]
+                    ) -> float:
   """Tokens of a round, the extra one included, that a tree promises.
 
   The sum over the nodes of the probability that a node is accepted; the root
@@ -93,7 +111,7 @@ def expected_tokens(parents: Sequence[int], acceptance) -> float:
 
   Args:
     parents: of the tree.
-    acceptance: `[K]`, see `sequoia_tree`; behind K it is 0.
+    acceptance: `[K]`, see `sequoia_tree`; beyond K it is 0.
   """
   acceptance = _checked_acceptance(acceptance)
   reach, children = [1.0], [0] * len(parents)
@@ -105,7 +123,7 @@ def expected_tokens(parents: Sequence[int], acceptance) -> float:
   return float(np.sum(reach))
 
 
-def medusa_tree(accuracies, nodes: int) -> tuple[int, ...]:
+def medusa_tree(accuracies: np.ndarray, nodes: int) -> tuple[int, ...]:
   """The N nodes with the largest chances, by Medusa's greedy construction.
 
   Cai et al. 2024 (arXiv:2401.10774, section 2.3.3): starting from the likeliest
@@ -139,8 +157,8 @@ def medusa_tree(accuracies, nodes: int) -> tuple[int, ...]:
   return from_choices(choices)
 
 
-def sequoia_tree(acceptance, nodes: int, depth: int | None = None
-                 ) -> tuple[int, ...]:
+def sequoia_tree(acceptance: Sequence[float], nodes: int,
+                 depth: int | None = None) -> tuple[int, ...]:
   """The tree of N nodes that promises most tokens, by dynamic programming.
 
   Chen et al. 2024 (Sequoia, arXiv:2402.12374, section 3.1):
@@ -163,7 +181,7 @@ def sequoia_tree(acceptance, nodes: int, depth: int | None = None
   return _rebuilt(*_tables(acceptance, nodes, depth), nodes, depth)
 
 
-def best_tree(acceptance, pass_seconds: Mapping[int, float],
+def best_tree(acceptance: Sequence[float], pass_seconds: Mapping[int, float],
               draft_seconds: float, *, round_seconds: float = 0.0,
               depth: int | None = None) -> tuple[int, ...]:
   """The tree that promises most tokens a second on this machine.
@@ -229,7 +247,7 @@ def _check_nodes(nodes, children, depth):
 
 
 def _tables(acceptance, nodes, depth):
-  """T `[depth + 1, nodes + 1, K + 1]`, and the m behind every entry.
+  """T `[depth + 1, nodes + 1, K + 1]`, and the m that attains every entry.
 
   T is -inf where there is no such tree; the last child of the root has m
   nodes in its subtree.

@@ -1,5 +1,9 @@
 """The data that flows through a round, and the protocols of its parts.
 
+This file is what a part must look like from outside. `specjax.contract` holds
+what a part may leave out, and `specjax.checks` refuses a part that returns
+something else.
+
 Axis letters, used in every docstring of specjax:
 
   B  batch rows            N  draft nodes, the root included
@@ -34,6 +38,15 @@ class Draft:
       everything before it in depth-first order. Row 0 is unused. A
       deterministic proposal is one-hot; an all-zero row is padding and is
       never accepted.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(
+    ...     root=1, tokens=jnp.array([2, 0]),
+    ...     probs=jnp.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]]))
+    >>> draft.tokens.tolist(), draft.parents.tolist()
+    ([1, 2, 0], [-1, 0, 1])
   """
 
   tokens: jax.Array
@@ -41,7 +54,8 @@ class Draft:
   probs: jax.Array
 
   @classmethod
-  def chain(cls, root, tokens, probs) -> "Draft":
+  def chain(cls, root: jax.Array, tokens: jax.Array, probs: jax.Array
+            ) -> "Draft":
     """A chain of gamma tokens below `root`.
 
     Args:
@@ -53,7 +67,8 @@ class Draft:
     return cls.tree(root, parents, tokens, probs)
 
   @classmethod
-  def tree(cls, root, parents, tokens, probs) -> "Draft":
+  def tree(cls, root: jax.Array, parents: jax.Array, tokens: jax.Array,
+           probs: jax.Array) -> "Draft":
     """A tree of N nodes with `root` at its top.
 
     Args:
@@ -81,6 +96,21 @@ class Law:
       the path root..i is accepted and nothing more. Sums to 1.
     next_token: `[N, V]`, the law of the extra token emitted after a stop at
       node i. Rows whose `stop` is 0 are arbitrary.
+
+  Example: the law of token verification. The drafted token 0 is accepted with
+  probability p / q = 0.5 / 0.8; after a rejection the extra token follows
+  norm((p - q)+), and after an acceptance it follows p.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(root=1, tokens=jnp.array([0]),
+    ...                        probs=jnp.array([[0.8, 0.2]]))
+    >>> target_probs = jnp.array([[0.5, 0.5], [0.9, 0.1]])
+    >>> law = sj.verifiers.Token().law(draft, target_probs)
+    >>> law.stop.round(3).tolist()
+    [0.375, 0.625]
+    >>> law.next_token.round(3).tolist()
+    [[0.0, 1.0], [0.9, 0.1]]
   """
 
   stop: jax.Array
@@ -110,11 +140,14 @@ class Prompt:
     tokens: `[B, P]` int32.
     lengths: `[B]` int32, real tokens of each row.
     capacity: slots that a cache of the decoding loop must have.
+    context: arrays `[B, ...]` that a drafter may read, such as reference
+      texts; None without any.
   """
 
   tokens: jax.Array
   lengths: jax.Array
   capacity: int = struct.field(pytree_node=False)
+  context: Any = None
 
 
 @struct.dataclass
@@ -123,7 +156,9 @@ class ModelOutput:
 
   Attributes:
     logits: `[B, S, V]` float32.
-    hidden: `[B, S, D]`, the features the model is configured to return.
+    hidden: `[B, S, F]`, the hidden states that the model is configured to
+      return, joined along their last axis; for heads it is what the LM head
+      reads. How they are named: see `TransformerConfig.features`.
     cache: the model's cache with the keys and values of the S new tokens in
       scratch slots; `None` when the pass ran without a cache.
   """
@@ -134,10 +169,50 @@ class ModelOutput:
 
 
 @struct.dataclass
+class DecodeState:
+  """The carry of the loop: preallocated, of fixed shapes, donated.
+
+  Every leaf of a state has the rows B as its first axis, those of its parts
+  included. So one row can be put into the place of another, see
+  `Decoder.insert`, and rows can be split over devices.
+
+  Attributes:
+    tokens: `[B, C]` int32, prompt and output; the slots after `lengths` are
+      scratch.
+    lengths: `[B]` int32, committed tokens. The target's cache holds one less:
+      the last token is the root of the next draft.
+    limits: `[B]` int32, the length at which a row is done.
+    done: `[B]` bool.
+    keys: `[B]` PRNG keys, constant: a round folds its number in.
+    rounds: `[B]` int32, rounds that each row has lived.
+    temperature: `[B]` float32, of the target and of a drafter that shares its
+      transform; 0 is greedy.
+    eos: `[B, E]` int32, the token ids that end a row, filled up with -1.
+    target_cache: the target's cache.
+    drafter: the drafter's own state.
+    verifier: the verifier's own state.
+    context: the prompt's, constant.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  limits: jax.Array
+  done: jax.Array
+  keys: jax.Array
+  rounds: jax.Array
+  temperature: jax.Array
+  eos: jax.Array
+  target_cache: Any
+  drafter: Any = None
+  verifier: Any = None
+  context: Any = None
+
+
+@struct.dataclass
 class RoundStats:
   """Diagnostics of one round; they never enter the carry of a loop.
 
-  V1 is the number of laws evaluated: the verifier's, then one per observer.
+  The axis V1 lists the rules: the verifier first, then every observer.
 
   Attributes:
     emitted: `[B]` int32, tokens committed: 0 once a row is done.
@@ -149,7 +224,7 @@ class RoundStats:
       >= i | draft). Also multiplied by `active`.
     active: `[B]` bool, the row took part in this round.
     finite: `[B]` bool, False: the target's logits were NaN or +inf.
-    draft_finite: `[B]` bool, False: the drafter reported a law that is none.
+    draft_finite: `[B]` bool, False: the drafter's `probs` were NaN or infinite.
   """
 
   emitted: jax.Array
@@ -167,7 +242,7 @@ class Trace:
 
   Attributes:
     draft: the `Draft`s.
-    target_probs: `[B, N, V]`, the target's law behind every node.
+    target_probs: `[B, N, V]`, the target's law of the token after every node.
     verdict: the `Verdict`s.
   """
 
@@ -177,16 +252,74 @@ class Trace:
 
 
 @runtime_checkable
+class Cache(Protocol):
+  """What a model remembers of the committed tokens, with a length per row.
+
+  The loop asks for `lengths`, `commit` and `rollback`; a `Transformer` also
+  for the others, so that another layout or kernel is another class with a
+  constructor like `KVCache.empty`. The cache is a pytree whose leaves have B
+  first.
+  """
+
+  lengths: jax.Array
+
+  @property
+  def capacity(self) -> int:
+    """C, the slots of a row; the longest row plus N must not exceed it."""
+    ...
+
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "Cache":
+    """Writes `k`, `v [B, S, H, D]` of new tokens to scratch slots.
+
+    `after` tokens of the block were written by earlier passes and stay.
+    """
+    ...
+
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
+             ) -> jax.Array:
+    """Attention of `query [B, S, G * H, D]` over the past and the block.
+
+    `ancestors [B, S, T]` bool says which of the block's T tokens each of the
+    last S sees.
+    """
+    ...
+
+  def commit(self, path: jax.Array, count: jax.Array) -> "Cache":
+    """Keeps the first `count [B]` nodes of `path [B, T]` of the block."""
+    ...
+
+  def rollback(self, lengths: jax.Array) -> "Cache":
+    """Sets the committed tokens of every row to `lengths [B]`."""
+    ...
+
+  def specs(self, axis: str, rows: str | None) -> "Cache":
+    """A `PartitionSpec` for every leaf.
+
+    `axis` is the mesh axis over which a model is split, `rows` the one over
+    which the rows B are split, or None.
+    """
+    ...
+
+
+@runtime_checkable
 class ModelFn(Protocol):
   """A language model as the loop sees it: a hashable, static callable.
 
   `model(params, tokens [B, S], depths [B, S], ancestors [B, S, T], cache)`
   runs one pass over the last S of the T tokens of a block; the first T - S are
-  in scratch slots behind `cache.lengths`, written by the passes before, so
+  in scratch slots after `cache.lengths`, written by the passes before, so
   that a drafter can add a level to its tree. A whole block has T = S. A
   token's position is `cache.lengths + depth`; it sees the committed past and
   its ancestors in the block (`ancestors[b, i, j]`: token j is on the path to
   new token i, i itself included).
+
+  The loop gives all five arguments. Training calls `model(params, tokens)`:
+  without a cache a pass is causal over its own tokens.
+
+  Optional: `param_specs(axis, size)`, the `PartitionSpec` of every parameter
+  where a mesh splits the model over `axis` of `size` devices. A model without
+  it runs only on meshes whose `axis` has one device.
   """
 
   @property
@@ -197,10 +330,13 @@ class ModelFn(Protocol):
   def context_length(self) -> int:
     ...
 
-  def init_cache(self, params, batch: int, capacity: int) -> Any:
+  def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
     ...
 
-  def __call__(self, params, tokens, depths, ancestors, cache) -> ModelOutput:
+  def __call__(self, params: Any, tokens: jax.Array,
+               depths: jax.Array | None = None,
+               ancestors: jax.Array | None = None,
+               cache: Any = None) -> ModelOutput:
     ...
 
 
@@ -208,15 +344,12 @@ class ModelFn(Protocol):
 class Verifier(Protocol):
   """A verification rule: the law of its outcome, for one sequence, no coins.
 
-  Optional members, with the defaults the loop assumes: `lossless` (True);
-  `requires` (()), names of attributes that must not be False of the drafter;
-  `survival(draft, target_probs) -> [N]`, P(tau >= i | the first i drafted
-  tokens), for chains. A rule that remembers has `init(gamma) -> state` and
-  `commit(state, draft, target_probs, verdict) -> state`; its `law` and
-  `survival` get the state as third argument, and no state is a fresh one.
+  `law(draft, target_probs)` is all that a rule must have. What it may have
+  besides, and what holds where it does not, is told once, in
+  `specjax.contract`.
   """
 
-  def law(self, draft: Draft, target_probs: jax.Array, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     ...
 
 
@@ -224,25 +357,29 @@ class Verifier(Protocol):
 class Drafter(Protocol):
   """A proposal of tokens for the whole batch.
 
-  `num_nodes` is the static N of its drafts, `proposal` names how they are
-  drawn ("iid", "without_replacement", "deterministic", ...). What a verifier
-  can require, each True or False: `chain`, every draft is one; `iid`, the
-  children of a node are independent draws from one law; `conditional`, every
-  row of `probs` is the law of its token given what came before it, as `Draft`
-  asks; `autoregressive`, q depends on the context alone. Optional: `bind(
-  target, transform)` returns the drafter specialised to a target, or raises
-  a `ValueError` where the two do not fit; `context_length`.
+  A drafter's own state is `state.drafter` in `propose`, which returns the new
+  one; `commit` gets that one under the same name and returns the state of the
+  next round, of the same structure, shapes and dtypes. What a drafter may have
+  besides, and what holds where it does not, is told once, in
+  `specjax.contract`.
   """
 
   @property
   def num_nodes(self) -> int:
+    """N, the nodes of every draft, the root included."""
     ...
 
-  def init(self, params, prompt: Prompt, prefill_output: ModelOutput) -> Any:
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The drafter's state after the prompts; every leaf has B first."""
     ...
 
-  def propose(self, params, keys, state) -> tuple[Draft, Any]:
+  def propose(self, params: Any, keys: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """The drafts, fields `[B, N]` and `[B, N, V]`, and the drafter's state."""
     ...
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The drafter's state after `count [B]` tokens were committed."""
     ...

@@ -119,17 +119,23 @@ def test_equal_transforms_are_one_static_argument():
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 64, 1000])
-def test_inverse_cdf_is_searchsorted(vocab):
+def test_inverse_cdf_is_searchsorted_twice(vocab):
   # Broken: tokens are drawn with a shifted or biased law. Small whole weights
-  # and dyadic u leave no rounding, so agreement is exact.
+  # and dyadic coins leave no rounding, so agreement is exact.
   rng = np.random.default_rng(vocab)
   weights = rng.integers(0, 4, vocab).astype(np.float32)
   weights[-1] = 1
-  u = np.arange(512, dtype=np.float32) / 512
+  grid = np.arange(64, dtype=np.float32) / 64
+  u = np.stack(np.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 2)
   got = jax.jit(jax.vmap(sampling.inverse_cdf, (None, 0)))(weights, u)
-  target = u.astype(np.float64) * weights.sum()
+  size = 1 << int(np.ceil(np.log2(vocab) / 2))
+  blocks = np.pad(weights, (0, -vocab % size)).reshape(-1, size)
+  found = lambda row, u: np.searchsorted(
+      np.cumsum(row), u * row.sum(), side="right")
+  rows = [found(blocks.sum(-1), first) for first in u[:, 0]]
   np.testing.assert_array_equal(
-      got, np.searchsorted(np.cumsum(weights), target, side="right"))
+      got, [row * size + found(blocks[row], second)
+            for row, second in zip(rows, u[:, 1])])
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 5, 16, 33, 257, 5000])
@@ -141,7 +147,8 @@ def test_inverse_cdf_never_draws_what_has_no_weight(vocab):
   weights[::3] **= 20  # masses that differ by many orders
   weights[np.arange(300), rng.integers(vocab, size=300)] = 0.1
   weights = weights.astype(np.float32)
-  u = np.array([0.0, 1e-38, 0.5, 1 - 2.0**-24, 1 - 2.0**-23], np.float32)
+  edges = [0.0, 1e-38, 0.5, 1 - 2.0**-24, 1 - 2.0**-23]
+  u = np.array([[a, b] for a in edges for b in edges], np.float32)
   got = jax.jit(jax.vmap(jax.vmap(sampling.inverse_cdf, (None, 0)),
                          (0, None)))(weights, u)
   assert ((got >= 0) & (got < vocab)).all()
@@ -171,6 +178,38 @@ def test_sample_follows_its_law(vocab):
 _verdicts = jax.jit(jax.vmap(sampling.sample_verdict, (0, None, 0)))
 
 
+def _coins(rows):
+  return sampling.toss(jax.random.split(jax.random.key(0), rows),
+                       jnp.zeros(rows, jnp.int32), sampling.VERDICT_COINS)
+
+
+def test_coins_depend_on_nothing_but_row_and_round():
+  # Broken: a row's text depends on the draft length, on the rounds that are
+  # tossed together, or on who shares its batch.
+  keys = jax.random.split(jax.random.key(3), 4)
+  rounds = jnp.array([[0, 5, 2, 1], [1, 6, 3, 2]], jnp.int32)
+  all_coins = sampling.toss(keys, rounds, 7)
+  np.testing.assert_array_equal(all_coins[..., :3],
+                                sampling.toss(keys, rounds, 3))
+  np.testing.assert_array_equal(
+      all_coins[1, 2:3], sampling.toss(keys[2:3], rounds[1, 2:3], 7))
+  assert len(np.unique(all_coins)) == all_coins.size
+
+
+def test_rows_of_several_temperatures_share_a_transform():
+  # Broken: a greedy row beside sampled ones is not greedy, or is not exact.
+  logits = jax.random.normal(jax.random.key(0), (4, 3, 9)).at[0, 0].set(1.0)
+  shared = LogitsTransform(temperature=None, top_p=0.9, banned=(2,))
+  rows = jnp.array([0.0, 1.0, 0.3, 1e-10])
+  got = jax.jit(lambda x, t: shared(x, t[:, None]))(logits, rows)
+  for row, temperature, found in zip(logits, rows.tolist(), got):
+    alone = dataclasses.replace(shared, temperature=temperature)
+    np.testing.assert_allclose(found, alone(row), atol=1e-6)
+  assert set(np.unique(got[0])) == {0, 1} and got[0, 0, 0] == 1
+  with pytest.raises(ValueError, match="temperature of each row"):
+    shared(logits)
+
+
 @pytest.mark.parametrize("parents,paths", [
     ([-1, 0, 1, 2], [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]),
     # Root with children 1 and 2; 3 and 5 below 1, 4 below 2, 6 below 4.
@@ -186,7 +225,7 @@ def test_verdict_is_the_path_to_the_stop(parents, paths):
       Law(stop=jnp.eye(size),
           next_token=jnp.tile(jax.nn.one_hot(nodes % vocab, vocab),
                               (size, 1, 1))),
-      draft, jax.random.split(jax.random.key(0), size))
+      draft, _coins(size))
   np.testing.assert_array_equal(verdict.num_accepted,
                                 [len(path) - 1 for path in paths])
   np.testing.assert_array_equal(verdict.next_token, nodes % vocab)
@@ -199,7 +238,7 @@ def test_verdict_survives_a_negative_law():
   draft = Draft.chain(0, jnp.array([1, 2]), jnp.zeros((2, 3)))
   law = Law(stop=jnp.tile(jnp.array([-1e-6, 1.0, -1e-6]), (50, 1)),
             next_token=jnp.tile(jnp.array([-1e-6, 1.0, -1e-6]), (50, 3, 1)))
-  verdict = _verdicts(law, draft, jax.random.split(jax.random.key(0), 50))
+  verdict = _verdicts(law, draft, _coins(50))
   assert (verdict.num_accepted == 1).all() and (verdict.next_token == 1).all()
 
 
@@ -209,7 +248,7 @@ def test_stop_and_next_token_have_coins_of_their_own():
   draft = Draft.chain(0, jnp.array([1]), jnp.zeros((1, 2)))
   law = Law(stop=jnp.full((4000, 2), 0.5),
             next_token=jnp.full((4000, 2, 2), 0.5))
-  verdict = _verdicts(law, draft, jax.random.split(jax.random.key(0), 4000))
+  verdict = _verdicts(law, draft, _coins(4000))
   table = np.bincount(2 * verdict.num_accepted + verdict.next_token,
                       minlength=4)
   assert scipy.stats.chisquare(table).pvalue > _FALSE_ALARM

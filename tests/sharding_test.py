@@ -28,10 +28,9 @@ def _decoder_and_state():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_matrix_is_split(tied):
   # Broken: a matrix is replicated in silence and fills every device.
-  config = testing.tiny_pair(8, tie_embeddings=tied, lookahead=2).target.config
-  specs = sharding.tensor_parallel_specs(config)
-  shapes = jax.eval_shape(sj.models.Transformer(config).init,
-                          jax.random.key(0))
+  model = testing.tiny_pair(8, tie_embeddings=tied, lookahead=2).target
+  specs = model.param_specs("model")
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
   assert specs.pop("lookahead") == P() and shapes.pop("lookahead").shape[0] == 2
   for spec, shape in zip(
       jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
@@ -57,9 +56,9 @@ def test_a_placed_state_decodes_the_same():
     ("vocab_size", dict(heads=4, kv_heads=4, mlp_width=16))])
 def test_uneven_parts_are_refused(name, sizes):
   # Broken: the compiler pads or fails with a message about its own internals.
-  config = testing.tiny_pair(10, **sizes).target.config
+  model = testing.tiny_pair(10, **sizes).target
   with pytest.raises(ValueError, match=f"^{name} is .* 4 devices"):
-    sharding.check_tensor_parallel(config, 4)
+    model.param_specs("model", 4)
 
 
 def test_a_mesh_without_the_axis_is_refused():

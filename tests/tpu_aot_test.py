@@ -284,12 +284,12 @@ def test_verify_pass_reads_weights_and_cache_about_once(report, capsys):
 
 def test_a_mesh_that_does_not_divide_the_model_is_named():
   """Else the error is the compiler's, and names an array without a name."""
-  from specjax.models import sharding
+  from specjax.models.transformer import Transformer
   from specjax.models.transformer import TransformerConfig
-  config = TransformerConfig(**_PAIRS["bundled"][0])
-  sharding.check_tensor_parallel(config, 2)
+  model = Transformer(TransformerConfig(**_PAIRS["bundled"][0]))
+  model.param_specs("model", 2)
   with pytest.raises(ValueError, match="kv_heads is 2 .*'model' has 4 dev"):
-    sharding.check_tensor_parallel(config, 4)
+    model.param_specs("model", 4)
 
 
 if __name__ == "__main__":

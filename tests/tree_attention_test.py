@@ -94,6 +94,8 @@ class _HiddenTruth(testing.OracleDrafter):
 
   chain = False
 
+  num_coins = None  # it takes keys
+
   def propose(self, params, keys, state):
     def tree(key, root, truth):
       keys = jax.random.split(key, 3)

@@ -90,7 +90,7 @@ def test_children(proposal, transform):
   # Broken: siblings repeat, a row is not the law of its token, or the most
   # useful guesses are missing where the law is exhausted.
   logits = 3 * jax.random.normal(jax.random.key(1), (3, 8))
-  coins = sj.sampling.coins(jax.random.key(2), sum(_COUNTS))
+  coins = jax.random.uniform(jax.random.key(2), (sum(_COUNTS), 2))
   draw = jax.jit(getattr(children, proposal), static_argnums=(1, 3))
   tokens, probs = map(np.asarray, draw(logits, _COUNTS, coins, transform))
   q = np.asarray(transform(logits))
@@ -135,7 +135,7 @@ def test_children_of_broken_numbers_are_no_laws(proposal):
   # Broken: certainty hides that the drafter's logits were NaN.
   logits = jnp.zeros((3, 8)).at[1, 5].set(jnp.nan)
   _, probs = getattr(children, proposal)(
-      logits, _COUNTS, sj.sampling.coins(jax.random.key(0), 8),
+      logits, _COUNTS, jax.random.uniform(jax.random.key(0), (8, 2)),
       sj.LogitsTransform())
   finite = np.isfinite(probs).all(-1)
   assert finite[:3].all() and not finite[3] and finite[4:].all()

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.decoder import Decoder
+from specjax.decoder import raise_if_not_finite
 from specjax.files import atomically
 from specjax.files import claim
 from specjax.files import fingerprint
 from specjax.files import read_manifest
-from specjax.rounds import Decoder
-from specjax.rounds import raise_if_not_finite
 from specjax.types import Draft
 from specjax.types import Trace
 from specjax.types import Verdict

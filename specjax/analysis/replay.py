@@ -12,10 +12,10 @@ import functools
 import jax
 import numpy as np
 
+from specjax import contract
 from specjax import topology
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.recording import Record
-from specjax.rounds import figures
 from specjax.types import Trace
 from specjax.types import Verifier
 
@@ -101,14 +101,15 @@ def online(record: Record) -> Replayed:
 @functools.partial(jax.jit, static_argnames="verifier")
 def _judged(verifier, state, trace: Trace):
   """The state after a few rounds and `([R], [R, N])`, the figures of each."""
+  rule = contract.rule(verifier)
+
   def one_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
-    memory = () if state is None else (state,)
-    law = verifier.law(draft, probs, *memory)
-    found = figures(verifier, law, draft, probs, state,
-                    topology.depths(draft.parents))
+    law = rule.law(draft, probs, state)
+    found = rule.figures(draft, probs, state, law,
+                         topology.depths(draft.parents))
     if state is not None:
-      state = verifier.commit(state, draft, probs, trace.verdict)
+      state = rule.commit(state, draft, probs, trace.verdict)
     return state, found
 
   return jax.lax.scan(one_round, state, trace)

@@ -2,15 +2,15 @@
 
 All functions work on the nodes of one level of one sequence:
 
-  (logits [n, V], counts, coins [M], transform) -> tokens [M], probs [M, V]
+  (logits [n, V], counts, coins [M, 2], transform) -> tokens [M], probs [M, V]
 
 Node i gets counts[i] children; M is their sum, and the children of a node
 stand together in the order in which they are tried. Coins are uniform in
-[0, 1), one for each child. Row j of `probs` is the
-law of `tokens[j]` given its earlier siblings. Where a law is exhausted, as at
-temperature 0 or behind a tight nucleus, the next child is the likeliest
-token that is left by the logits, with certainty: still an honest row, and the
-useful guess.
+[0, 1), those of one `inverse_cdf` for each child. Row j of `probs` is the law
+of `tokens[j]` given its earlier siblings. A law can run out of tokens: at
+temperature 0 after the first child, with a small nucleus after a few. Then the
+next child is the likeliest token that is left, with certainty. Its row says
+so, and it is the most useful guess.
 """
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
 
 
 def iid(logits, counts, coins, transform):
@@ -120,3 +121,23 @@ def _law(weights, otherwise):
 # By the names that drafters give them.
 DRAWS = {"iid": iid, "without_replacement": without_replacement,
          "top_k": top_k, "hybrid": hybrid}
+
+
+def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
+  """A function that draws the children of a level for a whole batch.
+
+  Args:
+    proposal: a key of `DRAWS`.
+    transform: from logits to laws.
+    temperature: `[B]`, used where the transform has none of its own.
+
+  Returns:
+    `(logits [B, n, V], counts, coins [B, M, 2]) -> (tokens [B, M],
+    probs [B, M, V])`.
+  """
+  def draw(logits, counts, coins):
+    one = lambda logits, coins, temperature: DRAWS[proposal](
+        logits, counts, coins, transform.at(temperature))
+    return jax.vmap(one)(logits, coins, temperature)
+
+  return draw

@@ -2,17 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelFn
 
 
-def roots(state):
+def roots(state: DecodeState) -> jax.Array:
   """`[B]`, the last committed token of every row of a `DecodeState`."""
   return jnp.take_along_axis(
       state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
 
-def root_only(state, vocab_size: int) -> Draft:
+def root_only(state: DecodeState, vocab_size: int) -> Draft:
   """The batch of drafts that propose nothing."""
   root = roots(state)
   tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
@@ -20,7 +23,7 @@ def root_only(state, vocab_size: int) -> Draft:
   return jax.vmap(Draft.chain)(root, tokens, probs)
 
 
-def check_vocabulary(model, target) -> None:
+def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
   """Raises a `ValueError` where a drafter's model has other tokens."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(
@@ -29,7 +32,32 @@ def check_vocabulary(model, target) -> None:
         "drafter with the target's tokenizer")
 
 
-def feed_last(model, params, state, cache, size: int):
+def model_step(model: ModelFn, params):
+  """A language model as a `growth` step; it carries its cache."""
+  def step(tokens, depths, ancestors, above, cache):
+    del above
+    out = model(params, tokens, depths, ancestors, cache)
+    return out.logits, out.cache
+
+  return step
+
+
+def param_specs(model: ModelFn, axis: str, size: int):
+  """A model's own answer for a mesh, see `contract`.
+
+  Raises:
+    ValueError: it has none, and the mesh would split it.
+  """
+  if hasattr(model, "param_specs"):
+    return model.param_specs(axis, size)
+  if size == 1:
+    return PartitionSpec()
+  raise ValueError(f"the model {type(model).__name__} does not say how it is "
+                   f"split, and mesh axis {axis!r} has {size} devices; give it "
+                   "`param_specs(axis, size)`, or an axis of one device")
+
+
+def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
   """Catches up with the committed tokens by feeding the last `size` again.
 
   Feeding a token that the cache holds already changes nothing, so one pass of
@@ -43,11 +71,11 @@ def feed_last(model, params, state, cache, size: int):
     size: tokens to feed.
 
   Returns:
-    The logits `[B, V]` behind the root and the cache with all committed
-    tokens, the root included.
+    The logits `[B, V]` of the token after the root, and the cache with all
+    committed tokens, the root included.
   """
   batch = state.lengths.shape[0]
-  # A row with fewer committed tokens feeds stale ones behind them, which the
+  # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
   start = jnp.maximum(state.lengths - size, 0)
   last = (state.lengths - 1 - start)[:, None, None]
@@ -68,7 +96,7 @@ def keep_path(cache, slots, path, size: int, count):
   tokens makes up for it and for the extra token.
 
   Args:
-    cache: with a block of `size` drafted tokens behind the committed ones.
+    cache: with a block of `size` drafted tokens after the committed ones.
     slots: `[B, N]` int32, where each node of the draft lies in that block;
       anything for the root and for nodes that were not fed.
     path: `[B, N]` int32, of the verdict.

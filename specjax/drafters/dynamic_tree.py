@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters import common
+from specjax.drafters import expansion
 from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
-from specjax.types import Draft
 from specjax.types import ModelFn
 
 
@@ -28,23 +28,6 @@ class DynamicTreeState:
 
   cache: Any
   slots: jax.Array
-
-
-@struct.dataclass
-class _Frontier:
-  """The `top_k` nodes of a level that are expanded; K = `top_k`.
-
-  Attributes:
-    candidates: `[B, K]` int32, their numbers among all candidates.
-    tokens: `[B, K]` int32.
-    values: `[B, K]`, the log of the product of confidences on their path.
-    ancestors: `[B, K, T]` bool, over the T frontier nodes so far.
-  """
-
-  candidates: jax.Array
-  tokens: jax.Array
-  values: jax.Array
-  ancestors: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +56,7 @@ class DynamicTree:
   transform: LogitsTransform = LogitsTransform()
 
   conditional = True
+  num_coins = 0
   proposal = "deterministic"
 
   def __post_init__(self):
@@ -104,7 +88,7 @@ class DynamicTree:
 
   @property
   def _fed(self) -> int:
-    return self.top_k * (self.depth - 1)
+    return expansion.fed_nodes(self.depth, self.top_k)
 
   def bind(self, target, transform) -> "DynamicTree":
     """The same drafter; its confidences do not follow the transform.
@@ -129,81 +113,34 @@ class DynamicTree:
     return DynamicTreeState(
         cache=cache, slots=jnp.zeros((batch, self.num_nodes), jnp.int32))
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts a tree for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`.
-      keys: unused.
+      coins: `[B, 0]`: nothing is drawn.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, DynamicTreeState)`, batched.
     """
-    del keys
-    params, batch = params["drafter"], state.lengths.shape[0]
+    del coins
+    params = params["drafter"]
     logits, cache = common.feed_last(
         self.model, params, state, state.drafter.cache, size=2)
-    tokens, values = self._children(logits[:, None], jnp.zeros((batch, 1)))
-    numbers = jnp.arange(1, self.top_k + 1, dtype=jnp.int32)  # the root is 0
-    frontier = _Frontier(
-        candidates=jnp.tile(numbers, (batch, 1)), tokens=tokens, values=values,
-        ancestors=jnp.tile(jnp.eye(self.top_k, dtype=bool), (batch, 1, 1)))
-    found = [(tokens, values, jnp.zeros_like(tokens))]
-    fed = jnp.zeros((batch, 0), jnp.int32)
-    for depth in range(1, self.depth):
-      out = self.model(params, frontier.tokens,
-                       jnp.full_like(frontier.tokens, depth - 1),
-                       frontier.ancestors, cache)
-      cache = out.cache
-      fed = jnp.concatenate([fed, frontier.candidates], axis=1)
-      tokens, values = self._children(out.logits, frontier.values)
-      found.append((tokens, values,
-                    jnp.repeat(frontier.candidates, self.top_k, axis=1)))
-      first = 1 + self.top_k + (depth - 1) * self.top_k**2
-      frontier = self._best(frontier, tokens, values, first)
-    columns = [jnp.concatenate(x, axis=1) for x in zip(*found)]
-    draft, slots = jax.vmap(self._kept)(common.roots(state), *columns, fed)
+    draft, slots, cache = expansion.expand(
+        common.model_step(self.model, params), cache, logits,
+        common.roots(state), transform=self.transform, depth=self.depth,
+        top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 
-  def _children(self, logits, values):
-    """The `top_k` children of F nodes: tokens and values `[B, F * top_k]`."""
-    probs, tokens = jax.lax.top_k(self.transform(logits), self.top_k)
-    values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
-    return (tokens.reshape(tokens.shape[0], -1),
-            values.reshape(tokens.shape[0], -1))
-
-  def _best(self, frontier, tokens, values, first):
-    """The next frontier out of the children of this one."""
-    values, chosen = jax.lax.top_k(values, self.top_k)
-    own = jnp.tile(jnp.eye(self.top_k, dtype=bool), (values.shape[0], 1, 1))
-    above = jnp.take_along_axis(
-        frontier.ancestors, (chosen // self.top_k)[..., None], axis=1)
-    return _Frontier(
-        candidates=first + chosen, values=values,
-        tokens=jnp.take_along_axis(tokens, chosen, axis=1),
-        ancestors=jnp.concatenate([above, own], axis=-1))
-
-  def _kept(self, root, tokens, values, parents, fed):
-    """The best candidates of one row as a draft, and their slots `[N]`."""
-    # Equal values go to the lower number, hence to the parent.
-    values, best = jax.lax.top_k(values, self.num_nodes - 1)
-    order = jnp.argsort(best)
-    values, best = values[order], best[order]
-    tokens, parents = tokens[best], parents[best]
-    nodes = jnp.concatenate([jnp.zeros_like(best[:1]), best + 1])
-    place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
-    slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if self._fed else nodes
-    probs = jax.nn.one_hot(tokens, self.model.vocab_size)
-    # Certainty must not hide that the model's numbers broke down.
-    probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
-    draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
-                       tokens, probs)
-    return draft, slots.astype(jnp.int32)
-
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """The cache with the accepted path moved together."""
     del params, draft, target_output
-    cache = common.keep_path(drafter_state.cache, drafter_state.slots,
-                             verdict.path, self._fed, count)
-    return drafter_state.replace(cache=cache)
+    cache = common.keep_path(drafter.cache, drafter.slots, verdict.path,
+                             self._fed, count)
+    return drafter.replace(cache=cache)
+
+  def param_specs(self, axis: str, size: int):
+    """The model's, see `specjax.contract`."""
+    return common.param_specs(self.model, axis, size)

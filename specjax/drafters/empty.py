@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax.sharding import PartitionSpec
+
 from specjax.drafters import common
 
 
@@ -16,6 +18,7 @@ class Empty:
   vocab_size: int | None = None
 
   num_nodes = 1
+  num_coins = 0
   chain = True
   iid = True
   conditional = True
@@ -30,11 +33,16 @@ class Empty:
   def init(self, params, prompt, prefill_output):
     del params, prompt, prefill_output
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """A draft of N = 1 node for each of the B rows."""
-    del params, keys
+    del params, coins
     return common.root_only(state, self.vocab_size), state.drafter
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     del params, draft, verdict, target_output, count
-    return drafter_state
+    return drafter
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """There are no parameters to split."""
+    del axis, size
+    return PartitionSpec()

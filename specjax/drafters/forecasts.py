@@ -9,6 +9,7 @@ says: a product law.
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import sampling
@@ -48,20 +49,20 @@ class Forecast:
                     known=self.known | (count > 0))
 
 
-def draw(logits, parents, key, proposal, transform):
+def draw(logits, parents, coins, proposal, transform):
   """Draws a tree of N nodes for one sequence.
 
   Args:
     logits: `[depth, V]`; all nodes of depth d follow row d - 1.
     parents: of the tree, breadth-first, N at least 2.
-    key: a PRNG key.
+    coins: `[(N - 1) COINS_A_DRAW]`, uniform in [0, 1).
     proposal: how the children of a node are drawn, one of `children.DRAWS`.
     transform: from logits to laws.
 
   Returns:
     Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.
   """
-  found, coins = [], sampling.coins(key, len(parents) - 1)
+  found, coins = [], coins.reshape(len(parents) - 1, sampling.COINS_A_DRAW)
   for row, level in zip(logits, growth.levels(parents)):
     mine = coins[level.below]
     if proposal == "top_k":  # every node has the same children: rank them once
@@ -115,12 +116,12 @@ class HeadsDrafter(growth.StaticTree):
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
     return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts the tree for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the heads}`.
-      keys: `[B]`, one key for each row.
+      coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -133,15 +134,21 @@ class HeadsDrafter(growth.StaticTree):
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     parents = jnp.array(self.parents, jnp.int32)
 
-    def tree(root, known, logits, key):
-      tokens, probs = draw(
-          logits, self.parents, key, self.proposal, self.transform)
+    def tree(root, known, logits, coins, temperature):
+      tokens, probs = draw(logits, self.parents, coins, self.proposal,
+                           self.transform.at(temperature))
       return Draft.tree(root, parents, tokens, jnp.where(known, probs, 0))
 
     return jax.vmap(tree)(
-        common.roots(state), forecast.known, logits, keys), forecast
+        common.roots(state), forecast.known, logits, coins,
+        state.temperature), forecast
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """The hidden state before the last committed token."""
     del params, draft
-    return drafter_state.advance(target_output.hidden, verdict, count)
+    return drafter.advance(target_output.hidden, verdict, count)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds all heads, see `specjax.contract`."""
+    del axis, size
+    return PartitionSpec()

@@ -1,10 +1,23 @@
-"""Static trees, and growing one from a language model, a pass a level."""
+"""Static trees, and growing one level by level, whatever predicts the tokens.
+
+What predicts them is a *step*, a function that reads the nodes of one level
+
+  step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
+    -> (logits [B, S, V] of the token after each node, carry)
+
+`depths` are counted from the root's children, which have depth 0, and
+`ancestors` is over the T nodes fed so far, those of this level last. `above`
+says where the parent of each node stands among the nodes of the step before;
+at depth 0 it is 0 throughout, for the root. So a drafter that carries features
+from parents to children, as EAGLE does, gathers them with `above` from its
+carry and can grow every tree of this house; a language model ignores it and
+carries its cache (`common.model_step`).
+"""
 
 import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,12 +35,14 @@ class Level(NamedTuple):
     first: number of the first child; the others follow.
     ancestors: `[S, T]` bool, over the T nodes fed so far, these included;
       the root is not one of them, for it is committed before.
+    above: `[S]`, the place of each node's parent in the level before.
   """
 
   nodes: np.ndarray
   counts: tuple[int, ...]
   first: int
   ancestors: np.ndarray
+  above: np.ndarray
 
   @property
   def below(self) -> slice:
@@ -40,18 +55,20 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
   """The levels of a breadth-first tree that have children, the root first."""
   size = len(parents)
   counts = np.bincount(np.array(parents[1:], np.int64), minlength=size)
-  reach, depths = np.eye(size, dtype=bool), np.zeros(size, np.int64)
+  reach, depths = np.eye(size, dtype=bool), np.array(trees.depths(parents))
   for node, parent in enumerate(parents[1:], 1):
     reach[node] |= reach[parent]
-    depths[node] = depths[parent] + 1
   inner = np.flatnonzero(counts)
-  found = []
+  found, before = [], np.zeros(1, np.int64)
   for depth in range(depths.max()):
     nodes = inner[depths[inner] == depth]
     fed = inner[(inner > 0) & (depths[inner] <= depth)]
+    above = np.searchsorted(before, np.array(parents)[nodes]) if depth else (
+        np.zeros(1, np.int64))
     found.append(Level(nodes, tuple(counts[nodes].tolist()),
                        int(np.argmax(depths > depth)),
-                       reach[np.ix_(nodes, fed)]))
+                       reach[np.ix_(nodes, fed)], above.astype(np.int32)))
+    before = nodes
   return tuple(found)
 
 
@@ -81,6 +98,10 @@ class StaticTree:
   @property
   def num_nodes(self) -> int:
     return len(self.parents)
+
+  @property
+  def num_coins(self) -> int:
+    return sampling.COINS_A_DRAW * (self.num_nodes - 1)
 
   @property
   def depth(self) -> int:
@@ -116,36 +137,36 @@ def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
   return slots, len(fed)
 
 
-def grow(model, params, cache, logits, keys, parents, draw):
+def grow(step, carry, logits, coins, parents: tuple[int, ...], draw):
   """Draws a tree of N nodes, level by level.
 
   Args:
-    model: a `ModelFn`.
-    params: its parameters.
-    cache: the model's, with all committed tokens.
-    logits: `[B, V]` behind the root.
-    keys: `[B]`, one key for each row.
+    step: reads the nodes of a level, see above.
+    carry: of the step, such as a model's cache with all committed tokens.
+    logits: `[B, V]` of the token after the root.
+    coins: `[B, (N - 1) COINS_A_DRAW]`, uniform in [0, 1).
     parents: of the tree, breadth-first, N at least 2.
-    draw: `(logits [n, V], counts, coins [M]) -> (tokens [M], probs [M, V])`,
-      see `children`.
+    draw: `(logits [B, n, V], counts, coins [B, M, COINS_A_DRAW]) -> (tokens
+      [B, M], probs [B, M, V])`, see `children.drawer`.
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
-    and the cache with the block of `fed_slots` behind `lengths`.
+    and the carry after the last step; a model's cache then has the block of
+    `fed_slots` after `lengths`.
   """
   batch = logits.shape[0]
-  coins = jax.vmap(lambda key: sampling.coins(key, len(parents) - 1))(keys)
+  coins = coins.reshape(batch, len(parents) - 1, sampling.COINS_A_DRAW)
   tokens, probs = jnp.zeros((batch, 1), jnp.int32), []
   logits = logits[:, None]
   for depth, level in enumerate(levels(parents)):
     if depth > 0:
-      out = model(params, tokens[:, level.nodes],
-                  jnp.full((batch, len(level.nodes)), depth - 1, jnp.int32),
-                  jnp.tile(level.ancestors, (batch, 1, 1)), cache)
-      logits, cache = out.logits, out.cache
-    drawn, law = jax.vmap(
-        lambda logits, coins, level=level: draw(logits, level.counts, coins))(
-            logits, coins[:, level.below])
+      size = len(level.nodes)
+      logits, carry = step(
+          tokens[:, level.nodes],
+          jnp.full((batch, size), depth - 1, jnp.int32),
+          jnp.tile(level.ancestors, (batch, 1, 1)),
+          jnp.tile(level.above, (batch, 1)), carry)
+    drawn, law = draw(logits, level.counts, coins[:, level.below])
     tokens = jnp.concatenate([tokens, drawn], axis=1)
     probs.append(law)
-  return tokens[:, 1:], jnp.concatenate(probs, axis=1), cache
+  return tokens[:, 1:], jnp.concatenate(probs, axis=1), carry

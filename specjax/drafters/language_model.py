@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import common
 from specjax.prefill import read_prompt
-from specjax.sampling import coins
+from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
@@ -53,6 +53,10 @@ class LanguageModel:
     return self.gamma + 1
 
   @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.gamma
+
+  @property
   def context_length(self) -> int:
     return self.model.context_length
 
@@ -70,12 +74,12 @@ class LanguageModel:
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts a chain for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`.
-      keys: `[B]`, one key for each row.
+      coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -91,10 +95,10 @@ class LanguageModel:
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
 
-    u = jax.vmap(lambda key: coins(key, self.gamma))(keys).T
+    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
 
     def draw(logits, u):
-      probs = self.transform(logits)
+      probs = self.transform(logits, state.temperature)
       return jax.vmap(inverse_cdf)(probs, u), probs
 
     def extend(carry, u):
@@ -111,7 +115,11 @@ class LanguageModel:
     probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
     return jax.vmap(Draft.chain)(common.roots(state), tokens, probs), cache
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """Nothing: the next `propose` rolls the cache back by itself."""
     del params, draft, verdict, target_output, count
-    return drafter_state
+    return drafter
+
+  def param_specs(self, axis: str, size: int):
+    """The model's, see `specjax.contract`."""
+    return common.param_specs(self.model, axis, size)

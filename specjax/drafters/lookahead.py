@@ -7,12 +7,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax.drafters import common
 from specjax.drafters import forecasts
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.transformer import Transformer
-from specjax.sampling import coins
+from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
@@ -66,6 +67,10 @@ class Lookahead:
                        "that there are")
 
   @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * (self.count + (not self.folded))
+
+  @property
   def num_nodes(self) -> int:
     return (1 + self.count)**2 if self.folded else 2 + self.count
 
@@ -97,23 +102,24 @@ class Lookahead:
         values=jnp.zeros((batch, self.count, self.target.vocab_size)),
         known=jnp.zeros((batch,), bool))
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts a chain for every row.
 
     Args:
       params: `{"target"}`.
-      keys: `[B]`, one key for each row.
+      coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`; its target cache is read as it is.
 
     Returns:
       `(Draft, drafter state)`, batched.
     """
+    roots, rows = common.roots(state), (coins, state.temperature)
     if self.folded:
       draft = jax.vmap(self._folded)(
-          common.roots(state), state.drafter.values, state.drafter.known, keys)
+          roots, state.drafter.values, state.drafter.known, *rows)
     else:
       draft = jax.vmap(self._published)(
-          common.roots(state), self._read(params, state), keys)
+          roots, self._read(params, state), *rows)
     return draft, state.drafter
 
   def _read(self, params, state):
@@ -134,14 +140,14 @@ class Lookahead:
     """`[count]`, the ids of the look-ahead tokens."""
     return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
 
-  def _published(self, root, logits, key) -> Draft:
-    probs = jnp.concatenate([self.target_transform(logits[:1]),
-                             self.transform(logits[1:])])
-    return Draft.chain(root, _drawn(probs, key), probs)
+  def _published(self, root, logits, coins, temperature) -> Draft:
+    probs = jnp.concatenate([self.target_transform(logits[:1], temperature),
+                             self.transform(logits[1:], temperature)])
+    return Draft.chain(root, _drawn(probs, coins), probs)
 
-  def _folded(self, root, logits, known, key) -> Draft:
-    probs = self.transform(logits)
-    chain = Draft.chain(root, _drawn(probs, key), jnp.where(known, probs, 0))
+  def _folded(self, root, logits, known, coins, temperature) -> Draft:
+    probs = self.transform(logits, temperature)
+    chain = Draft.chain(root, _drawn(probs, coins), jnp.where(known, probs, 0))
     nodes = 1 + self.count
     # Node s has its look-ahead tokens at nodes + s * count, in a row.
     hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
@@ -152,17 +158,22 @@ class Lookahead:
             first, (hanging - nodes) // self.count, hanging - 1)]),
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """What was forecast where the round stopped."""
     del params, draft
     if not self.folded:
-      return drafter_state
+      return drafter
     nodes = 1 + self.count
     logits = target_output.logits[:, nodes:]
     logits = logits.reshape(-1, nodes, self.count, logits.shape[-1])
-    return drafter_state.advance(logits, verdict, count)
+    return drafter.advance(logits, verdict, count)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """There are no parameters beside the target's."""
+    del axis, size
+    return PartitionSpec()
 
 
-def _drawn(probs, key):
+def _drawn(probs, coins):
   """One token of each law: `[n, V]` -> `[n]`."""
-  return jax.vmap(inverse_cdf)(probs, coins(key, probs.shape[0]))
+  return jax.vmap(inverse_cdf)(probs, coins.reshape(-1, COINS_A_DRAW))

@@ -15,6 +15,7 @@ from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.prefill import read_prompt
+from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -27,10 +28,11 @@ class Paths:
   The chains are packed at run time, see `topology.prefix_tree`: the draft has
   one node for each drafted token whatever the chains share. Given that a path
   visits a node, its next token is drawn from its own model at that context
-  alone, whichever path drew the node's own token first. How many paths go on
-  below an earlier sibling does tell whether a later path drew that sibling's
-  token too; that is harmless, for the probability to accept something below a
-  node does not depend on the shape of the tree there.
+  alone, whichever path drew the node's own token first. The shape of the tree
+  gives something away: if two paths go on below an earlier sibling, a later
+  path has drawn that sibling's token too. That does no harm, because the
+  probability to accept something below a node does not depend on the shape of
+  the tree there.
 
   `params["drafter"]` is a tuple, one entry for each model.
 
@@ -79,6 +81,10 @@ class Paths:
     return 1 + self.num_paths * self.length
 
   @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.num_paths * self.length
+
+  @property
   def context_length(self) -> int:
     return min(model.context_length for model in self.models)
 
@@ -102,21 +108,20 @@ class Paths:
     return tuple(read_prompt(model, own, prompt).cache
                  for model, own in zip(self.models, params))
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts the paths of every row and packs them.
 
     Args:
       params: `{"drafter": (parameters of each model, ...)}`.
-      keys: `[B]`, one key for each row.
+      coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
       `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
     """
-    def draw(logits, counts, coins):
-      return children.iid(logits, counts, coins, self.transform)
-
+    draw = children.drawer("iid", self.transform, state.temperature)
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
+    used = 0
     for m, (model, own, cache) in enumerate(
         zip(self.models, params["drafter"], state.drafter)):
       paths = range(m, self.num_paths, len(self.models))
@@ -125,9 +130,11 @@ class Paths:
       # several nobody knows whose path that will be.
       logits, cache = common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1)
-      model_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, m)
+      mine = COINS_A_DRAW * (len(bundle) - 1)
       drawn, law, cache = growth.grow(
-          model, own, cache, logits, model_keys, bundle, draw)
+          common.model_step(model, own), cache, logits,
+          coins[:, used:used + mine], bundle, draw)
+      used += mine
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))
       probs.append(law.reshape(*shape, -1))
@@ -143,13 +150,17 @@ class Paths:
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """The cache of a single model with the accepted path moved together."""
     del params, draft, target_output
     if not self.iid:
-      return drafter_state
+      return drafter
     size = self.num_paths * (self.length - 1)
     slots = jnp.arange(-1, self.num_nodes - 1, dtype=jnp.int32)
     slots = jnp.tile(jnp.clip(slots, 0, max(size - 1, 0)), (count.shape[0], 1))
-    return (common.keep_path(drafter_state[0], slots, verdict.path, size,
-                             count),)
+    return (common.keep_path(drafter[0], slots, verdict.path, size, count),)
+
+  def param_specs(self, axis: str, size: int):
+    """Those of each model, see `specjax.contract`."""
+    return tuple(common.param_specs(model, axis, size)
+                 for model in self.models)

@@ -70,12 +70,12 @@ class TreeLanguageModel(growth.StaticTree):
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params, keys, state):
+  def propose(self, params, coins, state):
     """Drafts the tree for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`.
-      keys: `[B]`, one key for each row.
+      coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -84,22 +84,24 @@ class TreeLanguageModel(growth.StaticTree):
     if self.num_nodes == 1:
       return common.root_only(state, self.model.vocab_size), state.drafter
 
-    def draw(logits, counts, coins):
-      return children.DRAWS[self.proposal](
-          logits, counts, coins, self.transform)
-
     params = params["drafter"]
     logits, cache = common.feed_last(
         self.model, params, state, state.drafter, size=2)
     tokens, probs, cache = growth.grow(
-        self.model, params, cache, logits, keys, self.parents, draw)
+        common.model_step(self.model, params), cache, logits, coins,
+        self.parents,
+        children.drawer(self.proposal, self.transform, state.temperature))
     parents = jnp.array(self.parents, jnp.int32)
     tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
     return jax.vmap(tree)(common.roots(state), tokens, probs), cache
 
-  def commit(self, params, drafter_state, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count):
     """The cache with the accepted path moved together."""
     del params, draft, target_output
     slots, size = growth.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
-    return common.keep_path(drafter_state, slots, verdict.path, size, count)
+    return common.keep_path(drafter, slots, verdict.path, size, count)
+
+  def param_specs(self, axis: str, size: int):
+    """The model's, see `specjax.contract`."""
+    return common.param_specs(self.model, axis, size)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.rounds import raise_if_not_finite
+from specjax.decoder import raise_if_not_finite
 
 _BATCH = 8
 

@@ -1,0 +1,181 @@
+"""What a part returns, checked at the boundary while the program is traced.
+
+Shapes, dtypes and structures are static, so these checks cost nothing at run
+time. Every error names the part. `check_values`, for `Decoder(debug=True)`,
+looks at the numbers too.
+"""
+
+from typing import Any
+
+import chex
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.types import ModelOutput
+
+_ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
+
+
+def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
+           ) -> None:
+  """Checks shape and dtype of one array, named as the reader knows it."""
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    raise ValueError(f"{name} is a {type(x).__name__}; it must be an array "
+                     f"{axes} of shape {shape}")
+  message = (f"{name} has shape {x.shape} and dtype {x.dtype}; it must be "
+             f"{axes} of shape {shape}, {kind.__name__}")
+  options = dict(custom_message=message, include_default_message=False,
+                 exception_type=ValueError)
+  chex.assert_shape(x, shape, **options)
+  chex.assert_type(x, kind, **options)
+
+
+def _check_is(name: str, value: Any, kind: type) -> None:
+  if not isinstance(value, kind):
+    raise ValueError(f"{name} is a {type(value).__name__}; it must be a "
+                     f"specjax.{kind.__name__}")
+
+
+def check_draft(name: str, draft: Draft, batch: int, nodes: int,
+                vocab_size: int) -> None:
+  """Checks what `propose` returned.
+
+  Args:
+    name: of the drafter.
+    draft: batched.
+    batch: B.
+    nodes: N, what the drafter declares as `num_nodes`.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: a field has another shape or dtype.
+  """
+  of = f"of the drafter {name} (num_nodes {nodes})"
+  _check_is(f"the draft {of}", draft, Draft)
+  for field, kind in (("tokens", int), ("parents", int)):
+    _check(f"{field} {of}", getattr(draft, field), (batch, nodes), "[B, N]",
+           kind)
+  _check(f"probs {of}", draft.probs, (batch, nodes, vocab_size), "[B, N, V]",
+         float)
+
+
+def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
+  """Checks what `law` returned for one sequence.
+
+  Raises:
+    ValueError: a field has another shape or dtype.
+  """
+  _check_is(f"the law of the verifier {name}", law, Law)
+  _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
+  _check(f"next_token of the verifier {name}", law.next_token,
+         (nodes, vocab_size), "[N, V]", float)
+
+
+def check_survival(name: str, survival: jax.Array, nodes: int) -> None:
+  """Checks what `survival` returned for one sequence."""
+  _check(f"survival of the verifier {name}", survival, (nodes,), "[N]", float)
+
+
+def check_output(name: str, output: ModelOutput, batch: int, size: int,
+                 vocab_size: int) -> None:
+  """Checks what a model's pass over S tokens with a cache returned."""
+  _check_is(f"the output of the model {name}", output, ModelOutput)
+  _check(f"logits of the model {name}", output.logits,
+         (batch, size, vocab_size), "[B, S, V]", float)
+  hidden = output.hidden
+  if hidden is None or hidden.ndim < 2 or hidden.shape[:2] != (batch, size):
+    found = "None" if hidden is None else hidden.shape
+    raise ValueError(f"hidden of the model {name} has shape {found}; it must "
+                     f"be [B, S, F] with B = {batch} and S = {size}")
+  for field in ("lengths", "commit", "rollback"):
+    if not hasattr(output.cache, field):
+      raise ValueError(
+          f"the cache of the model {name} is a {type(output.cache).__name__} "
+          f"without `{field}`; it must be a specjax.types.Cache")
+
+
+def check_rows(name: str, tree: Any, batch: int) -> None:
+  """Checks that every leaf of a state has the rows B as its first axis."""
+  for path, x in jax.tree.leaves_with_path(tree):
+    if jnp.ndim(x) < 1 or jnp.shape(x)[0] != batch:
+      raise ValueError(
+          f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}; every "
+          f"leaf of a state has the {batch} rows as its first axis")
+
+
+def check_same(name: str, new: Any, old: Any) -> None:
+  """Checks that a state kept its structure, its shapes and its dtypes."""
+  form = lambda tree: {
+      jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+      for path, x in jax.tree.leaves_with_path(jax.eval_shape(lambda: tree))}
+  has, had = form(new), form(old)
+  for path in {**had, **has}:
+    if has.get(path) != had.get(path):
+      raise ValueError(
+          f"{name} has {has.get(path, 'nothing')} at {path or 'its top'} where "
+          f"there was {had.get(path, 'nothing')}; a loop's state keeps its "
+          "structure, shapes and dtypes")
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    raise ValueError(f"{name} is {jax.tree.structure(new)} where there was "
+                     f"{jax.tree.structure(old)}; a loop's state keeps its "
+                     "structure")
+
+
+def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
+                 draft: Draft, law: Law) -> None:
+  """Checks the numbers of one round, batched, by `checkify`.
+
+  The draft's parents come before their children, its rows of q are laws or
+  padding, a declared chain is one, the verifier's law sums to 1, and the
+  commit stays within the cache's capacity.
+
+  Args:
+    drafter: its name.
+    chain: whether the drafter declares that its drafts are chains.
+    verifier: its name.
+    state: before the round.
+    draft: the drafts.
+    law: the laws.
+  """
+  active = ~state.done
+  nodes = draft.parents.shape[1]
+  order = jnp.arange(nodes)
+  good = jnp.where(order > 0, (draft.parents >= 0) & (draft.parents < order),
+                   draft.parents == -1)
+  _require(good.all(-1) | ~active,
+           f"parents of the drafter {drafter} are no tree in row {{row}}; "
+           "parents[0] is -1 and 0 <= parents[i] < i")
+  total = draft.probs[:, 1:].sum(-1)
+  is_law = ((draft.probs[:, 1:] >= 0).all(-1)
+            & ((jnp.abs(total - 1) < _ROUNDING) | (total == 0)))
+  _require(is_law.all(-1) | ~active,
+           f"probs of the drafter {drafter} hold a row that is no law in row "
+           "{row}; each is not negative and sums to 1, or to 0 for padding")
+  if chain:
+    real = (total > 0) & (order[1:] > 0)
+    in_line = ~real | (draft.parents[:, 1:] == order[:-1])
+    _require(in_line.all(-1) | ~active,
+             f"the drafter {drafter} declares `chain = True` and drafted a "
+             "branch in row {row}")
+  _require((jnp.abs(law.stop.sum(-1) - 1) < _ROUNDING)
+           & (law.stop >= 0).all(-1) | ~active,
+           f"stop of the verifier {verifier} is no law in row {{row}}; it is "
+           "not negative and sums to 1")
+  row_is_law = ((jnp.abs(law.next_token.sum(-1) - 1) < _ROUNDING)
+                & (law.next_token >= 0).all(-1))
+  _require((row_is_law | (law.stop <= 0)).all(-1) | ~active,
+           f"next_token of the verifier {verifier} holds a row that is no law "
+           "in row {row}; each is not negative and sums to 1")
+  capacity = state.tokens.shape[1]
+  _require((state.lengths + nodes <= capacity) | ~active,
+           f"row {{row}} has no room for {nodes} nodes in {capacity} slots; "
+           "prefill with a larger capacity")
+
+
+def _require(good: jax.Array, message: str) -> None:
+  """Raises `message`, with {row} filled in, for the first row that is bad."""
+  checkify.check(jnp.all(good), message, row=jnp.argmin(good))

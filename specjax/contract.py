@@ -1,0 +1,270 @@
+"""What a rule or a drafter may leave out, and what holds where it does.
+
+This is the one place that knows: the loop, `exact`, `analysis` and the studies
+ask a `Rule` and never the researcher's own object.
+
+A verification rule (`specjax.types.Verifier`) has `law`. Optional are
+
+  lossless   bool, default True: the output follows the target's law.
+  requires   names out of `CAPABILITIES` that the drafter must have; default
+             ("chain",), for most rules are written for chains. A rule for any
+             tree says `requires = ()`.
+  init       `(gamma) -> state`: the rule has a state, where gamma is N - 1.
+             Then `law`, and `survival`, get it as third argument, and None
+             stands for a fresh one. Other rules are called with two arguments.
+  commit     `(state, draft, target_probs, verdict) -> state` after a round;
+             without it the state stays as it is.
+  survival   `(draft, target_probs) -> [N]`, P(tau >= i | the first i drafted
+             tokens), for chains; default: P(depth of the stop >= i | draft).
+
+A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
+`commit`. Optional are
+
+  chain, iid, conditional, autoregressive
+             bools, default False, see `CAPABILITIES`.
+  num_coins  how many uniform numbers it needs for a row and round. Then
+             `propose` gets them as `[B, num_coins]` float32 in [0, 1) in place
+             of keys: the loop tosses the coins of many rounds at once, which
+             is far cheaper than keys are. Coin i must not decide how many
+             coins there are. Default: `propose` gets one key for each row.
+  bind       `(target, transform) -> drafter`: the drafter specialised to a
+             target, or a `ValueError` where the two do not fit. The transform
+             takes the temperature of each row: `transform(logits,
+             state.temperature[:, None])`.
+  context_length
+             longest sequence that it can draft for; default: no limit.
+  param_specs
+             `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
+             whole branches of it, on a mesh.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import checks
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import Law
+from specjax.types import ModelFn
+from specjax.types import Verdict
+from specjax.types import Verifier
+
+CAPABILITIES = {
+    "chain": "every draft is one chain: node i + 1 is below node i, and what "
+             "hangs beside it is padding",
+    "iid": "the children of a node are independent draws from one law",
+    "conditional": "every row of `probs` is the law of its token given what "
+                   "came before it, as `Draft` asks",
+    "autoregressive": "q depends on the context alone, not on where the draft "
+                      "began",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A verification rule with all that it may leave out filled in.
+
+  Attributes:
+    verifier: the researcher's object. A `Rule` hashes as it does.
+  """
+
+  verifier: Verifier
+
+  @property
+  def name(self) -> str:
+    return type(self.verifier).__name__
+
+  @property
+  def lossless(self) -> bool:
+    return getattr(self.verifier, "lossless", True)
+
+  @property
+  def requires(self) -> tuple[str, ...]:
+    return tuple(getattr(self.verifier, "requires", ("chain",)))
+
+  @property
+  def has_state(self) -> bool:
+    return hasattr(self.verifier, "init")
+
+  @property
+  def remembers(self) -> bool:
+    """Whether a round changes the rule's state."""
+    return hasattr(self.verifier, "commit")
+
+  def initial_state(self, gamma: int) -> Any:
+    """The state before the first round; None for a rule that has none."""
+    return self.verifier.init(gamma) if self.has_state else None
+
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
+    """The law of the outcome for one sequence, its shapes checked.
+
+    Args:
+      draft: N nodes.
+      target_probs: `[N, V]`, the target's law after every node.
+      state: the rule's; None is a fresh one, or none.
+    """
+    law = self.verifier.law(draft, target_probs, *self._memory(state))
+    checks.check_law(self.name, law, *target_probs.shape)
+    return law
+
+  def survival(self, draft: Draft, target_probs: jax.Array, state: Any,
+               law: Law, depths: jax.Array) -> jax.Array:
+    """`[N]`, P(tau >= i), by the rule's own formula where it has one.
+
+    Args:
+      draft: N nodes.
+      target_probs: `[N, V]`.
+      state: the rule's, or None.
+      law: what `law` returned.
+      depths: `[N]` of the nodes.
+    """
+    if not hasattr(self.verifier, "survival"):
+      deep = depths >= jnp.arange(depths.shape[0])[:, None]
+      return jnp.sum(law.stop * deep, axis=-1)
+    found = self.verifier.survival(draft, target_probs, *self._memory(state))
+    checks.check_survival(self.name, found, depths.shape[0])
+    return found
+
+  def figures(self, draft: Draft, target_probs: jax.Array, state: Any,
+              law: Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """E[tau | draft] `[]` and `survival [N]`; arguments as there."""
+    expected = jnp.sum(law.stop * depths)
+    return expected, self.survival(draft, target_probs, state, law, depths)
+
+  def commit(self, state: Any, draft: Draft, target_probs: jax.Array,
+             verdict: Verdict) -> Any:
+    """The state after a round."""
+    if not self.remembers:
+      return state
+    new = self.verifier.commit(state, draft, target_probs, verdict)
+    checks.check_same(f"the state that {self.name}.commit returned", new, state)
+    return new
+
+  def _memory(self, state):
+    return (state,) if self.has_state else ()
+
+
+def rule(verifier: Verifier | Rule) -> Rule:
+  """The `Rule` of a verifier.
+
+  Raises:
+    ValueError: it has no `law`, requires what no drafter can declare, or has
+      `commit` and no `init`.
+  """
+  if isinstance(verifier, Rule):
+    return verifier
+  name = type(verifier).__name__
+  if isinstance(verifier, type):
+    raise ValueError(f"the verifier is the class {verifier.__name__}; give an "
+                     f"object: {verifier.__name__}()")
+  if not callable(getattr(verifier, "law", None)):
+    raise ValueError(f"the verifier {name} has no method `law(draft, "
+                     "target_probs)`; see specjax.types.Verifier")
+  found = Rule(verifier)
+  if isinstance(getattr(verifier, "requires", ()), str):
+    raise ValueError(f"{name}.requires is the text {verifier.requires!r}; give "
+                     f"a tuple: ({verifier.requires!r},)")
+  for need in found.requires:
+    if need not in CAPABILITIES:
+      raise ValueError(f"{name}.requires holds {need!r}; it must be among "
+                       f"{', '.join(CAPABILITIES)}")
+  if not isinstance(found.lossless, bool):
+    raise ValueError(f"{name}.lossless is {found.lossless!r}; it must be True "
+                     "or False")
+  if found.remembers and not found.has_state:
+    raise ValueError(f"{name} has `commit` and no `init`; a rule that "
+                     "remembers needs `init(gamma)`, its first state")
+  return found
+
+
+def capabilities(drafter: Drafter) -> frozenset[str]:
+  """Which of `CAPABILITIES` a drafter declares.
+
+  Raises:
+    ValueError: one of them is declared as something else than True or False.
+  """
+  for name in CAPABILITIES:
+    value = getattr(drafter, name, False)
+    if not isinstance(value, bool):
+      raise ValueError(f"{type(drafter).__name__}.{name} is {value!r}; it must "
+                       "be True or False")
+  return frozenset(name for name in CAPABILITIES
+                   if getattr(drafter, name, False))
+
+
+def num_coins(drafter: Drafter) -> int | None:
+  """Uniform numbers that a drafter takes; None: it takes keys."""
+  return getattr(drafter, "num_coins", None)
+
+
+def context_length(drafter: Drafter) -> float:
+  """Longest sequence that a drafter can draft for; infinity: any."""
+  return getattr(drafter, "context_length", math.inf)
+
+
+def bind(drafter: Drafter, target: ModelFn, transform: LogitsTransform
+         ) -> Drafter:
+  """The drafter specialised to a target, all it must have checked.
+
+  Raises:
+    ValueError: it is no drafter, or does not fit the target.
+  """
+  check_drafter(drafter)
+  if not hasattr(drafter, "bind"):
+    return drafter
+  bound = drafter.bind(target, transform)
+  check_drafter(bound)
+  return bound
+
+
+def check_drafter(drafter: Drafter) -> None:
+  """Checks that a drafter has what it must have.
+
+  Raises:
+    ValueError: something is missing or no whole number.
+  """
+  name = type(drafter).__name__
+  if isinstance(drafter, type):
+    raise ValueError(f"the drafter is the class {drafter.__name__}; give an "
+                     f"object: {drafter.__name__}(...)")
+  for method in ("init", "propose", "commit"):
+    if not callable(getattr(drafter, method, None)):
+      raise ValueError(f"the drafter {name} has no method `{method}`; see "
+                       "specjax.types.Drafter")
+  for field, least, value in (
+      ("num_nodes", 1, getattr(drafter, "num_nodes", None)),
+      ("num_coins", 0, num_coins(drafter) or 0)):
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+      raise ValueError(f"{name}.{field} is {value!r}; it must be a whole "
+                       f"number of at least {least}")
+  capabilities(drafter)
+
+
+def check_pair(verifier: Verifier | Rule, drafter: Drafter,
+               declared: Iterable[str] | None = None) -> None:
+  """Checks that a drafter declares all that a rule requires.
+
+  Args:
+    verifier: the rule.
+    drafter: the drafter, or its name where `declared` is given.
+    declared: the capabilities of a drafter that was recorded.
+
+  Raises:
+    ValueError: a capability is missing; the rule would not be exact.
+  """
+  one = rule(verifier)
+  name = drafter if isinstance(drafter, str) else type(drafter).__name__
+  declared = capabilities(drafter) if declared is None else declared
+  for need in one.requires:
+    if need not in declared:
+      raise ValueError(
+          f"{one.name} is exact only with a drafter that is {need} "
+          f"({CAPABILITIES[need]}), and {name} does not declare `{need} = "
+          "True`; choose another pair, or declare it where it is true")

@@ -1,0 +1,427 @@
+"""The face of the loop: prompts, limits and keys in, tokens out."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import contract
+from specjax import prefill as prefill_lib
+from specjax import rounds as rounds_lib
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import Prompt
+from specjax.types import RoundStats
+from specjax.types import Trace
+from specjax.types import Verifier
+
+_CAPACITY_STEP = 128  # slots; rounding up lets runs of similar size share code
+_NO_TOKEN = -1  # fills up the list of a row's eos ids
+
+
+class Generation(NamedTuple):
+  """What `generate` returns.
+
+  Attributes:
+    tokens: a list of int32 arrays, each row's prompt and continuation.
+    stats: `RoundStats` summed over the rounds; `active` counts them.
+  """
+
+  tokens: list[np.ndarray]
+  stats: RoundStats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+  """A target, a drafter and a verifier as one compiled program.
+
+  It holds static parts only and hashes by value: equal decoders share their
+  compiled code, and so do decoders that differ in temperature or eos alone.
+  Weights and state are arguments: `params = {"target": ..., "drafter": ...}`.
+
+  Attributes:
+    target: the `ModelFn` whose law the output follows.
+    drafter: the `Drafter`.
+    verifier: the `Verifier` whose verdicts are committed.
+    transform: from logits to the law that is sampled from; shared with the
+      drafter unless that has its own. Its temperature is that of every row
+      unless `prefill` is given others.
+    observers: verifiers whose laws are evaluated on the same drafts and
+      reported in `RoundStats`, never acted on.
+    eos: the token id that ends a row, or several of them, or None; for every
+      row unless `prefill` is given others.
+    debug: whether the numbers of every round are checked: that laws sum to 1,
+      that the rows of q are laws, that a chain is one, that commits stay
+      within the capacity. It costs time; a `ValueError` names the part.
+
+  Example:
+    >>> import jax
+    >>> import specjax as sj
+    >>> model = sj.testing.MarkovModel(vocab_size=4)
+    >>> table = model.init(jax.random.key(0))
+    >>> decoder = sj.Decoder(
+    ...     target=model, verifier=sj.verifiers.Block(),
+    ...     drafter=sj.drafters.LanguageModel(model=model, gamma=3),
+    ...     transform=sj.LogitsTransform(temperature=0))
+    >>> generation = decoder.generate(
+    ...     {"target": table, "drafter": table}, [[1, 2], [3]],
+    ...     jax.random.key(1), max_new_tokens=8)
+    >>> [len(row) for row in generation.tokens]
+    [10, 9]
+    >>> generation.stats.active.tolist()  # rounds: all drafts were accepted
+    [2, 2]
+  """
+
+  target: ModelFn
+  drafter: Drafter
+  verifier: Verifier
+  transform: LogitsTransform = LogitsTransform()
+  observers: tuple[Verifier, ...] = ()
+  eos: int | tuple[int, ...] | None = None
+  debug: bool = False
+
+  def __post_init__(self):
+    object.__setattr__(self, "observers", tuple(self.observers))
+    if self.eos is not None and np.ndim(self.eos):
+      object.__setattr__(self, "eos", tuple(int(token) for token in self.eos))
+    self._check_target()
+    shared = dataclasses.replace(self.transform, temperature=None)
+    drafter = contract.bind(self.drafter, self.target, shared)
+    rule, *observers = map(contract.rule, (self.verifier, *self.observers))
+    for one in (rule, *observers):
+      contract.check_pair(one, drafter)
+    # No field: two decoders are equal if what they were made of is.
+    object.__setattr__(self, "_round", rounds_lib.Round(
+        target=self.target, drafter=drafter, rule=rule, transform=shared,
+        observers=tuple(observers), debug=self.debug))
+
+  def _check_target(self):
+    vocab_size = self.target.vocab_size
+    if len(set(self.transform.banned)) >= vocab_size:
+      raise ValueError(f"all {vocab_size} tokens of the vocabulary are banned; "
+                       "leave at least one")
+    for token in self.transform.banned:
+      if token >= vocab_size:
+        raise ValueError(f"banned token {token} is out of range; the target's "
+                         f"vocabulary has {vocab_size} tokens")
+    if self.transform.temperature is None:
+      raise ValueError("the decoder's transform has temperature None; give the "
+                       "temperature of rows that name none")
+    self._eos_ids("eos", self.eos)
+
+  def _eos_ids(self, name, eos) -> tuple[int, ...]:
+    """The ids of one row's `eos`, all of them tokens."""
+    ids = () if eos is None else eos if np.ndim(eos) else (eos,)
+    for token in ids:
+      if not 0 <= token < self.target.vocab_size:
+        raise ValueError(f"{name} is {token}; it must be a token id in "
+                         f"[0, {self.target.vocab_size}), several of them, or "
+                         "None")
+    return tuple(int(token) for token in ids)
+
+  @property
+  def context_length(self) -> int:
+    """Longest sequence that both models were made for, in tokens."""
+    return min(self.target.context_length,
+               contract.context_length(self._round.drafter))
+
+  def prefill(self, params: Any, prompts: Sequence[Sequence[int]],
+              key: jax.Array, *, limits: Any = None, request_ids: Any = None,
+              capacity: int = 0, temperature: Any = None, eos: Any = None,
+              context: Any = None) -> DecodeState:
+    """Reads the prompts and prepares the loop.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompts: B sequences of token ids, each of at least one token; lengths
+        may differ.
+      key: a PRNG key of `jax.random.key`, threefry.
+      limits: `[B]` or one number, the length of prompt and output together at
+        which a row is done; default: the context length.
+      request_ids: `[B]` whole numbers from 0 to 2^32 - 1; a row's randomness is
+        a function of (key, its request id) alone. Default: 0..B-1.
+      capacity: least number of slots of a row; the loop's cost does not
+        depend on it, but its compiled shape does.
+      temperature: `[B]` or one number, at least 0; default: the transform's.
+      eos: B entries as `Decoder.eos`, one for each row; default: the decoder's
+        for all.
+      context: a tree of arrays `[B, ...]` that the drafter may read, as
+        `Prompt.context` and `DecodeState.context`.
+
+    Returns:
+      The state of the loop.
+
+    Raises:
+      ValueError: a prompt is empty, or longer than its limit; a limit exceeds
+        the context length; a token id, a request id or a temperature is out of
+        range; a leaf of the context has another number of rows.
+    """
+    tokens, lengths = self._checked_prompts(prompts)
+    limits = self._checked_limits(limits, lengths)
+    keys = _row_keys(key, request_ids, len(lengths))
+    for path, x in jax.tree.leaves_with_path(context):
+      if np.ndim(x) < 1 or len(x) != len(lengths):
+        raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
+                         f"{np.shape(x)}; its first axis must be the "
+                         f"{len(lengths)} prompts")
+    needed = max(int(limits.max()) + self._round.drafter.num_nodes,
+                 tokens.shape[1], capacity)
+    capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    # The context is copied, for the loop will donate it.
+    prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
+                    capacity=capacity, context=jax.tree.map(jnp.array, context))
+    return rounds_lib.start(
+        self._round, params, prompt, jnp.asarray(limits), keys,
+        jnp.asarray(self._temperatures(temperature, len(lengths))),
+        jnp.asarray(self._eos_rows(eos, len(lengths))))
+
+  def start(self, params: Any, prompt: Prompt, limits: jax.Array,
+            keys: jax.Array, temperature: jax.Array | None = None,
+            eos: jax.Array | None = None) -> DecodeState:
+    """`prefill` without its checks: pure, for use inside a program.
+
+    A drafter can so be a decoder itself.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompt: B rows, padded to `prefill.padded_length` columns; its capacity
+        must hold every limit and the nodes of a draft.
+      limits: `[B]` int32.
+      keys: `[B]` PRNG keys.
+      temperature: `[B]` float32; default: the transform's.
+      eos: `[B, E]` int32, filled up with -1; default: the decoder's.
+    """
+    rows = prompt.lengths.shape[0]
+    if temperature is None:
+      temperature = jnp.asarray(self._temperatures(None, rows))
+    if eos is None:
+      eos = jnp.asarray(self._eos_rows(None, rows))
+    return self._round.start(params, prompt, limits, keys, temperature, eos)
+
+  def insert(self, state: DecodeState, slot: int | Sequence[int],
+             fresh: DecodeState) -> DecodeState:
+    """Puts the rows of another state of this decoder in the place of some.
+
+    Every leaf of a state has B first, so a batch stays full: a row that is
+    done gives its slot to a new prompt, and the other rows do not notice.
+
+    Args:
+      state: B rows; it is donated.
+      slot: the row to replace, or as many rows as `fresh` has.
+      fresh: of `prefill` with the same capacity, and as many eos ids.
+
+    Raises:
+      ValueError: a slot is out of range, or the two states are of different
+        shapes.
+    """
+    slots = np.atleast_1d(np.asarray(slot))
+    rows, new = len(state.lengths), len(fresh.lengths)
+    if slots.shape != (new,) or len(set(slots.tolist())) != new:
+      raise ValueError(f"slot is {slot} and the fresh state has {new} rows; "
+                       "give as many different slots as there are rows")
+    if not ((0 <= slots) & (slots < rows)).all():
+      raise ValueError(f"slot is {slot}; the state has rows 0 to {rows - 1}")
+    for (path, old), (_, x) in zip(jax.tree.leaves_with_path(state),
+                                   jax.tree.leaves_with_path(fresh)):
+      if old.shape[1:] != x.shape[1:]:
+        raise ValueError(
+            f"state{jax.tree_util.keystr(path)} has rows of shape "
+            f"{old.shape[1:]} and the fresh state of {x.shape[1:]}; prefill "
+            "both with the same capacity and as many eos ids")
+    return rounds_lib.insert(state, jnp.asarray(slots), fresh)
+
+  def decode_round(self, params: Any, state: DecodeState
+                   ) -> tuple[DecodeState, RoundStats]:
+    """One round for every row; rows that are done stay as they are."""
+    state, stats, _ = self.traced_round(params, state)
+    return state, stats
+
+  def traced_round(self, params: Any, state: DecodeState
+                   ) -> tuple[DecodeState, RoundStats, Trace]:
+    """`decode_round`, and what the verifier saw and decided."""
+    return self._round(params, state, self._round.toss(state, 1)[0])
+
+  def decode(self, params: Any, state: DecodeState, rounds: int
+             ) -> tuple[DecodeState, RoundStats]:
+    """Runs a fixed number of rounds, compiled.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: it is donated and must not be used again.
+      rounds: how many.
+
+    Returns:
+      `(state, stats)` with every field of the stats stacked, `[rounds, ...]`.
+    """
+    return rounds_lib.scan(self._round, params, state, rounds=rounds)
+
+  def decode_traced(self, params: Any, state: DecodeState, rounds: int
+                    ) -> tuple[DecodeState, RoundStats, Trace]:
+    """`decode` for records: `(state, stats, traces)`.
+
+    The traces are stacked like the stats; they take rounds * B * 2 * N * V
+    floats.
+    """
+    state, (stats, traces) = rounds_lib.scan(
+        self._round, params, state, rounds=rounds, traced=True)
+    return state, stats, traces
+
+  def decode_until(self, params: Any, state: DecodeState
+                   ) -> tuple[DecodeState, RoundStats]:
+    """Runs until every row is done, compiled.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: it is donated and must not be used again.
+
+    Returns:
+      `(state, stats)` with the stats summed over the rounds: `active` counts
+      a row's rounds, `finite` and `draft_finite` say whether all were.
+    """
+    return rounds_lib.until(self._round, params, state)
+
+  def generate(self, params: Any, prompts: Sequence[Sequence[int]],
+               key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,
+               temperature: Any = None, eos: Any = None, context: Any = None
+               ) -> Generation:
+    """Continues every prompt by at most `max_new_tokens` tokens.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompts: as the others, see `prefill`.
+      key: see there.
+      max_new_tokens: of every row, at least 0.
+      request_ids: see there.
+      temperature: see there.
+      eos: see there.
+      context: see there.
+
+    Raises:
+      ValueError: bad arguments, as in `prefill`.
+      FloatingPointError: a model's logits were not finite.
+    """
+    if max_new_tokens < 0:
+      raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at "
+                       "least 0")
+    prompts = [np.asarray(row) for row in prompts]
+    limits = [row.size + max_new_tokens for row in prompts]
+    state = self.prefill(
+        params, prompts, key, limits=limits, request_ids=request_ids,
+        temperature=temperature, eos=eos, context=context)
+    state, stats = self.decode_until(params, state)
+    raise_if_not_finite(stats)
+    tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
+    return Generation([row[:n] for row, n in zip(tokens, lengths)], stats)
+
+  def _checked_prompts(self, prompts):
+    rows = [np.asarray(row) for row in prompts]
+    if not rows:
+      raise ValueError("there are no prompts; at least one is needed")
+    for i, row in enumerate(rows):
+      if row.ndim != 1 or row.size == 0:
+        raise ValueError(f"prompt {i} is empty; it needs at least one token, "
+                         "such as the tokenizer's bos")
+      if not np.issubdtype(row.dtype, np.integer):
+        raise ValueError(f"prompt {i} holds {row.dtype}; token ids are whole "
+                         "numbers")
+      bad = row[(row < 0) | (row >= self.target.vocab_size)]
+      if bad.size:
+        raise ValueError(
+            f"prompt {i} holds token id {bad[0]}; ids must lie in "
+            f"[0, {self.target.vocab_size}): use the target's tokenizer")
+    lengths = np.array([row.size for row in rows], np.int32)
+    columns = prefill_lib.padded_length(int(lengths.max()))
+    tokens = np.zeros((len(rows), columns), np.int32)
+    for i, row in enumerate(rows):
+      tokens[i, :row.size] = row
+    return tokens, lengths
+
+  def _checked_limits(self, limits, lengths):
+    if limits is None:
+      limits = self.context_length
+    limits = np.broadcast_to(np.asarray(limits, np.int32), lengths.shape)
+    for i, (limit, length) in enumerate(zip(limits, lengths)):
+      if limit > self.context_length:
+        raise ValueError(
+            f"row {i} may grow to {limit} tokens, prompt included; the "
+            f"context length is {self.context_length}: ask for fewer tokens "
+            "or shorten the prompt")
+      if length > limit:
+        raise ValueError(f"prompt {i} has {length} tokens; its limit is "
+                         f"{limit}: shorten it or raise the limit")
+    return limits
+
+  def _temperatures(self, temperature, rows) -> np.ndarray:
+    """`[B]` float32."""
+    if temperature is None:
+      temperature = self.transform.temperature
+    values = np.asarray(temperature, np.float32)
+    if values.shape not in ((), (rows,)):
+      raise ValueError(f"temperature has shape {values.shape}; give one "
+                       f"number, or one for each of the {rows} prompts")
+    if not ((values >= 0) & np.isfinite(values)).all():
+      raise ValueError(f"temperature is {temperature}; it must be at least 0: "
+                       "0 is greedy, 1 is the model's own law")
+    return np.broadcast_to(values, (rows,))
+
+  def _eos_rows(self, eos, rows) -> np.ndarray:
+    """`[B, E]` int32, filled up with -1."""
+    if eos is None:
+      eos = [self.eos] * rows
+    elif not np.iterable(eos) or len(eos) != rows:
+      raise ValueError(f"eos is {eos}; give one entry for each of the {rows} "
+                       "prompts: a token id, several of them, or None")
+    lists = [self._eos_ids(f"eos of prompt {i}", one)
+             for i, one in enumerate(eos)]
+    found = np.full((rows, max(1, *map(len, lists))), _NO_TOKEN, np.int32)
+    for row, ids in zip(found, lists):
+      row[:len(ids)] = ids
+    return found
+
+
+def _row_keys(key, request_ids, rows):
+  """`[B]` keys: the request ids folded into the key."""
+  if not (isinstance(key, jax.Array)
+          and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    raise ValueError("key is no typed PRNG key; make it by "
+                     "jax.random.key(seed, impl='threefry2x32')")
+  if str(jax.random.key_impl(key)) != "threefry2x32":
+    raise ValueError(
+        f"key is of kind {jax.random.key_impl(key)}; rows draw the same "
+        "numbers alone and in a batch only with 'threefry2x32'")
+  if key.shape:
+    raise ValueError(f"key has shape {key.shape}; give one key: those of the "
+                     "rows are made from it and the request ids")
+  ids = np.arange(rows) if request_ids is None else np.asarray(request_ids)
+  if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer):
+    raise ValueError(f"request_ids has shape {ids.shape} and dtype "
+                     f"{ids.dtype}; it must hold a whole number for each of "
+                     f"the {rows} prompts")
+  if ((ids < 0) | (ids >= 2**32)).any():
+    raise ValueError(f"request_ids holds {ids[(ids < 0) | (ids >= 2**32)][0]}; "
+                     "ids lie in [0, 2^32)")
+  return jax.vmap(jax.random.fold_in, (None, 0))(
+      key, jnp.asarray(ids, jnp.uint32))
+
+
+def raise_if_not_finite(stats: RoundStats) -> None:
+  """Raises where a model's numbers broke down, naming the model and the row.
+
+  Such a row has stopped by itself and emitted nothing from bad numbers.
+
+  Raises:
+    FloatingPointError: some logits were not finite.
+  """
+  for model, ok in (("target", stats.finite), ("drafter", stats.draft_finite)):
+    ok = np.asarray(ok)
+    rows = np.flatnonzero(~ok.reshape(-1, ok.shape[-1]).all(0))
+    if rows.size:
+      raise FloatingPointError(
+          f"the {model}'s logits of row {rows[0]} are not finite; decoding of "
+          "that row stopped: check the model's weights and its dtype")
