@@ -19,33 +19,32 @@ import time
 from absl import flags
 import jax
 from lib import common
+from lib import flags as shared
 import numpy as np
 from tokenizers import decoders
 
 import specjax as sj
-from specjax.models import heads as heads_lib
+from specjax import strategies
+from specjax.training import methods
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "the text to continue; default: standard input, or a few "
     "lines of code where that is a terminal or empty")
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_DRAFTER = flags.DEFINE_string(
-    "drafter", "small", "small, tiny, medusa, pass, none, or a directory of "
-    "train_lm.py or train_drafter.py")
+_TARGET = shared.target()
+_DRAFTER = shared.drafter("small, tiny, medusa, pass, none, or a directory of "
+                          "train_lm.py or train_drafter.py")
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
     "default: block, and target_walk for Medusa's tree")
-_GAMMA = flags.DEFINE_integer(
-    "gamma", 6, "drafted tokens of a chain, as far as there are heads or "
-    "look-ahead tokens for it", 1)
+_GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
+                      "or look-ahead tokens for it")
 _NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 is greedy")
+_TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
+_TOP_P = shared.top_p()
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "least share of the likeliest")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "tokens", 1)
-_SEED = flags.DEFINE_integer("seed", 0, "of the sampling")
+_SEED = shared.seed("of the sampling")
 _COLOR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "colour the tokens")
 
@@ -86,56 +85,35 @@ def _read_prompt():
   return piped.removesuffix("\n") or _DEFAULT_PROMPT
 
 
-def _medusa(heads, training):
-  """Heads as the rule wants them: a sampled chain or tree, or a top-k tree."""
-  rule = common.ALL_VERIFIERS[_VERIFIER.value or "target_walk"]
-  if "chain" in rule.requires:
-    return rule, sj.drafters.Medusa(
-        heads=heads, proposal="iid",
-        parents=range(-1, min(_GAMMA.value, heads.heads)))
-  accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
-  proposal = ("top_k" if not rule.requires else
-              "iid" if "iid" in rule.requires else "without_replacement")
-  return rule, sj.drafters.Medusa(
-      heads=heads, proposal=proposal,
-      parents=sj.trees.medusa_tree(accuracy, _NODES.value))
-
-
 def _speculation():
-  """`(target model, verifier, drafter, params, tokenizer)` of the flags."""
+  """`(target model, params, strategy, tokenizer)` of the flags."""
   name = _DRAFTER.value
   itself = common.drafts_for_itself(name)
   target, members, tokenizer = common.load_models(
       _TARGET.value, [] if itself or name == "none" else [name])
-  rule = common.ALL_VERIFIERS[_VERIFIER.value or "block"]
-  model, params = target.model, {"target": target.params}
-  if not itself:
-    drafter = sj.drafters.Empty()
-    for member in members.values():
-      params["drafter"] = member.params
-      drafter = sj.drafters.LanguageModel(
-          model=member.model, gamma=_GAMMA.value)
-    return model, rule, drafter, params, tokenizer
-  target, tokenizer, heads, own, training = common.load_self_drafter(
-      name, target, tokenizer)
-  model, params = target.model, {"target": target.params, "drafter": own}
-  if isinstance(heads, heads_lib.LookaheadEmbeddings):
-    model, both = heads_lib.with_lookahead(model, target.params, own)
-    drafter = sj.drafters.Lookahead(
-        embeddings=heads, count=min(_GAMMA.value, heads.count))
-    params = {"target": both, "drafter": ()}
-  elif isinstance(heads, heads_lib.BlockwiseHeads):
-    drafter = sj.drafters.Blockwise(
-        heads=heads, gamma=min(_GAMMA.value, heads.heads))
-  else:
-    rule, drafter = _medusa(heads, training)
-  return model, rule, drafter, params, tokenizer
+  rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
+  if itself:
+    target, tokenizer, heads, own, training = common.load_self_drafter(
+        name, target, tokenizer)
+    accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
+    strategy = methods.of(heads).strategy(
+        heads, rule, _GAMMA.value,
+        lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
+    return (*heads.attach(target.model, target.params, own), strategy,
+            tokenizer)
+  params, strategy = {"target": target.params}, strategies.autoregressive()
+  for member in members.values():
+    params["drafter"] = member.params
+    strategy = strategies.block_verification(member.model, _GAMMA.value)
+  if rule:
+    strategy = strategy._replace(verifier=rule)
+  return target.model, params, strategy, tokenizer
 
 
 def main():
-  model, rule, drafter, params, tokenizer = _speculation()
+  model, params, strategy, tokenizer = _speculation()
   decoder = sj.Decoder(
-      target=model, drafter=drafter, verifier=rule,
+      target=model, **strategy._asdict(),
       transform=sj.LogitsTransform(
           temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
           top_p=_TOP_P.value, min_p=_MIN_P.value),

@@ -37,6 +37,7 @@ from typing import Any
 from absl import flags
 import jax
 from lib import common
+from lib import flags as shared
 from lib import rollouts
 from lib import self_drafting_report as report
 from lib import timing
@@ -44,41 +45,31 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax.models import heads as heads_lib
+from specjax import contract
+from specjax import strategies
+from specjax.strategies import Strategy
 from specjax.training import evaluation
-from specjax.training import objectives
+from specjax.training import methods
 
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_DRAFTERS = flags.DEFINE_list(
-    "drafters", "small,tiny", "language models to compare with: small, tiny, "
-    "or directories of train_lm.py")
+_TARGET = shared.target()
+_DRAFTERS = shared.drafters(
+    "drafters", "small,tiny", "language models to compare with: ")
 _HEADS = flags.DEFINE_list(
     "heads", "pass,medusa", "pass, medusa, or directories of train_drafter.py")
 _UNTRAINED = flags.DEFINE_bool(
     "untrained", True, "measure the heads as they were before training, too")
-_TEMPERATURE = flags.DEFINE_list("temperature", "0,1", "0 is greedy")
-_GAMMA = flags.DEFINE_integer("gamma", 4, "tokens of a language model", 1)
+_TEMPERATURE = shared.temperatures("0,1")
+_GAMMA = shared.gamma(4, "tokens of a language model")
 _NODES = flags.DEFINE_integer("nodes", 64, "of Medusa's tree, with its root", 2)
-_NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 16, "prompts, held-out modules of the running Python", 2)
-_PROMPT_TOKENS = flags.DEFINE_integer(
-    "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
-_NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 96, "tokens generated for every prompt", 1)
-_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "results/self_drafting", "for results, the table and plot")
+_NUM_PROMPTS = shared.num_prompts(16)
+_PROMPT_TOKENS = shared.prompt_tokens()
+_NEW_TOKENS = shared.new_tokens(96)
+_SEED = shared.seed()
+_OUTPUT_DIR = shared.output_dir("results/self_drafting")
 
 _CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
 _RANKS = 10  # guesses of a head that the tree may hold
 _BASELINE = "autoregressive"
-
-_TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
-_GREEDY_BLOCK, _K_SEQ = sj.verifiers.GreedyBlock(), sj.verifiers.KSeq()
-_RECURSIVE, _TRAVERSAL = sj.verifiers.Recursive(), sj.verifiers.Traversal()
-_WALK, _TYPICAL = sj.verifiers.TargetWalk(), sj.verifiers.Typical()
-_TOP_2 = sj.verifiers.TopK(k=2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +79,8 @@ class _Source:
   Attributes:
     name: of its figures.
     target: a `zoo.Member`.
-    drafts: {name: (drafter, rules)}; the first rule's rollouts are shared.
+    drafts: {name: strategies of one drafter}; the rollouts of the first are
+      shared.
     params: of the decoder.
     added: parameters beside the target's.
     training: what train_drafter.py says of its run, or {}.
@@ -98,7 +90,7 @@ class _Source:
 
   name: str
   target: Any
-  drafts: dict[str, Any]
+  drafts: dict[str, tuple[Strategy, ...]]
   params: Any
   added: int
   training: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -107,62 +99,41 @@ class _Source:
 
 
 def _language_model(name, target, member):
-  drafter = sj.drafters.LanguageModel(model=member.model, gamma=_GAMMA.value)
-  return _Source(
-      name, target, {name: (drafter, (_BLOCK, _TOKEN, _GREEDY_BLOCK))},
-      {"target": target.params, "drafter": member.params},
-      common.num_parameters(member.params))
+  drafts = tuple(strategy(member.model, _GAMMA.value) for strategy in (
+      strategies.block_verification, strategies.speculative_sampling,
+      strategies.greedy_block_verification))
+  return _Source(name, target, {name: drafts},
+                 {"target": target.params, "drafter": member.params},
+                 common.num_parameters(member.params))
 
 
 def _self_drafter(label, target, heads, params, rows, **kwargs):
-  """The drafts of heads or look-ahead embeddings, by their kind."""
-  added = common.num_parameters(params)
-  accuracy = _accuracy(target, heads, params, rows)
-  if isinstance(heads, heads_lib.LookaheadEmbeddings):
-    model, both = heads_lib.with_lookahead(target.model, target.params, params)
-    drafts = {
-        f"{label}, {kind}": (sj.drafters.Lookahead(
-            embeddings=heads, folded=folded), (_BLOCK, _TOKEN))
-        for kind, folded in (("two passes", False), ("folded", True))}
-    return _Source(label, sj.zoo.Member(model, both), drafts,
-                   {"target": both, "drafter": ()}, added,
-                   accuracy=accuracy, **kwargs)
-  if isinstance(heads, heads_lib.BlockwiseHeads):
-    drafts = {label: (sj.drafters.Blockwise(heads=heads), (_TOKEN, _TOP_2))}
-  else:
-    tree = sj.trees.medusa_tree(accuracy, _NODES.value)
-    draft = lambda proposal, parents: sj.drafters.Medusa(
-        heads=heads, parents=parents, proposal=proposal)
-    drafts = {
-        f"{label}, top-k tree": (draft("top_k", tree), (_WALK, _TYPICAL)),
-        f"{label}, sampled chain": (
-            draft("iid", range(-1, heads.heads)), (_BLOCK, _TOKEN)),
-        f"{label}, sampled tree": (
-            draft("without_replacement", tree), (_TRAVERSAL, _RECURSIVE)),
-        f"{label}, i.i.d. tree": (
-            draft("iid", tree), (_TRAVERSAL, _RECURSIVE, _K_SEQ))}
-  return _Source(label, target, drafts,
-                 {"target": target.params, "drafter": params}, added,
-                 accuracy=accuracy, **kwargs)
+  """The drafts of heads or look-ahead embeddings."""
+  method = methods.of(heads)
+  accuracy = _accuracy(method, target, heads, params, rows)
+  compared = method.compared(
+      heads, lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
+  model, both = heads.attach(target.model, target.params, params)
+  if model is not target.model:
+    target = sj.zoo.Member(model, both["target"])
+  return _Source(
+      label, target,
+      {", ".join(filter(None, (label, name))): drafts
+       for name, drafts in compared.items()},
+      both, common.num_parameters(params), accuracy=accuracy, **kwargs)
 
 
-def _accuracy(target, heads, params, rows):
+def _accuracy(method, target, heads, params, rows):
   """`[K, ranks]`: how often a guess is what the target would write."""
-  objective = {
-      heads_lib.LookaheadEmbeddings: lambda: objectives.Lookahead(
-          model=target.model, embeddings=heads, cuts=64),
-      heads_lib.BlockwiseHeads: lambda: objectives.Blockwise(
-          model=target.model, heads=heads),
-      heads_lib.MedusaHeads: lambda: objectives.Medusa(
-          model=target.model, heads=heads)}[type(heads)]()
   measured = evaluation.head_accuracy(
-      objective, rows, top=_RANKS, first=_PROMPT_TOKENS.value - 1)(
+      method.measure(target.model, heads), rows, top=_RANKS,
+      first=_PROMPT_TOKENS.value - 1)(
           {"target": target.params, "drafter": params})
   return np.diff(evaluation.by_head(measured, "top")[1:], axis=1, prepend=0)
 
 
 def _written_rows(target, prompts):
-  """What a target writes behind prompts at temperature 0: `[R, S + 1]`."""
+  """What a target writes after prompts at temperature 0: `[R, S + 1]`."""
   decoder = common.autoregressive(target.model, temperature=0)
   length = _PROMPT_TOKENS.value
   full = [row for row in prompts if len(row) == length]
@@ -205,8 +176,8 @@ def _sources(target, members, tokenizer, calibration):
 
 def _capacity(sources):
   """Slots that the widest draft needs, so that all caches are alike."""
-  widest = max(drafter.num_nodes for source in sources
-               for drafter, _ in source.drafts.values())
+  widest = max(drafts[0].drafter.num_nodes for source in sources
+               for drafts in source.drafts.values())
   return _PROMPT_TOKENS.value + _NEW_TOKENS.value + widest
 
 
@@ -223,9 +194,8 @@ def _pass_seconds(sources, capacity):
     return timing.median(timing.passes(
         member.model, member.params, capacity, used, nodes))
 
-  return {name: seconds(source.target, drafter.num_nodes)
-          for source in sources
-          for name, (drafter, _) in source.drafts.items()}
+  return {name: seconds(source.target, drafts[0].drafter.num_nodes)
+          for source in sources for name, drafts in source.drafts.items()}
 
 
 def _arms(source, temperature, capacity):
@@ -235,22 +205,21 @@ def _arms(source, temperature, capacity):
   Greedy block is not judged on another rule's drafts: its gain in a round is
   paid for in the next one.
   """
-  def arm(drafter, rule, observers=()):
+  def arm(strategy, observers=()):
     decoder = sj.Decoder(
-        target=source.target.model, drafter=drafter, verifier=rule,
-        observers=observers,
+        target=source.target.model, **strategy._asdict(), observers=observers,
         transform=sj.LogitsTransform(temperature=temperature))
     return rollouts.Arm(decoder, source.params, _NEW_TOKENS.value, capacity)
 
-  arms = {_BASELINE: arm(sj.drafters.Empty(), _TOKEN)}
-  for name, (drafter, rules) in source.drafts.items():
+  arms = {_BASELINE: arm(strategies.autoregressive())}
+  for name, drafts in source.drafts.items():
     if temperature == 0 or source.first_rule_only:
-      rules = rules[:1]
-    for rule in rules:
-      observers = [r for r in rules[1:] if rule == rules[0] and r.lossless
-                   and r != _GREEDY_BLOCK]
-      arms[f"{name} | {common.VERIFIER_NAMES[rule]}"] = arm(
-          drafter, rule, tuple(observers))
+      drafts = drafts[:1]
+    paired = tuple(s.verifier for s in drafts[1:] if s.verifier.lossless
+                   and s.verifier != sj.verifiers.GreedyBlock())
+    for number, strategy in enumerate(drafts):
+      arms[f"{name} | {common.VERIFIER_NAMES[strategy.verifier]}"] = arm(
+          strategy, () if number else paired)
   return arms
 
 
@@ -274,7 +243,7 @@ def _rows(runs, source, temperature, arms, pass_seconds):
     reached = np.flatnonzero(survival > 0)[-1]
     rows.append({
         "drafter": drafter, "verifier": verifier, "temperature": temperature,
-        "lossless": getattr(decoder.verifier, "lossless", True),
+        "lossless": contract.rule(decoder.verifier).lossless,
         "block_efficiency": 1 + tokens, "stderr": error,
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),

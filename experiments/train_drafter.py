@@ -32,6 +32,7 @@ A joint run that begins with trained heads (the paper's two stages):
 The last line of stdout is one JSON object.
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -40,6 +41,7 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
+from lib import flags as shared
 import numpy as np
 
 import specjax as sj
@@ -53,71 +55,62 @@ from specjax.models import heads as heads_lib
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
+from specjax.training import methods
 from specjax.training import metrics
-from specjax.training import objectives
 from specjax.training import optimizers
 
-# Peak learning rates of what is added to the target.
-_RATES = {"pass": 0.05, "blockwise": 3e-3, "medusa": 6e-3, "medusa2": 2e-3}
-_HELD_OUT_CUTS = 128  # cut points of a held-out row, for PaSS
+_METHODS = {method.name: method for method in methods.METHODS}
 _CURVE = "greedy_block_efficiency"  # what the learning curve is of
 _DECODED_ROWS, _DECODED_ROUNDS = 16, 32  # to measure block efficiency
 
+
+def _option(option):
+  """The flag of a method's `Option`."""
+  kinds = {bool: flags.DEFINE_bool, type(None): flags.DEFINE_bool,
+           int: lambda *x: flags.DEFINE_integer(*x, 1),
+           float: lambda *x: flags.DEFINE_float(*x, 0.0)}
+  if option.choices:
+    return flags.DEFINE_enum(
+        option.name, option.default, option.choices, option.help)
+  return kinds[type(option.default)](option.name, option.default, option.help)
+
+
+def _options(field):
+  """{name: flag} of the options of all methods."""
+  options = dict.fromkeys(
+      option for m in methods.METHODS for option in getattr(m, field))
+  return {option.name: _option(option) for option in options}
+
+
 _METHOD = flags.DEFINE_enum(
-    "method", None, list(_RATES), "what to train", required=True)
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_DATA = flags.DEFINE_string(
-    "data", "stdlib",
-    "what to train on: as in train_lm.py, or self[:SOURCE], continuations that "
-    "the target samples behind beginnings of the source (default: stdlib)")
-_FIELD = flags.DEFINE_string(
-    "field", "text", "field that holds the text in JSONL and datasets")
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", None, "directory for the result and its checkpoints",
-    required=True)
+    "method", None, list(_METHODS), "what to train", required=True)
+_TARGET = shared.target()
+_DATA = shared.data(
+    "what to train on, or self[:SOURCE], continuations that the target samples "
+    "after beginnings of the source (default: stdlib)")
+_FIELD = shared.field()
+_OUTPUT_DIR = shared.output_dir(
+    None, "directory for the result and its checkpoints")
 _HEADS = flags.DEFINE_integer(
     "heads", 4, "K, heads or look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "directory of heads to begin with; default: new ones")
-_OUTPUT = flags.DEFINE_enum(
-    "output", "low_rank", ["own", "low_rank", "shared"],
-    "Medusa: a head's output matrix, its own, the LM head plus a low rank, or "
-    "the LM head")
-_RANK = flags.DEFINE_integer("rank", 64, "Medusa: of that low rank", 1)
-_BLOCKS = flags.DEFINE_integer("blocks", 1, "Medusa: residual blocks a head", 1)
-_HIDDEN_WIDTH = flags.DEFINE_integer(
-    "hidden_width", 512, "blockwise: of a head's inner layer", 1)
-_ALL_HEADS = flags.DEFINE_bool(
-    "all_heads", False, "blockwise: train all heads in every step, not one")
-_TRAIN_TARGET = flags.DEFINE_bool(
-    "train_target", False, "blockwise: train the target with its heads")
-_CUTS = flags.DEFINE_integer(
-    "cuts", 32, "PaSS: cut points of a row that is trained on", 1)
-_RAMP = flags.DEFINE_enum(
-    "ramp", "sine", ["sine", "linear", "constant"],
-    "medusa2: how the weight of the heads' loss rises over the run")
-_HEADS_WEIGHT = flags.DEFINE_float(
-    "heads_weight", 0.2, "medusa2: peak of that weight", 0.0)
-_DISTILL = flags.DEFINE_bool(
-    "distill", None, "medusa2: hold the target to its own laws before "
-    "training, not to the data; default: with --data=self")
+_HEAD_OPTIONS = _options("head_options")
+_OPTIONS = _options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
     "row_tokens", None, "tokens of a row; default: the target's context", 3)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "rows of a step", 1)
+_BATCH_SIZE = shared.batch_size()
 _ACCUMULATE = flags.DEFINE_integer(
     "accumulate", 1, "parts that a step is cut into, to save memory", 1)
-_STEPS = flags.DEFINE_integer("steps", 1000, "training steps", 1)
-_LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", None, "peak, of heads or embeddings; default: "
-    + ", ".join(f"{rate:g} ({name})" for name, rate in _RATES.items()), 0.0)
+_STEPS = shared.steps()
+_LEARNING_RATE = shared.learning_rate(
+    None, "peak, of heads or embeddings; default: " + ", ".join(
+        f"{m.learning_rate:g} ({m.name})" for m in methods.METHODS))
 _RATE_RATIO = flags.DEFINE_float(
     "rate_ratio", 4.0, "learning rate of the heads over that of the target, "
     "where it is trained", 0.01)
-_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 40, "linear rise", 0)
-_DECAY_FRACTION = flags.DEFINE_float(
-    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
-    "linearly to 0", 0.0, 1.0)
+_WARMUP_STEPS = shared.warmup_steps()
+_DECAY_FRACTION = shared.decay_fraction()
 _SELF_DIR = flags.DEFINE_string(
     "self_dir", None, "where sampled rows are kept, for several runs to share; "
     "default: self/ in --output_dir")
@@ -126,83 +119,44 @@ _SELF_PROMPT_TOKENS = flags.DEFINE_integer(
     "self_prompt_tokens", 32, "tokens of a row that are the source's", 1)
 _SELF_TEMPERATURE = flags.DEFINE_float(
     "self_temperature", 1.0, "of the sampling; 0 is greedy", 0.0)
-_HELD_OUT_ROWS = flags.DEFINE_integer(
-    "held_out_rows", 32, "rows to measure with", 1)
-_EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every", 250, "steps between held-out measurements", 0)
-_CHECKPOINT_EVERY = flags.DEFINE_integer(
-    "checkpoint_every", 200, "steps between checkpoints", 1)
-_SAVE_DTYPE = flags.DEFINE_enum(
-    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
-_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the shuffle")
+_HELD_OUT_ROWS = shared.held_out_rows()
+_EVALUATE_EVERY = shared.evaluate_every()
+_CHECKPOINT_EVERY = shared.checkpoint_every()
+_SAVE_DTYPE = shared.save_dtype()
+_SEED = shared.seed("of the weights and of the shuffle")
 
 
-def _new_heads(config):
-  """The parameterisation that the flags ask for, for this target."""
-  sizes = dict(width=config.width, vocab_size=config.vocab_size,
-               heads=_HEADS.value)
-  if _METHOD.value == "pass":
-    return heads_lib.LookaheadEmbeddings(
-        count=_HEADS.value, width=config.width)
-  if _METHOD.value == "blockwise":
-    return heads_lib.BlockwiseHeads(hidden_width=_HIDDEN_WIDTH.value, **sizes)
-  return heads_lib.MedusaHeads(
-      blocks=_BLOCKS.value, output=_OUTPUT.value, rank=_RANK.value, **sizes)
+def _values(options, taken):
+  """{name: value} of a method's own options, None filled in by the data."""
+  values = {option.name: options[option.name].value for option in taken}
+  return {name: _self_source() is not None if value is None else value
+          for name, value in values.items()}
 
 
-def _heads(target):
+def _heads(method, target):
   """The heads or embeddings to begin with, and their float32 parameters."""
-  for flag in (_HEADS, _OUTPUT, _RANK, _BLOCKS, _HIDDEN_WIDTH):
+  for flag in (_HEADS, *_HEAD_OPTIONS.values()):
     if _HEADS_FROM.value is not None and flag.present:
       raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
                        "heads of its own form; give one of the two")
-  new = _new_heads(target.model.config)
   if _HEADS_FROM.value is None:
-    return new, new.init(jax.random.key(_SEED.value), target.params)
-  heads, params = heads_lib.load_heads(
+    heads = method.heads.for_target(
+        target.model, _HEADS.value,
+        **_values(_HEAD_OPTIONS, method.head_options))
+    return heads, heads.init(jax.random.key(_SEED.value), target.params)
+  heads, params = methods.load_heads(
       _HEADS_FROM.value, target.model, jnp.float32)
-  if not isinstance(heads, type(new)):
+  if heads.kind != method.heads.kind:
     raise ValueError(f"--heads_from holds {type(heads).__name__} and --method="
-                     f"{_METHOD.value} trains {type(new).__name__}; give "
+                     f"{method.name} trains {method.heads.__name__}; give "
                      "others, or another method")
   return heads, params
 
 
-def _objective(model, heads, cuts):
-  if _METHOD.value == "pass":
-    return objectives.Lookahead(model=model, embeddings=heads, cuts=cuts)
-  if _METHOD.value == "blockwise":
-    return objectives.Blockwise(
-        model=model, heads=heads, one_head=not _ALL_HEADS.value)
-  medusa = objectives.Medusa(model=model, heads=heads)
-  if _METHOD.value == "medusa":
-    return medusa
-  return objectives.MedusaJoint(
-      medusa=medusa, weight=_HEADS_WEIGHT.value, ramp=_RAMP.value,
-      distill=_distill())
-
-
 def _self_source():
-  """The source behind `self[:SOURCE]`, or None for ordinary data."""
+  """The source after "self:" in `self[:SOURCE]`, or None for ordinary data."""
   name, _, source = _DATA.value.partition(":")
   return (source or "stdlib") if name == "self" else None
-
-
-def _distill():
-  if _DISTILL.value is None:
-    return _self_source() is not None
-  return _DISTILL.value
-
-
-def _tunes_target():
-  return _METHOD.value == "medusa2" or (
-      _METHOD.value == "blockwise" and _TRAIN_TARGET.value)
-
-
-def _num_heads(heads):
-  """K, heads or look-ahead tokens."""
-  embeddings = isinstance(heads, heads_lib.LookaheadEmbeddings)
-  return heads.count if embeddings else heads.heads
 
 
 def _row_tokens(target, heads):
@@ -211,15 +165,15 @@ def _row_tokens(target, heads):
   if value > longest:
     raise ValueError(f"--row_tokens is {value}; the target's context is "
                      f"{longest} tokens: give at most that many")
-  least = _num_heads(heads) + 2
+  least = heads.num_forecasts + 2
   if value < least:
-    raise ValueError(f"--row_tokens is {value}; {_num_heads(heads)} heads need "
-                     f"{least} at least: give longer rows")
+    raise ValueError(f"--row_tokens is {value}; {heads.num_forecasts} heads "
+                     f"need {least} at least: give longer rows")
   return value
 
 
 def _self_rows(target, training, held_out, row_tokens):
-  """Rows that the target writes behind beginnings of both sides' text."""
+  """Rows that the target writes after beginnings of both sides' text."""
   decoder = common.autoregressive(target.model, _SELF_TEMPERATURE.value)
   directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
   return [
@@ -267,51 +221,42 @@ def _data(target, heads, tokenizer):
   return batch, rows, fingerprint(documents)
 
 
-def _rate():
+def _rate(method):
   if _LEARNING_RATE.value is None:
-    return _RATES[_METHOD.value]
+    return method.learning_rate
   return _LEARNING_RATE.value
 
 
-def _optimizer():
-  rate = _rate()
+def _optimizer(rate, tuned):
   schedule = lambda peak: optimizers.trapezoid(
       peak, _STEPS.value, _WARMUP_STEPS.value,
       int(_STEPS.value * _DECAY_FRACTION.value))
   by_name = {"drafter": optimizers.adamw(schedule(rate), weight_decay=0.0)}
-  if _tunes_target():
+  if tuned:
     by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   return optimizers.by_name(by_name)
 
 
-def _block_efficiency(target, heads, held_out):
-  """Measures tokens a round of greedy decoding behind beginnings of rows.
+def _evaluation(method, target, heads, params, held_out):
+  """What is measured while the heads train: by head, and by decoding.
 
-  Drafts are the likeliest chain of the heads; those of PaSS are folded.
+  Rows are continued greedily after their first quarter, with the likeliest
+  chain of the heads; that of PaSS is folded.
   """
+  accuracy = evaluation.head_accuracy(
+      method.measure(target.model, heads), held_out)
   prompts = held_out[:_DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
   room = target.model.context_length - prompts.shape[1]
-  measure = lambda model, drafter: evaluation.block_efficiency(
-      sj.Decoder(target=model, drafter=drafter, verifier=sj.verifiers.Token(),
+  attach = functools.partial(heads.attach, target.model)
+  model, _ = attach(target.params, params)
+  decoded = evaluation.block_efficiency(
+      sj.Decoder(target=model, **method.chain(heads)._asdict(),
                  transform=sj.LogitsTransform(temperature=0)),
       prompts, rounds=min(_DECODED_ROUNDS,
-                          max(1, room // (_num_heads(heads) + 1))))
-  if not isinstance(heads, heads_lib.LookaheadEmbeddings):
-    return measure(target.model, sj.drafters.Blockwise(heads=heads))
-  extend = lambda target_params, own: heads_lib.with_lookahead(
-      target.model, target_params, own)
-  model, _ = extend(target.params, heads.init(jax.random.key(0), target.params))
-  measured = measure(model, sj.drafters.Lookahead(embeddings=heads))
-  return lambda params: measured(
-      {"target": extend(params["target"], params["drafter"])[1], "drafter": ()})
-
-
-def _evaluation(target, heads, held_out):
-  """What is measured while the heads train; it also decodes with them."""
-  accuracy = evaluation.head_accuracy(
-      _objective(target.model, heads, _HELD_OUT_CUTS), held_out)
-  decoded = _block_efficiency(target, heads, held_out)
-  return lambda params: {**accuracy(params), **decoded(params)}
+                          max(1, room // (heads.num_forecasts + 1))))
+  return lambda params: {
+      **accuracy(params),
+      **decoded(attach(params["target"], params["drafter"])[1])}
 
 
 def _print_table(measured):
@@ -357,31 +302,34 @@ def _spent(output_dir, tokens_per_step, before):
 
 def main():
   target, _, tokenizer = common.load_models(_TARGET.value, [])
-  heads, params = _heads(target)
-  objective = _objective(target.model, heads, _CUTS.value)
+  method = _METHODS[_METHOD.value]
+  options = _values(_OPTIONS, method.options)
+  heads, params = _heads(method, target)
+  objective = method.objective(target.model, heads, **options)
   added = common.num_parameters(params)
-  print(f"{_METHOD.value}: {added:,} parameters beside the target's "
+  print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
   batch, held_out, corpus = _data(target, heads, tokenizer)
-  evaluate = _evaluation(target, heads, held_out)
+  evaluate = _evaluation(method, target, heads, params, held_out)
 
   trainable, frozen = {"drafter": params}, {"target": target.params}
-  if _tunes_target():
+  tuned = method.trains_target(options)
+  if tuned:
     trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
-    if _METHOD.value == "medusa2" and _distill():
-      frozen["teacher"] = target.params
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  if "teacher" in objective.needs:
+    frozen["teacher"] = target.params
+  output_dir, rate = pathlib.Path(_OUTPUT_DIR.value), _rate(method)
   claim(output_dir / "run.json", {
       "objective": repr(objective), "corpus": corpus,
       "parameters": fingerprint((trainable, frozen)),
-      "held_out": fingerprint(held_out), "learning_rate": _rate(),
+      "held_out": fingerprint(held_out), "learning_rate": rate,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO,
           _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, "run")
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
   trainer = loop.Trainer(
-      objective=objective, optimizer=_optimizer(),
+      objective=objective, optimizer=_optimizer(rate, tuned),
       batch=lambda step: {"tokens": batch(step),
                           "progress": np.float32(step / _STEPS.value)},
       steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
@@ -397,7 +345,7 @@ def main():
   _print_table(measured)
   names = ("block_efficiency", _CURVE, "data_block_efficiency")
   training = {
-      "method": _METHOD.value, "data": _DATA.value, "corpus": corpus,
+      "method": method.name, "data": _DATA.value, "corpus": corpus,
       **_spent(output_dir, tokens_per_step, before[_CURVE]),
       "accuracy": evaluation.by_head(measured, "top")}
   with atomically(output_dir / "training.json") as f:

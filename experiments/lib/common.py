@@ -15,7 +15,7 @@ import jax
 import specjax as sj
 from specjax.data import prompt_sets
 from specjax.files import atomically
-from specjax.models import heads as heads_lib
+from specjax.training import methods
 
 VERIFIERS = {
     "token": sj.verifiers.Token(),
@@ -185,7 +185,7 @@ def load_self_drafter(name: str, target, tokenizer) -> SelfDrafter:
   if (directory / "model.safetensors").exists():
     target = sj.zoo.Member(*sj.models.load_model(directory))
     tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
-  heads, params = heads_lib.load_heads(directory, target.model)
+  heads, params = methods.load_heads(directory, target.model)
   path = directory / "training.json"
   if not path.exists():
     raise ValueError(f"{path} is missing, which says how good the heads are; "

@@ -4,9 +4,12 @@ A checkpoint is a directory with `config.json` and `model.safetensors`. The
 tensors' names are the paths of the parameter tree, joined by dots.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import json
+import os
 import pathlib
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -20,7 +23,8 @@ from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerConfig
 
 
-def save_model(directory, model: Transformer, params, dtype=None) -> None:
+def save_model(directory: str | os.PathLike[str], model: Transformer,
+               params: Mapping[str, Any], dtype: Any = None) -> None:
   """Writes the model to `directory`; each file appears whole or not at all.
 
   Args:
@@ -41,7 +45,8 @@ def save_model(directory, model: Transformer, params, dtype=None) -> None:
       f.write(data)
 
 
-def load_model(directory, dtype=None):
+def load_model(directory: str | os.PathLike[str], dtype: Any = None
+               ) -> tuple[Transformer, dict[str, Any]]:
   """Reads a checkpoint.
 
   Args:

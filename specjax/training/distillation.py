@@ -5,13 +5,18 @@ law is the target's. They are kept in a directory, a file at a time, each whole
 or not there, so that sampling goes on where it was killed.
 """
 
+from collections.abc import Mapping
 import dataclasses
+import os
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 import tqdm
 
+from specjax.decoder import Decoder
 from specjax.files import atomically
 from specjax.files import claim
 from specjax.files import fingerprint
@@ -19,7 +24,8 @@ from specjax.files import fingerprint
 _MANIFEST = "rows.json"
 
 
-def cut_prompts(tokens, count: int, length: int, seed: int = 0) -> np.ndarray:
+def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
+                ) -> np.ndarray:
   """`[count, length]` int32: pieces of a stream `[T]` from random places on.
 
   Raises:
@@ -34,8 +40,10 @@ def cut_prompts(tokens, count: int, length: int, seed: int = 0) -> np.ndarray:
       np.int32)
 
 
-def sample_rows(decoder, params, prompts, *, length: int, directory,
-                seed: int = 0, rows_per_file: int = 32) -> np.ndarray:
+def sample_rows(decoder: Decoder, params: Mapping[str, Any],
+                prompts: ArrayLike, *, length: int,
+                directory: str | os.PathLike[str], seed: int = 0,
+                rows_per_file: int = 32) -> np.ndarray:
   """Continues every prompt to `length` tokens, or reads what a call before did.
 
   A row is a function of (seed, its number, its prompt) and not of the rows

@@ -4,20 +4,30 @@ Each function here makes one that takes parameters and returns numbers by name,
 as `Trainer.evaluate` wants it.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 import optax
 
+from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
+from specjax.training.objectives import DrafterObjective
+from specjax.types import ModelFn
 
 _BATCH = 8
+Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 
 
-def bits_per_byte(model, tokens, num_bytes: int, length: int, stride: int):
+def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
+                  length: int, stride: int) -> Measure:
   """A function that measures a model on held-out text.
 
   Windows of `length` tokens begin every `stride` tokens; every token but the
@@ -25,7 +35,7 @@ def bits_per_byte(model, tokens, num_bytes: int, length: int, stride: int):
   `length - stride` tokens before it where the text has that many.
 
   Args:
-    model: a `Transformer`.
+    model: called without a cache.
     tokens: `[T]` the held-out tokens.
     num_bytes: bytes of the text that they encode.
     length: S, tokens predicted in a window.
@@ -65,7 +75,8 @@ def bits_per_byte(model, tokens, num_bytes: int, length: int, stride: int):
   return evaluate
 
 
-def block_efficiency(decoder, prompts, *, rounds: int, seed: int = 0):
+def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
+                     rounds: int, seed: int = 0) -> Measure:
   """A function that decodes held-out prompts and counts tokens a round.
 
   1 + E[tau]: every round counts with the expectation of its accepted tokens
@@ -90,24 +101,26 @@ def block_efficiency(decoder, prompts, *, rounds: int, seed: int = 0):
   return evaluate
 
 
-def head_accuracy(objective, tokens, *, batch_size: int = 2, top: int = 5,
-                  first: int = 0, seed: int = 0):
+def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
+                  batch_size: int = 2, top: int = 5, first: int = 0,
+                  seed: int = 0) -> Measure:
   """A function that measures forecasts on held-out rows, head by head.
 
-  The target reads the rows, not what it would write. "Right" is the
-  target's own argmax at the place that head k forecasts, or, where the name
-  has `data_`, the row's token. `greedy_block_efficiency` is 1 + the mean over
-  positions of the heads that are right before the first that is not: what
-  greedy decoding would accept if the target wrote the rows.
+  The rows are given to the target as they are; it writes nothing of its own.
+  The forecast of head k is right if it is what the target finds likeliest at
+  that place of the row, or, where the name has `data_`, the row's token.
+  `greedy_block_efficiency` is 1 + the mean over positions of the heads that are
+  right before the first that is not: what greedy decoding would accept if the
+  target wrote the rows.
 
   Args:
-    objective: of K heads, with `model` and `score`.
+    objective: of K heads.
     tokens: `[R, S + 1]` int32, the rows.
     batch_size: rows of a pass; the logits of a head take
       batch_size * S * V floats.
     top: k of the largest top-k accuracy.
     first: position from which a row counts. Of a row that the target wrote
-      behind a prompt of P tokens it is P - 1.
+      after a prompt of P tokens it is P - 1.
     seed: of the positions, where the objective draws them.
 
   Returns:
@@ -181,7 +194,7 @@ def _outcomes(rows, greedy, first, k, logits, positions):
           "counts": positions >= first}
 
 
-def rank(logits, labels):
+def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """How many tokens of `[..., V]` come before `labels [...]`; 0: argmax."""
   value = jnp.take_along_axis(logits, labels[..., None], axis=-1)
   before = jnp.arange(logits.shape[-1]) < labels[..., None]

@@ -8,6 +8,7 @@ compiled step and never a result, so nothing can change them.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
@@ -24,6 +25,8 @@ import tqdm
 
 from specjax.models.transformer import default_dtype
 from specjax.training.metrics import MetricsLog
+from specjax.training.objectives import Objective
+from specjax.training.objectives.base import Loss
 
 _LOG_EVERY = 10  # steps
 
@@ -52,9 +55,8 @@ class Trainer:
   cannot be cut into `accumulate` parts is refused.
 
   Attributes:
-    objective: `(trainable, frozen, batch, key) -> (loss [], metrics)`, pure
-      and hashable, as a frozen dataclass or a function is. Metrics are scalars
-      by name; one with a slash in it goes to disk and not to the screen.
+    objective: an `Objective`, or a function that is called like one. A metric
+      with a slash in its name goes to disk and not to the screen.
     optimizer: an optax transformation of the trainable parameters.
     batch: `step -> batch`, a tree of arrays whose first axis are rows;
       scalars in it are shared by all rows.
@@ -73,7 +75,7 @@ class Trainer:
     seed: of the objective's keys, one for each step.
   """
 
-  objective: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+  objective: Objective
   optimizer: optax.GradientTransformation
   batch: Callable[[int], Any]
   steps: int
@@ -172,8 +174,11 @@ class Trainer:
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype"))
-def train_step(state, frozen, batch, key, *, objective, optimizer, accumulate,
-               dtype):
+def train_step(state: TrainState, frozen: Mapping[str, Any],
+               batch: Mapping[str, Any], key: jax.Array, *,
+               objective: Objective, optimizer: optax.GradientTransformation,
+               accumulate: int, dtype: Any
+               ) -> tuple[TrainState, Loss]:
   """`(state, (loss, metrics))` after one step of a `Trainer`.
 
   Args:
@@ -217,7 +222,7 @@ def _averaged(grad, accumulate, trainable, batch, key):
   return jax.tree.map(lambda x: x / accumulate, total)
 
 
-def cast(tree, dtype):
+def cast(tree: Any, dtype: Any) -> Any:
   """The tree with its floating-point leaves in `dtype`."""
   return jax.tree.map(
       lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating)

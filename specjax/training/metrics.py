@@ -14,11 +14,11 @@ class MetricsLog:
 
   Args:
     directory: of the files; created if needed.
-    start: steps that the run has behind it. Rows behind them are dropped, for
+    start: steps that the run has taken. Rows of later ones are dropped, for
       they will be written again.
   """
 
-  def __init__(self, directory: pathlib.Path, start: int):
+  def __init__(self, directory: pathlib.Path, start: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _FILE
     kept = []
@@ -40,6 +40,7 @@ class MetricsLog:
       self._board = None
 
   def write(self, step: int, row: dict[str, float]) -> None:
+    """Appends the values by name of a step."""
     for name, value in row.items():
       self._csv.writerow([step, name, value])
       if self._board:
@@ -47,6 +48,7 @@ class MetricsLog:
     self._file.flush()
 
   def close(self) -> None:
+    """Closes the files; nothing can be written after it."""
     self._file.close()
     if self._board:
       self._board.close()

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import optax
 
 
-def trapezoid(peak: float, steps: int, warmup: int, decay: int):
+def trapezoid(peak: float, steps: int, warmup: int, decay: int
+              ) -> optax.Schedule:
   """Linear warm-up, a plateau, and a linear descent to 0 in the last steps."""
   warmup, decay = max(warmup, 1), max(decay, 1)
 
@@ -18,7 +19,8 @@ def trapezoid(peak: float, steps: int, warmup: int, decay: int):
   return schedule
 
 
-def adamw(schedule, weight_decay: float = 0.1) -> optax.GradientTransformation:
+def adamw(schedule: optax.Schedule, weight_decay: float = 0.1
+          ) -> optax.GradientTransformation:
   """AdamW with the settings common for language models."""
   return optax.chain(
       optax.clip_by_global_norm(1.0),
@@ -39,7 +41,7 @@ def by_name(optimizers: dict[str, optax.GradientTransformation]
       for name, tree in params.items()})
 
 
-def muon(schedule, embedding_ratio: float = 0.15
+def muon(schedule: optax.Schedule, embedding_ratio: float = 0.15
          ) -> optax.GradientTransformation:
   """Muon (Jordan et al., 2024) on the layers' matrices, Adam on the rest.
 

@@ -41,7 +41,7 @@ def heads_path(name: str) -> pathlib.Path:
   return _DIRECTORY / name
 
 
-def load(dtype=None) -> Pair:
+def load(dtype: Any = None) -> Pair:
   """Loads the bundled pair.
 
   Args:

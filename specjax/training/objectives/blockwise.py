@@ -1,6 +1,7 @@
 """Blockwise parallel decoding (Stern et al. 2018, arXiv:1811.03115)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ from specjax.models.heads import check_fits
 from specjax.models.heads import lm_head
 from specjax.models.transformer import Transformer
 from specjax.training.objectives import heads as heads_lib
+from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import Loss
+from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import Score
 from specjax.training.objectives.next_token import cross_entropy
 
 
@@ -31,10 +36,13 @@ class Blockwise:
   heads: BlockwiseHeads
   one_head: bool = True
 
+  needs = ("target", "drafter")
+
   def __post_init__(self):
     check_fits(self.heads, self.model)
 
-  def __call__(self, trainable, frozen, batch, key):
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
     """The loss, and with all heads each one's as `head_<k>/train_loss`."""
     params = {**frozen, **trainable}
     tokens, tuned = batch["tokens"], "target" in trainable
@@ -43,7 +51,7 @@ class Blockwise:
     next_token = lambda: jnp.mean(cross_entropy(output.logits, tokens[:, 1:]))
     if self.one_head:
       first = 0 if tuned else 1
-      k = jax.random.randint(key, (), first, self.heads.heads + 1)
+      k = jax.random.randint(key, (), first, self.heads.num_forecasts + 1)
       chosen = jax.tree.map(lambda x: x[k - 1], params["drafter"])
       forecast = lambda: heads_lib.head_loss(
           self.heads, chosen, output.hidden, k, tokens,
@@ -59,7 +67,8 @@ class Blockwise:
       losses = jnp.append(losses, metrics["lm_loss"])
     return jnp.mean(losses), metrics
 
-  def score(self, params, tokens, key, score):
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden

@@ -1,18 +1,23 @@
 """Losses of K heads on one hidden state, a head at a time."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.models.heads.base import HiddenStateHeads
+from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import Score
 from specjax.training.objectives.next_token import cross_entropy
 
 
-def head_loss(heads, params, hidden, k, tokens, lm_head):
+def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+              k: jax.Array, tokens: jax.Array, lm_head: jax.Array) -> jax.Array:
   """-mean_t log p^(k)(x_{t+1+k}) of one head, over the t that have a label.
 
   Args:
-    heads: `MedusaHeads` or `BlockwiseHeads`.
+    heads: their function and sizes.
     params: of the one head.
     hidden: `[B, S, D]`.
     k: `[]` int32, from 1.
@@ -31,7 +36,9 @@ def head_loss(heads, params, hidden, k, tokens, lm_head):
   return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
 
 
-def head_losses(heads, params, hidden, tokens, lm_head, tuned: bool):
+def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+                tokens: jax.Array, lm_head: jax.Array, tuned: bool
+                ) -> jax.Array:
   """`head_loss` of every head, `[K]`, with one logits array alive at a time.
 
   The gradient of a head is taken beside its loss and before the next head
@@ -39,7 +46,7 @@ def head_losses(heads, params, hidden, tokens, lm_head, tuned: bool):
   twice. The LM head gets no gradient.
 
   Args:
-    heads: `MedusaHeads` or `BlockwiseHeads`.
+    heads: their function and sizes.
     params: stacked along K.
     hidden: `[B, S, D]`.
     tokens: `[B, S + 1]` int32.
@@ -90,7 +97,8 @@ def _numbers(params):
   return jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
-def score_heads(heads, params, hidden, lm_head, score):
+def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+                lm_head: jax.Array, score: Score) -> Any:
   """`score(k, logits [B, P, V], positions [B, P])` of every head, stacked.
 
   The P positions are those whose K labels all exist.

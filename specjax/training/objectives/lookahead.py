@@ -1,6 +1,7 @@
 """PaSS: look-ahead embeddings (Monea et al. 2023, arXiv:2311.13581)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,10 @@ from specjax.models.heads import check_fits
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import with_lookahead
 from specjax.models.transformer import Transformer
+from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import Loss
+from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import Score
 from specjax.training.objectives.next_token import cross_entropy
 
 
@@ -30,12 +35,15 @@ class Lookahead:
   embeddings: LookaheadEmbeddings
   cuts: int = 32
 
+  needs = ("target", "drafter")
+
   def __post_init__(self):
     check_fits(self.embeddings, self.model)
     if self.cuts < 1:
       raise ValueError(f"cuts is {self.cuts}; a row needs at least one cut")
 
-  def __call__(self, trainable, frozen, batch, key):
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
     """The loss, and each token's own as `head_<t>/train_loss`."""
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -45,7 +53,8 @@ class Lookahead:
     return jnp.sum(losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
-  def score(self, params, tokens, key, score):
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
     """`score(t, logits [B, cuts, V], positions [B, cuts])`, stacked along L.
 
     Args:
@@ -65,8 +74,9 @@ class Lookahead:
               for t in range(1, count + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
 
-  def logits(self, params, tokens, positions):
-    """What [LA]_1..[LA]_L predict behind each cut.
+  def logits(self, params: Params, tokens: jax.Array, positions: jax.Array
+             ) -> jax.Array:
+    """What [LA]_1..[LA]_L predict after each cut.
 
     Args:
       params: `{"target", "drafter"}`.

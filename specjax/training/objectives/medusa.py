@@ -1,6 +1,7 @@
 """Medusa: heads on the target's last hidden state (arXiv:2401.10774)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ from specjax.models.heads import lm_head
 from specjax.models.heads import MedusaHeads
 from specjax.models.transformer import Transformer
 from specjax.training.objectives import heads as heads_lib
+from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import Loss
+from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import Score
 from specjax.training.objectives.next_token import cross_entropy
 from specjax.training.objectives.next_token import kl_divergence
 
@@ -34,10 +39,13 @@ class Medusa:
   heads: MedusaHeads
   decay: float = 0.8
 
+  needs = ("target", "drafter")
+
   def __post_init__(self):
     check_fits(self.heads, self.model)
 
-  def __call__(self, trainable, frozen, batch, key):
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
     """The loss, and each head's own as `head_<k>/train_loss`."""
     del key
     params = {**frozen, **trainable}
@@ -45,7 +53,8 @@ class Medusa:
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
     return self.loss(params, hidden, tokens, "target" in trainable)
 
-  def loss(self, params, hidden, tokens, tuned: bool):
+  def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
+           tuned: bool) -> Loss:
     """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
 
     Args:
@@ -61,7 +70,8 @@ class Medusa:
     return jnp.sum(self.decay**numbers * losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
-  def score(self, params, tokens, key, score):
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
@@ -99,11 +109,16 @@ class MedusaJoint:
   def model(self) -> Transformer:
     return self.medusa.model
 
-  def heads_weight(self, progress):
+  @property
+  def needs(self) -> tuple[str, ...]:
+    return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
+
+  def heads_weight(self, progress: jax.Array) -> jax.Array:
     """lambda_0 `[]` where the share `progress []` of the run is over."""
     return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
 
-  def __call__(self, trainable, frozen, batch, key):
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
     """The loss, `lm_loss`, `heads_weight` and each head's loss."""
     del key
     params = {**frozen, **trainable}
@@ -121,6 +136,7 @@ class MedusaJoint:
     return lm_loss + weight * loss, {
         "lm_loss": lm_loss, "heads_weight": weight, **metrics}
 
-  def score(self, params, tokens, key, score):
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     return self.medusa.score(params, tokens, key, score)

@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import Loss
+from specjax.training.objectives.base import Params
 from specjax.types import ModelFn
 
 
-def cross_entropy(logits, labels):
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """-log softmax(logits)[label]: `[..., V]`, `[...]` -> `[...]` nats."""
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def kl_divergence(p_logits, logits):
+def kl_divergence(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
   """KL(p || softmax(logits)): `[..., V]`, `[..., V]` -> `[...]` nats."""
   log_p = jax.nn.log_softmax(p_logits)
   return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(logits)), axis=-1)
@@ -33,7 +36,10 @@ class NextToken:
 
   model: ModelFn
 
-  def __call__(self, trainable, frozen, batch, key):
+  needs = ("target",)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
     """The loss of `{"target"}` on `tokens [B, S + 1]`; no metrics."""
     del key
     params = {**frozen, **trainable}

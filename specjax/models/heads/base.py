@@ -1,0 +1,121 @@
+"""What heads of every kind share: their protocol, sizes and the LM head."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import ClassVar
+from typing import Protocol
+from typing import runtime_checkable
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.transformer import Transformer
+from specjax.types import ModelFn
+
+Params = Mapping[str, Any]
+
+
+@runtime_checkable
+class Heads(Protocol):
+  """What a target drafts for itself with; its parameters are kept apart.
+
+  A frozen dataclass of sizes that JSON can hold, so that files keep it.
+
+  Attributes:
+    kind: what a file calls its class.
+    num_forecasts: K, how many tokens after the next one it forecasts.
+  """
+
+  kind: ClassVar[str]
+
+  @property
+  def num_forecasts(self) -> int:
+    ...
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    """Heads of the target's sizes that forecast `count` tokens."""
+
+  def init(self, key: jax.Array, target_params: Params) -> Params:
+    """Float32 parameters to begin with, for a target's parameters."""
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`, what a decoder drafts with them."""
+
+
+def lm_head(params: Params) -> jax.Array:
+  """`[D, V]`, the output head of a `Transformer`'s parameters."""
+  return params["head"] if "head" in params else params["embedding"].T
+
+
+def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+  """`[..., D]`, `[D, V]` -> `[..., V]`, summed in float32."""
+  return jnp.einsum("...d,dv->...v", hidden, matrix,
+                    preferred_element_type=jnp.float32)
+
+
+def check_sizes(config: Any, names: Sequence[str]) -> None:
+  """Raises a `ValueError` where a field is no whole number of at least 1."""
+  for name in names:
+    value = getattr(config, name)
+    if not isinstance(value, int) or value < 1:
+      raise ValueError(f"{name} is {value!r}; it must be a whole number of at "
+                       "least 1")
+
+
+class HiddenStateHeads:
+  """The base of K heads on one hidden state, stacked along their first axis.
+
+  Classes that derive from it are frozen dataclasses with `width`,
+  `vocab_size`, `heads` and `head`, the function of one of them.
+  """
+
+  @property
+  def num_forecasts(self) -> int:
+    return self.heads
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    """`count` heads of the target's width and vocabulary.
+
+    Args:
+      target: that is to draft with them.
+      count: K.
+      **options: the other fields of the class.
+    """
+    return cls(width=target.config.width, vocab_size=target.vocab_size,
+               heads=count, **options)
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    return target, {"target": target_params, "drafter": params}
+
+  def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
+               ) -> jax.Array:
+    """Logits `[..., K, V]` of all heads; arguments as in `head`."""
+    return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
+
+
+def check_fits(heads: Heads, target: ModelFn) -> None:
+  """Checks that a target has the hidden states that heads read.
+
+  Raises:
+    ValueError: width or vocabulary differ, or the target returns other
+      features than what its LM head sees.
+  """
+  config = getattr(target, "config", None)
+  if config is None:
+    raise ValueError(f"the target is a {type(target).__name__}, of which no "
+                     "hidden states are known; heads need a models.Transformer")
+  for name in ("width", "vocab_size"):
+    has, wants = getattr(config, name), getattr(heads, name, None)
+    if wants not in (None, has):
+      raise ValueError(f"{name} of the heads is {wants} and of the target "
+                       f"{has}; both must be equal: make heads for this target")
+  if config.features:
+    raise ValueError(f"the target returns features {config.features}; heads "
+                     "read what the LM head does: set features to ()")

@@ -1,0 +1,113 @@
+"""Heads on disk; a file names the target that they were trained for."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import safetensors
+import safetensors.numpy
+
+from specjax.files import atomically
+from specjax.models.heads.base import Heads
+from specjax.models.heads.base import Params
+from specjax.models.heads.blockwise import BlockwiseHeads
+from specjax.models.heads.lookahead import LookaheadEmbeddings
+from specjax.models.heads.medusa import MedusaHeads
+from specjax.models.transformer import default_dtype
+from specjax.models.transformer import Transformer
+
+_CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
+KINDS: tuple[type[Heads], ...] = (
+    MedusaHeads, BlockwiseHeads, LookaheadEmbeddings)
+
+
+def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
+               target: Transformer, dtype: Any = None) -> None:
+  """Writes `heads.json` and `heads.safetensors`, each whole or not at all.
+
+  Args:
+    directory: created if needed; it may hold a target's checkpoint as well.
+    heads: `Heads` of any kind.
+    params: their parameters.
+    target: the model that they were trained for.
+    dtype: to store the weights in; None keeps theirs.
+  """
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  tensors = {name: jax.device_get(jnp.asarray(x, dtype or x.dtype))
+             for name, x in params.items()}
+  config = json.dumps({"kind": heads.kind, "heads": dataclasses.asdict(heads),
+                       "target": _sizes(target)}, indent=2) + "\n"
+  for name, data in ((_WEIGHTS, safetensors.numpy.save(tensors)),
+                     (_CONFIG, config.encode())):
+    with atomically(directory / name) as f:
+      f.write(data)
+
+
+def load_heads(directory: str | os.PathLike[str], target: Transformer,
+               dtype: Any = None, kinds: Sequence[type[Heads]] = KINDS
+               ) -> tuple[Heads, dict[str, jax.Array]]:
+  """Reads what `save_heads` wrote.
+
+  Args:
+    directory: where it was written.
+    target: the model that is to draft with it.
+    dtype: of the parameters; None is `default_dtype()`.
+    kinds: the classes that it may hold. `training.methods` knows those of all
+      methods that are trained.
+
+  Returns:
+    `(heads, params)`.
+
+  Raises:
+    ValueError: a file is missing or damaged, the two do not belong together,
+      or they were trained for a target of another width, vocabulary or depth.
+  """
+  directory = pathlib.Path(directory)
+  config_path, weights_path = directory / _CONFIG, directory / _WEIGHTS
+  for path in (config_path, weights_path):
+    if not path.is_file():
+      raise ValueError(f"no heads at {directory}: {path.name} is missing")
+  try:
+    record = json.loads(config_path.read_text("utf-8"))
+    by_name = {kind.kind: kind for kind in kinds}
+    heads = by_name[record["kind"]](**record["heads"])
+    trained_for = _described(record["target"])
+  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
+    raise ValueError(f"{config_path} is not a configuration of heads: "
+                     f"{type(e).__name__} {e}") from None
+  if trained_for != _described(_sizes(target)):
+    raise ValueError(
+        f"the heads in {directory} were trained for a target of {trained_for}; "
+        f"this one has {_described(_sizes(target))}: give the target that they "
+        "were trained for, or train others with train_drafter.py")
+  try:
+    with safetensors.safe_open(weights_path, framework="flax") as f:
+      tensors = {name: f.get_tensor(name) for name in f.keys()}
+  except safetensors.SafetensorError as e:
+    raise ValueError(f"{weights_path} is truncated or not a safetensors file: "
+                     f"{e}") from None
+  expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
+                            jax.random.key(0))
+  shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
+  if shapes(tensors) != shapes(expected):
+    raise ValueError(
+        f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
+        f"for {shapes(expected)}; the two files do not belong together")
+  dtype = dtype or default_dtype()
+  return heads, {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
+
+
+def _sizes(target: Transformer):
+  c = target.config
+  return {"width": c.width, "vocab_size": c.vocab_size, "layers": c.layers}
+
+
+def _described(sizes):
+  return (f"width {sizes['width']}, {sizes['vocab_size']} tokens and "
+          f"{sizes['layers']} layers")

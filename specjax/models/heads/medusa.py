@@ -1,0 +1,87 @@
+"""The heads of Medusa (Cai et al. 2024, arXiv:2401.10774)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.heads import base
+from specjax.models.heads.base import Params
+
+_OUTPUTS = ("own", "low_rank", "shared")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaHeads(base.HiddenStateHeads):
+  """p^(k) = softmax(W2_k (SiLU(W1_k h) + h)): the heads of Medusa.
+
+  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). W1 is 0 and W2 is the LM
+  head at the start, so that an untrained head predicts what the LM head does.
+
+  Attributes:
+    width: D.
+    vocab_size: V.
+    heads: K.
+    blocks: residual blocks `h + SiLU(W1 h)` of a head, one after the other.
+    output: W2_k. "own" is a matrix per head; "low_rank" the LM head plus
+      A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
+      head is an argument and no parameter of the heads.
+    rank: columns of A_k, where `output` is "low_rank".
+  """
+
+  width: int
+  vocab_size: int
+  heads: int
+  blocks: int = 1
+  output: str = "own"
+  rank: int = 64
+
+  kind: ClassVar[str] = "medusa"
+
+  def __post_init__(self):
+    base.check_sizes(self, ("width", "vocab_size", "heads", "blocks", "rank"))
+    if self.output not in _OUTPUTS:
+      raise ValueError(f"output is {self.output!r}; it must be one of "
+                       f"{', '.join(_OUTPUTS)}")
+
+  def init(self, key: jax.Array, target_params: Params
+           ) -> dict[str, jax.Array]:
+    """Float32 parameters of heads that predict as the LM head does.
+
+    Args:
+      key: a PRNG key.
+      target_params: of the `Transformer` that the heads are for.
+
+    Returns:
+      `blocks [K, blocks, D, D]`, and `output [K, D, V]` or `down [K, D, rank]`
+      and `up [K, rank, V]`.
+    """
+    k, d, v = self.heads, self.width, self.vocab_size
+    params = {"blocks": jnp.zeros((k, self.blocks, d, d), jnp.float32)}
+    if self.output == "own":
+      head = base.lm_head(target_params).astype(jnp.float32)
+      params["output"] = jnp.tile(head, (k, 1, 1))
+    elif self.output == "low_rank":
+      params["down"] = d**-0.5 * jax.random.normal(
+          key, (k, d, self.rank), jnp.float32)
+      params["up"] = jnp.zeros((k, self.rank, v), jnp.float32)
+    return params
+
+  def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
+           ) -> jax.Array:
+    """Logits `[..., V]` of one head, whose parameters have no axis K.
+
+    Args:
+      params: of one head.
+      hidden: `[..., D]`.
+      lm_head: `[D, V]`.
+    """
+    for i in range(self.blocks):
+      hidden = hidden + jax.nn.silu(hidden @ params["blocks"][i])
+    if self.output == "own":
+      return base.project(hidden, params["output"])
+    logits = base.project(hidden, lm_head)
+    if self.output == "low_rank":
+      logits = logits + base.project(hidden @ params["down"], params["up"])
+    return logits

@@ -1,0 +1,204 @@
+"""How a target learns to draft for itself: one record a method.
+
+A `Method` says which heads it trains, by which objective, and how the target
+drafts with them. Scripts read everything from the record, so that another
+method (another kind of head) is one record here beside its own files: its class
+of `models.heads.Heads`, its objective and its strategy.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import os
+from typing import Any
+
+import jax
+
+from specjax import contract
+from specjax import strategies
+from specjax import verifiers
+from specjax.models import heads as heads_lib
+from specjax.models.heads import Heads
+from specjax.models.transformer import Transformer
+from specjax.strategies import Strategy
+from specjax.training import objectives
+from specjax.training.objectives import DrafterObjective
+from specjax.types import Verifier
+
+_CUTS = 128  # cut points of a row that is measured, for look-ahead tokens
+
+_TOKEN, _BLOCK = verifiers.Token(), verifiers.Block()
+_RECURSIVE, _TRAVERSAL = verifiers.Recursive(), verifiers.Traversal()
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """A setting of a method, which a script offers as a flag.
+
+  Attributes:
+    name: of the keyword argument.
+    default: of its type; None is a bool that follows the data: whether the
+      target wrote it itself.
+    help: what it sets, after the method's name.
+    choices: the values that it may take; empty: any.
+  """
+
+  name: str
+  default: bool | int | float | str | None
+  help: str
+  choices: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+  """A way to train and to use what a target drafts for itself with.
+
+  Attributes:
+    name: what flags and files call it.
+    heads: the class of the heads.
+    learning_rate: default peak, of the heads.
+    objective: `(target, heads, **options) -> DrafterObjective`, what is
+      minimised.
+    measure: `(target, heads) -> DrafterObjective`, whose `score` measures the
+      forecasts.
+    chain: `heads -> Strategy`, exact on the likeliest chain: by which greedy
+      decoding is measured while the heads train.
+    strategy: `(heads, verifier, gamma, tree) -> Strategy`, for a rule or None
+      (the method's own), gamma tokens of a chain, and a function that makes the
+      parents of a tree.
+    compared: `(heads, tree) -> {name: strategies of one drafter}`, what a study
+      compares; the first one's rollouts are those that the others share.
+    head_options: of `heads.for_target`.
+    options: of `objective`.
+    tunes_target: whether the target is always trained with its heads. A method
+      with the option `train_target` leaves that to its user.
+  """
+
+  name: str
+  heads: type[Heads]
+  learning_rate: float
+  objective: Callable[..., DrafterObjective]
+  measure: Callable[[Transformer, Heads], DrafterObjective]
+  chain: Callable[[Heads], Strategy]
+  strategy: Callable[..., Strategy]
+  compared: Callable[[Heads, Callable[[], Sequence[int]]],
+                     dict[str, tuple[Strategy, ...]]]
+  head_options: tuple[Option, ...] = ()
+  options: tuple[Option, ...] = ()
+  tunes_target: bool = False
+
+  def trains_target(self, options: Mapping[str, Any]) -> bool:
+    """Whether the target is trained too, with these values of the options."""
+    return self.tunes_target or bool(options.get("train_target", False))
+
+
+def of(heads: Heads) -> Method:
+  """The first method that has heads of this kind; it knows how to draft."""
+  return next(m for m in METHODS if m.heads.kind == heads.kind)
+
+
+def load_heads(directory: str | os.PathLike[str], target: Transformer,
+               dtype: Any = None) -> tuple[Heads, dict[str, jax.Array]]:
+  """`models.heads.load_heads`, of whatever kind a method here has."""
+  kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
+  return heads_lib.load_heads(directory, target, dtype, kinds)
+
+
+def _chain_of(heads, gamma):
+  return tuple(range(-1, min(gamma, heads.num_forecasts)))
+
+
+def _medusa_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
+  """A sampled chain or tree, or a top-k tree: what the rule asks for."""
+  rule = verifiers.TargetWalk() if verifier is None else verifier
+  requires = contract.rule(rule).requires
+  if "chain" in requires:
+    chain = _chain_of(heads, gamma)
+    return strategies.sampled_medusa(heads, chain, "iid", rule)
+  if not requires:
+    return strategies.medusa(heads, tree())._replace(verifier=rule)
+  return strategies.sampled_medusa(
+      heads, tree(), "iid" if "iid" in requires else "without_replacement",
+      rule)
+
+
+def _medusa_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree, chain = tree(), _chain_of(heads, heads.num_forecasts)
+  sampled = lambda parents, proposal, *rules: tuple(
+      strategies.sampled_medusa(heads, parents, proposal, rule)
+      for rule in rules)
+  return {
+      "top-k tree": (strategies.medusa(heads, tree),
+                     strategies.medusa(heads, tree, typical=True)),
+      "sampled chain": sampled(chain, "iid", _BLOCK, _TOKEN),
+      "sampled tree": sampled(
+          tree, "without_replacement", _TRAVERSAL, _RECURSIVE),
+      "i.i.d. tree": sampled(
+          tree, "iid", _TRAVERSAL, _RECURSIVE, verifiers.KSeq())}
+
+
+PASS = Method(
+    name="pass", heads=heads_lib.LookaheadEmbeddings, learning_rate=0.05,
+    objective=lambda target, heads, cuts: objectives.Lookahead(
+        model=target, embeddings=heads, cuts=cuts),
+    measure=lambda target, heads: objectives.Lookahead(
+        model=target, embeddings=heads, cuts=_CUTS),
+    chain=lambda heads: strategies.pass_lookahead(heads, verifier=_TOKEN),
+    strategy=lambda heads, verifier, gamma, tree: strategies.pass_lookahead(
+        heads, count=min(gamma, heads.num_forecasts),
+        verifier=verifier or _BLOCK),
+    compared=lambda heads, tree: {
+        name: tuple(strategies.pass_lookahead(heads, folded, verifier=rule)
+                    for rule in (_BLOCK, _TOKEN))
+        for name, folded in (("two passes", False), ("folded", True))},
+    options=(Option("cuts", 32,
+                    "PaSS: cut points of a row that is trained on"),))
+
+BLOCKWISE = Method(
+    name="blockwise", heads=heads_lib.BlockwiseHeads, learning_rate=3e-3,
+    objective=lambda target, heads, all_heads, train_target:
+        objectives.Blockwise(model=target, heads=heads, one_head=not all_heads),
+    measure=lambda target, heads: objectives.Blockwise(
+        model=target, heads=heads),
+    chain=strategies.blockwise,
+    strategy=lambda heads, verifier, gamma, tree: strategies.blockwise(
+        heads, min(gamma, heads.num_forecasts))._replace(
+            verifier=verifier or _BLOCK),
+    compared=lambda heads, tree: {"": tuple(
+        strategies.blockwise(heads, top_k=k) for k in (None, 2))},
+    head_options=(Option("hidden_width", 512,
+                         "blockwise: of a head's inner layer"),),
+    options=(Option("all_heads", False,
+                    "blockwise: train all heads in every step, not one"),
+             Option("train_target", False,
+                    "blockwise: train the target with its heads")))
+
+MEDUSA = Method(
+    name="medusa", heads=heads_lib.MedusaHeads, learning_rate=6e-3,
+    objective=lambda target, heads: objectives.Medusa(
+        model=target, heads=heads),
+    measure=lambda target, heads: objectives.Medusa(model=target, heads=heads),
+    chain=strategies.blockwise,
+    strategy=_medusa_strategy, compared=_medusa_compared,
+    head_options=(
+        Option("output", "low_rank",
+               "Medusa: a head's output matrix, its own, the LM head plus a "
+               "low rank, or the LM head", ("own", "low_rank", "shared")),
+        Option("rank", 64, "Medusa: of that low rank"),
+        Option("blocks", 1, "Medusa: residual blocks a head")))
+
+MEDUSA_2 = dataclasses.replace(
+    MEDUSA, name="medusa2", learning_rate=2e-3, tunes_target=True,
+    objective=lambda target, heads, ramp, heads_weight, distill:
+        objectives.MedusaJoint(
+            medusa=objectives.Medusa(model=target, heads=heads), ramp=ramp,
+            weight=heads_weight, distill=distill),
+    options=(
+        Option("ramp", "sine", "medusa2: how the weight of the heads' loss "
+               "rises over the run", ("sine", "linear", "constant")),
+        Option("heads_weight", 0.2, "medusa2: peak of that weight"),
+        Option("distill", None, "medusa2: hold the target to its own laws "
+               "before training, not to the data; default: with --data=self")))
+
+METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2)
