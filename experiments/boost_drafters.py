@@ -30,9 +30,11 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
+from lib import flags as shared
 import numpy as np
 
 import specjax as sj
+from specjax import strategies
 from specjax.data import corpora
 from specjax.files import claim
 from specjax.files import fingerprint
@@ -43,45 +45,34 @@ from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
 
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_DRAFTER = flags.DEFINE_string(
-    "drafter", "small", "the first: small, tiny, or a directory of train_lm.py")
+_TARGET = shared.target()
+_DRAFTER = shared.drafter(
+    "the first: small, tiny, or a directory of train_lm.py")
 _DRAFTERS = flags.DEFINE_integer(
     "drafters", 2, "K, of which K - 1 are trained", 2)
-_DATA = flags.DEFINE_string(
-    "data", "stdlib", "text whose beginnings are continued, as in train_lm.py")
-_FIELD = flags.DEFINE_string(
-    "field", "text", "field that holds the text in JSONL and datasets")
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", None, "directory for the drafters and the sampled rows",
-    required=True)
+_DATA = shared.data("text whose beginnings are continued")
+_FIELD = shared.field()
+_OUTPUT_DIR = shared.output_dir(
+    None, "directory for the drafters and the sampled rows")
 _ROWS = flags.DEFINE_integer("rows", 2048, "continuations to train on", 1)
-_HELD_OUT_ROWS = flags.DEFINE_integer(
-    "held_out_rows", 64, "continuations of held-out text to measure with", 1)
-_PROMPT_TOKENS = flags.DEFINE_integer(
-    "prompt_tokens", 64, "tokens of a row that are the text's", 1)
+_HELD_OUT_ROWS = shared.held_out_rows(64)
+_PROMPT_TOKENS = shared.prompt_tokens(64, "tokens of a row that are the text's")
 _CONTINUATION = flags.DEFINE_integer(
     "continuation", 192, "tokens of a row that are the target's", 1)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", 1.0, "of the continuations; 0 is greedy", 0.0)
+_TEMPERATURE = shared.temperature(1.0, "of the continuations")
 _WINDOW = flags.DEFINE_integer(
     "window", 1, "neighbouring tokens that are dropped together, when an "
     "earlier drafter proposes all of them", 1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "rows of a step", 1)
-_STEPS = flags.DEFINE_integer("steps", 1000, "training steps of a drafter", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "peak, AdamW", 0.0)
-_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 40, "linear rise", 0)
-_DECAY_FRACTION = flags.DEFINE_float(
-    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
-    "linearly to 0", 0.0, 1.0)
-_EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every", 250, "steps between held-out measurements", 0)
+_BATCH_SIZE = shared.batch_size()
+_STEPS = shared.steps(1000, "training steps of a drafter")
+_LEARNING_RATE = shared.learning_rate(1e-3, "peak, AdamW")
+_WARMUP_STEPS = shared.warmup_steps()
+_DECAY_FRACTION = shared.decay_fraction()
+_EVALUATE_EVERY = shared.evaluate_every()
 _LENGTH = flags.DEFINE_integer(
     "length", 4, "tokens of a path when tokens per pass are measured", 1)
-_SAVE_DTYPE = flags.DEFINE_enum(
-    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
-_SEED = flags.DEFINE_integer("seed", 0, "of the text, sampling and shuffle")
+_SAVE_DTYPE = shared.save_dtype()
+_SEED = shared.seed("of the text, sampling and shuffle")
 
 _BATCH = 16  # rows of a pass that looks up proposals
 
@@ -123,7 +114,7 @@ def _ranks(drafter, rows):
       for i in range(0, len(rows), _BATCH)])
 
 
-def missed(proposed, window: int):
+def missed(proposed: np.ndarray, window: int) -> np.ndarray:
   """Which tokens are trained on: all of a window that no drafter matched.
 
   Args:
@@ -184,14 +175,13 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
 
 
 def _tokens_per_pass(target, drafters, prompts, temperature):
-  """1 + E[tau] of a path from each drafter, verified by `Recursive`."""
+  """1 + E[tau] of a path from each drafter, merged (SpecInfer)."""
   models = tuple(d.model for d in drafters)
   same = all(d is drafters[0] for d in drafters)
   decoder = sj.Decoder(
-      target=target.model, verifier=sj.verifiers.Recursive(),
-      drafter=sj.drafters.Paths(
-          models=models[:1] if same else models, num_paths=len(drafters),
-          length=_LENGTH.value),
+      target=target.model, **strategies.merged_specinfer(
+          models[:1] if same else models, _LENGTH.value,
+          len(drafters))._asdict(),
       transform=sj.LogitsTransform(temperature=temperature))
   rounds = max(1, min(
       32, (decoder.context_length - prompts.shape[1]) // (_LENGTH.value + 1)))

@@ -19,9 +19,11 @@ import json
 from absl import flags
 import jax
 from lib import common
+from lib import flags as shared
 
 import specjax as sj
 from specjax import analysis
+from specjax import contract
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
 
@@ -33,20 +35,14 @@ _VERIFIERS = flags.DEFINE_list(
     "verifiers", list(common.VERIFIERS), "to evaluate")
 _ACTING = flags.DEFINE_enum(
     "acting", "token", sorted(common.VERIFIERS), "the recorded verifier")
-_DRAFTER = flags.DEFINE_string(
-    "drafter", "small", "small, tiny, or a directory of train_lm.py")
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_GAMMA = flags.DEFINE_integer("gamma", 8, "drafted tokens of a round")
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", 1.0, "of both models; 0 is greedy")
-_NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 8, "held-out modules of the running Python", 2)
-_PROMPT_TOKENS = flags.DEFINE_integer(
-    "prompt_tokens", 96, "tokens kept of every prompt", 1)
-_NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 64, "tokens generated for every prompt", 1)
-_SEED = flags.DEFINE_integer("seed", 0, "of prompts and of sampling")
+_DRAFTER = shared.drafter()
+_TARGET = shared.target()
+_GAMMA = shared.gamma(8)
+_TEMPERATURE = shared.temperature()
+_NUM_PROMPTS = shared.num_prompts(8)
+_PROMPT_TOKENS = shared.prompt_tokens(96, "tokens kept of every prompt")
+_NEW_TOKENS = shared.new_tokens(64)
+_SEED = shared.seed()
 
 
 def _record():
@@ -77,7 +73,7 @@ def _row(name, record):
     online = analysis.online(record).block_efficiency
   return {"verifier": name, "block_efficiency": replayed.block_efficiency,
           "stderr": replayed.stderr, "online_block_efficiency": online,
-          "lossless": getattr(verifier, "lossless", True)}
+          "lossless": contract.rule(verifier).lossless}
 
 
 def _print_table(rows):
@@ -90,7 +86,7 @@ def _print_table(rows):
           f"{'yes' if r['lossless'] else 'no':>9s}")
   acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
   afresh = [r["verifier"] for r in rows if r["verifier"] not in acted
-            and hasattr(common.VERIFIERS[r["verifier"]], "commit")]
+            and contract.rule(common.VERIFIERS[r["verifier"]]).remembers]
   if afresh:
     print(f"{', '.join(afresh)}: judged from a fresh state in every round, "
           "which is not what a rollout of its own would give")

@@ -26,6 +26,7 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
+from lib import flags as shared
 
 from specjax.data import batches
 from specjax.data import corpora
@@ -40,15 +41,10 @@ from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
 
-_DATA = flags.DEFINE_string(
-    "data", "stdlib",
-    "what to train on: stdlib, stdlib-no-tests, a text file, a .jsonl file, a "
-    "directory of text files, or hf:NAME[:SPLIT] (Hugging Face datasets)")
-_FIELD = flags.DEFINE_string(
-    "field", "text", "field that holds the text in JSONL and datasets")
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", None, "directory for the model and its checkpoints",
-    required=True)
+_DATA = shared.data()
+_FIELD = shared.field()
+_OUTPUT_DIR = shared.output_dir(
+    None, "directory for the model and its checkpoints")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "a tokenizer.json to use; default: learn one")
 _VOCAB_SIZE = flags.DEFINE_integer(
@@ -62,27 +58,22 @@ _MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "inner SwiGLU width", 1)
 _CONTEXT_LENGTH = flags.DEFINE_integer(
     "context_length", 512, "tokens of a training window, and the longest "
     "sequence the model may be used for", 2)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "windows of a step", 1)
-_STEPS = flags.DEFINE_integer("steps", 3000, "training steps", 1)
+_BATCH_SIZE = shared.batch_size("windows of a step")
+_STEPS = shared.steps(3000)
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "muon", ["muon", "adamw"],
     "muon: Muon on the layers' matrices, Adam on the rest")
-_LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 0.02, "peak; 0.02 suits muon, 0.003 adamw", 0.0)
-_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 100, "linear rise", 0)
-_DECAY_FRACTION = flags.DEFINE_float(
-    "decay_fraction", 0.5, "share of the run in which the learning rate falls "
-    "linearly to 0", 0.0, 1.0)
-_EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every", 1000, "steps between held-out measurements", 0)
+_LEARNING_RATE = shared.learning_rate(
+    0.02, "peak; 0.02 suits muon, 0.003 adamw")
+_WARMUP_STEPS = shared.warmup_steps(100)
+_DECAY_FRACTION = shared.decay_fraction()
+_EVALUATE_EVERY = shared.evaluate_every(1000)
 _EVALUATION_STRIDE = flags.DEFINE_integer(
     "evaluation_stride", 256, "tokens between held-out windows; each token is "
     "predicted from at least context_length minus this many", 1)
-_CHECKPOINT_EVERY = flags.DEFINE_integer(
-    "checkpoint_every", 200, "steps between checkpoints", 1)
-_SAVE_DTYPE = flags.DEFINE_enum(
-    "save_dtype", "bfloat16", ["bfloat16", "float32"], "of the weights saved")
-_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the shuffle")
+_CHECKPOINT_EVERY = shared.checkpoint_every()
+_SAVE_DTYPE = shared.save_dtype()
+_SEED = shared.seed("of the weights and of the shuffle")
 
 
 def _tokenizer(output_dir, training_texts):

@@ -36,33 +36,28 @@ import sys
 from absl import flags
 import jax
 from lib import common
+from lib import flags as shared
 from lib import rollouts
 from lib import timing
 import numpy as np
 
 import specjax as sj
 from specjax import analysis
+from specjax import strategies
 from specjax.files import atomically
 
 _BUDGETS = flags.DEFINE_list(
     "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
 _METHODS_WANTED = flags.DEFINE_list(
     "methods", None, "such as chain_block,specinfer,traversal; default: all")
-_TEMPERATURE = flags.DEFINE_list(
-    "temperature", "0,0.6,1", "of both models; 0 is greedy")
-_NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 16, "prompts, held-out modules of the running Python", 2)
-_PROMPT_TOKENS = flags.DEFINE_integer(
-    "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
-_NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 96, "tokens generated for every prompt", 1)
-_DRAFTER = flags.DEFINE_string(
-    "drafter", "small", "small, tiny, or a directory of train_lm.py")
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "results/trees", "for results, the table and the plot")
+_TEMPERATURE = shared.temperatures("0,0.6,1")
+_NUM_PROMPTS = shared.num_prompts(16)
+_PROMPT_TOKENS = shared.prompt_tokens()
+_NEW_TOKENS = shared.new_tokens(96)
+_DRAFTER = shared.drafter()
+_TARGET = shared.target()
+_SEED = shared.seed()
+_OUTPUT_DIR = shared.output_dir("results/trees")
 
 _CHILDREN = 8  # ranks whose acceptance is measured
 _DEPTH = 12  # of a tree, in tokens
@@ -70,44 +65,39 @@ _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
 _BASELINE, _FASTEST = "autoregressive", "dynamic_program"
 
-_TOKEN, _BLOCK = sj.verifiers.Token(), sj.verifiers.Block()
-_RECURSIVE, _K_SEQ = sj.verifiers.Recursive(), sj.verifiers.KSeq()
-_WALK, _TRAVERSAL = sj.verifiers.TargetWalk(), sj.verifiers.Traversal()
-# Drafts: the rule whose rollouts are shared, then those that are judged on
-# them too. None proposes chains.
-_METHODS = {
-    None: {"chain_token": _TOKEN, "chain_block": _BLOCK},
-    "iid": {"specinfer": _RECURSIVE, "k_seq": _K_SEQ},
-    "without_replacement": {"without_replacement": _RECURSIVE,
-                            "traversal": _TRAVERSAL},
-    "hybrid": {"hybrid": _RECURSIVE},
-    "top_k": {"top_k": _WALK},
-}
+
+def _chain(strategy):
+  """A method of chains, of as many nodes as the tree that it is given."""
+  return lambda model, parents: strategy(model, len(parents) - 1)
 
 
-def _methods():
-  """`_METHODS`, or those of them that the flag names."""
+# `(model, parents) -> Strategy` by name; a group has the same drafts, and the
+# rollouts of its first method are shared.
+_CHAINS = {"chain_token": _chain(strategies.speculative_sampling),
+           "chain_block": _chain(strategies.block_verification)}
+_GROUPS = (
+    _CHAINS,
+    {"specinfer": strategies.specinfer, "k_seq": strategies.spectr},
+    {"without_replacement": strategies.sequoia,
+     "traversal": strategies.traversal},
+    {"hybrid": strategies.hybrid_tree},
+    {"top_k": strategies.top_k_tree},
+)
+_METHODS = {name: make for group in _GROUPS for name, make in group.items()}
+
+
+def _groups():
+  """The names in `_GROUPS`, or those of them that the flag names."""
   wanted = _METHODS_WANTED.value
   if wanted == []:
     raise ValueError("--methods is empty; name one at least, or leave it out")
-  known = [name for rules in _METHODS.values() for name in rules]
   for name in wanted or ():
-    if name not in known:
+    if name not in _METHODS:
       raise ValueError(f"--methods holds {name!r}; choose among "
-                       f"{', '.join(known)}")
-  kept = {proposal: {name: rule for name, rule in rules.items()
-                     if wanted is None or name in wanted}
-          for proposal, rules in _METHODS.items()}
-  return {proposal: rules for proposal, rules in kept.items() if rules}
-
-
-def _drafter(model, proposal, parents):
-  if len(parents) == 1:
-    return sj.drafters.Empty()
-  if proposal is None:
-    return sj.drafters.LanguageModel(model=model, gamma=len(parents) - 1)
-  return sj.drafters.TreeLanguageModel(model=model, parents=parents,
-                                       proposal=proposal)
+                       f"{', '.join(_METHODS)}")
+  kept = ([name for name in group if wanted is None or name in wanted]
+          for group in _GROUPS)
+  return [group for group in kept if group]
 
 
 class _Setting:
@@ -125,73 +115,74 @@ class _Setting:
     self.pass_seconds = {n: seconds(target, n) for n in (1, *budgets)}
     self.level_seconds = seconds(drafter, 4)
 
-  def decoder(self, temperature, proposal, parents, verifier, observers=()):
+  def decoder(self, temperature, name, parents, observers=()):
+    """A method's decoder; the root alone is not speculated on.
+
+    Args:
+      temperature: of both models.
+      name: of the method, or None.
+      parents: of its tree.
+      observers: names of other methods, whose rules judge the same drafts.
+    """
+    make = lambda name: _METHODS[name](self.drafter.model, parents)
+    strategy = make(name) if name else strategies.autoregressive()
     return sj.Decoder(
-        target=self.target.model, verifier=verifier, observers=observers,
-        drafter=_drafter(self.drafter.model, proposal, parents),
+        target=self.target.model, **strategy._asdict(),
+        observers=tuple(make(other).verifier for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 
-  def acceptance(self, temperature, proposal, verifier):
+  def acceptance(self, temperature, name):
     """`[K]`, how often the child of each rank is accepted below the root.
 
     Measured without a coin on other prompts: the mean probability that a star
     of K children stops at each of them.
     """
-    star = sj.trees.full_tree((_CHILDREN if proposal else 1,))
-    decoder = self.decoder(temperature, proposal, star, verifier)
+    star = sj.trees.full_tree((1 if name in _CHAINS else _CHILDREN,))
+    decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
                             limits=_PROMPT_TOKENS.value + _NEW_TOKENS.value)
     _, stats, trace = decoder.decode_traced(
         self.params, state, _CALIBRATION_ROUNDS)
-    law = jax.jit(jax.vmap(jax.vmap(verifier.law)))(
+    law = jax.jit(jax.vmap(jax.vmap(decoder.verifier.law)))(
         trace.draft, trace.target_probs)
     stop = np.asarray(law.stop, np.float64)[np.asarray(stats.active)]
     return stop.mean(0)[1:]
 
-  def round_seconds(self, temperature, proposal, parents, verifier):
+  def round_seconds(self, temperature, name, parents):
     """What a round takes besides its passes."""
-    arm = rollouts.Arm(
-        self.decoder(temperature, proposal, parents, verifier), self.params,
-        _NEW_TOKENS.value, self.capacity)
+    arm = rollouts.Arm(self.decoder(temperature, name, parents), self.params,
+                       _NEW_TOKENS.value, self.capacity)
     runs = [arm.decode(prompt, 0, 0) for prompt in self._calibration][1:]
-    depth = max(_depths(parents))
+    depth = max(sj.trees.depths(parents))
     rest = [run["seconds"] / run["rounds"] - self.pass_seconds[len(parents)]
             - depth * self.level_seconds for run in runs]
     return max(0.0, statistics.median(rest))
 
 
-def _depths(parents):
-  depths = [0]
-  for parent in parents[1:]:
-    depths.append(depths[parent] + 1)
-  return depths
-
-
 def _plan(setting, temperature, budgets):
-  """{arm: (parents, proposal, method)}: the trees of a temperature."""
-  plan = {_BASELINE: ((-1,), None, None)}
+  """{arm: (parents, method)}: the trees of a temperature."""
+  plan = {_BASELINE: ((-1,), None)}
   fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
-  for proposal, rules in _methods().items():
-    depth = _DEPTH if proposal else None
+  for group in _groups():
+    depth = None if group[0] in _CHAINS else _DEPTH
     trees = None
-    for name, verifier in rules.items():
-      acceptance = setting.acceptance(temperature, proposal, verifier)
-      if trees is None:  # rules with the same drafts share trees
+    for name in group:
+      acceptance = setting.acceptance(temperature, name)
+      if trees is None:  # methods with the same drafts share trees
         trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
                  for n in budgets}
         overhead = setting.round_seconds(
-            temperature, proposal, trees[min(budgets)], verifier)
-      plan |= {f"{name} {n}": (parents, proposal, name)
-               for n, parents in trees.items()}
+            temperature, name, trees[min(budgets)])
+      plan |= {f"{name} {n}": (parents, name) for n, parents in trees.items()}
       parents = sj.trees.best_tree(
           acceptance, setting.pass_seconds, setting.level_seconds,
           round_seconds=overhead, depth=depth)
       if len(parents) > 1:
         seconds = (setting.pass_seconds[len(parents)] + overhead
-                   + max(_depths(parents)) * setting.level_seconds)
+                   + max(sj.trees.depths(parents)) * setting.level_seconds)
         promise = sj.trees.expected_tokens(parents, acceptance) / seconds
         if promise > speed:
-          fastest, speed = (parents, proposal, name), promise
+          fastest, speed = (parents, name), promise
   return plan | {_FASTEST: fastest}
 
 
@@ -210,25 +201,23 @@ def _plans(setting, temperatures, budgets, path):
 
 def _arms(setting, plans, temperature, budget):
   """{arm: `rollouts.Arm`} of a budget, with both arms that have none."""
+  observers = {group[0]: group[1:] for group in _groups()}
   arms = {}
-  for arm, (parents, proposal, name) in plans[f"{temperature:g}"].items():
-    if arm not in (_BASELINE, _FASTEST) and arm.split()[1] != str(budget):
-      continue
-    first, *others = _methods().get(proposal, {None: _TOKEN}).values()
-    verifier = _METHODS[proposal][name] if name else _TOKEN
-    observers = tuple(others) if verifier == first else ()
-    arms[arm] = rollouts.Arm(
-        setting.decoder(temperature, proposal, tuple(parents), verifier,
-                        observers if len(parents) > 1 else ()),
-        setting.params, _NEW_TOKENS.value, setting.capacity)
+  for arm, (parents, name) in plans[f"{temperature:g}"].items():
+    if arm in (_BASELINE, _FASTEST) or arm.split()[1] == str(budget):
+      arms[arm] = rollouts.Arm(
+          setting.decoder(temperature, name, tuple(parents),
+                          observers.get(name, ())),
+          setting.params, _NEW_TOKENS.value, setting.capacity)
   return arms
 
 
 def _row(runs, arm, shared, law):
   """Figures of an arm: its own, and those of a law on the shared rollouts.
 
-  What has no budget was decoded, alike, in the runs of each: it is timed in
-  all of them and counted in those of one.
+  The baseline and the choice of the dynamic program have no budget of their
+  own: the runs of every budget decode them again, to the same text. All of
+  these runs are timed, and the tokens of one budget's are counted.
   """
   once = runs[:_NUM_PROMPTS.value]
   others = [arms[shared] for arms in once]
@@ -250,17 +239,17 @@ def _rows(runs, plans, temperatures, budgets):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
-    cells = [(name, f"{name} {n}", f"{next(iter(rules))} {n}", law)
-             for rules in _methods().values() for n in budgets
-             for law, name in enumerate(rules)]
+    cells = [(name, f"{name} {n}", f"{group[0]} {n}", law)
+             for group in _groups() for n in budgets
+             for law, name in enumerate(group)]
     cells += [(name, name, name, 0) for name in (_BASELINE, _FASTEST)]
-    for name, arm, shared, law in cells:
+    for name, arm, paired, law in cells:
       mine = [arms for unit, arms in runs.items()
               if unit[1] == temperature and arm in arms]
       parents = plan[arm][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **_row(mine, arm, shared, law), "parents": list(parents)})
+                   **_row(mine, arm, paired, law), "parents": list(parents)})
   return rows
 
 
@@ -324,7 +313,7 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
-  methods = sorted(name for rules in _methods().values() for name in rules)
+  methods = sorted(name for group in _groups() for name in group)
   ids, source = common.code_prompts(
       tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
       _PROMPT_TOKENS.value, _SEED.value)
@@ -334,7 +323,7 @@ def main():
         file=sys.stderr)
   setting = _Setting(target, drafter, calibration, budgets)
   for temperature in temperatures:  # a bad one is refused early
-    setting.decoder(temperature, None, (-1, 0), _TOKEN)
+    setting.decoder(temperature, "chain_token", (-1, 0))
 
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   output_dir.mkdir(parents=True, exist_ok=True)
