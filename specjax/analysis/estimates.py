@@ -1,9 +1,11 @@
 """Estimates from samples of unequal size."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def ratio_estimate(totals, counts):
+def ratio_estimate(totals: ArrayLike, counts: ArrayLike
+                   ) -> tuple[float, float]:
   """sum(totals) / sum(counts) and its standard error over the clusters.
 
   Rounds of one prompt resemble each other, so a prompt, not a round, is one
@@ -37,7 +39,8 @@ def ratio_estimate(totals, counts):
   return float(ratio), float(np.sqrt(scatter) / counts.sum())
 
 
-def relative_gain(totals, counts, base_totals, base_counts):
+def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
+                  base_counts: ArrayLike) -> tuple[float, float]:
   """(1 + ratio) / (1 + base ratio) - 1 and its standard error over prompts.
 
   With accepted tokens as totals and rounds as counts: the gain in block

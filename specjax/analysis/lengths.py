@@ -13,11 +13,15 @@ Arguments without a stated shape are numbers or arrays that broadcast.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+Numbers = np.ndarray | np.float64
 
 
-def expected_tokens(acceptance, gamma):
+def expected_tokens(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
   """Tokens of a round: 1 + a + ... + a^gamma.
 
   Leviathan et al., equation 1: (1 - a^(gamma+1)) / (1 - a), and gamma + 1 at
@@ -38,7 +42,7 @@ def expected_tokens(acceptance, gamma):
   return _powers(acceptance, gamma + 1)
 
 
-def expected_accepted(acceptance, gamma):
+def expected_accepted(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
   """Drafted tokens that a round accepts: a + ... + a^gamma.
 
   One less than `expected_tokens`. At a = 0.7, gamma = 8 it is 2.1988; a widely
@@ -57,7 +61,8 @@ def expected_accepted(acceptance, gamma):
   return acceptance * _powers(acceptance, gamma)
 
 
-def speedup(acceptance, gamma, cost):
+def speedup(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
+            ) -> Numbers:
   """Expected improvement in walltime where a pass costs the same at any length.
 
   Leviathan et al., Theorem 3.8: `expected_tokens` / (gamma c + 1). Some gamma
@@ -78,7 +83,8 @@ def speedup(acceptance, gamma, cost):
   return tokens / (np.asarray(gamma) * _cost("cost", cost) + 1)
 
 
-def operations_factor(acceptance, gamma, cost):
+def operations_factor(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
+                      ) -> Numbers:
   """Arithmetic operations for a token over those of the target alone.
 
   Leviathan et al., Theorem 3.11: (gamma c + gamma + 1) / `expected_tokens`. It
@@ -97,7 +103,8 @@ def operations_factor(acceptance, gamma, cost):
   return (gamma * _cost("cost", cost) + gamma + 1) / tokens
 
 
-def optimal_gamma(acceptance, cost, largest: int = 64):
+def optimal_gamma(acceptance: ArrayLike, cost: ArrayLike, largest: int = 64
+                  ) -> np.ndarray | np.int64:
   """The draft length with the largest `speedup`; 0 says: do not speculate.
 
   The smallest among equals. Leviathan et al., section 3.5, solve for it
@@ -123,7 +130,7 @@ def optimal_gamma(acceptance, cost, largest: int = 64):
   return np.argmax(gains >= best * (1 - 1e-12), axis=-1)
 
 
-def expected_tokens_by_position(rates):
+def expected_tokens_by_position(rates: ArrayLike) -> Numbers:
   """Tokens of a round whose positions differ in their acceptance rate.
 
   1 + sum_{i=1..gamma} prod_{j<=i} rates[j].
@@ -142,7 +149,8 @@ def expected_tokens_by_position(rates):
   return 1 + np.cumprod(rates, axis=-1).sum(axis=-1)
 
 
-def expected_tokens_over(acceptances, gamma, weights=None):
+def expected_tokens_over(acceptances: ArrayLike, gamma: ArrayLike,
+                         weights: ArrayLike | None = None) -> np.float64:
   """Tokens of a round, averaged over contexts that differ in acceptance.
 
   `expected_tokens` is convex in a, so this is at least its value at the mean
@@ -168,8 +176,9 @@ def expected_tokens_over(acceptances, gamma, weights=None):
   return np.average(tokens, weights=weights)
 
 
-def predicted_speedup(block_efficiency, *, step, verify, draft, gamma,
-                      overhead=0.0):
+def predicted_speedup(block_efficiency: ArrayLike, *, step: ArrayLike,
+                      verify: ArrayLike, draft: ArrayLike, gamma: ArrayLike,
+                      overhead: ArrayLike = 0.0) -> Numbers:
   """Speed-up from measured times: efficiency * step / seconds of a round.
 
   `speedup` without its assumption that a pass over gamma + 1 tokens costs what
@@ -199,7 +208,9 @@ def predicted_speedup(block_efficiency, *, step, verify, draft, gamma,
   return tokens * _cost("step", step) / seconds
 
 
-def best_gamma(survival, *, step, verify, draft, overhead=0.0):
+def best_gamma(survival: ArrayLike, *, step: float,
+               verify: Mapping[int, float] | Sequence[float], draft: float,
+               overhead: float = 0.0) -> tuple[int, float]:
   """The draft length that is fastest by measured times and acceptance.
 
   Drafts cut to gamma tokens give sum_{i<=gamma} survival[i] tokens a round.

@@ -1,14 +1,16 @@
 """Drafts and both models' laws, recorded once.
 
 A record is a directory: `record.json` says what was recorded, and one `.npz`
-file holds the rounds of one prompt. A file is written under another name,
-flushed and renamed, so that a recording that is killed leaves whole files
-behind, and the next call goes on where it was.
+file holds the rounds of one prompt. Every file is complete or absent, so that
+a recording that is killed goes on at its first missing prompt.
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import dataclasses
+import os
 import pathlib
 import shutil
 import sys
@@ -19,7 +21,9 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
+from specjax import contract
 from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
 from specjax.files import atomically
@@ -68,7 +72,7 @@ class Record:
   manifest: dict[str, Any]
 
   @classmethod
-  def open(cls, path) -> "Record":
+  def open(cls, path: str | os.PathLike[str]) -> "Record":
     """The record at `path`, after a check of every file's checksums.
 
     Raises:
@@ -95,8 +99,10 @@ class Record:
       yield _read(self.path, index, self.manifest)
 
 
-def record(decoder: Decoder, params, prompts, key, path, *,
-           max_new_tokens: int, progress: bool = True) -> Record:
+def record(decoder: Decoder, params: Mapping[str, Any],
+           prompts: Sequence[ArrayLike], key: jax.Array,
+           path: str | os.PathLike[str], *, max_new_tokens: int,
+           progress: bool = True) -> Record:
   """Decodes every prompt alone and writes all that a verifier could ask for.
 
   Call it again with the same arguments to go on with a record that was cut
@@ -195,14 +201,13 @@ def _decode(decoder, params, prompt, key, index, limit, capacity) -> Rollout:
 
 def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
   parts = {f.name: repr(getattr(decoder, f.name))
-           for f in dataclasses.fields(decoder) if f.name != "observers"}
+           for f in dataclasses.fields(decoder)
+           if f.name not in ("observers", "debug")}
   return {
       **parts,
       "num_nodes": shapes.survival.shape[-1],
       "vocab_size": shapes.trace.target_probs.shape[-1],
-      "drafter_is_not": sorted(
-          name for name in dir(decoder.drafter) if name[0] != "_"
-          and getattr(decoder.drafter, name, None) is False),
+      "drafter_is": sorted(contract.capabilities(decoder.drafter)),
       "key": np.asarray(jax.random.key_data(key)).tolist(),
       "max_new_tokens": int(max_new_tokens),
       "num_prompts": len(prompts),

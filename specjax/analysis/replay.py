@@ -60,23 +60,20 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
 
   Args:
     record: from `record` or `Record.open`.
-    verifier: any rule. The recorded one (by its repr) has its state taken
-      along the rounds, which gives the figures of the recording. Another rule
-      that remembers starts every round afresh, as a decoder's observers do.
+    verifier: any rule. If it is the one that was recorded, by its repr, its
+      state is carried from round to round, and the figures are those of the
+      recording. Any other rule that remembers begins every round with a fresh
+      state, as a decoder's observers do.
 
   Raises:
-    ValueError: the verifier needs what the recorded drafter is not.
+    ValueError: the verifier needs what the recorded drafter does not declare.
   """
-  for need in getattr(verifier, "requires", ()):
-    if need in record.manifest["drafter_is_not"]:
-      raise ValueError(
-          f"{type(verifier).__name__} is exact only with a drafter that is "
-          f"{need}, and that of {record.path} is not; choose another verifier "
-          "or record")
-  acting = repr(verifier) == record.manifest["verifier"]
+  rule = contract.rule(verifier)
+  contract.check_pair(rule, f"the drafter of {record.path}",
+                      record.manifest["drafter_is"])
   start = None
-  if acting and hasattr(verifier, "commit"):
-    start = verifier.init(record.manifest["num_nodes"] - 1)
+  if repr(verifier) == record.manifest["verifier"] and rule.remembers:
+    start = rule.initial_state(record.manifest["num_nodes"] - 1)
   expected, survival = [], []
   for rollout in record:
     rounds, state, parts = len(rollout.expected), start, []
@@ -84,7 +81,7 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
       # The last call is filled up with its last round, which nobody reads.
       index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
       part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
-      state, found = _judged(verifier, state, part)
+      state, found = _judged(rule, state, part)
       parts.append(found)
     both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
     expected.append(both[0])
@@ -98,11 +95,9 @@ def online(record: Record) -> Replayed:
   return Replayed(*zip(*rollouts))
 
 
-@functools.partial(jax.jit, static_argnames="verifier")
-def _judged(verifier, state, trace: Trace):
+@functools.partial(jax.jit, static_argnames="rule")
+def _judged(rule, state, trace: Trace):
   """The state after a few rounds and `([R], [R, N])`, the figures of each."""
-  rule = contract.rule(verifier)
-
   def one_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
     law = rule.law(draft, probs, state)

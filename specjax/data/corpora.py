@@ -6,12 +6,16 @@ name, so that a module that was held out in one version of Python is held out
 in every other one too.
 """
 
+from collections.abc import Iterator
+from collections.abc import Sequence
 import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import pathlib
 import sysconfig
+from typing import Any
 
 _HELD_OUT_OF = 20  # one document in twenty
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
@@ -62,7 +66,8 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
   return documents
 
 
-def split(documents) -> tuple[list[Document], list[Document]]:
+def split(documents: Sequence[Document]
+          ) -> tuple[list[Document], list[Document]]:
   """Documents to train on, and documents held out.
 
   A corpus so small that the hash leaves one side empty gives that side one
@@ -124,7 +129,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
   return documents
 
 
-def read_text(path) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
   """The text of a UTF-8 file, or a `ValueError` that names it."""
   path = pathlib.Path(path)
   try:
@@ -134,7 +139,8 @@ def read_text(path) -> str:
                      "or give another file") from None
 
 
-def json_lines(path):
+def json_lines(path: str | os.PathLike[str]
+               ) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields `(line number, object)` of a JSONL file, gzipped or not.
 
   Raises:
@@ -163,7 +169,8 @@ def json_lines(path):
     yield number, record
 
 
-def field_of(path, number: int, record: dict, field: str):
+def field_of(path: str | os.PathLike[str], number: int,
+             record: dict[str, Any], field: str) -> Any:
   """The field of a JSONL record, or a `ValueError` that names what is there."""
   if field not in record:
     raise ValueError(f"{path} line {number} has no field {field!r}; it has "

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import pathlib
 import platform
 import re
@@ -95,7 +96,7 @@ _SOURCES = {
 EMBEDDED = tuple(_SOURCES)
 
 
-def load(name: str, path=None) -> list[str]:
+def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
   """The prompts of a published set, in the file's order, blank ones dropped.
 
   Args:

@@ -1,5 +1,7 @@
 """Prompts to decode from."""
 
+from collections.abc import Sequence
+import os
 import pathlib
 import random
 
@@ -8,8 +10,8 @@ from specjax.data import corpora
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
 
 
-def excerpts(documents, count: int, characters: int, seed: int = 0
-             ) -> list[str]:
+def excerpts(documents: Sequence[corpora.Document], count: int,
+             characters: int, seed: int = 0) -> list[str]:
   """Excerpts of documents, such as held-out modules of the running Python.
 
   Args:
@@ -37,7 +39,8 @@ def excerpts(documents, count: int, characters: int, seed: int = 0
   return prompts[:count]
 
 
-def read_prompts(path, field: str = "prompt") -> list[str]:
+def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
+                 ) -> list[str]:
   """Prompts of a user's own file.
 
   A text file holds prompts separated by blank lines; a JSONL file one JSON

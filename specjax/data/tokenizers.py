@@ -1,8 +1,11 @@
 """Byte-level BPE: no text is out of its vocabulary."""
 
+from collections.abc import Iterable
+import os
 import pathlib
 
 import numpy as np
+from numpy.typing import ArrayLike
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
@@ -24,7 +27,7 @@ class Tokenizer:
     eos: id of the token that ends a sequence, the same one.
   """
 
-  def __init__(self, backend: tokenizers.Tokenizer):
+  def __init__(self, backend: tokenizers.Tokenizer) -> None:
     self.backend = backend
     # A literal <|endoftext|> in a text is text, and not the end of it.
     backend.encode_special_tokens = True
@@ -35,7 +38,7 @@ class Tokenizer:
     self.bos = self.eos
 
   @classmethod
-  def load(cls, path) -> "Tokenizer":
+  def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
     """Reads a `tokenizer.json`."""
     path = pathlib.Path(path)
     if not path.is_file():
@@ -45,11 +48,13 @@ class Tokenizer:
     except Exception as e:  # the library raises bare Exception
       raise ValueError(f"{path} is not a tokenizer: {e}") from None
 
-  def save(self, path) -> None:
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes a `tokenizer.json`."""
     self.backend.save(str(path))
 
   @property
   def vocab_size(self) -> int:
+    """V, the special token included."""
     return self.backend.get_vocab_size()
 
   def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -57,12 +62,12 @@ class Tokenizer:
     ids = self.backend.encode(text, add_special_tokens=False).ids
     return [self.bos, *ids] if bos else ids
 
-  def decode(self, ids) -> str:
+  def decode(self, ids: ArrayLike) -> str:
     """The text of `ids`; bytes that are not UTF-8 come out replaced."""
     ids = np.asarray(ids).tolist()
     return self.backend.decode(ids, skip_special_tokens=True)
 
-  def encode_stream(self, texts) -> np.ndarray:
+  def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
     """All texts as one array: each after one end-of-text token, uint16."""
     if self.vocab_size > 2**16:
       raise ValueError(f"vocabulary of {self.vocab_size} tokens; at most "
@@ -74,7 +79,7 @@ class Tokenizer:
     return np.concatenate(pieces)
 
 
-def train(texts, vocab_size: int) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   """Learns a byte-level BPE vocabulary of `vocab_size` tokens."""
   if vocab_size < 257:
     raise ValueError(f"vocab_size is {vocab_size}; a byte-level vocabulary "
