@@ -1,21 +1,54 @@
 """What the whole suite shares: one backend, and compiled code."""
 
-import atexit
 import os
-import shutil
+import pathlib
 import tempfile
 
+# Compiled programs are kept between runs, for most of the time goes into
+# compiling small ones. Those used last stay, up to so many bytes.
+_KEPT = 1 << 30
+
+
+def _cache_directory():
+  """In the user's cache directory, or a new one where there is none."""
+  home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+  directory = pathlib.Path(home, "specjax", "tests")
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory).close()
+  except OSError:
+    return pathlib.Path(tempfile.mkdtemp(prefix="specjax-tests-"))
+  return directory
+
+
+def _bound(directory, limit):
+  """Deletes the files that were used longest ago beyond `limit` bytes."""
+  files = []
+  for entry in os.scandir(directory):
+    if entry.is_file():
+      stat = entry.stat()
+      files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry))
+  for _, size, entry in sorted(files, key=lambda file: file[0], reverse=True):
+    limit -= size
+    if limit < 0:
+      pathlib.Path(entry.path).unlink(missing_ok=True)
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  # Most of the time goes into compiling small programs once. What depends on
-  # how the compiler rounds is tested at its usual level, in lossless_test.py.
+# What depends on how the compiler rounds is tested at its usual level, in
+# lossless_test.py.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
                              + " --xla_backend_optimization_level=0")
-  # Workers and scripts inherit it: what one compiles is there for all.
-  _cache = tempfile.mkdtemp(prefix="specjax-tests-")
-  atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+# Workers and scripts inherit it: what one compiles is there for all. A file
+# that was cut, or that another process is still writing, is no program: jax
+# says so and compiles.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  _directory = _cache_directory()
+  _bound(_directory, _KEPT)
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_directory)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -10,6 +10,7 @@ programs over all couplings and over all valid verifiers give the ceilings.
 from specjax.exact import schemes
 from specjax.exact.certificate import Certificate
 from specjax.exact.certificate import certify
+from specjax.exact.compiled import Compiled
 from specjax.exact.drafts import Drafts
 from specjax.exact.enumeration import enumerate_chains
 from specjax.exact.enumeration import expected_tokens
@@ -26,6 +27,7 @@ from specjax.exact.trees import enumerate_trees
 
 __all__ = [
     "Certificate",
+    "Compiled",
     "Drafts",
     "Outcome",
     "Pair",

@@ -1,7 +1,6 @@
 """A proof, or the model that refutes it, in one line."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from specjax.exact import enumeration
 from specjax.exact import schemes as schemes_lib
 from specjax.exact import trees as trees_lib
+from specjax.exact.compiled import Compiled
 from specjax.exact.optima import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
@@ -85,8 +85,8 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   context.
 
   Args:
-    verifier: any object with `law(draft, target_probs, state=None)`, and with
-      `init` and `commit` if it remembers earlier rounds.
+    verifier: any object with `law(draft, target_probs)`, and with `init` and
+      `commit` if it remembers earlier rounds; or a `Compiled`.
     vocab_sizes: V, each at least 2; default (3, 4), and (3,) for a rule with
       state, whose histories multiply.
     gammas: draft lengths of chains, each at least 1.
@@ -107,9 +107,9 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   Returns:
     A `Certificate`; print it.
   """
-  remembers = enumeration.remembers(verifier)
-  vocab_sizes = vocab_sizes or ((3,) if remembers else (3, 4))
-  rounds = rounds or (3 if remembers else 2)
+  rule = Compiled.of(verifier)
+  vocab_sizes = vocab_sizes or ((3,) if rule.remembers else (3, 4))
+  rounds = rounds or (3 if rule.remembers else 2)
   if dtype not in _TOLERANCE:
     raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
   if not gammas or min(gammas) < 1:
@@ -121,21 +121,21 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   found, expected, bounds = [], [], []
   for vocab_size, gamma, kind, seed in itertools.product(
       vocab_sizes, gammas, kinds, seeds):
-    depth = enumeration.depth_of(verifier, gamma, rounds)
+    depth = enumeration.depth_of(rule, gamma, rounds)
     pair = random_pair(kind, vocab_size, depth, seed)
     outcome = enumeration.enumerate_chains(
-        verifier, pair, gamma, rounds, dtype, drafting)
+        rule, pair, gamma, rounds, dtype, drafting)
     expected.append(1 + outcome.expected_accepted)
     bounds.append(1 + full_information_optimum(pair, gamma))
     found.append((outcome, dict(kind=kind, vocab_size=vocab_size, seed=seed,
                                 gamma=gamma, rounds=rounds)))
   if trees is None and not (drafting == "autoregressive"
-                            and _takes_trees(verifier)):
+                            and _takes_trees(rule.verifier)):
     trees = ()
   if schemes is None:
-    schemes = schemes_lib.sound_for(verifier)
+    schemes = schemes_lib.sound_for(rule.verifier)
   for vocab_size in vocab_sizes:
-    found += _on_trees(verifier, vocab_size, trees, schemes, kinds, seeds,
+    found += _on_trees(rule, vocab_size, trees, schemes, kinds, seeds,
                        rounds, dtype)
 
   worst, witness = max(found, key=lambda one: one[0].total_variation)
@@ -146,26 +146,25 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
       expected_tokens=math.fsum(expected) / len(expected),
       bound=math.fsum(bounds) / len(bounds), defects=tuple(sorted(defects)),
       models=len(expected), laws=sum(outcome.laws for outcome, _ in found),
-      dtype=dtype, declared_lossy=not getattr(verifier, "lossless", True),
+      dtype=dtype, declared_lossy=not getattr(rule.verifier, "lossless", True),
       trees=len(found) - len(expected))
 
 
-def _on_trees(verifier, vocab_size, trees, schemes, kinds, seeds, rounds,
+def _on_trees(rule, vocab_size, trees, schemes, kinds, seeds, rounds,
               dtype):
   """`[(outcome, witness)]` of one vocabulary; trees None is the default."""
   if trees is None:
     trees = list(_default_trees(vocab_size))
   largest = max(map(len, trees), default=1)
-  pairs = functools.cache(random_pair)
   found = []
   for parents, scheme, kind, seed in itertools.product(
       trees, map(schemes_lib.named, schemes), kinds, seeds):
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
     times = rounds if few else 1
-    depth = enumeration.depth_of(verifier, trees_lib.height(parents), times)
+    depth = enumeration.depth_of(rule, trees_lib.height(parents), times)
     outcome = trees_lib.enumerate_trees(
-        verifier, pairs(kind, vocab_size, depth, seed), parents, scheme, times,
-        dtype, nodes=largest)
+        rule, random_pair(kind, vocab_size, depth, seed), parents, scheme,
+        times, dtype, nodes=largest)
     name = getattr(scheme, "__name__", repr(scheme))
     found.append((outcome, dict(
         kind=kind, vocab_size=vocab_size, seed=seed, parents=tuple(parents),

@@ -1,19 +1,17 @@
 """Sums a verifier's law over every draft of a pair of models."""
 
-import functools
 from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.exact import drafts
+from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
-from specjax.types import Draft
 from specjax.types import Verdict
 
-CHUNK = 8192  # laws evaluated in one call: one compiled shape per (V, gamma)
+CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
 DRAFTING = ("autoregressive", "product")
 
@@ -45,7 +43,7 @@ class _Starts(NamedTuple):
 
   Attributes:
     contexts: `[n]` int64, rows of the models' tables.
-    states: the verifier's states, leaves `[n, ...]`; None without one.
+    states: the rule's states, leaves `[n, ...]`; None without one.
     weights: `[n]`, probabilities.
   """
 
@@ -54,20 +52,15 @@ class _Starts(NamedTuple):
   weights: np.ndarray
 
 
-def remembers(verifier) -> bool:
-  """Whether the verifier carries a state from round to round."""
-  return hasattr(verifier, "commit")
-
-
-def horizon_of(verifier, gamma: int, rounds: int) -> int:
+def horizon_of(rule: Compiled, gamma: int, rounds: int) -> int:
   """Tokens whose joint law `enumerate_chains` returns."""
-  return rounds + gamma + 1 if remembers(verifier) else rounds * (gamma + 1)
+  return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
-def depth_of(verifier, gamma: int, rounds: int) -> int:
+def depth_of(rule: Compiled, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
-  horizon = horizon_of(verifier, gamma, rounds)
-  return horizon + gamma if remembers(verifier) else horizon
+  horizon = horizon_of(rule, gamma, rounds)
+  return horizon + gamma if rule.remembers else horizon
 
 
 def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
@@ -81,7 +74,7 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
   however few each of them emitted. Equal (tokens, state) are merged.
 
   Args:
-    verifier: any object with `law(draft, target_probs, state=None)`.
+    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
     pair: tables of at least `depth_of(verifier, gamma, rounds)` contexts.
     gamma: draft length.
     rounds: see above.
@@ -104,7 +97,7 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
   """`enumerate_chains` for drafts of any shape.
 
   Args:
-    verifier: any object with `law(draft, target_probs, state=None)`.
+    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
     pair: tables of at least `depth_of(verifier, longest, rounds)` contexts.
     scheme: `(q, contexts) -> drafts.Drafts` from given contexts.
     nodes: N of the drafts.
@@ -113,15 +106,16 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
     dtype: of the numbers handed to the law.
     chunk: laws evaluated in one call.
   """
-  depth = depth_of(verifier, longest, rounds)
+  rule = Compiled.of(verifier)
+  depth = depth_of(rule, longest, rounds)
   if len(pair.p) < depth or len(pair.q) < depth:
     raise ValueError(f"the models are {len(pair.p)} deep; {rounds} rounds of "
                      f"gamma {longest} need {depth}")
-  horizon = horizon_of(verifier, longest, rounds)
-  run = _Run(verifier, pair, scheme, nodes, dtype, chunk)
+  horizon = horizon_of(rule, longest, rounds)
+  run = _Run(rule, pair, scheme, nodes, dtype, chunk)
   starts = {0: run.first()}
   expected = None
-  if remembers(verifier):
+  if rule.remembers:
     while min(starts) < horizon:
       length = min(starts)
       outcomes = run.round(length, starts.pop(length), horizon)
@@ -148,13 +142,13 @@ def expected_tokens(verifier, pair: Pair, gamma: int, rounds: int
   """`[rounds]`, the expected number of tokens emitted after 1, 2, ... rounds.
 
   Args:
-    verifier: any object with `law(draft, target_probs, state=None)`.
+    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
     pair: tables of at least rounds * (gamma + 1) contexts deep.
     gamma: draft length.
     rounds: rounds of draft-and-verify.
   """
   scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)
-  run = _Run(verifier, pair, scheme, gamma + 1, "float64", CHUNK)
+  run = _Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
   starts, totals = {0: run.first()}, []
   for _ in range(rounds):
     starts = _merged([run.round(*start) for start in starts.items()],
@@ -205,10 +199,10 @@ def _merged(outcomes: list[dict[int, _Starts]], vocab: int
 
 
 class _Run:
-  """Rounds of one verifier on one pair, and what was wrong on the way."""
+  """Rounds of one rule on one pair, and what was wrong on the way."""
 
-  def __init__(self, verifier, pair, scheme, nodes, dtype, chunk):
-    self._verifier, self._scheme, self._nodes = verifier, scheme, nodes
+  def __init__(self, rule, pair, scheme, nodes, dtype, chunk):
+    self._rule, self._scheme, self._nodes = rule, scheme, nodes
     self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
     self._p, self._q = np.concatenate(pair.p), np.concatenate(pair.q)
     # Of every length, the number of its first context; see `Drafts`.
@@ -216,17 +210,10 @@ class _Run:
     self.defects, self.laws = set(), 0
 
   def first(self) -> _Starts:
-    """The empty context and the verifier's first state."""
-    state = None
-    if hasattr(self._verifier, "init"):
-      state = jax.tree.map(lambda x: self._as_number(x)[None],
-                           self._verifier.init(self._nodes - 1))
-    return _Starts(np.zeros(1, np.int64), state, np.ones(1))
-
-  def _as_number(self, x):
-    x = np.asarray(x)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(self._dtype) if is_float else x
+    """The empty context and the rule's first state."""
+    state = self._rule.initial_state(self._nodes - 1, self._dtype)
+    return _Starts(np.zeros(1, np.int64),
+                   jax.tree.map(lambda x: x[None], state), np.ones(1))
 
   def round(self, length: int, starts: _Starts, horizon: int | None = None
             ) -> dict[int, _Starts]:
@@ -270,7 +257,7 @@ class _Run:
 
   def _laws(self, arguments):
     """`stop` and `next_token` in float64, 0 where they do not count."""
-    stop, next_token = self._in_chunks(_law_function, arguments)
+    stop, next_token = self._rule.laws(arguments, self._chunk, self._dtype)
     self.laws += len(stop)
     if not (np.isfinite(stop).all()
             and np.isfinite(next_token[stop > 0]).all()):
@@ -293,44 +280,4 @@ class _Run:
     verdict = Verdict(
         path=path, num_accepted=np.full(len(node), tau, np.int32),
         next_token=extra.astype(np.int32))
-    return self._in_chunks(_commit_function, (*arguments, verdict))
-
-  def _in_chunks(self, make, arguments):
-    """A compiled, vmapped function of many rows, a chunk at a time."""
-    try:
-      function = make(self._verifier)
-    except TypeError:  # not hashable: a class that is not a frozen dataclass
-      function = make.__wrapped__(self._verifier)
-    tokens, parents, q, p, *rest = arguments
-    arguments = (tokens.astype(np.int32), parents.astype(np.int32),
-                 q.astype(self._dtype), p.astype(self._dtype), *rest)
-    rows, results = len(tokens), []
-    with jax.enable_x64(True):
-      for start in range(0, rows, self._chunk):
-        size = min(self._chunk, rows - start)
-        pad = lambda x, start=start, size=size: np.concatenate(
-            [x[start:start + size], np.repeat(x[:1], self._chunk - size, 0)])
-        result = function(*jax.tree.map(pad, arguments))
-        results.append(jax.tree.map(
-            lambda x, size=size: np.asarray(x)[:size], result))
-    return jax.tree.map(lambda *x: np.concatenate(x), *results)
-
-
-@functools.lru_cache(maxsize=64)
-def _law_function(verifier):
-  def law(tokens, parents, q, p, state):
-    draft = Draft(tokens=tokens, parents=parents, probs=q)
-    found = (verifier.law(draft, p) if state is None
-             else verifier.law(draft, p, state))
-    return found.stop, found.next_token
-
-  return jax.jit(jax.vmap(law))
-
-
-@functools.lru_cache(maxsize=64)
-def _commit_function(verifier):
-  def commit(tokens, parents, q, p, state, verdict):
-    draft = Draft(tokens=tokens, parents=parents, probs=q)
-    return verifier.commit(state, draft, p, verdict)
-
-  return jax.jit(jax.vmap(commit))
+    return self._rule.commits(arguments, verdict, self._chunk, self._dtype)

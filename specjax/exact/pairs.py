@@ -1,5 +1,7 @@
 """Small context-dependent models as tables, to enumerate over."""
 
+import functools
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +41,9 @@ def iid_pair(p, q, depth: int) -> Pair:
 def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
   """A random pair with another conditional after every context.
 
+  A shallower pair is the beginning of a deeper one; both share their tables,
+  which cannot be written to. The last few pairs are kept.
+
   Args:
     kind: "dense"; "zeros" (random zeros in both); "one_hot_target";
       "one_hot_draft"; "equal"; "disjoint" (no common token); "mixed" (each
@@ -47,10 +52,34 @@ def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
     depth: longest context plus one, in tokens.
     seed: of the random numbers.
   """
-  rng = np.random.default_rng([KINDS.index(kind), vocab_size, seed])
-  tables = [_random_rows(kind, rng, vocab_size**d, vocab_size)
-            for d in range(depth)]
-  return Pair([p for p, _ in tables], [q for _, q in tables])
+  return _tables(kind, vocab_size, seed).up_to(depth)
+
+
+@functools.lru_cache(maxsize=16)  # all kinds, at two sizes
+def _tables(kind, vocab_size, seed):
+  return _Tables(kind, vocab_size, seed)
+
+
+class _Tables:
+  """Tables of a random pair, drawn level by level when they are asked for."""
+
+  def __init__(self, kind, vocab_size, seed):
+    self._rng = np.random.default_rng([KINDS.index(kind), vocab_size, seed])
+    self._kind, self._vocab_size = kind, vocab_size
+    self._levels, self._lock = [], threading.Lock()
+
+  def up_to(self, depth: int) -> Pair:
+    """The pair of this depth."""
+    with self._lock:
+      while len(self._levels) < depth:
+        level = _random_rows(
+            self._kind, self._rng, self._vocab_size**len(self._levels),
+            self._vocab_size)
+        for table in level:
+          table.setflags(write=False)
+        self._levels.append(level)
+      levels = self._levels[:depth]
+    return Pair([p for p, _ in levels], [q for _, q in levels])
 
 
 def _random_rows(kind, rng, rows, vocab_size):

@@ -49,7 +49,7 @@ def enumerate_trees(verifier, pair: Pair, parents, scheme, rounds: int = 1,
   """The exact law of what decoding with drafts of one shape emits.
 
   Args:
-    verifier: any object with `law(draft, target_probs, state=None)`.
+    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
     pair: tables of at least rounds * (height + 1) contexts deep.
     parents: N numbers, `parents[0] == -1` and `parents[i] < i`, in any order.
     scheme: how the tokens are drawn: a function as in `exact.schemes`, or the

@@ -1,0 +1,91 @@
+"""A rule's law and commit, compiled for many drafts at once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import Draft
+from specjax.types import Verifier
+
+
+class Compiled:
+  """A rule as it is now, compiled once for several enumerations.
+
+  Whatever enumerates a rule takes a `Compiled` in its place. Nothing else
+  keeps compiled code: a rule that was changed, or whose class was edited in a
+  notebook, is compiled again.
+
+  Attributes:
+    verifier: the rule.
+  """
+
+  def __init__(self, verifier: Verifier):
+    self.verifier = verifier
+
+    def law(tokens, parents, q, p, state):
+      draft = Draft(tokens=tokens, parents=parents, probs=q)
+      found = (verifier.law(draft, p) if state is None
+               else verifier.law(draft, p, state))
+      return found.stop, found.next_token
+
+    def commit(tokens, parents, q, p, state, verdict):
+      draft = Draft(tokens=tokens, parents=parents, probs=q)
+      return verifier.commit(state, draft, p, verdict)
+
+    self._law, self._commit = (jax.jit(jax.vmap(f)) for f in (law, commit))
+
+  @classmethod
+  def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
+    """The rule itself if it is compiled already."""
+    return verifier if isinstance(verifier, cls) else cls(verifier)
+
+  @property
+  def remembers(self) -> bool:
+    """Whether the rule carries a state from round to round."""
+    return hasattr(self.verifier, "commit")
+
+  def initial_state(self, gamma: int, dtype) -> Any:
+    """The state before the first round, or None; floats in `dtype`."""
+    if not hasattr(self.verifier, "init"):
+      return None
+    return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
+                        self.verifier.init(gamma))
+
+  def laws(self, drafts, chunk: int, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """`stop [n, N]` and `next_token [n, N, V]` of n drafts.
+
+    Args:
+      drafts: tokens, parents `[n, N]`, q, p `[n, N, V]`, and the states.
+      chunk: drafts of one call: each size is compiled for itself.
+      dtype: of the numbers handed to the law.
+    """
+    return _in_chunks(self._law, drafts, chunk, dtype)
+
+  def commits(self, drafts, verdicts, chunk: int, dtype) -> Any:
+    """The states after the rounds; arguments as in `laws`."""
+    return _in_chunks(self._commit, (*drafts, verdicts), chunk, dtype)
+
+
+def _in_dtype(x, dtype):
+  is_float = jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(dtype, copy=False) if is_float else x
+
+
+def _in_chunks(function, arguments, chunk, dtype):
+  tokens, parents, q, p, *rest = arguments
+  arguments = (tokens.astype(np.int32), parents.astype(np.int32),
+               q.astype(dtype, copy=False), p.astype(dtype, copy=False), *rest)
+  count = len(tokens)
+
+  def rows(start):
+    """A whole chunk, the last one filled up with the first row."""
+    missing = max(start + chunk - count, 0)
+    return jax.tree.map(lambda x: np.concatenate(
+        [x[start:], np.repeat(x[:1], missing, axis=0)]) if missing
+                        else x[start:start + chunk], arguments)
+
+  with jax.enable_x64(True):
+    results = [function(*rows(start)) for start in range(0, count, chunk)]
+    return jax.tree.map(lambda *x: np.concatenate(x)[:count], *results)
