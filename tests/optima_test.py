@@ -10,7 +10,6 @@ from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import Token
 
-
 _compiled = functools.cache(exact.Compiled)
 
 

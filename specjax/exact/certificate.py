@@ -5,9 +5,6 @@ import itertools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from specjax.exact import enumeration
 from specjax.exact import schemes as schemes_lib
 from specjax.exact import trees as trees_lib
@@ -15,7 +12,6 @@ from specjax.exact.compiled import Compiled
 from specjax.exact.optima import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
-from specjax.types import Draft
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 _MOST_NODES = 7  # of a tree by default; smaller ones are padded to share code
@@ -98,16 +94,17 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
     dtype: "float64" or "float32".
     drafting: see `enumerate_chains`; with "product" there are no trees.
     trees: the `parents` of the trees to enumerate besides. Default: none for a
-      rule that requires a chain, or that states no `requires` and does not
-      read the parents of a draft; else all trees of up to 5 nodes, in every
-      order of nodes, and some of up to 7 (fewer for larger V).
+      rule that requires a chain, as one does that states no `requires`; else
+      all trees of up to 5 nodes, in every order of nodes, and some of up to 7
+      (fewer for larger V).
     schemes: how the tokens of trees are drawn, see `enumerate_trees`; default:
       all of `exact.schemes` for which the rule, by its `requires`, is exact.
 
   Returns:
     A `Certificate`; print it.
   """
-  rule = Compiled.of(verifier)
+  compiled = Compiled.of(verifier)
+  rule = compiled.rule
   vocab_sizes = vocab_sizes or ((3,) if rule.remembers else (3, 4))
   rounds = rounds or (3 if rule.remembers else 2)
   if dtype not in _TOLERANCE:
@@ -124,18 +121,18 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
     depth = enumeration.depth_of(rule, gamma, rounds)
     pair = random_pair(kind, vocab_size, depth, seed)
     outcome = enumeration.enumerate_chains(
-        rule, pair, gamma, rounds, dtype, drafting)
+        compiled, pair, gamma, rounds, dtype, drafting)
     expected.append(1 + outcome.expected_accepted)
     bounds.append(1 + full_information_optimum(pair, gamma))
     found.append((outcome, dict(kind=kind, vocab_size=vocab_size, seed=seed,
                                 gamma=gamma, rounds=rounds)))
-  if trees is None and not (drafting == "autoregressive"
-                            and _takes_trees(rule.verifier)):
+  if trees is None and ("chain" in rule.requires
+                        or drafting != "autoregressive"):
     trees = ()
   if schemes is None:
-    schemes = schemes_lib.sound_for(rule.verifier)
+    schemes = schemes_lib.sound_for(rule)
   for vocab_size in vocab_sizes:
-    found += _on_trees(rule, vocab_size, trees, schemes, kinds, seeds,
+    found += _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds,
                        rounds, dtype)
 
   worst, witness = max(found, key=lambda one: one[0].total_variation)
@@ -146,11 +143,11 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
       expected_tokens=math.fsum(expected) / len(expected),
       bound=math.fsum(bounds) / len(bounds), defects=tuple(sorted(defects)),
       models=len(expected), laws=sum(outcome.laws for outcome, _ in found),
-      dtype=dtype, declared_lossy=not getattr(rule.verifier, "lossless", True),
+      dtype=dtype, declared_lossy=not rule.lossless,
       trees=len(found) - len(expected))
 
 
-def _on_trees(rule, vocab_size, trees, schemes, kinds, seeds, rounds,
+def _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
               dtype):
   """`[(outcome, witness)]` of one vocabulary; trees None is the default."""
   if trees is None:
@@ -161,9 +158,10 @@ def _on_trees(rule, vocab_size, trees, schemes, kinds, seeds, rounds,
       trees, map(schemes_lib.named, schemes), kinds, seeds):
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
     times = rounds if few else 1
-    depth = enumeration.depth_of(rule, trees_lib.height(parents), times)
+    depth = enumeration.depth_of(
+        compiled.rule, trees_lib.height(parents), times)
     outcome = trees_lib.enumerate_trees(
-        rule, random_pair(kind, vocab_size, depth, seed), parents, scheme,
+        compiled, random_pair(kind, vocab_size, depth, seed), parents, scheme,
         times, dtype, nodes=largest)
     name = getattr(scheme, "__name__", repr(scheme))
     found.append((outcome, dict(
@@ -180,16 +178,3 @@ def _default_trees(vocab_size):
       step = 1 if few else max(math.factorial(nodes - 1) // 5, 1)
       yield from itertools.islice(
           trees_lib.all_trees(nodes), step // 2, None, step)
-
-
-def _takes_trees(verifier):
-  """Whether the rule is one for trees: it says so, or it reads the parents."""
-  requires = getattr(verifier, "requires", None)
-  if requires is not None:
-    return "chain" not in requires
-  p = jnp.full((3, 2), 0.5)
-  law = lambda parents: verifier.law(
-      Draft(tokens=jnp.zeros((3,), jnp.int32), parents=parents, probs=p), p)
-  traced = jax.make_jaxpr(law)(jnp.arange(-1, 2, dtype=jnp.int32)).jaxpr
-  return any(variable is traced.invars[0]
-             for equation in traced.eqns for variable in equation.invars)

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import contract
 from specjax.types import Draft
+from specjax.types import Verdict
 from specjax.types import Verifier
 
 
@@ -18,21 +20,19 @@ class Compiled:
   notebook, is compiled again.
 
   Attributes:
-    verifier: the rule.
+    rule: the rule with all that it may leave out filled in.
   """
 
-  def __init__(self, verifier: Verifier):
-    self.verifier = verifier
+  def __init__(self, verifier: Verifier | contract.Rule):
+    self.rule = rule = contract.rule(verifier)
 
     def law(tokens, parents, q, p, state):
-      draft = Draft(tokens=tokens, parents=parents, probs=q)
-      found = (verifier.law(draft, p) if state is None
-               else verifier.law(draft, p, state))
+      found = rule.law(Draft(tokens=tokens, parents=parents, probs=q), p, state)
       return found.stop, found.next_token
 
     def commit(tokens, parents, q, p, state, verdict):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
-      return verifier.commit(state, draft, p, verdict)
+      return rule.commit(state, draft, p, verdict)
 
     self._law, self._commit = (jax.jit(jax.vmap(f)) for f in (law, commit))
 
@@ -41,19 +41,13 @@ class Compiled:
     """The rule itself if it is compiled already."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
 
-  @property
-  def remembers(self) -> bool:
-    """Whether the rule carries a state from round to round."""
-    return hasattr(self.verifier, "commit")
-
-  def initial_state(self, gamma: int, dtype) -> Any:
+  def initial_state(self, gamma: int, dtype: str) -> Any:
     """The state before the first round, or None; floats in `dtype`."""
-    if not hasattr(self.verifier, "init"):
-      return None
     return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
-                        self.verifier.init(gamma))
+                        self.rule.initial_state(gamma))
 
-  def laws(self, drafts, chunk: int, dtype) -> tuple[np.ndarray, np.ndarray]:
+  def laws(self, drafts, chunk: int, dtype: str
+           ) -> tuple[np.ndarray, np.ndarray]:
     """`stop [n, N]` and `next_token [n, N, V]` of n drafts.
 
     Args:
@@ -63,7 +57,7 @@ class Compiled:
     """
     return _in_chunks(self._law, drafts, chunk, dtype)
 
-  def commits(self, drafts, verdicts, chunk: int, dtype) -> Any:
+  def commits(self, drafts, verdicts: Verdict, chunk: int, dtype: str) -> Any:
     """The states after the rounds; arguments as in `laws`."""
     return _in_chunks(self._commit, (*drafts, verdicts), chunk, dtype)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax import contract
 from specjax.exact import drafts
 from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
@@ -52,12 +53,12 @@ class _Starts(NamedTuple):
   weights: np.ndarray
 
 
-def horizon_of(rule: Compiled, gamma: int, rounds: int) -> int:
+def horizon_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
   """Tokens whose joint law `enumerate_chains` returns."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
-def depth_of(rule: Compiled, gamma: int, rounds: int) -> int:
+def depth_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
@@ -106,13 +107,14 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
     dtype: of the numbers handed to the law.
     chunk: laws evaluated in one call.
   """
-  rule = Compiled.of(verifier)
+  compiled = Compiled.of(verifier)
+  rule = compiled.rule
   depth = depth_of(rule, longest, rounds)
   if len(pair.p) < depth or len(pair.q) < depth:
     raise ValueError(f"the models are {len(pair.p)} deep; {rounds} rounds of "
                      f"gamma {longest} need {depth}")
   horizon = horizon_of(rule, longest, rounds)
-  run = _Run(rule, pair, scheme, nodes, dtype, chunk)
+  run = _Run(compiled, pair, scheme, nodes, dtype, chunk)
   starts = {0: run.first()}
   expected = None
   if rule.remembers:
@@ -201,8 +203,8 @@ def _merged(outcomes: list[dict[int, _Starts]], vocab: int
 class _Run:
   """Rounds of one rule on one pair, and what was wrong on the way."""
 
-  def __init__(self, rule, pair, scheme, nodes, dtype, chunk):
-    self._rule, self._scheme, self._nodes = rule, scheme, nodes
+  def __init__(self, compiled, pair, scheme, nodes, dtype, chunk):
+    self._compiled, self._scheme, self._nodes = compiled, scheme, nodes
     self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
     self._p, self._q = np.concatenate(pair.p), np.concatenate(pair.q)
     # Of every length, the number of its first context; see `Drafts`.
@@ -211,7 +213,7 @@ class _Run:
 
   def first(self) -> _Starts:
     """The empty context and the rule's first state."""
-    state = self._rule.initial_state(self._nodes - 1, self._dtype)
+    state = self._compiled.initial_state(self._nodes - 1, self._dtype)
     return _Starts(np.zeros(1, np.int64),
                    jax.tree.map(lambda x: x[None], state), np.ones(1))
 
@@ -257,7 +259,7 @@ class _Run:
 
   def _laws(self, arguments):
     """`stop` and `next_token` in float64, 0 where they do not count."""
-    stop, next_token = self._rule.laws(arguments, self._chunk, self._dtype)
+    stop, next_token = self._compiled.laws(arguments, self._chunk, self._dtype)
     self.laws += len(stop)
     if not (np.isfinite(stop).all()
             and np.isfinite(next_token[stop > 0]).all()):
@@ -280,4 +282,4 @@ class _Run:
     verdict = Verdict(
         path=path, num_accepted=np.full(len(node), tau, np.int32),
         next_token=extra.astype(np.int32))
-    return self._rule.commits(arguments, verdict, self._chunk, self._dtype)
+    return self._compiled.commits(arguments, verdict, self._chunk, self._dtype)

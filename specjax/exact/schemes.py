@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specjax import contract
 from specjax.exact.drafts import Drafts
+from specjax.types import Verifier
 
 Scheme = Callable[[Drafts, np.ndarray, tuple[int, ...]], Drafts]
 
@@ -116,9 +118,9 @@ CONDITIONAL = (*IID, without_replacement, top_k, hybrid, several)
 ALL = (*CONDITIONAL, larger_of_two, confident)
 
 
-def sound_for(verifier) -> tuple[Scheme, ...]:
+def sound_for(verifier: Verifier | contract.Rule) -> tuple[Scheme, ...]:
   """The schemes of this module that a verifier says it is exact for."""
-  requires = getattr(verifier, "requires", ())
+  requires = contract.rule(verifier).requires
   if "iid" in requires:
     return IID
   return CONDITIONAL if "conditional" in requires else ALL
