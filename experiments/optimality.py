@@ -64,6 +64,7 @@ _OUTPUT_DIR = flags.DEFINE_string(
 _KINDS = ("dense", "zeros", "mixed")
 _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
           "greedy_block": sj.verifiers.GreedyBlock()}
+_COMPILED = {name: sj.exact.Compiled(rule) for name, rule in _RULES.items()}
 _ROUNDS = 4
 _LEAVES = 7000  # drafts of a pair that the ascent can enumerate
 
@@ -74,7 +75,7 @@ def _bernoulli():
   pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3),
                            _ROUNDS * (gamma + 1))
   table = {name: sj.exact.expected_tokens(rule, pair, gamma, _ROUNDS).tolist()
-           for name, rule in _RULES.items()}
+           for name, rule in _COMPILED.items()}
   print("Bernoulli example, p = (1/3, 2/3), q = (2/3, 1/3), gamma = 2:")
   print(f"{'expected tokens after round':28s}"
         + "".join(f"{r + 1:9d}" for r in range(_ROUNDS)))
@@ -105,7 +106,7 @@ def _theorems():
                                             dynamic_ncols=True):
     pair = sj.exact.random_pair(kind, vocab, gamma + 1, seed)
     row = dict(vocab=vocab, gamma=gamma, kind=kind, seed=seed)
-    for name, rule in _RULES.items():
+    for name, rule in _COMPILED.items():
       tokens = sj.exact.expected_tokens(rule, pair, gamma, rounds=1)
       row[name] = float(tokens[0]) - 1
     row["full_information"] = sj.exact.full_information_optimum(pair, gamma)
