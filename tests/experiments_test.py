@@ -58,7 +58,11 @@ def test_replay(tmp_path):
   rows = {r["verifier"]: r for r in study["rows"]}
   assert rows["token"]["online_block_efficiency"] == pytest.approx(
       rows["token"]["block_efficiency"], abs=1e-6)
-  assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
+  # Block is ahead on average, and not on every dozen of drafts.
+  for row in rows.values():
+    assert 1 < row["block_efficiency"] < 4 and row["stderr"] > 0
+  assert rows["block"]["online_block_efficiency"] is None
+  assert rows["block"]["lossless"] and not rows["typical"]["lossless"]
   again = last_line(run("replay.py", "--evaluate_only", "--verifiers=block",
                           cwd=tmp_path))
   assert again["rows"] == [rows["block"]]
