@@ -7,6 +7,8 @@ make their laws far from uniform, and `assert_lossless` is the proof.
 follow.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 from typing import NamedTuple
@@ -16,13 +18,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
+from numpy.typing import ArrayLike
 import scipy.stats
 
 from specjax import exact
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerConfig
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelFn
 from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+from specjax.types import Verifier
 
 
 @struct.dataclass
@@ -35,7 +44,7 @@ class LengthCache:
 
   lengths: jax.Array
 
-  def commit(self, path, count) -> "LengthCache":
+  def commit(self, path: jax.Array, count: jax.Array) -> "LengthCache":
     """Counts `count [B]` nodes of `path [B, N]` as committed."""
     del path
     return self.replace(lengths=self.lengths + count)
@@ -65,11 +74,12 @@ class MarkovModel:
   vocab_size: int
   context_length: int = 256
 
-  def init(self, key, scale: float = 1.0):
+  def init(self, key: jax.Array, scale: float = 1.0) -> jax.Array:
     """A random table `[V, V]` of logits with standard deviation `scale`."""
     return scale * jax.random.normal(key, (self.vocab_size, self.vocab_size))
 
-  def init_cache(self, params, batch: int, capacity: int) -> LengthCache:
+  def init_cache(self, params: jax.Array, batch: int, capacity: int
+                 ) -> LengthCache:
     """The cache of `batch` empty rows; nothing needs `capacity`."""
     del params, capacity
     return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
@@ -79,7 +89,10 @@ class MarkovModel:
     del axis, size
     return PartitionSpec()
 
-  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+  def __call__(self, params: jax.Array, tokens: jax.Array,
+               depths: jax.Array | None = None,
+               ancestors: jax.Array | None = None, cache: Any = None
+               ) -> ModelOutput:
     """Logits `[B, S, V]` after `tokens [B, S]`; they are `hidden` as well."""
     del depths, ancestors
     logits = params[tokens].astype(jnp.float32)
@@ -114,15 +127,19 @@ class OracleDrafter:
   def num_nodes(self) -> int:
     return self.gamma + 1
 
-  def bind(self, target, transform) -> "OracleDrafter":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "OracleDrafter":
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Mapping[str, Any], prompt: Prompt,
+           prefill_output: ModelOutput) -> None:
+    """Nothing: there is no state."""
     del params, prompt, prefill_output
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Mapping[str, Any], coins: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
     del coins
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -132,7 +149,9 @@ class OracleDrafter:
     probs = jax.nn.one_hot(tokens, self.vocab_size)
     return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), state.drafter
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Mapping[str, Any], drafter: Any, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Any:
     """Nothing: there is no state."""
     del params, draft, verdict, target_output, count
     return drafter
@@ -153,7 +172,7 @@ class TinyPair(NamedTuple):
 
 
 def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
-              noise: float = 0.5, **config) -> TinyPair:
+              noise: float = 0.5, **config: Any) -> TinyPair:
   """A random pair whose laws are far from uniform and depend on the context.
 
   Args:
@@ -190,7 +209,7 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
       "target": target, "drafter": matrices(disturbed, target, keys[1])})
 
 
-def assert_lossless(verifier, **kwargs) -> exact.Certificate:
+def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
   """Enumerates a rule on chains and raises where it is not lossless.
 
   Args:
@@ -209,7 +228,8 @@ def assert_lossless(verifier, **kwargs) -> exact.Certificate:
   return certificate
 
 
-def joint_law(model, params, prompt, horizon: int, transform) -> np.ndarray:
+def joint_law(model: ModelFn, params: Any, prompt: ArrayLike, horizon: int,
+              transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
   """`[V**horizon]`, the law of the tokens after a prompt.
 
   From passes without a cache, so that it shares nothing with the loop. Texts
@@ -231,7 +251,7 @@ def joint_law(model, params, prompt, horizon: int, transform) -> np.ndarray:
   return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
 
 
-def chi_square(tokens, law, vocab_size: int) -> float:
+def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
   """The p-value of the test that texts follow a `joint_law`.
 
   Args:
