@@ -1,6 +1,7 @@
 """specjax: speculative decoding as probability laws, in JAX."""
 
 from specjax import analysis
+from specjax import contract
 from specjax import data
 from specjax import drafters
 from specjax import exact
@@ -50,6 +51,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "analysis",
+    "contract",
     "data",
     "drafters",
     "exact",

@@ -9,8 +9,8 @@ from typing import Any
 
 import chex
 import jax
-from jax.experimental import checkify
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -126,12 +126,12 @@ def check_same(name: str, new: Any, old: Any) -> None:
 
 
 def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
-                 draft: Draft, law: Law) -> None:
-  """Checks the numbers of one round, batched, by `checkify`.
+                 draft: Draft, law: Law) -> dict[str, jax.Array]:
+  """Checks the numbers of one round, batched.
 
-  The draft's parents come before their children, its rows of q are laws or
-  padding, a declared chain is one, the verifier's law sums to 1, and the
-  commit stays within the cache's capacity.
+  Whether something is wrong is data, which the loop hands on like its other
+  statistics; `raise_if_bad` looks at it on the host. (`checkify` would do as
+  much, but not for a rule that loops inside a vmap.)
 
   Args:
     drafter: its name.
@@ -140,42 +140,57 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
     state: before the round.
     draft: the drafts.
     law: the laws.
+
+  Returns:
+    What is wrong where a check fails, with {row} for the row, and whether all
+    is well: `{text: [B] bool}`. The checks: parents come before their
+    children, the rows of q are laws or padding, a declared chain is one, the
+    verifier's law sums to 1, and the commit stays within the capacity.
   """
-  active = ~state.done
-  nodes = draft.parents.shape[1]
+  nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   order = jnp.arange(nodes)
-  good = jnp.where(order > 0, (draft.parents >= 0) & (draft.parents < order),
-                   draft.parents == -1)
-  _require(good.all(-1) | ~active,
-           f"parents of the drafter {drafter} are no tree in row {{row}}; "
-           "parents[0] is -1 and 0 <= parents[i] < i")
+  parents = jnp.where(
+      order > 0, (draft.parents >= 0) & (draft.parents < order),
+      draft.parents == -1)
   total = draft.probs[:, 1:].sum(-1)
-  is_law = ((draft.probs[:, 1:] >= 0).all(-1)
-            & ((jnp.abs(total - 1) < _ROUNDING) | (total == 0)))
-  _require(is_law.all(-1) | ~active,
-           f"probs of the drafter {drafter} hold a row that is no law in row "
-           "{row}; each is not negative and sums to 1, or to 0 for padding")
+  is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
+  in_line = (total == 0) | (draft.parents[:, 1:] == order[:-1])
+  next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
+  good = {
+      f"parents of the drafter {drafter} are no tree in row {{row}}; "
+      "parents[0] is -1 and 0 <= parents[i] < i": parents.all(-1),
+      f"probs of the drafter {drafter} hold a row that is no law in row "
+      "{row}; each is not negative and sums to 1, or to 0 for padding":
+          is_law.all(-1),
+      f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
+      "negative and sums to 1":
+          _is_one(law.stop.sum(-1)) & (law.stop >= 0).all(-1),
+      f"next_token of the verifier {verifier} holds a row that is no law in "
+      "row {row}; each is not negative and sums to 1":
+          (next_token | (law.stop <= 0)).all(-1),
+      f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
+      "with a larger capacity": state.lengths + nodes <= capacity,
+  }
   if chain:
-    real = (total > 0) & (order[1:] > 0)
-    in_line = ~real | (draft.parents[:, 1:] == order[:-1])
-    _require(in_line.all(-1) | ~active,
-             f"the drafter {drafter} declares `chain = True` and drafted a "
-             "branch in row {row}")
-  _require((jnp.abs(law.stop.sum(-1) - 1) < _ROUNDING)
-           & (law.stop >= 0).all(-1) | ~active,
-           f"stop of the verifier {verifier} is no law in row {{row}}; it is "
-           "not negative and sums to 1")
-  row_is_law = ((jnp.abs(law.next_token.sum(-1) - 1) < _ROUNDING)
-                & (law.next_token >= 0).all(-1))
-  _require((row_is_law | (law.stop <= 0)).all(-1) | ~active,
-           f"next_token of the verifier {verifier} holds a row that is no law "
-           "in row {row}; each is not negative and sums to 1")
-  capacity = state.tokens.shape[1]
-  _require((state.lengths + nodes <= capacity) | ~active,
-           f"row {{row}} has no room for {nodes} nodes in {capacity} slots; "
-           "prefill with a larger capacity")
+    good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
+         "in row {row}"] = in_line.all(-1)
+  return {text: ok | state.done for text, ok in good.items()}
 
 
-def _require(good: jax.Array, message: str) -> None:
-  """Raises `message`, with {row} filled in, for the first row that is bad."""
-  checkify.check(jnp.all(good), message, row=jnp.argmin(good))
+def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
+  """Raises what `check_values` found, stacked over rounds or not.
+
+  Args:
+    found: `{text: [..., B] bool}`, or None.
+
+  Raises:
+    ValueError: a check failed; the text names the part and the first row.
+  """
+  for text, good in (found or {}).items():
+    rows = np.asarray(good).reshape(-1, good.shape[-1]).all(0)
+    if not rows.all():
+      raise ValueError(text.format(row=int(rows.argmin())))
+
+
+def _is_one(total):
+  return jnp.abs(total - 1) < _ROUNDING

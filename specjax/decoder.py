@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax import contract
 from specjax import prefill as prefill_lib
 from specjax import rounds as rounds_lib
@@ -58,7 +59,8 @@ class Decoder:
       row unless `prefill` is given others.
     debug: whether the numbers of every round are checked: that laws sum to 1,
       that the rows of q are laws, that a chain is one, that commits stay
-      within the capacity. It costs time; a `ValueError` names the part.
+      within the capacity. It costs time; a `ValueError` names the part. (A
+      single `decode_round` reports in `RoundStats.checks`.)
 
   Example:
     >>> import jax
@@ -126,6 +128,11 @@ class Decoder:
     return tuple(int(token) for token in ids)
 
   @property
+  def num_nodes(self) -> int:
+    """N, the nodes of a draft, the root included."""
+    return self._round.drafter.num_nodes
+
+  @property
   def context_length(self) -> int:
     """Longest sequence that both models were made for, in tokens."""
     return min(self.target.context_length,
@@ -170,7 +177,7 @@ class Decoder:
         raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
                          f"{np.shape(x)}; its first axis must be the "
                          f"{len(lengths)} prompts")
-    needed = max(int(limits.max()) + self._round.drafter.num_nodes,
+    needed = max(int(limits.max()) + self.num_nodes,
                  tokens.shape[1], capacity)
     capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
     # The context is copied, for the loop will donate it.
@@ -259,7 +266,9 @@ class Decoder:
     Returns:
       `(state, stats)` with every field of the stats stacked, `[rounds, ...]`.
     """
-    return rounds_lib.scan(self._round, params, state, rounds=rounds)
+    state, stats = rounds_lib.scan(self._round, params, state, rounds=rounds)
+    checks.raise_if_bad(stats.checks)
+    return state, stats
 
   def decode_traced(self, params: Any, state: DecodeState, rounds: int
                     ) -> tuple[DecodeState, RoundStats, Trace]:
@@ -270,6 +279,7 @@ class Decoder:
     """
     state, (stats, traces) = rounds_lib.scan(
         self._round, params, state, rounds=rounds, traced=True)
+    checks.raise_if_bad(stats.checks)
     return state, stats, traces
 
   def decode_until(self, params: Any, state: DecodeState
@@ -284,7 +294,9 @@ class Decoder:
       `(state, stats)` with the stats summed over the rounds: `active` counts
       a row's rounds, `finite` and `draft_finite` say whether all were.
     """
-    return rounds_lib.until(self._round, params, state)
+    state, stats = rounds_lib.until(self._round, params, state)
+    checks.raise_if_bad(stats.checks)
+    return state, stats
 
   def generate(self, params: Any, prompts: Sequence[Sequence[int]],
                key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,

@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.experimental import checkify
 import jax.numpy as jnp
 
 from specjax import checks
@@ -99,16 +98,16 @@ class Round:
                         self.target.vocab_size)
     probs = self.transform(output.logits, state.temperature[:, None])
     law, expected, survival = self._laws(state, draft, probs, depths)
-    if self.debug:
-      checks.check_values(
-          self._drafter_name, self._is_chain, self.rule.name, state, draft, law)
+    found = checks.check_values(
+        self._drafter_name, self._is_chain, self.rule.name, state, draft, law
+    ) if self.debug else None
     verdict = jax.vmap(sampling.sample_verdict)(
         law, draft, coins[:, :sampling.VERDICT_COINS])
 
-    # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
-    # ban. A sum is the cheapest search for them.
-    finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
-                            for laws in (probs, draft.probs))
+    # Logits of -inf are a model's own ban; its law must still be one.
+    finite = jnp.isfinite(probs).all((-1, -2)) & ~(
+        jnp.isnan(output.logits) | jnp.isposinf(output.logits)).any((-1, -2))
+    draft_finite = jnp.isfinite(draft.probs).all((-1, -2))
     usable = finite & draft_finite
     tokens, count, ended = _emitted(state, draft, verdict, usable)
     lengths = state.lengths + count
@@ -133,7 +132,7 @@ class Round:
         expected=jnp.where(weight, expected, 0),
         survival=jnp.where(weight[..., None], survival, 0),
         active=active, finite=finite | state.done,
-        draft_finite=draft_finite | state.done), Trace(
+        draft_finite=draft_finite | state.done, checks=found), Trace(
             draft=draft, target_probs=probs, verdict=verdict)
 
   @property
@@ -222,9 +221,7 @@ def _until(parts: Round, params, state):
         (carry, jnp.zeros((), jnp.int32)))
     return carry
 
-  # Only shapes are wanted, and a rule's own loops cannot be checked in a vmap.
-  quiet = dataclasses.replace(parts, debug=False)
-  one = lambda params, state: quiet(params, state, quiet.toss(state, 1)[0])[1]
+  one = lambda params, state: parts(params, state, parts.toss(state, 1)[0])[1]
   shapes = jax.eval_shape(one, params, state)
   zero = jax.tree.map(
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
@@ -233,34 +230,11 @@ def _until(parts: Round, params, state):
   return jax.lax.while_loop(goes_on, some_rounds, (state, zero))
 
 
-def _compiled(function, static=()):
-  """The function under jit, and under `checkify` where `parts.debug` is set.
-
-  The state is donated: caches are updated in place, and the state that was
-  passed in must not be used again.
-  """
-  def checked(parts, params, state, **options):
-    run = functools.partial(function, parts, **options)
-    return checkify.checkify(run)(params, state)
-
-  options = dict(static_argnames=("parts", *static), donate_argnames="state")
-  plain, checked = (jax.jit(f, **options) for f in (function, checked))
-
-  @functools.wraps(function)
-  def call(parts, params, state, **options):
-    if not parts.debug:
-      return plain(parts, params, state, **options)
-    error, found = checked(parts, params, state, **options)
-    if error.get():
-      raise ValueError(error.get())
-    return found
-
-  call.lower = plain.lower
-  return call
-
-
-scan = _compiled(_scan, ("rounds", "traced"))
-until = _compiled(_until)
+# The state is donated in both loops: caches are updated in place, and the
+# state that was passed in must not be used again.
+scan = jax.jit(_scan, static_argnames=("parts", "rounds", "traced"),
+               donate_argnames="state")
+until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames="parts")

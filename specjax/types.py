@@ -225,6 +225,8 @@ class RoundStats:
     active: `[B]` bool, the row took part in this round.
     finite: `[B]` bool, False: the target's logits were NaN or +inf.
     draft_finite: `[B]` bool, False: the drafter's `probs` were NaN or infinite.
+    checks: `{text: [B] bool}` with `Decoder(debug=True)`, else None; see
+      `checks.raise_if_bad`.
   """
 
   emitted: jax.Array
@@ -234,6 +236,7 @@ class RoundStats:
   active: jax.Array
   finite: jax.Array
   draft_finite: jax.Array
+  checks: dict[str, jax.Array] | None = None
 
 
 @struct.dataclass
@@ -319,9 +322,7 @@ class ModelFn(Protocol):
 
   Optional: `param_specs(axis, size)`, the `PartitionSpec` of every parameter
   where a mesh splits the model over `axis` of `size` devices. A model without
-  it runs only on meshes whose `axis` has one device. `logits_at(params, output,
-  at [B, K]) -> [B, K, V]`, some rows of the logits of an output, for a model
-  that need not compute the others.
+  it runs only on meshes whose `axis` has one device.
   """
 
   @property

@@ -1,0 +1,323 @@
+"""What has to pass the bar: every drafter, rule, objective and cache.
+
+A newcomer is listed here, and `contribution_test.py` does the rest; a cache is
+listed as that of the models of a drafter. The last entries of each list are
+examples of CONTRIBUTING.md, short and correct.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import newcomers
+import numpy as np
+
+import specjax as sj
+from specjax import kv_cache
+from specjax import testing
+from specjax.drafters import Blockwise
+from specjax.drafters import DynamicTree
+from specjax.drafters import LanguageModel
+from specjax.drafters import Lookahead
+from specjax.drafters import Medusa
+from specjax.drafters import Paths
+from specjax.drafters import TreeLanguageModel
+from specjax.models import heads as heads_lib
+from specjax.training import objectives
+
+VOCAB = 5
+WIDTH, HEADS = 16, 3
+UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
+CHAIN = (-1, 0, 1, 2)
+
+_MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
+_BLOCKWISE = heads_lib.BlockwiseHeads(
+    width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
+_EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
+
+
+@functools.cache
+def pair(noise: float = 0.5) -> testing.TinyPair:
+  """A target and a drafter that agree often, but not always."""
+  return testing.tiny_pair(VOCAB, noise=noise, seed=1)
+
+
+@functools.cache
+def _disturbed(heads):
+  """Parameters of untrained heads, moved so that each has its own laws."""
+  rng = np.random.default_rng(0)
+  params = heads.init(jax.random.key(0), pair().params["target"])
+  return jax.tree.map(
+      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contributed:
+  """A drafter with a rule that is exact for it, and what it drafts for.
+
+  Attributes:
+    drafter: the drafter.
+    rule: a rule that is exact for it, the strongest as a rule.
+    target: the model; None: that of `pair`.
+    params: of the decoder; None: those of `pair`.
+    context: from a number of rows to what the drafter reads of each.
+  """
+
+  drafter: Any
+  rule: Any
+  target: Any = None
+  params: Any = None
+  context: Any = lambda rows: None
+
+  @property
+  def model(self):
+    return self.target or pair().target
+
+  @property
+  def parameters(self):
+    return self.params or pair().params
+
+
+def _lm(cls, **kwargs):
+  return cls(model=pair().drafter, **kwargs)
+
+
+def _paths(models):
+  worse = pair(1.0).params["drafter"]
+  own = (pair().params["drafter"], worse)[:models]
+  return dict(
+      drafter=Paths(models=(pair().drafter,) * models, num_paths=3, length=2),
+      params={**pair().params, "drafter": own})
+
+
+def _heads(heads, **kwargs):
+  params = {"target": pair().params["target"], "drafter": _disturbed(heads)}
+  return Contributed(params=params, **kwargs)
+
+
+def _lookahead(rule, **kwargs):
+  model, params = heads_lib.with_lookahead(
+      pair().target, pair().params["target"], _disturbed(_EMBEDDINGS))
+  return Contributed(Lookahead(embeddings=_EMBEDDINGS, **kwargs), rule, model,
+                     {"target": params, "drafter": ()})
+
+
+# The examples of CONTRIBUTING.md.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeat:
+  """Drafts the token before the root again, with certainty."""
+
+  vocab_size: int
+  num_nodes = 2
+  chain = iid = conditional = autoregressive = True
+
+  def init(self, params, prompt, prefill_output):
+    return None  # no state of its own
+
+  def propose(self, params, keys, state):
+    at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)
+    last = jnp.take_along_axis(state.tokens, at, axis=1)
+    probs = jax.nn.one_hot(last[:, :1], self.vocab_size)
+    return jax.vmap(sj.Draft.chain)(last[:, 1], last[:, :1], probs), None
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstToken:
+  """Token verification of the first drafted token; the others are dropped."""
+
+  def law(self, draft, target_probs):
+    x, p, q = draft.tokens[1], target_probs[0], draft.probs[1]
+    drawn = q.at[x].get(mode="fill", fill_value=0)  # 0: padding
+    accept = jnp.where(
+        drawn > 0, jnp.minimum(1, p[x] / jnp.where(drawn > 0, drawn, 1)), 0)
+    rest = jnp.maximum(p - q, 0)
+    some = rest.sum() > 0
+    rest = jnp.where(some, rest / jnp.where(some, rest.sum(), 1), p)
+    stop = jnp.zeros(len(target_probs)).at[:2].set(jnp.stack(
+        [1 - accept, accept])).astype(p.dtype)
+    return sj.Law(stop=stop, next_token=target_probs.at[0].set(rest))
+
+
+@struct.dataclass
+class SlotCache:
+  """A cache whose arrays have the slots before the heads: `[B, C, H, D]`."""
+
+  k: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]
+  lengths: jax.Array
+
+  @classmethod
+  def empty(cls, *, layers, batch, heads, capacity, head_dim, dtype):
+    zeros = (jnp.zeros((batch, capacity, heads, head_dim), dtype),) * layers
+    return cls(k=zeros, v=zeros, lengths=jnp.zeros((batch,), jnp.int32))
+
+  @property
+  def capacity(self):
+    return self.k[0].shape[1]
+
+  def append(self, layer, k, v, after=0):
+    return self._put(layer, k, v, self.lengths + after)
+
+  def _put(self, layer, k, v, starts):
+    at = starts[:, None] + jnp.arange(k.shape[1])
+    put = lambda all, new: tuple(
+        old.at[jnp.arange(len(at))[:, None], at].set(new) if i == layer else old
+        for i, old in enumerate(all))
+    return self.replace(k=put(self.k, k), v=put(self.v, v))
+
+  def attend(self, layer, query, ancestors):
+    slot = jnp.arange(self.capacity) - self.lengths[:, None]
+    block = jnp.pad(ancestors, ((0, 0), (0, 0), (0, self.capacity)))
+    index = jnp.broadcast_to(jnp.maximum(slot, 0)[:, None], (
+        *ancestors.shape[:2], self.capacity))
+    visible = (slot < 0)[:, None] | jnp.take_along_axis(block, index, axis=2)
+    return kv_cache.grouped_attention(
+        query, self.k[layer].swapaxes(1, 2), self.v[layer].swapaxes(1, 2),
+        visible & (slot < ancestors.shape[2])[:, None])
+
+  def commit(self, path, count):
+    take = lambda x: jnp.take_along_axis(
+        x, (self.lengths[:, None] + path)[..., None, None], axis=1)
+    new = self
+    for i, (k, v) in enumerate(zip(self.k, self.v)):
+      new = new._put(i, take(k), take(v), self.lengths)
+    return new.rollback(self.lengths + count)
+
+  def rollback(self, lengths):
+    return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+  def specs(self, axis, rows=None):
+    split = lambda all: (PartitionSpec(rows, None, axis, None),) * len(all)
+    return SlotCache(split(self.k), split(self.v), PartitionSpec(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+  """A model whose logits are the row of a table: the last token's."""
+
+  vocab_size: int = VOCAB
+  context_length: int = 512
+
+  def init_cache(self, params, batch, capacity):
+    return testing.LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    logits = params[tokens]
+    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache)
+
+
+def _bigram():
+  tables = 2 * jax.random.normal(jax.random.key(5), (2, VOCAB, VOCAB))
+  return Contributed(
+      LanguageModel(model=Bigram(), gamma=2), sj.verifiers.Block(), Bigram(),
+      {"target": tables[0], "drafter": (tables[0] + tables[1]) / 2})
+
+
+def _with_cache(cache):
+  model = sj.models.Transformer(pair().target.config, cache=cache)
+  return Contributed(TreeLanguageModel(model=model, parents=UNEVEN),
+                     sj.verifiers.Traversal(), model)
+
+
+def _features(dynamic):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  own = {"mix": draw(WIDTH, WIDTH) / 4, "embedding": draw(VOCAB, WIDTH),
+         "head": draw(WIDTH, VOCAB)}
+  return Contributed(
+      newcomers.FeatureTree(parents=(-1, 0, 0, 1, 1, 2, 3), dynamic=dynamic),
+      (sj.verifiers.TargetWalk if dynamic else sj.verifiers.Traversal)(),
+      params={**pair().params, "drafter": own})
+
+
+def _reference():
+  text = [3, 0, 2, 4, 1, 1, 2, 0, -1]
+  return Contributed(
+      newcomers.Reference(gamma=3, vocab_size=VOCAB), sj.verifiers.Block(),
+      context=lambda rows: {"reference": np.tile(text, (rows, 1))})
+
+
+def _stage():
+  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  inner = sj.Decoder(
+      target=middle.drafter, verifier=sj.verifiers.Block(),
+      drafter=_lm(LanguageModel, gamma=2))
+  own = {"target": middle.params["drafter"],
+         "drafter": pair().params["drafter"]}
+  return Contributed(
+      newcomers.Stage(inner=inner, gamma=3), sj.verifiers.Block(),
+      params={**pair().params, "drafter": own})
+
+
+DRAFTERS = {
+    "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
+    "LanguageModel": lambda: Contributed(
+        _lm(LanguageModel, gamma=3), sj.verifiers.GreedyBlock()),
+    "TreeLanguageModel iid": lambda: Contributed(
+        _lm(TreeLanguageModel, parents=UNEVEN, proposal="iid"),
+        sj.verifiers.KSeq()),
+    "TreeLanguageModel without_replacement": lambda: Contributed(
+        _lm(TreeLanguageModel, parents=UNEVEN), sj.verifiers.Traversal()),
+    "TreeLanguageModel hybrid": lambda: Contributed(
+        _lm(TreeLanguageModel, parents=UNEVEN, proposal="hybrid"),
+        sj.verifiers.Recursive()),
+    "Paths of one model": lambda: Contributed(
+        rule=sj.verifiers.Recursive(), **_paths(1)),
+    "Paths of two models": lambda: Contributed(
+        rule=sj.verifiers.Traversal(), **_paths(2)),
+    "DynamicTree": lambda: Contributed(
+        _lm(DynamicTree, depth=3, top_k=2, num_nodes=7),
+        sj.verifiers.TargetWalk()),
+    "Medusa top_k": lambda: _heads(
+        _MEDUSA, drafter=Medusa(heads=_MEDUSA, parents=UNEVEN),
+        rule=sj.verifiers.TargetWalk()),
+    "Medusa sampled chain": lambda: _heads(
+        _MEDUSA, drafter=Medusa(heads=_MEDUSA, parents=CHAIN, proposal="iid"),
+        rule=sj.verifiers.Block()),
+    "Medusa without_replacement": lambda: _heads(
+        _MEDUSA, drafter=Medusa(heads=_MEDUSA, parents=UNEVEN,
+                                proposal="without_replacement"),
+        rule=sj.verifiers.Traversal()),
+    "Blockwise": lambda: _heads(
+        _BLOCKWISE, drafter=Blockwise(heads=_BLOCKWISE),
+        rule=sj.verifiers.Token()),
+    "Lookahead as published": lambda: _lookahead(
+        sj.verifiers.Block(), folded=False),
+    "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),
+    "features in a static tree": lambda: _features(False),
+    "features in a dynamic tree": lambda: _features(True),
+    "a text of the row": _reference,
+    "a decoder": _stage,
+    "your cache": lambda: _with_cache(SlotCache),
+    "your drafter and rule": lambda: Contributed(
+        Repeat(vocab_size=VOCAB), FirstToken()),
+    "your model": _bigram,
+}
+
+RULES = (
+    sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),
+    sj.verifiers.Recursive(), sj.verifiers.KSeq(), sj.verifiers.TargetWalk(),
+    sj.verifiers.Traversal(), sj.verifiers.Typical(), sj.verifiers.TopK(k=2),
+    sj.verifiers.Distance(epsilon=1), FirstToken(),
+)
+
+OBJECTIVES = {
+    "NextToken": lambda model: (objectives.NextToken(model=model), None),
+    "Medusa": lambda model: (
+        objectives.Medusa(model=model, heads=_MEDUSA), _MEDUSA),
+    "MedusaJoint": lambda model: (objectives.MedusaJoint(
+        medusa=objectives.Medusa(model=model, heads=_MEDUSA)), _MEDUSA),
+    "Blockwise": lambda model: (objectives.Blockwise(
+        model=model, heads=_BLOCKWISE, one_head=False), _BLOCKWISE),
+    "Lookahead": lambda model: (objectives.Lookahead(
+        model=model, embeddings=_EMBEDDINGS, cuts=4), _EMBEDDINGS),
+}

@@ -1,0 +1,150 @@
+"""Drafters of kinds that the library does not have yet, through its seams.
+
+One carries features from parents to children, one reads a text of its row, one
+is a decoder itself. They are toys that touch nothing of the core, and
+`contributions.py` lists them: their output is the target's.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import specjax as sj
+from specjax.drafters import children
+from specjax.drafters import common
+from specjax.drafters import expansion
+from specjax.drafters import forecasts
+from specjax.drafters import growth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureTree(growth.StaticTree):
+  """A toy EAGLE: a feature of the parent and the token give the next feature.
+
+  f(child) = tanh(W f(parent) + e(token)), logits = f U; the root's parent is
+  the target's own hidden state.
+  """
+
+  parents: tuple[int, ...]
+  proposal: str = "without_replacement"
+  transform: Any = None
+  dynamic: bool = False
+  autoregressive = False  # q depends on where the block began
+
+  def init(self, params, prompt, prefill_output):
+    before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
+    hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
+    return forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
+
+  def propose(self, params, coins, state):
+    own, roots = params["drafter"], common.roots(state)
+
+    def step(tokens, depths, ancestors, above, features):
+      parents = jnp.take_along_axis(features, above[..., None], axis=1)
+      features = jnp.tanh(parents @ own["mix"] + own["embedding"][tokens])
+      return features @ own["head"], features
+
+    nothing = jnp.zeros_like(roots)[:, None]
+    logits, features = step(roots[:, None], None, None, nothing,
+                            state.drafter.values[:, None])
+    if self.dynamic:
+      draft, _, _ = expansion.expand(
+          step, features, logits[:, 0], roots, transform=sj.LogitsTransform(),
+          depth=3, top_k=2, num_nodes=self.num_nodes)
+      return draft, state.drafter
+    tokens, probs, _ = growth.grow(
+        step, features, logits[:, 0], coins, self.parents,
+        children.drawer(self.proposal, self.transform, state.temperature))
+    parents = jnp.array(self.parents, jnp.int32)
+    tree = lambda root, *rows: sj.Draft.tree(root, parents, *rows)
+    return jax.vmap(tree)(roots, tokens, probs), state.drafter
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return drafter.advance(target_output.hidden, verdict, count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+  """Drafts what follows the root in the row's reference text (LLMA).
+
+  `context["reference"]` is `[B, T]` int32, filled up with -1.
+  """
+
+  gamma: int
+  vocab_size: int
+  num_coins = 0
+  chain = iid = conditional = autoregressive = True
+
+  @property
+  def num_nodes(self):
+    return self.gamma + 1
+
+  def init(self, params, prompt, prefill_output):
+    return None
+
+  def propose(self, params, coins, state):
+    text, roots = state.context["reference"], common.roots(state)
+    found = text == roots[:, None]
+    start = jnp.argmax(found, axis=1)[:, None] + 1 + jnp.arange(self.gamma)
+    tokens = jnp.take_along_axis(text, start, axis=1, mode="fill",
+                                 fill_value=-1)
+    tokens = jnp.where(found.any(1)[:, None], tokens, -1)
+    probs = jax.nn.one_hot(tokens, self.vocab_size)  # -1 is padding
+    return jax.vmap(sj.Draft.chain)(roots, jnp.maximum(tokens, 0), probs), None
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+  """A decoder as a drafter: its output's law is that of its own target."""
+
+  inner: sj.Decoder
+  gamma: int
+  chain = iid = conditional = autoregressive = True
+
+  @property
+  def num_nodes(self):
+    return self.gamma + 1
+
+  def init(self, params, prompt, prefill_output):
+    keys = jax.random.split(jax.random.key(0), prompt.lengths.shape[0])
+    prompt = prompt.replace(
+        capacity=prompt.capacity + self.num_nodes + self.inner.num_nodes)
+    return self.inner.start(params["drafter"], prompt, prompt.lengths, keys)
+
+  def propose(self, params, keys, state):
+    pad = state.drafter.tokens.shape[1] - state.tokens.shape[1]
+    # One token more than drafted, so that the last drafted one is in the cache.
+    inner = state.drafter.replace(
+        tokens=jnp.pad(state.tokens, ((0, 0), (0, pad))), keys=keys,
+        lengths=state.lengths, limits=state.lengths + self.gamma + 1,
+        done=jnp.zeros_like(state.done), temperature=state.temperature,
+        target_cache=state.drafter.target_cache.rollback(state.lengths - 1))
+    rows = state.lengths.shape[0]
+    laws = jnp.zeros((rows, 2 * self.num_nodes + self.inner.num_nodes,
+                      self.inner.target.vocab_size))
+
+    def one_round(carry, _):
+      inner, laws = carry
+      new, _, trace = self.inner.traced_round(params["drafter"], inner)
+      mine = jnp.take_along_axis(
+          trace.target_probs, trace.verdict.path[..., None], axis=1)
+      put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+          row, new, at, 0))
+      laws = jnp.where(inner.done[:, None, None], laws,
+                       put(laws, mine, inner.lengths - state.lengths))
+      return (new, laws), None
+
+    (inner, laws), _ = jax.lax.scan(
+        one_round, (inner, laws), length=self.gamma + 1)
+    at = state.lengths[:, None] + jnp.arange(self.gamma)
+    tokens = jnp.take_along_axis(inner.tokens, at, axis=1)
+    return jax.vmap(sj.Draft.chain)(
+        common.roots(state), tokens, laws[:, :self.gamma]), inner
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return drafter
