@@ -54,6 +54,27 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
+# Start processes of their own. The slowest files come first, so that no worker
+# is left with one at the end.
+_PROCESSES = ("experiments_test", "notebooks_test", "training_scripts_test",
+              "studies_test", "tpu_aot_test")
+_SLOWEST = (*_PROCESSES, "tree_drafters_test", "self_drafters_test",
+            "train_drafter_test", "greedy_test", "joint_law_test",
+            "rounds_test", "lossless_test", "tree_laws_test")
+
+
+def pytest_collection_modifyitems(items):
+  """Marks what starts processes, and puts the slowest files first."""
+  def place(item):
+    name = item.path.stem
+    return _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
+
+  items.sort(key=place)  # stable
+  for item in items:
+    if item.path.stem in _PROCESSES:
+      item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_code():
   """Every program that is kept maps memory, and a process has 65,530 maps."""

@@ -57,6 +57,7 @@ for rule in (v.Recursive(), v.Traversal(), v.KSeq(), v.TargetWalk()):
 """
 
 
+@pytest.mark.slow
 def test_float32_laws_as_the_compiler_optimises_them():
   # Broken: a product and a difference that are fused into one rounding in one
   # of their two uses. The other tests compile without optimisation.

@@ -61,23 +61,23 @@ def test_features_are_the_layers_asked_for():
   sizes = dict(vocab_size=7, width=8, layers=3, heads=2, kv_heads=1,
                head_dim=4, mlp_width=8, context_length=32)
   plain = Transformer(TransformerConfig(**sizes))
-  params = plain.init(jax.random.key(0))
+  params = jax.jit(plain.init)(jax.random.key(0))
   tokens = jnp.arange(6)[None]
+  run = lambda model, params: jax.jit(model)(params, tokens).hidden
   hidden = {
-      features: Transformer(TransformerConfig(**sizes, features=features))(
-          params, tokens).hidden
+      features: run(Transformer(TransformerConfig(**sizes, features=features)),
+                    params)
       for features in ((0,), (2,), (2, 0))}
   np.testing.assert_array_equal(
       hidden[(2, 0)], jnp.concatenate([hidden[(2,)], hidden[(0,)]], axis=-1))
   # What layer 2 adds is gone where its output projections are 0.
   for name in ("attention_2", "mlp_2"):
     params[name] = jax.tree.map(jnp.zeros_like, params[name])
-  middle = Transformer(TransformerConfig(**sizes, features=(1,)))(
-      params, tokens).hidden
-  last = Transformer(TransformerConfig(**sizes, features=(2,)))(
-      params, tokens).hidden
+  middle, last = (
+      run(Transformer(TransformerConfig(**sizes, features=features)), params)
+      for features in ((1,), (2,)))
   np.testing.assert_array_equal(middle, last)
-  final = plain(params, tokens)
+  final = jax.jit(plain)(params, tokens)
   np.testing.assert_allclose(  # by default: what the head sees
       jnp.einsum("bsd,vd->bsv", final.hidden, params["embedding"]),
       final.logits, atol=1e-5)
@@ -86,8 +86,9 @@ def test_features_are_the_layers_asked_for():
 def test_position_matters():
   # Broken: rotary positions are lost, and order with them.
   pair = testing.tiny_pair(13)
-  logits = pair.target(pair.params["target"],
-                       jnp.array([[3, 5, 2, 7], [5, 3, 2, 7]])).logits[:, -1]
+  logits = jax.jit(pair.target)(
+      pair.params["target"],
+      jnp.array([[3, 5, 2, 7], [5, 3, 2, 7]])).logits[:, -1]
   assert float(jnp.abs(logits[0] - logits[1]).max()) > 1e-2
 
 
@@ -165,8 +166,8 @@ def test_bfloat16_pass_gives_float32_logits():
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16),
                         pair.params["target"])
   tokens = jnp.arange(6)[None]
-  logits = pair.target(params, tokens).logits
+  logits = jax.jit(pair.target)(params, tokens).logits
   assert logits.dtype == jnp.float32
-  exact = pair.target(pair.params["target"], tokens).logits
+  exact = jax.jit(pair.target)(pair.params["target"], tokens).logits
   assert 0 < float(jnp.abs(logits - exact).max()) < 0.1 * float(
       jnp.abs(exact).max())

@@ -134,7 +134,8 @@ def test_children(proposal, transform):
 def test_children_of_broken_numbers_are_no_laws(proposal):
   # Broken: certainty hides that the drafter's logits were NaN.
   logits = jnp.zeros((3, 8)).at[1, 5].set(jnp.nan)
-  _, probs = getattr(children, proposal)(
+  draw = jax.jit(getattr(children, proposal), static_argnums=(1, 3))
+  _, probs = draw(
       logits, _COUNTS, jax.random.uniform(jax.random.key(0), (8, 2)),
       sj.LogitsTransform())
   finite = np.isfinite(probs).all(-1)
