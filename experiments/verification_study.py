@@ -11,18 +11,22 @@ and prints for each
                      verification, on which all laws are evaluated (greedy
                      block verification from a fresh state)
   speed-up           over autoregressive decoding of the same prompt, taken in
-                     turn; the median over prompts
+                     turn, one prompt at a time; the median over the first
+                     --timed prompts of every set
   predicted          block efficiency * step / (verify + gamma * draft +
                      overhead): what a round costs in autoregressive steps,
-                     measured on one half of the prompts, predicts the other;
+                     measured on one half of these prompts, predicts the other;
                      verify and draft are passes timed alone, and the overhead
                      is the rest of a round
 
 No figure of the first two tosses a coin: given the draft, the expected number
 of accepted tokens is known exactly (Rao-Blackwell). Errors treat a prompt, over
-all its seeds, as one observation; intervals are of 95 %.
+all its seeds, as one observation; intervals are of 95 %. Prompts that are not
+timed are decoded in batches, which changes none of their tokens, and only until
+the interval of block verification's paired gain is narrower than --error.
 
   python experiments/verification_study.py
+  python experiments/verification_study.py --error=0
   python experiments/verification_study.py --gammas=4,6,8,16 \\
     --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
   python experiments/verification_study.py --prompts=gsm8k=test.jsonl,mine.txt
@@ -33,6 +37,8 @@ also with more temperatures, seeds or prompt sets than before. Writes
 verification.md, .csv and .png. The last line of stdout is one JSON object.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -41,6 +47,8 @@ import random
 
 from absl import flags
 from lib import common
+from lib import flags as shared
+from lib import one_of
 from lib import rollouts
 from lib import timing
 from lib import verification_report as report
@@ -49,10 +57,9 @@ import specjax as sj
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
 
-_GAMMAS = flags.DEFINE_list("gammas", "2,4,8,16", "draft lengths, in tokens")
-_TEMPERATURE = flags.DEFINE_list(
-    "temperature", "1", "of both models; 0 is greedy")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "nucleus mass of both models")
+_GAMMAS = shared.gammas("2,4,8,16")
+_TEMPERATURE = shared.temperatures("1")
+_TOP_P = shared.top_p()
 _VERIFIERS = flags.DEFINE_list(
     "verifiers", "token,block,greedy_block",
     f"of {', '.join(common.VERIFIERS)}; token must be among them")
@@ -62,21 +69,25 @@ _PROMPTS = flags.DEFINE_list(
     "published file or NAME for its Hugging Face copy ("
     f"{', '.join(prompt_sets.PROMPT_SETS)}), or a .txt (prompts between blank "
     "lines) or .jsonl file of your own")
-_FIELD = flags.DEFINE_string("field", "prompt", "of a JSONL file of your own")
-_NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 12, "prompts of every set", 2)
-_PROMPT_TOKENS = flags.DEFINE_integer(
-    "prompt_tokens", 96, "longer prompts keep their last tokens", 1)
-_NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 128, "tokens generated for every prompt", 1)
-_TARGET = flags.DEFINE_string(
-    "target", "bundled", "bundled, or a directory of train_lm.py")
-_DRAFTER = flags.DEFINE_list(
-    "drafter", "small", "small, tiny, or directories of train_lm.py")
-_SEED = flags.DEFINE_integer("seed", 0, "of the prompts and of sampling")
+_FIELD = shared.field("prompt", "of a JSONL file of your own")
+_NUM_PROMPTS = shared.num_prompts(12, "prompts of every set, at most")
+_TIMED = flags.DEFINE_integer(
+    "timed", 2, "prompts of every set that are decoded alone, for the speed-up",
+    2)
+_ERROR = flags.DEFINE_float(
+    "error", 2.0, "prompts are decoded until the 95 % interval of block "
+    "verification's paired gain over token verification is at most this many "
+    "percent wide to either side, at every draft length; 0 decodes all", 0.0)
+_PROMPT_TOKENS = shared.prompt_tokens()
+_NEW_TOKENS = shared.new_tokens(128)
+_TARGET = shared.target()
+_DRAFTER = shared.drafters()
+_SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "results/verification", "for results, tables and plots")
+_OUTPUT_DIR = shared.output_dir("results/verification")
+
+_ROWS = 12  # prompts of a batch
+
 
 def _texts(item):
   """The texts of one entry of --prompts, its name and its source."""
@@ -116,41 +127,74 @@ def _load_prompts(tokenizer):
 
 
 def _arms(target, drafters, temperature, gammas, verifiers, capacity):
-  """The baseline and a decoder for every drafter, gamma and verifier."""
-  token = common.VERIFIERS["token"]
+  """The baseline, a decoder for every drafter, gamma and verifier, and one
+  whose drafts all verifiers are judged on.
 
-  def arm(member, drafter, verifier, observers=()):
-    decoder = sj.Decoder(
-        target=target.model, drafter=drafter, verifier=verifier,
-        observers=observers, transform=sj.LogitsTransform(
-            temperature=temperature, top_p=_TOP_P.value))
-    return rollouts.Arm(
-        decoder, {"target": target.params, "drafter": member.params},
-        _NEW_TOKENS.value, capacity)
-
-  arms = {report.BASELINE: arm(next(iter(drafters.values())),
-                               sj.drafters.Empty(), token)}
+  The rules of a draft length share a program, and all of them the prompts.
+  """
+  rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
+  decoder = functools.partial(
+      sj.Decoder, target=target.model, transform=sj.LogitsTransform(
+          temperature=temperature, top_p=_TOP_P.value))
+  arms = {}
   for name, member in drafters.items():
+    params = {"target": target.params, "drafter": member.params}
+    draft = functools.partial(sj.drafters.LanguageModel, model=member.model)
+    # What it reads does not depend on the draft length, nor on the rule.
+    reader = rollouts.Reader(
+        decoder(drafter=draft(gamma=max(gammas)), verifier=rules.rules[0]),
+        params, capacity)
+    arm = functools.partial(
+        rollouts.Arm, params=params, new_tokens=_NEW_TOKENS.value,
+        capacity=capacity, reader=reader)
+    if not arms:
+      arms[report.BASELINE] = arm(
+          decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
+          change=lambda state: state.replace(drafter=None), together=False)
     for gamma in gammas:
-      drafter = sj.drafters.LanguageModel(model=member.model, gamma=gamma)
+      own = decoder(drafter=draft(gamma=gamma), verifier=rules)
+      judging = own
+      if gamma == max(gammas):
+        judging = dataclasses.replace(own, observers=rules.rules)
+        arms[report.shared_key(name)] = arm(
+            judging, change=_acting(rules, "token", gamma), alone=False,
+            everywhere=True)
       for verifier in verifiers:
-        # The paired figures come from token verification's longest drafts.
-        shared = verifier == "token" and gamma == max(gammas)
-        observers = tuple(common.VERIFIERS[v] for v in verifiers
-                          if shared and v != "token")
+        # Token verification's rollouts at the largest gamma are the shared.
         arms[report.key(name, gamma, verifier)] = arm(
-            member, drafter, common.VERIFIERS[verifier], observers)
+            own, batch_decoder=judging, change=_acting(rules, verifier, gamma),
+            together=judging == own or verifier != "token")
   return arms
 
 
-def _costs(target, drafters, gammas, capacity):
+def _acting(rules, verifier, gamma):
+  """Makes a state's rows follow one of the rules."""
+  rule = common.VERIFIERS[verifier]
+  return lambda state: state.replace(
+      verifier=rules.start(rule, gamma, len(state.lengths)))
+
+
+class _Costs:
   """Seconds of the passes that a round is made of, timed alone."""
-  used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
-  seconds = lambda member, tokens: timing.median(timing.passes(
-      member.model, member.params, capacity, used, tokens))
-  return {"verify": {gamma: seconds(target, gamma + 1) for gamma in gammas},
-          "draft": {name: seconds(drafter, 1)
-                    for name, drafter in drafters.items()}}
+
+  def __init__(self, target, drafters, gammas, capacity):
+    used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+    passes = lambda member, tokens: functools.cache(functools.partial(
+        timing.passes, member.model, member.params, capacity, used, tokens))
+    self._verify = {gamma: passes(target, gamma + 1) for gamma in gammas}
+    self._draft = {name: passes(drafter, 1)
+                   for name, drafter in drafters.items()}
+
+  @property
+  def compiled(self):
+    """Functions that compile the passes."""
+    return [*self._verify.values(), *self._draft.values()]
+
+  def seconds(self):
+    """{"verify": {gamma: ...}, "draft": {drafter: ...}}."""
+    measured = lambda calls: {
+        name: timing.median(call()) for name, call in calls.items()}
+    return {"verify": measured(self._verify), "draft": measured(self._draft)}
 
 
 def main():
@@ -180,26 +224,43 @@ def main():
   members = [target, *drafters.values()]
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
-      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value)
-  # At temperature 0 all seeds give the same rollout.
-  units = [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(row))
+      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, _TIMED.value)
+  # At temperature 0 all seeds give the same rollout. The sets take turns, so
+  # that the first prompts are as many of each.
+  units = [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(rows[i]))
            for t in temperatures for s in range(_SEEDS.value if t > 0 else 1)
-           for name, rows in prompts.items() for i, row in enumerate(rows)]
+           for i in range(max(map(len, prompts.values())))
+           for name, rows in prompts.items() if i < len(rows)]
+  costs = _Costs(target, drafters, gammas, capacity)
+  study_of = lambda runs, seconds=None: report.Study(
+      runs, list(drafters), gammas, verifiers, seconds)
+
+  def enough(runs):
+    reached = study_of(runs).interval("block")
+    return reached is not None and 100 * reached <= _ERROR.value
+
   runs = rollouts.run(
       units, lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]),
-      make_arms, output_dir / "runs.jsonl")
-  costs = _costs(target, drafters, gammas, capacity)
+      make_arms, output_dir / "runs.jsonl",
+      timed=lambda unit: unit[4] < _TIMED.value, rows=_ROWS,
+      enough=enough if "block" in verifiers else lambda runs: False,
+      beside=costs.compiled)
 
-  study = report.Study(runs, list(drafters), gammas, verifiers, costs)
+  study = study_of(runs, costs.seconds())
   rows = study.rows()
   by_prompts = [row for name in prompts for row in study.rows(name)]
   report.print_table(rows)
+  decoded = len({unit[3:] for unit in runs})
+  reached = study.interval("block") if "block" in verifiers else None
+  print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
+        + ("" if reached is None else "; the widest interval of block's paired "
+           f"gain is ± {100 * reached:.2f} %"))
   report.write(output_dir, rows, by_prompts, list(prompts))
   print(f"wrote verification.md, .csv and .png to {output_dir}")
   print(json.dumps({
       "study": "verification", "rows": rows, "by_prompts": by_prompts,
       "source": source, "seeds": _SEEDS.value,
-      "num_prompts": sum(map(len, prompts.values())),
+      "num_prompts": decoded, "error": reached,
       "autoregressive_tokens_per_second": study.baseline_speed()}))
 
 

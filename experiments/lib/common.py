@@ -9,9 +9,11 @@ from typing import Any
 from typing import NamedTuple
 
 from absl import app
+from absl import flags
 from absl import logging
 import jax
 
+from lib import compilation
 import specjax as sj
 from specjax.data import prompt_sets
 from specjax.files import atomically
@@ -43,11 +45,15 @@ def run(main) -> None:
     if argv[1:]:
       raise app.UsageError(f"unexpected argument {argv[1]!r}; see --help")
     logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
+    compilation.keep()
     try:
       main()
     except (ValueError, FloatingPointError) as e:
       sys.exit(f"error: {e}")
 
+  # Beside the script's own flags in --help.
+  flags.FLAGS.register_key_flag_for_module(
+      sys.argv[0], flags.FLAGS[compilation.CACHE.name])
   app.run(guarded)
 
 
@@ -173,13 +179,14 @@ class SelfDrafter(NamedTuple):
 
 
 def load_self_drafter(name: str, target, tokenizer) -> SelfDrafter:
-  """Reads what drafts for a target, or for one of its own beside it.
+  """Reads heads or look-ahead embeddings, and the target that they draft for.
 
   Args:
     name: "pass" or "medusa", those in the box, or a directory of
       train_drafter.py.
-    target: the `zoo.Member` that drafts, unless the directory holds its own.
-    tokenizer: its tokenizer.
+    target: the `zoo.Member` to draft for, unless the directory holds a target
+      that was trained together with the heads.
+    tokenizer: the target's tokenizer.
   """
   directory = _heads_directory(name)
   if (directory / "model.safetensors").exists():

@@ -14,6 +14,7 @@ from specjax import analysis
 BASELINE = "autoregressive"
 _TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
 _Z = 1.96  # standard errors of an interval of 95 %
+_FEWEST = 16  # prompts of which an error is estimated
 
 
 def key(drafter, gamma, verifier):
@@ -21,15 +22,24 @@ def key(drafter, gamma, verifier):
   return f"{drafter} {gamma} {verifier}"
 
 
+def shared_key(drafter):
+  """The name of the arm whose drafts all rules are judged on.
+
+  It is token verification at the largest gamma, whose own rollouts these are.
+  """
+  return f"{drafter} shared"
+
+
 class Study:
   """The runs of all arms, and the figures of every cell.
 
   Attributes:
     runs: {unit: {arm: its run}}.
-    costs: seconds {"verify": {gamma: ...}, "draft": {drafter: ...}}.
+    costs: seconds {"verify": {gamma: ...}, "draft": {drafter: ...}}, which
+      only `rows` needs.
   """
 
-  def __init__(self, runs, drafters, gammas, verifiers, costs):
+  def __init__(self, runs, drafters, gammas, verifiers, costs=None):
     self._runs, self._costs = runs, costs
     self._drafters, self._gammas, self._verifiers = drafters, gammas, verifiers
 
@@ -45,64 +55,96 @@ class Study:
 
   def baseline_speed(self):
     """Tokens a second of autoregressive decoding, over all runs."""
-    runs = [arms[BASELINE] for arms in self._runs.values()]
+    runs = [arms[BASELINE] for arms in self._runs.values() if BASELINE in arms]
     return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
+  def interval(self, verifier):
+    """The widest 95 % interval of its paired gain over token verification.
+
+    Over drafters, temperatures and draft lengths, on all prompts; None with
+    fewer than `_FEWEST` prompts, whose scatter says too little.
+    """
+    widest = 0.0
+    for drafter in self._drafters:
+      for temperature in dict.fromkeys(unit[1] for unit in self._runs):
+        shared = self._shared(self._units(temperature), drafter)
+        if len(shared[1]) < _FEWEST:
+          return None
+        for gamma in self._gammas:
+          paired = self._paired(shared, gamma, verifier)
+          widest = max(widest, _Z * paired["paired_improvement_stderr"])
+    return widest
+
+  def _units(self, temperature, prompts=None):
+    return [unit for unit in self._runs
+            if unit[1] == temperature and prompts in (None, unit[3])]
+
   def _cells(self, drafter, temperature, prompts):
-    units = [unit for unit in self._runs
-             if unit[1] == temperature and prompts in (None, unit[3])]
-    shared = self._counts(units, key(drafter, max(self._gammas), "token"))
-    laws = ["token", *(v for v in self._verifiers if v != "token")]
+    units = self._units(temperature, prompts)
+    shared = self._shared(units, drafter)
     rows = []
     for gamma in self._gammas:
-      own = {v: self._counts(units, key(drafter, gamma, v))
-             for v in self._verifiers}
+      own = {v: self._own(units, drafter, gamma, v) for v in self._verifiers}
       for verifier in self._verifiers:
-        mine = own[verifier]
-        efficiency, error = analysis.ratio_estimate(*mine["expected"])
-        gain = analysis.relative_gain(*mine["expected"],
-                                      *own["token"]["expected"])
-        accepted = {v: shared["survival"][:, laws.index(v), 1:gamma + 1].sum(-1)
-                    for v in ("token", verifier)}
-        rounds = shared["expected"][1]
-        paired, paired_error = analysis.ratio_estimate(
-            accepted[verifier], rounds)
-        more, more_error = analysis.ratio_estimate(
-            accepted[verifier] - accepted["token"], rounds)
-        improvement = analysis.relative_gain(
-            accepted[verifier], rounds, accepted["token"], rounds)
+        efficiency, error = analysis.ratio_estimate(*own[verifier])
+        gain = analysis.relative_gain(*own[verifier], *own["token"])
         rows.append({
             "prompts": prompts or "all", "drafter": drafter, "gamma": gamma,
             "temperature": temperature, "verifier": verifier,
             "lossless": getattr(common.VERIFIERS[verifier], "lossless", True),
             "block_efficiency": 1 + efficiency, "stderr": error,
             "gain": gain[0], "gain_stderr": gain[1],
-            "paired_block_efficiency": 1 + paired,
-            "paired_stderr": paired_error,
-            "paired_gain": more, "paired_gain_stderr": more_error,
-            "paired_improvement": improvement[0],
-            "paired_improvement_stderr": improvement[1],
+            **self._paired(shared, gamma, verifier),
             **self._speed(units, drafter, gamma, verifier)})
     return rows
 
-  def _counts(self, units, arm):
-    """Sums over the seeds of every prompt: totals and rounds, `[prompts]`."""
+  def _paired(self, shared, gamma, verifier):
+    """What a verifier and token verification accept of the same drafts."""
+    survival, rounds = shared
+    # Of the acting rule, which is first, and then of every rule.
+    of_rule = lambda v: survival[:, 1 + self._verifiers.index(v)]
+    accepted = {v: of_rule(v)[:, 1:gamma + 1].sum(-1)
+                for v in ("token", verifier)}
+    paired, error = analysis.ratio_estimate(accepted[verifier], rounds)
+    more, more_error = analysis.ratio_estimate(
+        accepted[verifier] - accepted["token"], rounds)
+    improvement = analysis.relative_gain(
+        accepted[verifier], rounds, accepted["token"], rounds)
+    return {"paired_block_efficiency": 1 + paired, "paired_stderr": error,
+            "paired_gain": more, "paired_gain_stderr": more_error,
+            "paired_improvement": improvement[0],
+            "paired_improvement_stderr": improvement[1]}
+
+  def _own(self, units, drafter, gamma, verifier):
+    """Accepted tokens and rounds of every prompt, `[prompts]` each."""
+    arm, shared = key(drafter, gamma, verifier), shared_key(drafter)
+    # Token verification at the largest gamma was decoded as the shared arm,
+    # and by itself only where it is timed.
+    return self._sums(units, lambda arms: arms.get(arm, arms[shared]),
+                      lambda run: run["expected"][0])
+
+  def _shared(self, units, drafter):
+    """Survival of the acting rule and of each, `[prompts, laws, nodes]`."""
+    return self._sums(units, lambda arms: arms[shared_key(drafter)],
+                      lambda run: np.array(run["survival"]))
+
+  def _sums(self, units, run_of, figure):
+    """A figure and the rounds, summed over the seeds of every prompt."""
     sums = {}
     for unit in units:
-      run = self._runs[unit][arm]
-      expected, rounds, survival = sums.get(unit[3:], (0, 0, 0))
-      sums[unit[3:]] = (expected + run["expected"][0], rounds + run["rounds"],
-                        survival + np.array(run["survival"]))
-    expected, rounds, survival = (np.array(x) for x in zip(*sums.values()))
-    return {"expected": (expected, rounds), "survival": survival}
+      run = run_of(self._runs[unit])
+      total, rounds = sums.get(unit[3:], (0, 0))
+      sums[unit[3:]] = total + figure(run), rounds + run["rounds"]
+    return tuple(map(np.array, zip(*sums.values())))
 
   def _speed(self, units, drafter, gamma, verifier):
     """Measured and predicted speed-up of one cell, and what a round costs."""
     arm = key(drafter, gamma, verifier)
     halves = [[], []]
     for unit in units:
-      halves[unit[4] % 2].append((self._runs[unit][arm],
-                                  self._runs[unit][BASELINE]))
+      if BASELINE in self._runs[unit]:  # it is timed
+        halves[unit[4] % 2].append((self._runs[unit][arm],
+                                    self._runs[unit][BASELINE]))
     # A round in steps of the same prompt's autoregressive decoding, which saw
     # the same machine.
     steps = [statistics.median(

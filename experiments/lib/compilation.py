@@ -1,0 +1,74 @@
+"""Compiled code: kept between runs, and made side by side.
+
+The library leaves jax's settings alone. The scripts keep all that they compile
+in the user's cache directory, so that their next run has to trace it only.
+"""
+
+from concurrent import futures
+import os
+import pathlib
+import sys
+
+from absl import flags
+import jax
+
+CACHE = flags.DEFINE_bool(
+    "compilation_cache", True, "keep compiled code for the next run, in "
+    "~/.cache/specjax or in the directory JAX_COMPILATION_CACHE_DIR")
+_LARGEST = 2**30  # bytes of the directory at the start of a script
+
+
+def keep() -> None:
+  """Turns the persistent cache on, unless the flag or the user forbids it."""
+  if not CACHE.value:
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    return
+  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  directory = pathlib.Path(home) / "specjax"
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    _shrink(directory)
+  except OSError as e:
+    print(f"compiled code is not kept: {e}", file=sys.stderr)
+    return
+  jax.config.update("jax_compilation_cache_dir", str(directory))
+  # A study compiles dozens of small programs besides its large ones.
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _shrink(directory, largest=_LARGEST):
+  """Deletes what was not used for longest, until `largest` bytes are left."""
+  entries = []
+  for path in directory.glob("*-cache"):
+    stat = path.stat()
+    entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+  total = sum(size for _, size, _ in entries)
+  for _, size, path in sorted(entries):
+    if total <= largest:
+      break
+    path.unlink(missing_ok=True)
+    total -= size
+
+
+def side_by_side(calls):
+  """Makes calls that compile, as many at a time as there are cores.
+
+  XLA compiles outside of Python's lock, so that two programs take little more
+  than one.
+
+  Args:
+    calls: functions without arguments.
+
+  Yields:
+    The number of calls that are done, after each.
+  """
+  with futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))
+                                  if hasattr(os, "sched_getaffinity")
+                                  else os.cpu_count()) as pool:
+    waiting = [pool.submit(call) for call in calls]
+    for done, one in enumerate(futures.as_completed(waiting), 1):
+      one.result()
+      yield done
