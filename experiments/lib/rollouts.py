@@ -7,6 +7,7 @@ batch, which changes no token of theirs. A unit is a line of a JSONL file,
 written when it is complete.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -183,7 +184,7 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
       def arms(group=group, left=left, share=share):
         """Made when the first unit of the group needs them."""
         made = make_arms(group)
-        new = {decoder for arm in made.values()
+        new = {_program(decoder) for arm in made.values()
                for decoder in (arm.decoder, arm.batch_decoder)}
         if len(decoders | new) > _MOST_DECODERS:
           jax.clear_caches()
@@ -206,6 +207,12 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
     bar.n = bar.total
     bar.refresh()
   return {unit: runs[unit] for unit in units if unit in runs}
+
+
+def _program(decoder):
+  """What equal programs have in common: temperatures share them."""
+  return dataclasses.replace(decoder, transform=dataclasses.replace(
+      decoder.transform, temperature=1.0))
 
 
 def _portions(units, timed, rows, prompt_of):
