@@ -32,10 +32,11 @@ import json
 import statistics
 import sys
 
-from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import common
+from lib import flags as shared
 from lib.timing import filled_cache
 from lib.timing import passes
 from lib.timing import STEPS
@@ -52,7 +53,7 @@ from specjax.training import objectives
 from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
-_GAMMA = flags.DEFINE_integer("gamma", 4, "draft length of the rounds", 1)
+_GAMMA = shared.gamma(4, "draft length of the rounds")
 _USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
 _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
@@ -67,12 +68,12 @@ _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
 
 def _random_pair():
   """A 134M target and a 19M drafter with random weights."""
-  common = dict(vocab_size=32_000, head_dim=64, context_length=8192,
-                tie_embeddings=False)
+  same = dict(vocab_size=32_000, head_dim=64, context_length=8192,
+              tie_embeddings=False)
   target = sj.models.Transformer(sj.models.TransformerConfig(
-      width=768, layers=12, heads=12, kv_heads=12, mlp_width=2048, **common))
+      width=768, layers=12, heads=12, kv_heads=12, mlp_width=2048, **same))
   drafter = sj.models.Transformer(sj.models.TransformerConfig(
-      width=256, layers=4, heads=4, kv_heads=4, mlp_width=688, **common))
+      width=256, layers=4, heads=4, kv_heads=4, mlp_width=688, **same))
   dtype = sj.models.default_dtype()
   params = {
       name: loop.cast(jax.jit(model.init)(jax.random.key(seed)), dtype)
@@ -294,8 +295,7 @@ def _ratios(name, target, drafter_model, params, progress):
                   "step_milliseconds": step_ms}
 
 
-def main(argv):
-  del argv
+def main():
   load = {"random": _random_pair, "bundled": _bundled_pair}
   device = jax.devices()[0]
   print(f"device: {device.device_kind} ({device.platform}), jax "
@@ -326,4 +326,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  common.run(main)

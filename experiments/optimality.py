@@ -44,6 +44,7 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
+from lib import flags as shared
 import numpy as np
 import optax
 import tqdm
@@ -54,12 +55,12 @@ _SEEDS = flags.DEFINE_integer(
     "seeds", 8, "random pairs of every size and kind for the theorems", 1)
 _SIZES = flags.DEFINE_integer(
     "largest", 4, "largest V and gamma of those pairs", 2, 4)
-_GAMMAS = flags.DEFINE_list(
-    "gammas", "2,4,8", "draft lengths of the extremal pairs, in tokens")
-_STEPS = flags.DEFINE_integer("steps", 4000, "of the ascent", 1)
+_GAMMAS = shared.gammas(
+    "2,4,8", "draft lengths of the extremal pairs, in tokens")
+_STEPS = shared.steps(4000, "of the ascent")
 _STARTS = flags.DEFINE_integer("starts", 16, "random starts of the ascent", 1)
-_OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "results/optimality", "for the table and the plot")
+_OUTPUT_DIR = shared.output_dir(
+    "results/optimality", "for the table and the plot")
 
 _KINDS = ("dense", "zeros", "mixed")
 _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),

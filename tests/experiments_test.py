@@ -3,52 +3,55 @@
 import pytest
 from scripts import last_line
 from scripts import run
+from scripts import run_all
 
 
 def test_verification_study(tmp_path):
-  """The main job: its table, files and JSON, and block >= token, paired."""
-  study = last_line(run(
-      "verification_study.py", "--num_prompts=2", "--gammas=4",
-      "--prompts=code,docstrings", "--new_tokens=24", "--output_dir=out",
-      cwd=tmp_path))
-  assert study["study"] == "verification"
+  """The main job: its table, files and JSON; a killed study goes on.
+
+  On the same drafts block accepts more than token verification; greedy rows
+  gain nothing. A user's file is read, and what is lossy is called so.
+  """
+  (tmp_path / "mine.jsonl").write_text(
+      '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
+  # The third prompt of the embedded set is decoded in a batch.
+  study_of = lambda: run(
+      "verification_study.py", "--num_prompts=3", "--gammas=2,4",
+      "--prompts=code,mine.jsonl", "--field=turns", "--temperature=1,0",
+      "--verifiers=token,block,greedy_block,typical", "--new_tokens=24",
+      cwd=tmp_path)
+  first = study_of()
+  study = last_line(first)
+  assert study["study"] == "verification" and study["num_prompts"] == 5
   assert {"python", "hash"} <= set(study["source"])
-  rows = {(r["verifier"], r["gamma"]): r for r in study["rows"]}
-  assert len(rows) == len(study["rows"]) == 3
-  assert len(study["by_prompts"]) == 6
+  assert len(study["rows"]) == 16 and len(study["by_prompts"]) == 32
+  rows = {(r["verifier"], r["gamma"], r["temperature"]): r
+          for r in study["rows"]}
+  assert len(rows) == 16
   for row in study["rows"]:
     assert 1 <= row["block_efficiency"] <= row["gamma"] + 1
     assert row["speedup"] > 0 and row["tokens_per_second"] > 0
     assert 0.3 < row["measured_over_predicted"] < 3
-  paired = lambda name, gamma: rows[name, gamma]["paired_block_efficiency"]
+    assert row["lossless"] == (row["verifier"] != "typical")
+  paired = lambda name, gamma: rows[name, gamma, 1]["paired_block_efficiency"]
   assert paired("greedy_block", 4) > paired("block", 4) > paired("token", 4)
-  assert (tmp_path / "out/verification.csv").read_text().count("\n") == 10
-  assert (tmp_path / "out/verification.png").stat().st_size > 10_000
-  assert "Table 3" in (tmp_path / "out/verification.md").read_text()
-
-
-def test_study_of_own_prompts_resumes(tmp_path):
-  """A user's file is read; a killed study goes on; greedy rows gain nothing."""
-  (tmp_path / "mine.jsonl").write_text(
-      '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
-  study_of = lambda: run(
-      "verification_study.py", "--prompts=mine.jsonl", "--field=turns",
-      "--temperature=0", "--gammas=2", "--new_tokens=16", "--drafter=tiny",
-      "--verifiers=token,block,typical", cwd=tmp_path)
-  study = last_line(study_of())
-  token, block, typical = study["rows"]
-  assert block["block_efficiency"] == pytest.approx(token["block_efficiency"])
-  assert block["lossless"] and not typical["lossless"]
+  assert rows["block", 4, 0]["block_efficiency"] == pytest.approx(
+      rows["token", 4, 0]["block_efficiency"])
   results = tmp_path / "results/verification"
-  assert "typical (LOSSY)" in (results / "verification.md").read_text()
+  assert (results / "verification.csv").read_text().count("\n") == 1 + 16 + 32
+  assert (results / "verification.png").stat().st_size > 10_000
+  tables = (results / "verification.md").read_text()
+  assert "Table 3" in tables and "typical (LOSSY)" in tables
+  assert "compiling" in first.stderr  # the bar says what takes so long
 
   whole = (results / "runs.jsonl").read_bytes()
   (results / "runs.jsonl").write_bytes(whole[:-20])  # killed while writing
   again = study_of()
-  assert "1 of 2 prompts are in" in again.stderr
+  assert "9 of 10 prompts are in" in again.stderr
   for row, before in zip(last_line(again)["rows"], study["rows"]):
-    assert row["block_efficiency"] == before["block_efficiency"]
-  assert (results / "runs.jsonl").read_text().count("\n") == 2
+    for name in ("block_efficiency", "paired_improvement", "paired_stderr"):
+      assert row[name] == before[name]
+  assert (results / "runs.jsonl").read_text().count("\n") == 10
 
 
 def test_replay(tmp_path):
@@ -68,19 +71,20 @@ def test_replay(tmp_path):
   assert again["rows"] == [rows["block"]]
 
 
-@pytest.mark.parametrize("drafter", ["small", "medusa", "pass"])
-def test_generate(tmp_path, drafter):
+def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
-  result = run("generate.py", "--prompt=def f(x):", "--max_new_tokens=24",
-               "--color=always", "--gamma=3", f"--drafter={drafter}",
-               cwd=tmp_path)
-  assert result.returncode == 0, result.stderr[-2000:]
-  assert result.stdout.startswith("def f(x):")
-  assert "\033[31m" in result.stdout
-  assert "a round" in result.stdout.splitlines()[-1]
+  flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always",
+           "--gamma=3"]
+  for result in run_all("generate.py", *(
+      [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")),
+                        cwd=tmp_path):
+    assert result["code"] == 0
+    assert result["stdout"].startswith("def f(x):")
+    assert "\033[31m" in result["stdout"]
+    assert "a round" in result["stdout"].splitlines()[-1]
 
 
-@pytest.mark.parametrize("flags, words", [
+_REFUSED = [
     (["--gammas=0"], ["--gammas", "start at 1"]),
     (["--temperature=-1"], ["-1", "at least 0"]),
     (["--top_p=1.5"], ["1.5", "(0, 1]"]),
@@ -94,18 +98,24 @@ def test_generate(tmp_path, drafter):
     (["--verifiers=token,blok"], ["blok", "greedy_block"]),
     (["--drafter=nowhere"], ["nowhere", "missing"]),
     (["--new_tokens=100000"], ["100", "context length"]),
-])
-def test_study_refuses_bad_input(tmp_path, flags, words):
+]
+
+
+def test_study_refuses_bad_input(tmp_path):
   """One line, before anything is compiled or written."""
   (tmp_path / "not_json.jsonl").write_text("hello\n")
   (tmp_path / "other.jsonl").write_text('{"question": "why?"}\n')
   (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
   (tmp_path / "table.csv").write_text("a,b\n")
-  result = run("verification_study.py", "--num_prompts=2", *flags,
-               cwd=tmp_path)
-  assert result.returncode != 0
-  message = result.stderr.strip().splitlines()[-1]
-  assert message.startswith("error: "), result.stderr[-1000:]
-  for word in words:
-    assert word in message
+  runs = run_all("verification_study.py", *(
+      ["--num_prompts=2", *flags] for flags, _ in _REFUSED), cwd=tmp_path)
+  for found, (flags, words) in zip(runs, _REFUSED):
+    assert str(found["code"]).startswith("error: "), (flags, found)
+    assert "\n" not in found["code"]
+    for word in words:
+      assert word in found["code"]
   assert not (tmp_path / "results").exists()
+  # As a user sees it.
+  alone = run("verification_study.py", "--gammas=0", cwd=tmp_path)
+  assert alone.returncode != 0
+  assert alone.stderr.strip().splitlines()[-1] == runs[0]["code"]

@@ -20,6 +20,43 @@ def run(script, *flags, cwd):
       env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
+def run_all(script, *flag_sets, cwd):
+  """Runs of `experiments/<script>` with different flags, in one process.
+
+  Returns:
+    For each `{"code": ..., "stdout": ..., "stderr": ...}`, the code of its
+    `SystemExit`: 0, or the line that says what is wrong.
+  """
+  result = subprocess.run(
+      [sys.executable, "-c", _RUN_ALL, ROOT / "experiments",
+       pathlib.Path(script).stem, json.dumps(flag_sets)], cwd=cwd, text=True,
+      capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
+      env={**os.environ, "PYTHONWARNINGS": "ignore"})
+  assert result.returncode == 0, result.stderr[-2000:]
+  return json.loads(result.stdout.splitlines()[-1])
+
+
+_RUN_ALL = """
+import contextlib, importlib, io, json, sys
+sys.path.insert(0, sys.argv[1])
+script = importlib.import_module(sys.argv[2])
+from absl import flags
+from lib import common
+found = []
+for flag_set in json.loads(sys.argv[3]):
+  flags.FLAGS.unparse_flags()
+  with (contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err):
+    try:
+      common.run(script.main, [sys.argv[2], *flag_set])
+    except SystemExit as e:
+      code = e.code or 0
+  found.append({"code": code, "stdout": out.getvalue(),
+                "stderr": err.getvalue()})
+print(json.dumps(found))
+"""
+
+
 def start_and_kill(script, *flags, output_dir, step):
   """SIGKILLs a training script at its checkpoint of `step`, or a later one."""
   process = subprocess.Popen(
@@ -48,6 +85,9 @@ def metrics(output_dir):
 
 
 def last_line(result):
-  """The JSON object with which a study ends."""
+  """The JSON object with which a study ends, of `run` or of `run_all`."""
+  if isinstance(result, dict):
+    assert result["code"] == 0, result["code"]
+    return json.loads(result["stdout"].splitlines()[-1])
   assert result.returncode == 0, result.stderr[-2000:]
   return json.loads(result.stdout.splitlines()[-1])

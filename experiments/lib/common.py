@@ -36,10 +36,14 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
-def run(main) -> None:
+def run(main, argv=None) -> None:
   """`app.run` for a `main` whose `ValueError`s are the user's to mend.
 
   They end the program with one line on stderr instead of a traceback.
+
+  Args:
+    main: without arguments.
+    argv: default: those of the program.
   """
   def guarded(argv):
     if argv[1:]:
@@ -54,7 +58,7 @@ def run(main) -> None:
   # Beside the script's own flags in --help.
   flags.FLAGS.register_key_flag_for_module(
       sys.argv[0], flags.FLAGS[compilation.CACHE.name])
-  app.run(guarded)
+  app.run(guarded, argv)
 
 
 def draft_lengths(flag: str, values: list[str]) -> list[int]:

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# README's "What a round costs", while nothing else runs: both pairs, and the
+# bundled pair in a process of its own.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python experiments/benchmark.py "$@"
+python experiments/benchmark.py --models=bundled "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# README's "The target drafts for itself", with the trainings of the heads that
+# are not in the box: an hour on two cores. RUNS is where they go.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+runs=${RUNS:-results/heads}
+
+train() {
+  python experiments/train_drafter.py --row_tokens=384 --decay_fraction=0.7 "$@"
+}
+train --method=medusa2 --heads_from=specjax/models/zoo/medusa \
+  --output_dir="$runs/medusa2" --steps=1000
+train --method=blockwise --all_heads \
+  --output_dir="$runs/blockwise" --steps=300
+train --method=blockwise --all_heads --train_target --learning_rate=0.002 \
+  --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_tuned" --steps=250
+train --method=blockwise --all_heads --train_target --learning_rate=0.002 \
+  --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_distilled" \
+  --steps=250 --data=self --self_temperature=0 --self_rows=1024
+
+heads=pass,medusa
+for name in medusa2 blockwise blockwise_tuned blockwise_distilled; do
+  heads+=,$runs/$name
+done
+python experiments/self_drafting_study.py --num_prompts=12 --new_tokens=72 \
+  --heads="$heads" "$@"

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The models in the box (specjax/models/zoo/CARD.md): the target, both language
+# models that draft for it, its look-ahead embeddings and its Medusa heads. Hours
+# on two cores. RUNS is where they go.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+runs=${RUNS:-results/zoo}
+
+python experiments/train_lm.py --output_dir="$runs/target" \
+  --steps=2900 --decay_fraction=0.655 --evaluate_every=0
+python experiments/train_lm.py --output_dir="$runs/small" \
+  --tokenizer="$runs/target/tokenizer.json" --width=96 --layers=2 --heads=3 \
+  --kv_heads=1 --head_dim=32 --mlp_width=192 --steps=3000 \
+  --decay_fraction=0.7 --evaluate_every=0 --checkpoint_every=500
+python experiments/train_lm.py --output_dir="$runs/tiny" \
+  --tokenizer="$runs/target/tokenizer.json" --width=32 --layers=1 --heads=2 \
+  --kv_heads=1 --head_dim=16 --mlp_width=64 --steps=2000 \
+  --decay_fraction=0.7 --evaluate_every=0 --checkpoint_every=500
+python experiments/train_drafter.py --method=pass --output_dir="$runs/pass" \
+  --steps=400 --row_tokens=384 --evaluate_every=150 --checkpoint_every=100
+python experiments/train_drafter.py --method=medusa \
+  --output_dir="$runs/medusa" --steps=2400 --row_tokens=384 \
+  --learning_rate=0.006 --decay_fraction=0.7 --evaluate_every=300 \
+  --checkpoint_every=100
+# The acceptance of a drafted token.
+python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
+  --num_prompts=48 --error=0 --output_dir="$runs/acceptance"

@@ -1,0 +1,114 @@
+"""What the experiment scripts share: programs, rollouts, the compiled code."""
+
+import json
+import os
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from scripts import ROOT
+
+import specjax as sj
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import compilation  # noqa: E402
+from lib import one_of  # noqa: E402
+from lib import rollouts  # noqa: E402
+
+
+def _decoder(verifier):
+  model = sj.testing.MarkovModel(vocab_size=5)
+  return sj.Decoder(
+      target=model, verifier=verifier,
+      drafter=sj.drafters.LanguageModel(model=model, gamma=3))
+
+
+@pytest.mark.parametrize("name", ["Token", "Block", "GreedyBlock"])
+def test_one_program_acts_as_each_rule(name):
+  """The arms of a study that share a program decode what each would alone."""
+  rules = one_of.OneOf(tuple(
+      getattr(sj.verifiers, one)()
+      for one in ("Token", "Block", "GreedyBlock")))
+  rule = getattr(sj.verifiers, name)()
+  alone, shared = _decoder(rule), _decoder(rules)
+  params = {model: alone.target.init(jax.random.key(seed))
+            for seed, model in enumerate(("target", "drafter"))}
+  states = [decoder.prefill(params, [[1, 2], [3]], jax.random.key(7), limits=60)
+            for decoder in (alone, shared)]
+  states[1] = states[1].replace(verifier=rules.start(rule, 3, 2))
+  (one, stats), (other, others) = (
+      decoder.decode_until(params, state)
+      for decoder, state in zip((alone, shared), states))
+  np.testing.assert_array_equal(one.tokens, other.tokens)
+  np.testing.assert_array_equal(stats.active, others.active)
+  np.testing.assert_allclose(stats.expected, others.expected, rtol=1e-5)
+
+
+class _Arm:
+  """Remembers what it was asked for."""
+
+  alone, together, everywhere = True, True, False
+
+  def __init__(self, decoder):
+    self.decoder = self.batch_decoder = decoder
+    self.asked = []
+
+  def compile(self, decoder, prompt, rows):
+    del decoder, prompt, rows
+
+  def decode(self, prompt, seed, request_id):
+    self.asked.append([request_id])
+    return {"found": prompt[0] + seed}
+
+  def decode_together(self, prompts, seed, request_ids, rows):
+    assert len(prompts) <= rows
+    self.asked.append(list(request_ids))
+    return [{"found": prompt[0] + seed} for prompt in prompts]
+
+
+def test_rollouts_stop_when_the_error_is_small_and_go_on_when_killed(tmp_path):
+  """Batches are decoded until it is enough, and never twice.
+
+  A resumed study must end with the units of one that was not killed, or its
+  table would depend on when it was killed.
+  """
+  units = [("print", 1.0, i) for i in range(11)]
+  arm = _Arm(_decoder(sj.verifiers.Token()))
+
+  def study(path, enough):
+    return rollouts.run(
+        units, lambda unit: ([unit[2]], 5, unit[2]), lambda group: {"arm": arm},
+        path, timed=lambda unit: unit[2] < 2, rows=3,
+        enough=lambda runs: len(runs) >= enough)
+
+  path = tmp_path / "runs.jsonl"
+  runs = study(path, 8)
+  assert arm.asked == [[0], [1], [2, 3, 4], [5, 6, 7]]
+  assert list(runs) == units[:8]
+  assert runs[units[7]] == {"arm": {"found": 12}}
+  lines = path.read_text().splitlines(keepends=True)
+  assert [json.loads(line)["unit"][2] for line in lines] == list(range(8))
+
+  arm.asked.clear()
+  path.write_text("".join(lines[:6]) + lines[6][:5])  # killed while writing
+  assert study(path, 8) == runs
+  assert arm.asked == [[6, 7]]
+  arm.asked.clear()
+  assert list(study(path, 99)) == units  # a smaller error takes more
+  assert arm.asked == [[8, 9, 10]]
+  assert study(path, 8) == runs  # and a larger one no more than it needs
+
+
+def test_the_kept_code_stays_small(tmp_path):
+  """What was used longest ago goes first, and nothing else is touched."""
+  for i in range(4):
+    path = tmp_path / f"{i}-cache"
+    path.write_bytes(bytes(10))
+    os.utime(path, (time.time() - 100 + i,) * 2)
+  (tmp_path / "other").write_bytes(bytes(100))
+  compilation._shrink(tmp_path, 25)
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+      "2-cache", "3-cache", "other"]
