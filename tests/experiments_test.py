@@ -57,18 +57,14 @@ def test_verification_study(tmp_path):
 def test_replay(tmp_path):
   """A record is made, judged, and judged again without a model."""
   flags = ["--num_prompts=2", "--new_tokens=16", "--gamma=3"]
-  study = last_line(run("replay.py", *flags, cwd=tmp_path))
+  made, judged = run_all("replay.py", flags, [
+      "--evaluate_only", "--verifiers=block"], cwd=tmp_path)
+  study = last_line(made)
   rows = {r["verifier"]: r for r in study["rows"]}
   assert rows["token"]["online_block_efficiency"] == pytest.approx(
       rows["token"]["block_efficiency"], abs=1e-6)
-  # Block is ahead on average, and not on every dozen of drafts.
-  for row in rows.values():
-    assert 1 < row["block_efficiency"] < 4 and row["stderr"] > 0
-  assert rows["block"]["online_block_efficiency"] is None
-  assert rows["block"]["lossless"] and not rows["typical"]["lossless"]
-  again = last_line(run("replay.py", "--evaluate_only", "--verifiers=block",
-                          cwd=tmp_path))
-  assert again["rows"] == [rows["block"]]
+  assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
+  assert last_line(judged)["rows"] == [rows["block"]]
 
 
 def test_generate(tmp_path):

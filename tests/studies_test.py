@@ -3,6 +3,7 @@
 import pytest
 from scripts import last_line
 from scripts import run
+from scripts import run_all
 
 
 def test_tree_study(tmp_path):
@@ -52,8 +53,9 @@ def test_boost_drafters(tmp_path):
            "--data=mine.txt", "--evaluate_every=0", "--learning_rate=0.01"]
   (tmp_path / "mine.txt").write_text("\n\n".join(
       f"def f{i}(x, y):\n  return x + {i} * y" for i in range(400)))
-  study = last_line(run("boost_drafters.py", "--steps=20", *flags,
-                          cwd=tmp_path))
+  done, refused = run_all("boost_drafters.py", ["--steps=20", *flags],
+                          ["--window=5", *flags], cwd=tmp_path)
+  study = last_line(done)
   assert study["study"] == "boost_drafters"
   first, both = study["coverage"]
   assert first == study["top_k_coverage"][0] and both > first
@@ -61,8 +63,7 @@ def test_boost_drafters(tmp_path):
   # Its proposals differ from those that it was told to leave to the first.
   greedy = study["tokens_per_pass"]["0"]
   assert greedy["boosted"] > greedy["first_alone"] >= 1
-  refused = run("boost_drafters.py", "--window=5", *flags, cwd=tmp_path)
-  assert "--window is 5 and --continuation 16" in refused.stderr
+  assert "--window is 5 and --continuation 16" in refused["code"]
 
 
 def test_optimality(tmp_path):
