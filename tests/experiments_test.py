@@ -56,7 +56,7 @@ def test_verification_study(tmp_path):
 
 def test_replay(tmp_path):
   """A record is made, judged, and judged again without a model."""
-  flags = ["--num_prompts=2", "--new_tokens=16", "--gamma=3"]
+  flags = ["--num_prompts=4", "--new_tokens=48", "--gamma=3"]
   made, judged = run_all("replay.py", flags, [
       "--evaluate_only", "--verifiers=block"], cwd=tmp_path)
   study = last_line(made)
