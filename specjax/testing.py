@@ -104,7 +104,7 @@ class OracleDrafter:
   """Proposes tokens that it is given, with certainty.
 
   `params["drafter"]` is `[B, T]` int32: entry t is the token proposed for
-  position t of the row, the prompt included. Positions behind T are padding.
+  position t of the row, the prompt included. Positions after T are padding.
   With the target's own greedy continuation every draft is accepted, and an
   EOS can be put anywhere inside a draft.
 

@@ -14,7 +14,12 @@ from specjax.drafters import common
 from specjax.drafters import expansion
 from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @struct.dataclass
@@ -90,7 +95,8 @@ class DynamicTree:
   def _fed(self) -> int:
     return expansion.fed_nodes(self.depth, self.top_k)
 
-  def bind(self, target, transform) -> "DynamicTree":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "DynamicTree":
     """The same drafter; its confidences do not follow the transform.
 
     Raises:
@@ -103,7 +109,8 @@ class DynamicTree:
                        f"{target.vocab_size} tokens: choose at most that")
     return self
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """The cache after the prompt, with room for all that is expanded."""
     del prefill_output
     more = max(0, self._fed - self.num_nodes)
@@ -113,7 +120,8 @@ class DynamicTree:
     return DynamicTreeState(
         cache=cache, slots=jnp.zeros((batch, self.num_nodes), jnp.int32))
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts a tree for every row.
 
     Args:
@@ -134,13 +142,14 @@ class DynamicTree:
         top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """The cache with the accepted path moved together."""
     del params, draft, target_output
     cache = common.keep_path(drafter.cache, drafter.slots, verdict.path,
                              self._fed, count)
     return drafter.replace(cache=cache)
 
-  def param_specs(self, axis: str, size: int):
+  def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
     return common.param_specs(self.model, axis, size)

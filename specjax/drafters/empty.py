@@ -1,10 +1,19 @@
 """No draft at all: the loop becomes autoregressive decoding."""
 
 import dataclasses
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from specjax.drafters import common
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,20 +34,24 @@ class Empty:
   autoregressive = True
   proposal = "deterministic"
 
-  def bind(self, target, transform) -> "Empty":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Empty":
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     del params, prompt, prefill_output
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """A draft of N = 1 node for each of the B rows."""
     del params, coins
     return common.root_only(state, self.vocab_size), state.drafter
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     del params, draft, verdict, target_output, count
     return drafter
 

@@ -6,6 +6,8 @@ token t + 1 + k is the law of depth k of that draft, whatever the path above
 says: a product law.
 """
 
+from typing import Any
+
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,13 @@ from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.models.heads import check_fits
 from specjax.models.heads import lm_head
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @struct.dataclass
@@ -94,7 +102,8 @@ class HeadsDrafter(growth.StaticTree):
     # The law of a deeper node depends on where the draft began.
     return self.iid and self.depth <= 1
 
-  def bind(self, target, transform):
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> Any:
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:
@@ -109,14 +118,16 @@ class HeadsDrafter(growth.StaticTree):
           "train more heads")
     return super().bind(target, transform)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """The hidden state before the last token of every prompt."""
     del params
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
     return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
@@ -143,7 +154,8 @@ class HeadsDrafter(growth.StaticTree):
         common.roots(state), forecast.known, logits, coins,
         state.temperature), forecast
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """The hidden state before the last committed token."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)

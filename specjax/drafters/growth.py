@@ -16,6 +16,7 @@ carries its cache (`common.model_step`).
 
 import dataclasses
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ import numpy as np
 from specjax import sampling
 from specjax import trees
 from specjax.drafters import children
+from specjax.sampling import LogitsTransform
+from specjax.types import ModelFn
 
 
 class Level(NamedTuple):
@@ -111,7 +114,8 @@ class StaticTree:
   def _most_children(self) -> int:
     return max((max(level.counts) for level in levels(self.parents)), default=0)
 
-  def bind(self, target, transform):
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> Any:
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:

@@ -4,6 +4,7 @@ Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,12 @@ from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,8 @@ class LanguageModel:
   def context_length(self) -> int:
     return self.model.context_length
 
-  def bind(self, target, transform) -> "LanguageModel":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "LanguageModel":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -69,12 +75,14 @@ class LanguageModel:
     common.check_vocabulary(self.model, target)
     return dataclasses.replace(self, transform=self.transform or transform)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """The cache after the prompt."""
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts a chain for every row.
 
     Args:
@@ -115,11 +123,12 @@ class LanguageModel:
     probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
     return jax.vmap(Draft.chain)(common.roots(state), tokens, probs), cache
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """Nothing: the next `propose` rolls the cache back by itself."""
     del params, draft, verdict, target_output, count
     return drafter
 
-  def param_specs(self, axis: str, size: int):
+  def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
     return common.param_specs(self.model, axis, size)

@@ -1,9 +1,10 @@
-"""PaSS: the target drafts for itself behind look-ahead tokens.
+"""PaSS: the target drafts for itself with look-ahead tokens.
 
 Monea et al. 2023 (arXiv:2311.13581).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,19 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookahead:
-  """Drafts a chain from what the target predicts behind [LA]_1..[LA]_L.
+  """Drafts a chain from what the target predicts after [LA]_1..[LA]_L.
 
-  Look-ahead token k, read k positions behind t, has the law of token t + 1 + k
+  Look-ahead token k, read k positions after t, has the law of token t + 1 + k
   whatever token t + 1 is. The decoder's target must hold the embeddings, see
   `models.heads.with_lookahead`; `params["drafter"]` is unused and may be ().
 
@@ -74,7 +80,8 @@ class Lookahead:
   def num_nodes(self) -> int:
     return (1 + self.count)**2 if self.folded else 2 + self.count
 
-  def bind(self, target, transform) -> "Lookahead":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Lookahead":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -92,7 +99,8 @@ class Lookahead:
         self, target=target, target_transform=transform,
         transform=self.transform or transform)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """Nothing that is known: a prompt is read without look-ahead tokens."""
     del params, prefill_output
     if not self.folded:
@@ -102,7 +110,8 @@ class Lookahead:
         values=jnp.zeros((batch, self.count, self.target.vocab_size)),
         known=jnp.zeros((batch,), bool))
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts a chain for every row.
 
     Args:
@@ -123,10 +132,10 @@ class Lookahead:
     return draft, state.drafter
 
   def _read(self, params, state):
-    """Logits `[B, 1 + count, V]` behind the root and its look-ahead tokens."""
+    """Logits `[B, 1 + count, V]` after the root and its look-ahead tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
-    # What this writes behind `lengths` is dropped: the verifying pass starts
+    # What this writes after `lengths` is dropped: the verifying pass starts
     # from the same cache, which costs a copy of it.
     return self.target(
         params["target"],
@@ -158,7 +167,8 @@ class Lookahead:
             first, (hanging - nodes) // self.count, hanging - 1)]),
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """What was forecast where the round stopped."""
     del params, draft
     if not self.folded:

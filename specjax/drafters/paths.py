@@ -4,6 +4,7 @@ SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,12 @@ from specjax.drafters import growth
 from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,8 @@ class Paths:
   def context_length(self) -> int:
     return min(model.context_length for model in self.models)
 
-  def bind(self, target, transform) -> "Paths":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Paths":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -98,7 +104,8 @@ class Paths:
       common.check_vocabulary(model, target)
     return dataclasses.replace(self, transform=self.transform or transform)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """The cache of each model after the prompt."""
     del prefill_output
     params = params["drafter"]
@@ -108,7 +115,8 @@ class Paths:
     return tuple(read_prompt(model, own, prompt).cache
                  for model, own in zip(self.models, params))
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts the paths of every row and packs them.
 
     Args:
@@ -150,7 +158,8 @@ class Paths:
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """The cache of a single model with the accepted path moved together."""
     del params, draft, target_output
     if not self.iid:
@@ -160,7 +169,7 @@ class Paths:
     slots = jnp.tile(jnp.clip(slots, 0, max(size - 1, 0)), (count.shape[0], 1))
     return (common.keep_path(drafter[0], slots, verdict.path, size, count),)
 
-  def param_specs(self, axis: str, size: int):
+  def param_specs(self, axis: str, size: int) -> Any:
     """Those of each model, see `specjax.contract`."""
     return tuple(common.param_specs(model, axis, size)
                  for model in self.models)

@@ -6,6 +6,7 @@ Hu et al. 2025 (arXiv:2502.18779) are choices of `parents` and `proposal`.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,12 @@ from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,8 @@ class TreeLanguageModel(growth.StaticTree):
   def context_length(self) -> int:
     return self.model.context_length
 
-  def bind(self, target, transform) -> "TreeLanguageModel":
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "TreeLanguageModel":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -65,12 +71,14 @@ class TreeLanguageModel(growth.StaticTree):
     common.check_vocabulary(self.model, target)
     return super().bind(target, transform)
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
     """The cache after the prompt."""
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params, coins, state):
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
@@ -95,13 +103,14 @@ class TreeLanguageModel(growth.StaticTree):
     tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
     return jax.vmap(tree)(common.roots(state), tokens, probs), cache
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
     """The cache with the accepted path moved together."""
     del params, draft, target_output
     slots, size = growth.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
     return common.keep_path(drafter, slots, verdict.path, size, count)
 
-  def param_specs(self, axis: str, size: int):
+  def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
     return common.param_specs(self.model, axis, size)

@@ -6,6 +6,7 @@ token and then continues with the unmodified target accepts more (Theorem 2).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,13 @@ class Block:
   lossless = True
   requires = ("chain",)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one chain.
 
     Args:
       draft: a chain of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:
@@ -46,7 +48,7 @@ class Block:
         kept - residual.next_draft_probs(draft, target_probs), 0)
     return residual.last_heads(rest, survive, target_probs)
 
-  def survival(self, draft: Draft, target_probs):
+  def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""
     ratios = residual.chain_ratios(draft, target_probs)
     one = jnp.ones((), ratios.dtype)

@@ -6,6 +6,7 @@ choice. `exact.certify` measures how far it is off.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,13 @@ class TopK:
                        "matching")
     _check_minimum(self.minimum)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The outcome for one chain, which is certain: one-hot `stop` and rows.
 
     Args:
       draft: a chain of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
     """
     del state
@@ -81,7 +83,8 @@ class Distance:
                        "is greedy matching")
     _check_minimum(self.minimum)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The outcome for one chain, as for `TopK`."""
     del state
     best = jnp.argmax(target_probs[:-1], axis=-1)

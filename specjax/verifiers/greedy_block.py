@@ -9,6 +9,7 @@ several rounds it can fall behind block verification.
 """
 
 import dataclasses
+from typing import Any
 
 from flax import struct
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import Verdict
 from specjax.verifiers import residual
 
 
@@ -55,12 +57,13 @@ class GreedyBlock:
     return GreedyBlockState(remaining=jnp.zeros((entries,), jnp.int32),
                             weights=jnp.zeros((entries,), jnp.float32))
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one chain.
 
     Args:
       draft: a chain of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: a `GreedyBlockState`; None is one without modifications.
 
     Returns:
@@ -80,13 +83,14 @@ class GreedyBlock:
     rest = jnp.maximum(kept - scale[:, None] * q, 0)
     return residual.last_heads(rest, survive, target)
 
-  def survival(self, draft: Draft, target_probs, state=None):
+  def survival(self, draft: Draft, target_probs: jax.Array,
+               state: GreedyBlockState | None = None) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = min(1, R_i) (Lemma 7)."""
     target = _modified(draft, target_probs, state).target
     return jnp.minimum(_running_ratio(draft, target), 1)
 
-  def commit(self, state: GreedyBlockState, draft: Draft, target_probs,
-             verdict) -> GreedyBlockState:
+  def commit(self, state: GreedyBlockState, draft: Draft,
+             target_probs: jax.Array, verdict: Verdict) -> GreedyBlockState:
     """The modifications after `verdict`: the old ones moved on, one pushed.
 
     An entry's w is multiplied by q(y)/T_k(y) for every emitted token y. The
@@ -95,7 +99,7 @@ class GreedyBlock:
     """
     tau, token = verdict.num_accepted, verdict.next_token
     found = _modified(draft, target_probs, state)
-    # q is 0 behind the end of the draft: nothing is pushed after a bonus token.
+    # q is 0 after the end of the draft: nothing is pushed after a bonus token.
     q = residual.next_draft_probs(draft, target_probs)[tau, token]
     before = jnp.maximum(
         target_probs[tau, token] - found.omega[:, tau] * q, 0
@@ -133,7 +137,7 @@ class _Modified:
   """The modified target and, for every entry k, what it was made from.
 
   Attributes:
-    target: `[N, V]`, T behind every node.
+    target: `[N, V]`, T after every node.
     omega: `[gamma - 1, N]`, with `mass`: T_k = (p - omega_k q)+ / mass_k.
     mass: `[gamma - 1, N]`.
     weights: `[gamma - 1, N]`, w of every entry at every node.

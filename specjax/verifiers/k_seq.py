@@ -4,6 +4,7 @@ Sun et al. 2023, "SpecTr" (arXiv:2310.15141, K-SEQ), at every node of a tree.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,13 @@ class KSeq:
   lossless = True
   requires = ("iid",)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes, the children of each drawn from one law q.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:

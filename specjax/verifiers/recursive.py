@@ -7,6 +7,9 @@ replacement. On a chain it is token verification.
 """
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from specjax.types import Draft
 from specjax.types import Law
@@ -25,12 +28,13 @@ class Recursive:
   lossless = True
   requires = ("conditional",)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:

@@ -7,7 +7,9 @@ also that of recursive rejection sampling, and no rule accepts more.
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax import topology
@@ -29,13 +31,14 @@ class TargetWalk:
   lossless = True
   requires = ()
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes. Nodes that spell the same text count as one, so
         that a text may go on below any of them; the first one stands for all.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:

@@ -5,7 +5,9 @@ Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
@@ -20,12 +22,13 @@ class Token:
   lossless = True
   requires = ("chain",)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one chain.
 
     Args:
       draft: a chain of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:
@@ -42,7 +45,7 @@ class Token:
         stop=reach * reject,
         next_token=residual.normalised(jnp.maximum(rest, 0), target_probs))
 
-  def survival(self, draft: Draft, target_probs):
+  def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""
     accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
     return jnp.concatenate([jnp.ones((1,), accept.dtype), jnp.cumprod(accept)])

@@ -5,7 +5,9 @@ On a chain it is block verification.
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax import topology
@@ -27,19 +29,20 @@ class Traversal:
   lossless = True
   requires = ("conditional",)
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
 
     Returns:
       Node c with parent v is entered with mass a_c = min(1, u_v(x) / q_c(x))
       and u_c = a_c p; the root with mass 1. When c is left without being
       accepted, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), S the sum of the
-      numerator. With m_i the mass of u_i behind the last child of i: stop[i]
+      numerator. With m_i the mass of u_i after the last child of i: stop[i]
       = m_i times (1 - m_j) of every node j that is left before i;
       next_token[i] = u_i / m_i.
     """

@@ -9,32 +9,33 @@ import jax
 import jax.numpy as jnp
 
 from specjax import topology
+from specjax.types import Draft
 from specjax.verifiers import residual
 
 
-def drafted_probs(draft):
+def drafted_probs(draft: Draft) -> jax.Array:
   """`[N]`, q of every node's own token; 0 at the root, padding and ids >= V."""
   return jnp.append(jnp.zeros_like(draft.probs[:1, 0]),
                     residual.at_drafted(draft, draft.probs[1:]))
 
 
-def elder_siblings(parents):
+def elder_siblings(parents: jax.Array) -> jax.Array:
   """`[N, N]` bool: row i marks the nodes that are tried before node i."""
   node = jnp.arange(parents.shape[0])
   return (parents[:, None] == parents) & (node[:, None] > node)
 
 
-def children(parents):
+def children(parents: jax.Array) -> jax.Array:
   """`[N, N]` bool: row i marks the children of node i."""
   return jnp.arange(parents.shape[0])[:, None] == parents
 
 
-def over_marked(marked, factors):
+def over_marked(marked: jax.Array, factors: jax.Array) -> jax.Array:
   """`[N]`, the product of `factors [N]` over the nodes that each row marks."""
   return jnp.prod(jnp.where(marked, factors, 1), axis=-1)
 
 
-def first_accepted(parents, accept):
+def first_accepted(parents: jax.Array, accept: jax.Array) -> jax.Array:
   """`stop [N]` of a walk that goes to the first child that is accepted.
 
   Args:
@@ -68,23 +69,24 @@ def fill_rows(target_probs, row, carry):
                            (jnp.zeros_like(target_probs), carry))
 
 
-def try_children(draft, target_probs, inherit):
+def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
+                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Tries the children of every node in turn and keeps what is left of p.
 
   A node begins with u = m p, of mass m <= 1. Its child c with token x is
-  accepted with probability a_c = min(1, u(x) / q_c(x)); behind it u becomes
+  accepted with probability a_c = min(1, u(x) / q_c(x)); after that u becomes
   (u - q_c)+ / (S + (1 - m)) with S = sum (u - q_c)+, so that m becomes
   S / (S + (1 - m)). A denominator within rounding of 0 means that c is never
   rejected, and u stays as it is.
 
   Args:
     draft: a tree of N nodes.
-    target_probs: `[N, V]`, p behind every node.
+    target_probs: `[N, V]`, p of the token after every node.
     inherit: a node begins with the mass a_c that it was accepted with; else
       with 1.
 
   Returns:
-    a `[N]`; m `[N]` behind the last child; u / m `[N, V]`, finite where m = 0.
+    a `[N]`; m `[N]` after the last child; u / m `[N, V]`, finite where m = 0.
   """
   nodes, dtype = target_probs.shape[0], target_probs.dtype
   limits = jnp.finfo(dtype)

@@ -6,6 +6,7 @@ drafter. `exact.certify` measures how far it is off.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +42,13 @@ class Typical:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]: 0 accepts "
                          "all that the target can emit")
 
-  def law(self, draft: Draft, target_probs, state=None) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
     """The outcome for one tree, which is certain: one-hot `stop` and rows.
 
     Args:
       draft: a tree of N nodes.
-      target_probs: `[N, V]`, p behind every node.
+      target_probs: `[N, V]`, p of the token after every node.
       state: unused.
     """
     del state
