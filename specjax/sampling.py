@@ -41,10 +41,10 @@ class LogitsTransform:
     >>> import jax.numpy as jnp
     >>> import specjax as sj
     >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
-    >>> sj.LogitsTransform(top_k=2)(logits).round(3).tolist()
-    [0.625, 0.375, 0.0]
-    >>> sj.LogitsTransform(temperature=0)(logits).tolist()
-    [1.0, 0.0, 0.0]
+    >>> print(sj.LogitsTransform(top_k=2)(logits).round(3))
+    [0.625 0.375 0.   ]
+    >>> print(sj.LogitsTransform(temperature=0)(logits))
+    [1. 0. 0.]
   """
 
   temperature: float | None = 1.0

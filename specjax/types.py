@@ -107,10 +107,11 @@ class Law:
     ...                        probs=jnp.array([[0.8, 0.2]]))
     >>> target_probs = jnp.array([[0.5, 0.5], [0.9, 0.1]])
     >>> law = sj.verifiers.Token().law(draft, target_probs)
-    >>> law.stop.round(3).tolist()
-    [0.375, 0.625]
-    >>> law.next_token.round(3).tolist()
-    [[0.0, 1.0], [0.9, 0.1]]
+    >>> print(law.stop.round(3))
+    [0.375 0.625]
+    >>> print(law.next_token.round(3))
+    [[0.  1. ]
+     [0.9 0.1]]
   """
 
   stop: jax.Array

@@ -102,6 +102,13 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
 
   Returns:
     A `Certificate`; print it.
+
+  Example:
+    >>> import specjax as sj
+    >>> found = sj.exact.certify(
+    ...     sj.verifiers.Token(), vocab_sizes=(3,), gammas=(2,))
+    >>> found.lossless, found.total_variation < 1e-12, found.models
+    (True, True, 7)
   """
   compiled = Compiled.of(verifier)
   rule = compiled.rule
