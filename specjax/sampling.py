@@ -40,9 +40,9 @@ class LogitsTransform:
   Example:
     >>> import jax.numpy as jnp
     >>> import specjax as sj
-    >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
-    >>> print(sj.LogitsTransform(top_k=2)(logits).round(3))
-    [0.625 0.375 0.   ]
+    >>> logits = jnp.array([0.0, 0.0, -1.0])
+    >>> print(sj.LogitsTransform(top_k=2)(logits))
+    [0.5 0.5 0. ]
     >>> print(sj.LogitsTransform(temperature=0)(logits))
     [1. 0. 0.]
   """

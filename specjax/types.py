@@ -98,20 +98,20 @@ class Law:
       node i. Rows whose `stop` is 0 are arbitrary.
 
   Example: the law of token verification. The drafted token 0 is accepted with
-  probability p / q = 0.5 / 0.8; after a rejection the extra token follows
+  probability p / q = 0.25 / 0.5; after a rejection the extra token follows
   norm((p - q)+), and after an acceptance it follows p.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
     >>> draft = sj.Draft.chain(root=1, tokens=jnp.array([0]),
-    ...                        probs=jnp.array([[0.8, 0.2]]))
-    >>> target_probs = jnp.array([[0.5, 0.5], [0.9, 0.1]])
+    ...                        probs=jnp.array([[0.5, 0.5]]))
+    >>> target_probs = jnp.array([[0.25, 0.75], [0.5, 0.5]])
     >>> law = sj.verifiers.Token().law(draft, target_probs)
-    >>> print(law.stop.round(3))
-    [0.375 0.625]
-    >>> print(law.next_token.round(3))
+    >>> print(law.stop)
+    [0.5 0.5]
+    >>> print(law.next_token)
     [[0.  1. ]
-     [0.9 0.1]]
+     [0.5 0.5]]
   """
 
   stop: jax.Array

@@ -53,7 +53,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-
 # Start processes of their own. The slowest files come first, so that no worker
 # is left with one at the end.
 _PROCESSES = ("experiments_test", "notebooks_test", "training_scripts_test",
