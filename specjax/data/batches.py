@@ -35,6 +35,7 @@ class TokenWindows:
 
   @property
   def batches_per_epoch(self) -> int:
+    """Whole batches that one pass over the corpus has."""
     windows = (len(self.tokens) - 1) // self.length - 1
     return windows // self.batch_size
 

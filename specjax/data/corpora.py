@@ -30,6 +30,7 @@ class Document:
 
   @property
   def held_out(self) -> bool:
+    """Whether it is left out of training."""
     return self.digest % _HELD_OUT_OF == 0
 
   @property

@@ -75,6 +75,7 @@ class HiddenStateHeads:
 
   @property
   def num_forecasts(self) -> int:
+    """K, tokens after the next one that are forecast."""
     return self.heads
 
   @classmethod

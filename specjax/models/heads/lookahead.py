@@ -34,6 +34,7 @@ class LookaheadEmbeddings:
 
   @property
   def num_forecasts(self) -> int:
+    """L, tokens after the next one that are forecast."""
     return self.count
 
   @classmethod

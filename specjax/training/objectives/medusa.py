@@ -107,10 +107,12 @@ class MedusaJoint:
 
   @property
   def model(self) -> Transformer:
+    """The target."""
     return self.medusa.model
 
   @property
   def needs(self) -> tuple[str, ...]:
+    """Names of the parameters that are read."""
     return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
 
   def heads_weight(self, progress: jax.Array) -> jax.Array:
