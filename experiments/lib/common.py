@@ -139,17 +139,13 @@ def load_models(target: str, drafters: list[str]):
   Returns:
     `(target, {name: drafter}, tokenizer)`, each model a `zoo.Member`.
   """
-  pair = sj.zoo.load()
-  tokenizer, target_member = pair.tokenizer, pair.target
-  if target != "bundled":
-    target_member = sj.zoo.Member(*sj.models.load_model(target))
-    tokenizer = sj.data.Tokenizer.load(f"{target}/tokenizer.json")
-  members = {}
-  for name in drafters:
-    if name in pair.drafters:
-      members[name] = pair.drafters[name]
-    else:
-      members[name] = sj.zoo.Member(*sj.models.load_model(name))
+  bundled = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
+  path = lambda name: bundled / name if name in sj.zoo.DRAFTERS else name
+  load = lambda directory: sj.zoo.Member(*sj.models.load_model(directory))
+  directory = bundled if target == "bundled" else pathlib.Path(target)
+  target_member = load(bundled / "target" if target == "bundled" else target)
+  tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
+  members = {name: load(path(name)) for name in drafters}
   return target_member, members, tokenizer
 
 
