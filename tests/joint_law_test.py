@@ -88,16 +88,16 @@ class _WithCache:
 class _CommitsOneLess(sj.KVCache):
   """The last accepted token's keys and values are lost."""
 
-  def commit(self, path, count):
-    return super().commit(path, count - 1)
+  def rollback(self, lengths):  # which commits a chain
+    return super().rollback(lengths - (lengths > self.lengths))
 
 
 @struct.dataclass
 class _CommitsOneMore(sj.KVCache):
   """A rejected token's keys and values stay."""
 
-  def commit(self, path, count):
-    return super().commit(path, count + 1)
+  def rollback(self, lengths):
+    return super().rollback(lengths + (lengths > self.lengths))
 
 
 @pytest.mark.parametrize("cache", [_CommitsOneLess, _CommitsOneMore])
