@@ -134,9 +134,14 @@ def test_certify_settings():
                    "at least 1")
 
 
+@functools.cache
+def _pair():
+  return testing.tiny_pair(_VOCAB)
+
+
 @pytest.fixture(name="saved")
 def _saved(tmp_path):
-  pair = testing.tiny_pair(_VOCAB)
+  pair = _pair()
   checkpoint.save_model(tmp_path, pair.target, pair.params["target"])
   return tmp_path
 
@@ -188,7 +193,7 @@ def test_impossible_configuration(saved, change, words):
 
 @functools.cache
 def _healthy():
-  pair = testing.tiny_pair(_VOCAB)
+  pair = _pair()
   decoder = _decoder(pair.target, drafter=sj.drafters.LanguageModel(
       model=pair.drafter, gamma=2), observers=(sj.verifiers.Token(),))
   return decoder, pair.params

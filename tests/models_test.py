@@ -1,5 +1,7 @@
 """The reference model: cache or no cache, chunked prompts, files."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,13 @@ _SHAPES = {
                        features=(1, 0))}
 
 
+@functools.cache
+def _pair(shape=None):
+  if shape is None:
+    return testing.tiny_pair(13)
+  return testing.tiny_pair(13, layers=2, **_SHAPES[shape])
+
+
 def _causal(batch, size):
   return (jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
           jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)))
@@ -27,7 +36,7 @@ def _causal(batch, size):
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_cache_changes_nothing(shape):
   # Broken: training, which has no cache, and decoding see other models.
-  pair = testing.tiny_pair(13, layers=2, **_SHAPES[shape])
+  pair = _pair(shape)
   model, params = pair.target, pair.params["target"]
   tokens = jax.random.randint(jax.random.key(0), (3, 12), 0, 13)
   c = model.config
@@ -70,12 +79,13 @@ def test_features_are_the_layers_asked_for():
       for features in ((0,), (2,), (2, 0))}
   np.testing.assert_array_equal(
       hidden[(2, 0)], jnp.concatenate([hidden[(2,)], hidden[(0,)]], axis=-1))
+  np.testing.assert_array_equal(hidden[(0,)], params["embedding"][tokens])
   # What layer 2 adds is gone where its output projections are 0.
   for name in ("attention_2", "mlp_2"):
     params[name] = jax.tree.map(jnp.zeros_like, params[name])
   middle, last = (
       run(Transformer(TransformerConfig(**sizes, features=features)), params)
-      for features in ((1,), (2,)))
+      for features in ((2,), (3,)))
   np.testing.assert_array_equal(middle, last)
   final = jax.jit(plain)(params, tokens)
   np.testing.assert_allclose(  # by default: what the head sees
@@ -85,7 +95,7 @@ def test_features_are_the_layers_asked_for():
 
 def test_position_matters():
   # Broken: rotary positions are lost, and order with them.
-  pair = testing.tiny_pair(13)
+  pair = _pair()
   logits = jax.jit(pair.target)(
       pair.params["target"],
       jnp.array([[3, 5, 2, 7], [5, 3, 2, 7]])).logits[:, -1]
@@ -133,7 +143,7 @@ def test_chunked_prefill_is_one_pass():
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_checkpoint_round_trip(tmp_path, shape, stored):
   # Broken: a trained model is not what is loaded.
-  pair = testing.tiny_pair(13, layers=2, **_SHAPES[shape])
+  pair = _pair(shape)
   params = pair.params["target"]
   checkpoint.save_model(tmp_path / "a" / "b", pair.target, params,
                         dtype=stored)
@@ -150,7 +160,7 @@ def test_checkpoint_round_trip(tmp_path, shape, stored):
 
 def test_checkpoint_is_loaded_in_the_dtype_asked_for(tmp_path):
   # Broken: bfloat16 products on a CPU, which take 16 times as long.
-  pair = testing.tiny_pair(13)
+  pair = _pair()
   checkpoint.save_model(tmp_path, pair.target, pair.params["target"],
                         dtype=jnp.bfloat16)
   for dtype, want in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
@@ -162,7 +172,7 @@ def test_checkpoint_is_loaded_in_the_dtype_asked_for(tmp_path):
 
 def test_bfloat16_pass_gives_float32_logits():
   # Broken: softmax and residuals are computed in half precision.
-  pair = testing.tiny_pair(13)
+  pair = _pair()
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16),
                         pair.params["target"])
   tokens = jnp.arange(6)[None]

@@ -1,6 +1,7 @@
 """A record says what decoding said, and survives being cut short."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import types
@@ -19,8 +20,13 @@ _NEW_TOKENS = 40
 _KEY = jax.random.key(11)
 
 
+@functools.cache
+def _pair():
+  return testing.tiny_pair(16, seed=3)
+
+
 def _decoder(verifier, **kwargs):
-  pair = testing.tiny_pair(16, seed=3)
+  pair = _pair()
   return sj.Decoder(
       target=pair.target, verifier=verifier, drafter=sj.drafters.LanguageModel(
           model=pair.drafter, gamma=4), **kwargs), pair.params

@@ -1,6 +1,7 @@
 """What the loop adds to the laws: ends, keys, traces and statistics."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -138,12 +139,17 @@ def test_rounds_can_be_run_in_parts():
       stats.emitted, np.concatenate([first.emitted, second.emitted]))
 
 
+@functools.cache
+def _pair():
+  return testing.tiny_pair(16, seed=3)
+
+
 @pytest.mark.parametrize(
     "rule", [sj.verifiers.Block(), sj.verifiers.GreedyBlock()])
 def test_a_row_does_not_depend_on_its_batch(rule):
   # Broken: a result cannot be reproduced without the rows that shared its
   # batch. Through a transformer, at temperature 1, with unequal lengths.
-  pair = testing.tiny_pair(16, seed=3)
+  pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=rule,
       drafter=sj.drafters.LanguageModel(model=pair.drafter, gamma=4))
