@@ -173,7 +173,7 @@ def test_blockwise_by_hand(tuned):
 
 
 def test_lookahead_by_hand():
-  # Broken: a look-ahead token sees another cut's, or what lies behind its own.
+  # Broken: a look-ahead token sees another cut's, or what comes after its own.
   objective, params = _objective("pass")
   target, rows, key = _pair().params["target"], _rows(), jax.random.key(3)
   logits, cuts = jax.jit(lambda p, rows: objective.score(
