@@ -120,8 +120,7 @@ def _rounds(target, drafter, params, verifier, capacity, used):
                           capacity=capacity)
 
   def run(params, state):
-    new, _ = jax.lax.scan(lambda s, _: decoder.decode_round(params, s), state,
-                          length=STEPS)
+    new, _ = decoder.decode(params, state, STEPS)
     cache = new.target_cache.rollback(state.target_cache.lengths)
     return new.replace(lengths=state.lengths, target_cache=cache,
                        done=state.done)
