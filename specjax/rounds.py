@@ -104,10 +104,10 @@ class Round:
     verdict = jax.vmap(sampling.sample_verdict)(
         law, draft, coins[:, :sampling.VERDICT_COINS])
 
-    # Logits of -inf are a model's own ban; its law must still be one.
-    finite = jnp.isfinite(probs).all((-1, -2)) & ~(
-        jnp.isnan(output.logits) | jnp.isposinf(output.logits)).any((-1, -2))
-    draft_finite = jnp.isfinite(draft.probs).all((-1, -2))
+    # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
+    # ban. A sum is the cheapest search for them.
+    finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
+                            for laws in (probs, draft.probs))
     usable = finite & draft_finite
     tokens, count, ended = _emitted(state, draft, verdict, usable)
     lengths = state.lengths + count

@@ -15,6 +15,7 @@ from specjax.types import Verdict
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
+_ONE_LEVEL = 64  # weights that one running sum is short enough for
 _ONE_AS_BITS = 0x3F800000  # float32 1.0; non-negative floats sort as integers
 
 
@@ -82,12 +83,16 @@ class LogitsTransform:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if self.banned:
       logits = logits.at[..., jnp.array(self.banned)].set(-jnp.inf)
-    logits = self._scaled(logits, temperature)
+    temperature = self._given(temperature, logits.dtype)
+    greedy = temperature <= 0
+    # Subtracting first keeps tiny temperatures from overflowing.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below / jnp.where(greedy, 1, temperature)
     if 0 < self.top_k < logits.shape[-1]:
-      kept = jax.lax.top_k(logits, self.top_k)[0]
-      logits = jnp.where(logits >= kept[..., -1:], logits, -jnp.inf)
-    probs = jnp.exp(logits)  # the largest logit is 0
-    probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+      kept = jax.lax.top_k(scaled, self.top_k)[0]
+      scaled = jnp.where(scaled >= kept[..., -1:], scaled, -jnp.inf)
+    weights = jnp.exp(scaled)
+    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
     if self.top_p < 1:
       probs = _nucleus(probs, self.top_p)
     if self.min_p > 0:
@@ -95,24 +100,19 @@ class LogitsTransform:
       probs = jnp.where(probs >= self.min_p * likeliest, probs, 0)
     if self.top_p < 1 or self.min_p > 0:
       probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-    return probs
+    if self.temperature:
+      return probs
+    # The largest weight is 1, or NaN where the logits are bad.
+    return jnp.where(greedy, _first_only(logits, weights, greedy), probs)
 
-  def _scaled(self, logits, temperature):
-    """Logits over the temperature, the largest 0; at 0 it is the only one."""
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    # Subtracting first keeps tiny temperatures from overflowing.
-    below = logits - largest
+  def _given(self, temperature, dtype):
+    """The temperature, `[..., 1]`."""
     if self.temperature is not None:
-      if self.temperature > 0:
-        return below / self.temperature
-      return _only_first(logits, largest)
+      temperature = self.temperature
     if temperature is None:
       raise ValueError("this transform takes the temperature of each row; call "
                        "transform(logits, state.temperature[:, None])")
-    temperature = jnp.asarray(temperature, logits.dtype)[..., None]
-    greedy = temperature <= 0
-    return jnp.where(greedy, _only_first(logits, largest),
-                     below / jnp.where(greedy, 1, temperature))
+    return jnp.asarray(temperature, dtype)[..., None]
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
     """The transform of a row, or of rows, at a temperature; see `__call__`."""
@@ -139,13 +139,23 @@ class RowTransform(NamedTuple):
     return self.transform(logits, self.temperature)
 
 
-def _only_first(logits, largest):
-  """0 at the first token whose logit is `largest [..., 1]`, else -inf."""
+def _first_only(logits, weights, wanted):
+  """`weights` at the first of the largest logits, 0 elsewhere.
+
+  The search is left out where no row wants it: rows at temperature 0 share
+  their program with others, which should not pay for them.
+  """
   size = logits.shape[-1]
   token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-  first = jnp.min(jnp.where(logits == largest, token, size), axis=-1,
-                  keepdims=True)
-  return jnp.where(token == first, logits - largest, -jnp.inf)
+
+  def first(logits):  # on CPU an argmax costs several times as much
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(logits == largest, token, size - 1), axis=-1)
+
+  found = jax.lax.cond(
+      jnp.any(wanted), first,
+      lambda logits: jnp.zeros(logits.shape[:-1], jnp.int32), logits)
+  return jnp.where(token == found[..., None], weights, 0)
 
 
 def _nucleus(probs, top_p):
@@ -178,10 +188,11 @@ def _first_above(weights, u):
   Whatever the rounding, that is the index of a positive weight, if any is.
   """
   total = jnp.cumsum(weights)
-  positive = weights > 0
-  hit = (total > u * total[-1]) & positive
-  last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
-  return jnp.where(jnp.any(hit), jnp.argmax(hit), last)
+  index = jnp.arange(weights.shape[0], dtype=jnp.int32)
+  # One search: the first hit has the first of the highest scores; without a
+  # hit, through rounding at u near 1, the last positive weight has it.
+  score = jnp.where(total > u * total[-1], weights.shape[0], index)
+  return jnp.argmax(jnp.where(weights > 0, score, -1)).astype(jnp.int32)
 
 
 def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
@@ -190,7 +201,7 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   Summing blocks first costs one pass over the weights and two short running
   sums, far less than Gumbel noise or one running sum of length V. Each of the
   two levels has a coin of its own: with one coin of 23 bits, a fifth of 128k
-  tokens could never be drawn.
+  tokens could never be drawn. Few weights need one level alone.
 
   Args:
     weights: `[V]`, not negative; they need not sum to 1.
@@ -200,11 +211,12 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
     `[]` int32.
   """
   size = weights.shape[0]
-  block = 1 << max(0, math.ceil(math.log2(size) / 2))
+  if size <= _ONE_LEVEL:
+    return _first_above(weights, u[0])
+  block = 1 << math.ceil(math.log2(size) / 2)
   blocks = jnp.pad(weights, (0, -size % block)).reshape(-1, block)
   row = _first_above(jnp.sum(blocks, axis=-1), u[0])
-  column = _first_above(blocks[row], u[1])
-  return (row * block + column).astype(jnp.int32)
+  return row * block + _first_above(blocks[row], u[1])
 
 
 def toss(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:

@@ -323,7 +323,9 @@ class ModelFn(Protocol):
 
   Optional: `param_specs(axis, size)`, the `PartitionSpec` of every parameter
   where a mesh splits the model over `axis` of `size` devices. A model without
-  it runs only on meshes whose `axis` has one device.
+  it runs only on meshes whose `axis` has one device. `logits_at(params, output,
+  at [B, K]) -> [B, K, V]`, some rows of the logits of an output, for a model
+  that need not compute the others.
   """
 
   @property

@@ -78,15 +78,18 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
   # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
   start = jnp.maximum(state.lengths - size, 0)
-  last = (state.lengths - 1 - start)[:, None, None]
+  last = (state.lengths - 1 - start)[:, None]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
   out = model(
       params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
       jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
       cache.rollback(start))
-  logits = jnp.take_along_axis(out.logits, last, axis=1)[:, 0]
-  return logits, out.cache.rollback(state.lengths)
+  if hasattr(model, "logits_at"):
+    logits = model.logits_at(params, out, last)
+  else:
+    logits = jnp.take_along_axis(out.logits, last[..., None], axis=1)
+  return logits[:, 0], out.cache.rollback(state.lengths)
 
 
 def keep_path(cache, slots, path, size: int, count):

@@ -4,11 +4,13 @@ Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax import topology
 from specjax.drafters import common
 from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
@@ -102,26 +104,30 @@ class LanguageModel:
         self.model, params, state, state.drafter, size=2)
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
-
     u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
 
-    def draw(logits, u):
-      probs = self.transform(logits, state.temperature)
-      return jax.vmap(inverse_cdf)(probs, u), probs
+    def draw(tokens, probs, logits, node, u):
+      put = functools.partial(
+          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+      law = self.transform(logits, state.temperature)
+      token = jax.vmap(inverse_cdf)(law, u)
+      return token, put(tokens, token), put(probs, law)
 
-    def extend(carry, u):
-      cache, logits = carry
-      tokens, probs = draw(logits, u)
-      out = self.model(params, tokens[:, None], depth, self_only, cache)
+    def extend(carry, step):
+      cache, logits, *drawn = carry
+      token, *drawn = draw(*drawn, logits, *step)
+      out = self.model(params, token[:, None], depth, self_only, cache)
       cache = out.cache.rollback(cache.lengths + 1)
-      return (cache, out.logits[:, 0]), (tokens, probs)
+      return (cache, out.logits[:, 0], *drawn), None
 
-    (cache, logits), (tokens, probs) = jax.lax.scan(
-        extend, (cache, logits), u[:-1])
-    last_token, last_probs = draw(logits, u[-1])
-    tokens = jnp.concatenate([tokens, last_token[None]]).swapaxes(0, 1)
-    probs = jnp.concatenate([probs, last_probs[None]]).swapaxes(0, 1)
-    return jax.vmap(Draft.chain)(common.roots(state), tokens, probs), cache
+    tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size))
+    (cache, logits, *drawn), _ = jax.lax.scan(
+        extend, (cache, logits, tokens, probs),
+        (jnp.arange(1, self.gamma), u[:-1]))
+    _, tokens, probs = draw(*drawn, logits, self.gamma, u[-1])
+    parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
+    return Draft(tokens=tokens, parents=parents, probs=probs), cache
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

@@ -144,6 +144,10 @@ class _SwiGLU(nn.Module):
                         nn.silu(inner("gate")) * inner("up"))
 
 
+def _logits(x, head):
+  return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+
+
 class TransformerModule(nn.Module):
   """The Linen module; `Transformer` is the callable that the loop takes."""
 
@@ -182,13 +186,10 @@ class TransformerModule(nn.Module):
       states[i + 1] = x
     x = states[FINAL] = norm("final_norm")(x)
 
-    if c.tie_embeddings:
-      head = table.T
-    else:
-      head = self.param("head", nn.initializers.normal(0.02),
-                        (c.width, c.vocab_size), jnp.float32)
-    logits = jnp.einsum("bsd,dv->bsv", x, head,
-                        preferred_element_type=jnp.float32)
+    head = (table.T if c.tie_embeddings else
+            self.param("head", nn.initializers.normal(0.02),
+                       (c.width, c.vocab_size), jnp.float32))
+    logits = _logits(x, head)
     hidden = jnp.concatenate(
         [states[name] for name in c.features or (FINAL,)], axis=-1)
     return ModelOutput(logits=logits, hidden=hidden, cache=cache)
@@ -238,6 +239,19 @@ class Transformer:
     """
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
+
+  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+                ) -> jax.Array:
+    """`[B, K, V]`, the rows `at [B, K]` of the logits of a pass.
+
+    Where no other row is used, no other row is computed.
+    """
+    if FINAL not in (self.config.features or (FINAL,)):
+      return jnp.take_along_axis(output.logits, at[..., None], axis=1)
+    hidden = jnp.take_along_axis(self.feature(output.hidden), at[..., None],
+                                 axis=1)
+    tied = self.config.tie_embeddings
+    return _logits(hidden, params["embedding"].T if tied else params["head"])
 
   def feature(self, hidden: jax.Array, name: int | str = FINAL) -> jax.Array:
     """One of the hidden states that `config.features` joins.
