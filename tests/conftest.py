@@ -1,5 +1,7 @@
 """What the whole suite shares: one backend, and compiled code."""
 
+import importlib.util
+import mmap
 import os
 import pathlib
 import tempfile
@@ -34,12 +36,25 @@ def _bound(directory, limit):
       pathlib.Path(entry.path).unlink(missing_ok=True)
 
 
+def _compiler_knows(flag):
+  """Whether the installed compiler has a flag: it dies of those it has not."""
+  spec = importlib.util.find_spec("jaxlib")
+  for path in pathlib.Path(spec.origin).parent.glob("libjax_common.*"):
+    with open(path, "rb") as f:
+      code = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+      return code.find(flag.encode()) >= 0
+  return False
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What depends on how the compiler rounds is tested at its usual level, in
+# Most programs run for milliseconds and compile for seconds. What depends on
+# how the compiler rounds is tested with its usual settings, in
 # lossless_test.py.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
                              + " --xla_backend_optimization_level=0")
+  if _compiler_knows("xla_cpu_use_fusion_emitters"):  # half of the time
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Workers and scripts inherit it: what one compiles is there for all. A file
 # that was cut, or that another process is still writing, is no program: jax
 # says so and compiles.
