@@ -127,10 +127,10 @@ def _load_prompts(tokenizer):
 
 
 def _arms(target, drafters, temperature, gammas, verifiers, capacity):
-  """The baseline, a decoder for every drafter, gamma and verifier, and one
-  whose drafts all verifiers are judged on.
+  """The baseline, and an arm for every drafter, gamma and verifier.
 
-  The rules of a draft length share a program, and all of them the prompts.
+  One more for every drafter has the drafts that all verifiers are judged on.
+  The rules of a draft length share a program, and all arms a reader of prompts.
   """
   rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
   decoder = functools.partial(
@@ -197,6 +197,38 @@ class _Costs:
     return {"verify": measured(self._verify), "draft": measured(self._draft)}
 
 
+def _units(fingerprint, temperatures, prompts):
+  """What is decoded, in this order.
+
+  The sets take turns, so that the first prompts are as many of each. At
+  temperature 0 all seeds give the same rollout.
+  """
+  longest = max(map(len, prompts.values()))
+  return [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(rows[i]))
+          for t in temperatures for s in range(_SEEDS.value if t > 0 else 1)
+          for i in range(longest)
+          for name, rows in prompts.items() if i < len(rows)]
+
+
+def _report(study, runs, prompts, source, output_dir):
+  """Prints and writes all tables and figures."""
+  rows = study.rows()
+  by_prompts = [row for name in prompts for row in study.rows(name)]
+  report.print_table(rows)
+  decoded = len({unit[3:] for unit in runs})
+  reached = study.interval("block") if "block" in _VERIFIERS.value else None
+  print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
+        + ("" if reached is None else "; the widest interval of block's paired "
+           f"gain is ± {100 * reached:.2f} %"))
+  report.write(output_dir, rows, by_prompts, list(prompts))
+  print(f"wrote verification.md, .csv and .png to {output_dir}")
+  print(json.dumps({
+      "study": "verification", "rows": rows, "by_prompts": by_prompts,
+      "source": source, "seeds": _SEEDS.value,
+      "num_prompts": decoded, "error": reached,
+      "autoregressive_tokens_per_second": study.baseline_speed()}))
+
+
 def main():
   gammas = common.draft_lengths("--gammas", _GAMMAS.value)
   verifiers = common.verifier_names("--verifiers", _VERIFIERS.value)
@@ -225,12 +257,7 @@ def main():
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
       gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, _TIMED.value)
-  # At temperature 0 all seeds give the same rollout. The sets take turns, so
-  # that the first prompts are as many of each.
-  units = [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(rows[i]))
-           for t in temperatures for s in range(_SEEDS.value if t > 0 else 1)
-           for i in range(max(map(len, prompts.values())))
-           for name, rows in prompts.items() if i < len(rows)]
+  units = _units(fingerprint, temperatures, prompts)
   costs = _Costs(target, drafters, gammas, capacity)
   study_of = lambda runs, seconds=None: report.Study(
       runs, list(drafters), gammas, verifiers, seconds)
@@ -246,22 +273,7 @@ def main():
       enough=enough if "block" in verifiers else lambda runs: False,
       beside=costs.compiled)
 
-  study = study_of(runs, costs.seconds())
-  rows = study.rows()
-  by_prompts = [row for name in prompts for row in study.rows(name)]
-  report.print_table(rows)
-  decoded = len({unit[3:] for unit in runs})
-  reached = study.interval("block") if "block" in verifiers else None
-  print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
-        + ("" if reached is None else "; the widest interval of block's paired "
-           f"gain is ± {100 * reached:.2f} %"))
-  report.write(output_dir, rows, by_prompts, list(prompts))
-  print(f"wrote verification.md, .csv and .png to {output_dir}")
-  print(json.dumps({
-      "study": "verification", "rows": rows, "by_prompts": by_prompts,
-      "source": source, "seeds": _SEEDS.value,
-      "num_prompts": decoded, "error": reached,
-      "autoregressive_tokens_per_second": study.baseline_speed()}))
+  _report(study_of(runs, costs.seconds()), runs, prompts, source, output_dir)
 
 
 if __name__ == "__main__":
