@@ -244,7 +244,12 @@ def _compile(arms, longest, rows, units, timed, share, beside, bar):
   bar.set_description(what.format(1))
   for done in compilation.side_by_side(calls):
     bar.set_description(what.format(min(done + 1, len(calls))))
-    bar.update(share / len(calls))
+    _advance(bar, share / len(calls))
+
+
+def _advance(bar, step):
+  """Never beyond the end: fractions add up to a little more than 1."""
+  bar.update(min(step, bar.total - bar.n))
 
 
 def _decode(units, alone, arms, prompt_of, rows, runs, file, bar):
@@ -260,12 +265,12 @@ def _decode(units, alone, arms, prompt_of, rows, runs, file, bar):
     for unit, found in zip(units, arm.decode_together(
         list(prompts), seeds[0], request_ids, rows)):
       new[unit][name] = found
-      bar.update(step)
+      _advance(bar, step)
   for unit in units:
     for name, arm in singly.items():
       bar.set_description(f"one prompt alone, {name}")
       new[unit][name] = arm.decode(*prompt_of(unit))
-      bar.update(step)
+      _advance(bar, step)
     runs[unit] = new[unit]
     file.write(_line(unit, runs[unit]))
     file.flush()
