@@ -4,6 +4,8 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -73,6 +75,54 @@ def test_uneven_parts_are_refused(name, sizes):
   model = _model(vocab_size=10, **sizes)
   with pytest.raises(ValueError, match=f"^{name} is .* 4 devices"):
     model.param_specs("model", 4)
+
+
+def _placements(drafter, params, rule):
+  """Of a decoder's parameters, on two devices that need not be there."""
+  decoder = sj.Decoder(target=testing.tiny_pair(8, kv_heads=2).target,
+                       drafter=drafter, verifier=rule)
+  state = jax.eval_shape(lambda: decoder.prefill(
+      params, [[1, 2], [3]], jax.random.key(0), limits=12))
+  return sharding.decode_shardings(
+      decoder, params, state, AbstractMesh((2,), ("model",)))
+
+
+def test_every_model_of_a_drafter_is_split():
+  # Broken: a drafter of several models is replicated in silence.
+  pair = testing.tiny_pair(8, kv_heads=2)
+  drafter = sj.drafters.Paths(models=(pair.drafter,) * 2, num_paths=2, length=2)
+  params = {**pair.params, "drafter": (pair.params["drafter"],) * 2}
+  placed, state = _placements(drafter, params, sj.verifiers.Recursive())
+  for tree, own in zip(placed["drafter"], params["drafter"]):
+    for found, x in zip(jax.tree.leaves(tree), jax.tree.leaves(own)):
+      assert ("model" in found.spec) == (x.ndim == 2)
+  caches = jax.tree.leaves([c.k for c in (state.target_cache, *state.drafter)])
+  assert all(found.spec[1] == "model" for found in caches)
+  assert state.tokens.spec == P(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Silent:
+  """A model that does not say how it is split."""
+
+  vocab_size: int = 8
+  context_length: int = 64
+
+  def init_cache(self, params, batch, capacity):
+    return testing.LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    logits = params[tokens]
+    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache)
+
+
+def test_a_part_that_does_not_answer_is_refused():
+  # Broken: what nobody splits is copied to every device and fills it.
+  pair = testing.tiny_pair(8, kv_heads=2)
+  params = {**pair.params, "drafter": jnp.zeros((8, 8))}
+  drafter = sj.drafters.LanguageModel(model=_Silent(), gamma=2)
+  with pytest.raises(ValueError, match="_Silent does not say.*2 devices"):
+    _placements(drafter, params, sj.verifiers.Block())
 
 
 def test_a_mesh_without_the_axis_is_refused():
