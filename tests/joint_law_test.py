@@ -48,16 +48,11 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
   return testing.chi_square(tokens, law, _VOCAB)
 
 
-@pytest.mark.parametrize("gamma,rule,transform", [
-    (1, sj.verifiers.Token(), _PLAIN),
-    (2, sj.verifiers.Token(), _NUCLEUS),
-    (2, _BLOCK, _PLAIN),
-    (4, _BLOCK, _NUCLEUS),
-    (3, sj.verifiers.GreedyBlock(), _PLAIN)])
-def test_output_follows_the_joint_law(gamma, rule, transform):
-  # Broken: anything between the rule and the text.
-  assert _sampled_p_value(gamma=gamma, verifier=rule,
-                          transform=transform) > _FALSE_ALARM
+@pytest.mark.parametrize("gamma,transform", [(2, _PLAIN), (4, _NUCLEUS)])
+def test_output_follows_the_joint_law(gamma, transform):
+  # Broken: anything between the rule and the text. contribution_test.py asks
+  # the same of every drafter and rule; the defects below need this one.
+  assert _sampled_p_value(gamma=gamma, transform=transform) > _FALSE_ALARM
 
 
 @dataclasses.dataclass(frozen=True)
