@@ -213,7 +213,7 @@ def _until(parts: Round, params, state):
 
     def one_round(carry):
       (state, total), i = carry
-      state, stats, _ = parts(params, state, coins[i])
+      state, stats = one(params, state, coins[i])
       return (state, jax.tree.map(add, total, totals(stats))), i + 1
 
     carry, _ = jax.lax.while_loop(
@@ -221,8 +221,10 @@ def _until(parts: Round, params, state):
         (carry, jnp.zeros((), jnp.int32)))
     return carry
 
-  one = lambda params, state: parts(params, state, parts.toss(state, 1)[0])[1]
-  shapes = jax.eval_shape(one, params, state)
+  # Under jit of its own, so that the loop does not trace the round again.
+  one = jax.jit(lambda *arguments: parts(*arguments)[:2])
+  coins = jax.eval_shape(lambda state: parts.toss(state, 1)[0], state)
+  shapes = jax.eval_shape(one, params, state, coins)[1]
   zero = jax.tree.map(
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
           x.shape, x.dtype), shapes)
