@@ -7,18 +7,21 @@ are placements only: the loop is compiled from them, unchanged.
 """
 
 from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-from specjax.decoder import Decoder
 from specjax.models.transformer import check_divisible
 from specjax.types import DecodeState
 
+if TYPE_CHECKING:  # a model does not need the loop
+  from specjax.decoder import Decoder
 
-def decode_shardings(decoder: Decoder, params: Any, state: DecodeState,
+
+def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
                      mesh: Mesh, *, axis: str = "model",
                      data_axis: str = "data") -> tuple[Any, Any]:
   """Placements of everything that `decoder.decode_round` takes.
