@@ -50,27 +50,20 @@ def test_one_program_acts_as_each_rule(name):
 class _Arm:
   """Remembers what it was asked for."""
 
-  alone, together, everywhere = True, True, False
-
   def __init__(self, decoder):
-    self.decoder = self.batch_decoder = decoder
+    self.decoder = decoder
     self.asked = []
 
-  def compile(self, decoder, prompt, rows):
-    del decoder, prompt, rows
+  def compile(self, prompt):
+    del prompt
 
   def decode(self, prompt, seed, request_id):
-    self.asked.append([request_id])
+    self.asked.append(request_id)
     return {"found": prompt[0] + seed}
-
-  def decode_together(self, prompts, seed, request_ids, rows):
-    assert len(prompts) <= rows
-    self.asked.append(list(request_ids))
-    return [{"found": prompt[0] + seed} for prompt in prompts]
 
 
 def test_rollouts_stop_when_the_error_is_small_and_go_on_when_killed(tmp_path):
-  """Batches are decoded until it is enough, and never twice.
+  """Prompts are decoded until it is enough, and never twice.
 
   A resumed study must end with the units of one that was not killed, or its
   table would depend on when it was killed.
@@ -78,15 +71,18 @@ def test_rollouts_stop_when_the_error_is_small_and_go_on_when_killed(tmp_path):
   units = [("print", 1.0, i) for i in range(11)]
   arm = _Arm(_decoder(sj.verifiers.Token()))
 
-  def study(path, enough):
+  def study(path, number):
+    def enough(runs, unit):
+      assert list(runs) == units[:unit[2]]
+      return len(runs) >= number
+
     return rollouts.run(
         units, lambda unit: ([unit[2]], 5, unit[2]), lambda group: {"arm": arm},
-        path, timed=lambda unit: unit[2] < 2, rows=3,
-        enough=lambda runs: len(runs) >= enough)
+        path, enough=enough)
 
   path = tmp_path / "runs.jsonl"
   runs = study(path, 8)
-  assert arm.asked == [[0], [1], [2, 3, 4], [5, 6, 7]]
+  assert arm.asked == list(range(8))
   assert list(runs) == units[:8]
   assert runs[units[7]] == {"arm": {"found": 12}}
   lines = path.read_text().splitlines(keepends=True)
@@ -95,10 +91,10 @@ def test_rollouts_stop_when_the_error_is_small_and_go_on_when_killed(tmp_path):
   arm.asked.clear()
   path.write_text("".join(lines[:6]) + lines[6][:5])  # killed while writing
   assert study(path, 8) == runs
-  assert arm.asked == [[6, 7]]
+  assert arm.asked == [6, 7]
   arm.asked.clear()
   assert list(study(path, 99)) == units  # a smaller error takes more
-  assert arm.asked == [[8, 9, 10]]
+  assert arm.asked == [8, 9, 10]
   assert study(path, 8) == runs  # and a larger one no more than it needs
 
 

@@ -13,6 +13,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax import contract
+
 
 @struct.dataclass
 class OneOfState:
@@ -20,7 +22,7 @@ class OneOfState:
 
   Attributes:
     acting: `[]` int32, its index.
-    memories: of every rule, None of those that do not remember.
+    memories: of every rule, None of those that have no state.
   """
 
   acting: jax.Array
@@ -34,20 +36,23 @@ class OneOf:
   rules: tuple[Any, ...]
 
   @property
+  def _rules(self) -> tuple[contract.Rule, ...]:
+    return tuple(map(contract.rule, self.rules))
+
+  @property
   def lossless(self) -> bool:
-    return all(getattr(rule, "lossless", True) for rule in self.rules)
+    return all(rule.lossless for rule in self._rules)
 
   @property
   def requires(self) -> tuple[str, ...]:
     """What any of them needs of the drafter."""
     return tuple(dict.fromkeys(
-        need for rule in self.rules for need in getattr(rule, "requires", ())))
+        need for rule in self._rules for need in rule.requires))
 
   def init(self, gamma: int) -> OneOfState:
     """The first rule acts."""
     return OneOfState(jnp.zeros((), jnp.int32), tuple(
-        rule.init(gamma) if hasattr(rule, "init") else None
-        for rule in self.rules))
+        rule.initial_state(gamma) for rule in self._rules))
 
   def start(self, rule, gamma: int, batch: int) -> OneOfState:
     """The state of `batch` rows that follow `rule`."""
@@ -58,18 +63,14 @@ class OneOf:
   def law(self, draft, target_probs, state):
     """The acting rule's law."""
     def law(i, memories, draft, target_probs):
-      memory = () if memories[i] is None else (memories[i],)
-      return self.rules[i].law(draft, target_probs, *memory)
+      return self._rules[i].law(draft, target_probs, memories[i])
 
     return self._choose(law, state, draft, target_probs)
 
   def commit(self, state, draft, target_probs, verdict):
     """The acting rule remembers; the others' memories stay as they are."""
     def remember(i, memories, *args):
-      rule = self.rules[i]
-      if not hasattr(rule, "commit"):
-        return memories
-      return (*memories[:i], rule.commit(memories[i], *args),
+      return (*memories[:i], self._rules[i].commit(memories[i], *args),
               *memories[i + 1:])
 
     return state.replace(memories=self._choose(

@@ -10,11 +10,12 @@ import numpy as np
 
 from lib import common
 from specjax import analysis
+from specjax import contract
 
 BASELINE = "autoregressive"
 _TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
 _Z = 1.96  # standard errors of an interval of 95 %
-_FEWEST = 16  # prompts of which an error is estimated
+_FEWEST = 12  # prompts of which an error is estimated
 
 
 def key(drafter, gamma, verifier):
@@ -55,7 +56,7 @@ class Study:
 
   def baseline_speed(self):
     """Tokens a second of autoregressive decoding, over all runs."""
-    runs = [arms[BASELINE] for arms in self._runs.values() if BASELINE in arms]
+    runs = [arms[BASELINE] for arms in self._runs.values()]
     return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
   def interval(self, verifier):
@@ -91,7 +92,8 @@ class Study:
         rows.append({
             "prompts": prompts or "all", "drafter": drafter, "gamma": gamma,
             "temperature": temperature, "verifier": verifier,
-            "lossless": getattr(common.VERIFIERS[verifier], "lossless", True),
+            "num_prompts": len({unit[3:] for unit in units}),
+            "lossless": contract.rule(common.VERIFIERS[verifier]).lossless,
             "block_efficiency": 1 + efficiency, "stderr": error,
             "gain": gain[0], "gain_stderr": gain[1],
             **self._paired(shared, gamma, verifier),
@@ -117,11 +119,9 @@ class Study:
 
   def _own(self, units, drafter, gamma, verifier):
     """Accepted tokens and rounds of every prompt, `[prompts]` each."""
-    arm, shared = key(drafter, gamma, verifier), shared_key(drafter)
-    # Token verification at the largest gamma was decoded as the shared arm,
-    # and by itself only where it is timed.
-    return self._sums(units, lambda arms: arms.get(arm, arms[shared]),
-                      lambda run: run["expected"][0])
+    return self._sums(
+        units, lambda arms: arms[key(drafter, gamma, verifier)],
+        lambda run: run["expected"][0])
 
   def _shared(self, units, drafter):
     """Survival of the acting rule and of each, `[prompts, laws, nodes]`."""
@@ -142,9 +142,8 @@ class Study:
     arm = key(drafter, gamma, verifier)
     halves = [[], []]
     for unit in units:
-      if BASELINE in self._runs[unit]:  # it is timed
-        halves[unit[4] % 2].append((self._runs[unit][arm],
-                                    self._runs[unit][BASELINE]))
+      halves[unit[4] % 2].append((self._runs[unit][arm],
+                                  self._runs[unit][BASELINE]))
     # A round in steps of the same prompt's autoregressive decoding, which saw
     # the same machine.
     steps = [statistics.median(
@@ -269,7 +268,7 @@ def _plot(rows, path):
               and r["verifier"] == verifier]
       gammas = [r["gamma"] for r in mine]
       # From a fresh state, which only its first round has.
-      once = hasattr(common.VERIFIERS[verifier], "commit")
+      once = contract.rule(common.VERIFIERS[verifier]).remembers
       label = f"{_label(mine[0])}, {drafter}" + ", one round" * once
       left.errorbar(gammas, [r["paired_block_efficiency"] for r in mine],
                     [_Z * r["paired_stderr"] for r in mine], marker="o",
