@@ -43,6 +43,7 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
+from specjax import contract
 from specjax import strategies
 from specjax.files import atomically
 
@@ -143,8 +144,8 @@ class _Setting:
                             limits=_PROMPT_TOKENS.value + _NEW_TOKENS.value)
     _, stats, trace = decoder.decode_traced(
         self.params, state, _CALIBRATION_ROUNDS)
-    law = jax.jit(jax.vmap(jax.vmap(decoder.verifier.law)))(
-        trace.draft, trace.target_probs)
+    rule = contract.rule(decoder.verifier)
+    law = jax.jit(jax.vmap(jax.vmap(rule.law)))(trace.draft, trace.target_probs)
     stop = np.asarray(law.stop, np.float64)[np.asarray(stats.active)]
     return stop.mean(0)[1:]
 

@@ -95,7 +95,7 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
     if not hasattr(output.cache, field):
       raise ValueError(
           f"the cache of the model {name} is a {type(output.cache).__name__} "
-          f"without `{field}`; it must be a specjax.types.Cache")
+          f"without `{field}`; see specjax.types.Cache")
 
 
 def check_rows(name: str, tree: Any, batch: int) -> None:
@@ -117,16 +117,16 @@ def check_same(name: str, new: Any, old: Any) -> None:
     if has.get(path) != had.get(path):
       raise ValueError(
           f"{name} has {has.get(path, 'nothing')} at {path or 'its top'} where "
-          f"there was {had.get(path, 'nothing')}; a loop's state keeps its "
-          "structure, shapes and dtypes")
+          f"there was {had.get(path, 'nothing')}; a state keeps its structure, "
+          "shapes and dtypes")
   if jax.tree.structure(new) != jax.tree.structure(old):
     raise ValueError(f"{name} is {jax.tree.structure(new)} where there was "
-                     f"{jax.tree.structure(old)}; a loop's state keeps its "
-                     "structure")
+                     f"{jax.tree.structure(old)}; a state keeps its structure")
 
 
 def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
-                 draft: Draft, law: Law) -> dict[str, jax.Array]:
+                 draft: Draft, law: Law, usable: jax.Array
+                 ) -> dict[str, jax.Array]:
   """Checks the numbers of one round, batched.
 
   Whether something is wrong is data, which the loop hands on like its other
@@ -140,6 +140,8 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
     state: before the round.
     draft: the drafts.
     law: the laws.
+    usable: `[B]` bool, both models' numbers are finite; others are reported
+      by themselves, see `RoundStats.finite`.
 
   Returns:
     What is wrong where a check fails, with {row} for the row, and whether all
@@ -174,7 +176,7 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
   if chain:
     good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
          "in row {row}"] = in_line.all(-1)
-  return {text: ok | state.done for text, ok in good.items()}
+  return {text: ok | state.done | ~usable for text, ok in good.items()}
 
 
 def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
@@ -187,6 +189,8 @@ def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
     ValueError: a check failed; the text names the part and the first row.
   """
   for text, good in (found or {}).items():
+    if isinstance(good, jax.core.Tracer):
+      return  # inside a program, whose caller has the statistics
     rows = np.asarray(good).reshape(-1, good.shape[-1]).all(0)
     if not rows.all():
       raise ValueError(text.format(row=int(rows.argmin())))

@@ -33,18 +33,21 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
              state.temperature[:, None])`.
   context_length
              longest sequence that it can draft for; default: no limit.
+  proposal   a word for how its tokens are drawn, for tables and readers.
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
-             whole branches of it, on a mesh.
+             whole branches of it, on a mesh; see `param_specs` below.
 """
 
 from collections.abc import Iterable
 import dataclasses
+import inspect
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax import checks
 from specjax.sampling import LogitsTransform
@@ -52,6 +55,7 @@ from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import Law
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
 from specjax.types import Verdict
 from specjax.types import Verifier
 
@@ -171,6 +175,14 @@ def rule(verifier: Verifier | Rule) -> Rule:
   if isinstance(getattr(verifier, "requires", ()), str):
     raise ValueError(f"{name}.requires is the text {verifier.requires!r}; give "
                      f"a tuple: ({verifier.requires!r},)")
+  arguments = (None,) * (2 + found.has_state)
+  try:
+    inspect.signature(verifier.law).bind(*arguments)
+  except TypeError as e:
+    raise ValueError(
+        f"{name}.law cannot be called as law(draft, target_probs"
+        f"{', state' * found.has_state}): {e}; a rule has a state if it has "
+        "`init(gamma)`") from None
   for need in found.requires:
     if need not in CAPABILITIES:
       raise ValueError(f"{name}.requires holds {need!r}; it must be among "
@@ -182,6 +194,16 @@ def rule(verifier: Verifier | Rule) -> Rule:
     raise ValueError(f"{name} has `commit` and no `init`; a rule that "
                      "remembers needs `init(gamma)`, its first state")
   return found
+
+
+def _check_hashable(kind, part):
+  try:
+    hash(part)
+  except TypeError as e:
+    raise ValueError(
+        f"the {kind} {type(part).__name__} cannot be hashed ({e}), and a "
+        "program is found by the hash of its parts; make it a dataclass with "
+        "frozen=True, and its lists tuples") from None
 
 
 def capabilities(drafter: Drafter) -> frozenset[str]:
@@ -224,6 +246,32 @@ def bind(drafter: Drafter, target: ModelFn, transform: LogitsTransform
   return bound
 
 
+def param_specs(part: ModelFn | Drafter, axis: str, size: int) -> Any:
+  """How a model or a drafter splits its parameters over a mesh axis.
+
+  Raises:
+    ValueError: it does not say, and the axis has several devices.
+  """
+  if hasattr(part, "param_specs"):
+    return part.param_specs(axis, size)
+  if size == 1:
+    return PartitionSpec()
+  raise ValueError(f"{type(part).__name__} does not say how its parameters are "
+                   f"split, and mesh axis {axis!r} has {size} devices; give it "
+                   "`param_specs(axis, size)`, or an axis of one device")
+
+
+def logits_at(model: ModelFn, params: Any, output: ModelOutput, at: jax.Array
+              ) -> jax.Array:
+  """`[B, K, V]`, the logits at the positions `at [B, K]` of a pass.
+
+  A model that can compute these alone says so by a method of this name.
+  """
+  if hasattr(model, "logits_at"):
+    return model.logits_at(params, output, at)
+  return jnp.take_along_axis(output.logits, at[..., None], axis=1)
+
+
 def check_drafter(drafter: Drafter) -> None:
   """Checks that a drafter has what it must have.
 
@@ -234,6 +282,7 @@ def check_drafter(drafter: Drafter) -> None:
   if isinstance(drafter, type):
     raise ValueError(f"the drafter is the class {drafter.__name__}; give an "
                      f"object: {drafter.__name__}(...)")
+  _check_hashable("drafter", drafter)
   for method in ("init", "propose", "commit"):
     if not callable(getattr(drafter, method, None)):
       raise ValueError(f"the drafter {name} has no method `{method}`; see "
@@ -260,6 +309,7 @@ def check_pair(verifier: Verifier | Rule, drafter: Drafter,
     ValueError: a capability is missing; the rule would not be exact.
   """
   one = rule(verifier)
+  _check_hashable("verifier", one.verifier)
   name = drafter if isinstance(drafter, str) else type(drafter).__name__
   declared = capabilities(drafter) if declared is None else declared
   for need in one.requires:

@@ -90,9 +90,10 @@ class Decoder:
 
   def __post_init__(self):
     object.__setattr__(self, "observers", tuple(self.observers))
-    if self.eos is not None and np.ndim(self.eos):
-      object.__setattr__(self, "eos", tuple(int(token) for token in self.eos))
     self._check_target()
+    ids = self._eos_ids("eos", self.eos)
+    object.__setattr__(self, "eos", None if self.eos is None else (
+        ids if np.ndim(self.eos) else ids[0]))
     shared = dataclasses.replace(self.transform, temperature=None)
     drafter = contract.bind(self.drafter, self.target, shared)
     rule, *observers = map(contract.rule, (self.verifier, *self.observers))
@@ -115,13 +116,12 @@ class Decoder:
     if self.transform.temperature is None:
       raise ValueError("the decoder's transform has temperature None; give the "
                        "temperature of rows that name none")
-    self._eos_ids("eos", self.eos)
 
   def _eos_ids(self, name, eos) -> tuple[int, ...]:
     """The ids of one row's `eos`, all of them tokens."""
     ids = () if eos is None else eos if np.ndim(eos) else (eos,)
     for token in ids:
-      if not 0 <= token < self.target.vocab_size:
+      if not (0 <= token < self.target.vocab_size and token == int(token)):
         raise ValueError(f"{name} is {token}; it must be a token id in "
                          f"[0, {self.target.vocab_size}), several of them, or "
                          "None")
@@ -193,7 +193,8 @@ class Decoder:
             eos: jax.Array | None = None) -> DecodeState:
     """`prefill` without its checks: pure, for use inside a program.
 
-    A drafter can so be a decoder itself.
+    A drafter can so be a decoder itself. Outside of a program, give copies of
+    arrays that are needed later: the loops donate the state.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
@@ -221,11 +222,13 @@ class Decoder:
     Args:
       state: B rows; it is donated.
       slot: the row to replace, or as many rows as `fresh` has.
-      fresh: of `prefill` with the same capacity, and as many eos ids.
+      fresh: of `prefill` with the same capacity, and as many eos ids. Give
+        it `request_ids` that no other row had, or the rows would draw the same
+        numbers.
 
     Raises:
       ValueError: a slot is out of range, or the two states are of different
-        shapes.
+        structure, shapes or dtypes.
     """
     slots = np.atleast_1d(np.asarray(slot))
     rows, new = len(state.lengths), len(fresh.lengths)
@@ -234,13 +237,9 @@ class Decoder:
                        "give as many different slots as there are rows")
     if not ((0 <= slots) & (slots < rows)).all():
       raise ValueError(f"slot is {slot}; the state has rows 0 to {rows - 1}")
-    for (path, old), (_, x) in zip(jax.tree.leaves_with_path(state),
-                                   jax.tree.leaves_with_path(fresh)):
-      if old.shape[1:] != x.shape[1:]:
-        raise ValueError(
-            f"state{jax.tree_util.keystr(path)} has rows of shape "
-            f"{old.shape[1:]} and the fresh state of {x.shape[1:]}; prefill "
-            "both with the same capacity and as many eos ids")
+    row = lambda state: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    checks.check_same("a row of the fresh state", row(fresh), row(state))
     return rounds_lib.insert(state, jnp.asarray(slots), fresh)
 
   def decode_round(self, params: Any, state: DecodeState

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 
@@ -36,6 +37,8 @@ def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
 
   def read(cache, tokens):
     out = model(params, tokens, depths, causal, cache)
+    checks.check_output(
+        type(model).__name__, out, batch, size, model.vocab_size)
     return out.cache.rollback(cache.lengths + size), out.hidden
 
   cache, hidden = jax.lax.scan(

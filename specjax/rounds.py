@@ -98,9 +98,6 @@ class Round:
                         self.target.vocab_size)
     probs = self.transform(output.logits, state.temperature[:, None])
     law, expected, survival = self._laws(state, draft, probs, depths)
-    found = checks.check_values(
-        self._drafter_name, self._is_chain, self.rule.name, state, draft, law
-    ) if self.debug else None
     verdict = jax.vmap(sampling.sample_verdict)(
         law, draft, coins[:, :sampling.VERDICT_COINS])
 
@@ -109,6 +106,10 @@ class Round:
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
     usable = finite & draft_finite
+    # What comes of bad numbers is not the fault of the part that read them.
+    found = checks.check_values(
+        self._drafter_name, self._is_chain, self.rule.name, state, draft, law,
+        usable) if self.debug else None
     tokens, count, ended = _emitted(state, draft, verdict, usable)
     lengths = state.lengths + count
     put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(

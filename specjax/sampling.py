@@ -100,7 +100,7 @@ class LogitsTransform:
       probs = jnp.where(probs >= self.min_p * likeliest, probs, 0)
     if self.top_p < 1 or self.min_p > 0:
       probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-    if self.temperature:
+    if self.temperature and logits.dtype.type(self.temperature) > 0:
       return probs
     # The largest weight is 1, or NaN where the logits are bad.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)

@@ -13,7 +13,7 @@ from specjax.verifiers import Distance
 from specjax.verifiers import Token
 from specjax.verifiers import TopK
 
-# Ranks of the tokens 0..4 behind each node: argmax 1, 4, 0, and 2 at the end.
+# Ranks of the tokens 0..4 after each node: argmax 1, 4, 0, and 2 at the end.
 _P = np.array([[.20, .40, .10, .30, .00],
                [.10, .15, .20, .25, .30],
                [.50, .20, .20, .05, .05],
@@ -35,8 +35,8 @@ def _law(rule, tokens, drafted=3, p=_P):
     (TopK(k=1), (1, 4, 0), 3, 3),
     (TopK(k=1), (1, 3, 0), 3, 1),
     (TopK(k=2), (3, 3, 1), 3, 3),
-    (TopK(k=2), (3, 2, 1), 3, 1),  # third behind node 1
-    (TopK(k=2), (3, 3, 2), 3, 2),  # equal to token 1, and behind it
+    (TopK(k=2), (3, 2, 1), 3, 1),  # third after node 1
+    (TopK(k=2), (3, 3, 2), 3, 2),  # equal to token 1, and after it
     (TopK(k=3), (3, 3, 2), 3, 3),
     (TopK(k=5), (4, 4, 0), 3, 0),  # the target cannot emit it
     (TopK(k=2), (3, 3, 1), 2, 2),  # padding

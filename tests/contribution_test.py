@@ -165,15 +165,20 @@ def test_another_target_is_refused(tried):
   # Broken: tokens of one vocabulary are read as those of another.
   if isinstance(tried.decoder.drafter, sj.drafters.Empty):
     pytest.skip("it drafts nothing, for any target")
-  with pytest.raises((ValueError, TypeError)):  # by itself, or by its shapes
-    other = testing.MarkovModel(VOCAB + 2)
-    decoder = sj.Decoder(target=other, drafter=tried.decoder.drafter,
-                         verifier=sj.verifiers.TargetWalk())
-    table = other.init(jax.random.key(0))
-    state = decoder.prefill({**tried.params, "target": table}, [[1, 2]],
-                            jax.random.key(0), limits=9,
-                            context=tried.context(1))
-    decoder.decode_round({**tried.params, "target": table}, state)
+  drafter, other = tried.decoder.drafter, testing.MarkovModel(VOCAB + 2)
+  make = lambda: sj.Decoder(target=other, drafter=drafter,
+                            verifier=sj.verifiers.TargetWalk())
+  if type(drafter).__module__.startswith("specjax"):
+    with pytest.raises(ValueError, match="vocab|tokens|hidden states|width"):
+      make()
+    return
+  # A newcomer need not look: its draft is refused by its shape, or its weights
+  # do not fit the target's.
+  params = {**tried.params, "target": other.init(jax.random.key(0))}
+  state = make().prefill(params, [[1, 2]], jax.random.key(0), limits=9,
+                         context=tried.context(1))
+  with pytest.raises((ValueError, TypeError), match="probs of|shape"):
+    make().decode_round(params, state)
 
 
 def _name(rule):

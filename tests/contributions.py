@@ -106,7 +106,7 @@ def _lookahead(rule, **kwargs):
                      {"target": params, "drafter": ()})
 
 
-# The examples of CONTRIBUTING.md.
+# Short and correct examples; CONTRIBUTING.md has most of them.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

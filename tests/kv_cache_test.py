@@ -23,7 +23,7 @@ def _filled(past_k, past_v, lengths, capacity):
   """A cache of one layer whose row b holds the first lengths[b] tokens."""
   cache = KVCache.empty(layers=1, batch=len(lengths), heads=_HEADS,
                         capacity=capacity, head_dim=_DIM, dtype=jnp.float32)
-  # All the past goes in, so that what is behind `lengths` is stale.
+  # All the past goes in, so that what is after `lengths` is stale.
   return cache.append(0, past_k, past_v).rollback(lengths)
 
 

@@ -111,7 +111,7 @@ def test_prompts_are_padded_to_few_sizes(longest, columns):
 
 
 def test_chunked_prefill_is_one_pass():
-  # Broken: a prompt of more than 256 tokens is read wrongly behind a chunk.
+  # Broken: a prompt of more than 256 tokens is read wrongly after a chunk.
   pair = testing.tiny_pair(13, layers=2, context_length=1024)
   model, params = pair.target, pair.params["target"]
   lengths = np.array([600, 257, 3], np.int32)

@@ -13,7 +13,7 @@ from specjax import testing
 
 _VOCAB = 10
 _GREEDY = sj.LogitsTransform(temperature=0.0)
-# Behind token t comes t + 1; behind 9 comes 0.
+# After token t comes t + 1; after 9 comes 0.
 _SUCCESSOR = 20.0 * jnp.roll(jnp.eye(_VOCAB), 1, axis=1)
 
 
@@ -67,7 +67,7 @@ def test_markov_model_depends_on_its_context():
     (8, list(range(9)), 2, 7),  # inside the second draft
     (0, [*range(10), 0], 2, 9)])  # not in the prompt, where it is the BOS
 def test_eos_ends_a_row_where_it_stands(eos, want, rounds, accepted):
-  # Broken: text runs on behind an EOS inside an accepted draft, or a prompt
+  # Broken: text runs on after an EOS inside an accepted draft, or a prompt
   # that starts with the EOS token ends at once.
   got = _counting_decoder(5, eos=eos).generate(
       _counting_params(2), [[0], [0, 1]], jax.random.key(0),

@@ -12,12 +12,23 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(script, *flags, cwd):
-  """The finished process of `experiments/<script>`."""
+def run(script, *flags, cwd, optimised=False):
+  """The finished process of `experiments/<script>`.
+
+  Args:
+    script: its name.
+    *flags: of the script.
+    cwd: where it runs.
+    optimised: whether it is compiled as for a user, which pays where it
+      computes for longer than it compiles.
+  """
+  environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+  if optimised:
+    environment.pop("XLA_FLAGS", None)
   return subprocess.run(
       [sys.executable, ROOT / "experiments" / script, *flags], cwd=cwd,
       text=True, capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env={**os.environ, "PYTHONWARNINGS": "ignore"})
+      env=environment)
 
 
 def run_all(script, *flag_sets, cwd):

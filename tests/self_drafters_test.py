@@ -115,7 +115,7 @@ def _forecast(drafter, lengths, tokens, emitted, shift):
   """The law of every depth, from passes without a cache: `[R, B, depth, V]`.
 
   Heads are applied where the last round must have stopped, and look-ahead
-  tokens are put behind the text itself. 0 where nothing is known.
+  tokens are put after the text itself. 0 where nothing is known.
   """
   reads = isinstance(drafter, Lookahead)
   starts = lengths + np.cumsum(emitted, axis=0) - emitted

@@ -125,6 +125,17 @@ def test_a_part_that_does_not_answer_is_refused():
     _placements(drafter, params, sj.verifiers.Block())
 
 
+def test_a_cache_that_does_not_answer_is_refused(monkeypatch):
+  # Broken: as above, of the largest arrays that there are.
+  monkeypatch.delattr(testing.LengthCache, "specs")
+  model = testing.MarkovModel(8)
+  params = {"target": testing.tiny_pair(8, kv_heads=2).params["target"],
+            "drafter": model.init(jax.random.key(0))}
+  drafter = sj.drafters.LanguageModel(model=model, gamma=2)
+  with pytest.raises(ValueError, match="LengthCache does not say.*2 devices"):
+    _placements(drafter, params, sj.verifiers.Block())
+
+
 def test_a_mesh_without_the_axis_is_refused():
   # Broken: everything is replicated although a split was asked for.
   with pytest.raises(ValueError, match="no 'model'"):

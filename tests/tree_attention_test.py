@@ -23,7 +23,7 @@ def _random_parents(rng, deep):
 
 
 def _alone(model, params, past, texts):
-  """Logits and hidden behind texts `(b, tokens)` as sequences of their own."""
+  """Logits and hidden after texts `(b, tokens)` as sequences of their own."""
   sequences = np.zeros((3 * _NODES, _LENGTHS.max() + _NODES + 1), np.int32)
   for row, (b, text) in zip(sequences, texts):
     text = [*past[b, :_LENGTHS[b]], *text]

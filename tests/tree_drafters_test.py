@@ -114,7 +114,7 @@ def test_rows_that_are_not_renormalised_are_caught():
 
 
 def _laws_by_path(params, tokens, emitted, draft):
-  """q behind every path, from passes without a cache: `[rounds, B, N, V]`."""
+  """q after every path, from passes without a cache: `[rounds, B, N, V]`."""
   texts = np.zeros((*draft.tokens.shape, 48), np.int32)
   lengths = np.zeros(draft.tokens.shape, np.int64)
   for r, b in np.ndindex(draft.tokens.shape[:2]):

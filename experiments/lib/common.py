@@ -100,9 +100,9 @@ def code_prompts(tokenizer, count: int, tokens: int, seed: int):
 
 def autoregressive(model, temperature: float) -> sj.Decoder:
   """A decoder that writes what a model alone would, a token a pass."""
-  return sj.Decoder(
-      target=model, drafter=sj.drafters.Empty(), verifier=sj.verifiers.Token(),
-      transform=sj.LogitsTransform(temperature=temperature))
+  drafter, verifier = sj.strategies.autoregressive()
+  return sj.Decoder(target=model, drafter=drafter, verifier=verifier,
+                    transform=sj.LogitsTransform(temperature=temperature))
 
 
 def num_parameters(params) -> int:

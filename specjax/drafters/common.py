@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from specjax import contract
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -42,21 +42,6 @@ def model_step(model: ModelFn, params):
   return step
 
 
-def param_specs(model: ModelFn, axis: str, size: int):
-  """A model's own answer for a mesh, see `contract`.
-
-  Raises:
-    ValueError: it has none, and the mesh would split it.
-  """
-  if hasattr(model, "param_specs"):
-    return model.param_specs(axis, size)
-  if size == 1:
-    return PartitionSpec()
-  raise ValueError(f"the model {type(model).__name__} does not say how it is "
-                   f"split, and mesh axis {axis!r} has {size} devices; give it "
-                   "`param_specs(axis, size)`, or an axis of one device")
-
-
 def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
   """Catches up with the committed tokens by feeding the last `size` again.
 
@@ -85,10 +70,7 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
       params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
       jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
       cache.rollback(start))
-  if hasattr(model, "logits_at"):
-    logits = model.logits_at(params, out, last)
-  else:
-    logits = jnp.take_along_axis(out.logits, last[..., None], axis=1)
+  logits = contract.logits_at(model, params, out, last)
   return logits[:, 0], out.cache.rollback(state.lengths)
 
 

@@ -10,6 +10,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax import contract
 from specjax.drafters import common
 from specjax.drafters import expansion
 from specjax.prefill import read_prompt
@@ -152,4 +153,4 @@ class DynamicTree:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
-    return common.param_specs(self.model, axis, size)
+    return contract.param_specs(self.model, axis, size)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import contract
 from specjax import topology
 from specjax.drafters import common
 from specjax.prefill import read_prompt
@@ -137,4 +138,4 @@ class LanguageModel:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
-    return common.param_specs(self.model, axis, size)
+    return contract.param_specs(self.model, axis, size)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import contract
 from specjax import topology
 from specjax import trees
 from specjax.drafters import children
@@ -171,5 +172,5 @@ class Paths:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """Those of each model, see `specjax.contract`."""
-    return tuple(common.param_specs(model, axis, size)
+    return tuple(contract.param_specs(model, axis, size)
                  for model in self.models)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import contract
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
@@ -113,4 +114,4 @@ class TreeLanguageModel(growth.StaticTree):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
-    return common.param_specs(self.model, axis, size)
+    return contract.param_specs(self.model, axis, size)

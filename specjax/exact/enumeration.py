@@ -221,7 +221,7 @@ class _Run:
             ) -> dict[int, _Starts]:
     """Where decoding stands after one round, by length.
 
-    Tokens behind `horizon` are cut off and the state there is dropped.
+    Tokens after `horizon` are cut off and the state there is dropped.
     """
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
               for i in range(0, len(starts.weights), _STARTS)]

@@ -2,7 +2,7 @@
 
 A scheme is a function `(drafts, q, parents) -> Drafts`: it gets the roots,
 the drafter's laws q `[contexts, V]`, and the shape of the tree, and grows one
-node for every entry of `parents` behind the first, in order. Siblings are
+node for every entry of `parents` after the first, in order. Siblings are
 tried in that order. Any function of this form will do, with further drafters
 in its closure.
 """
@@ -40,8 +40,8 @@ def paths(drafts: Drafts, q, parents) -> Drafts:
 def without_replacement(drafts: Drafts, q, parents) -> Drafts:
   """Children are drawn from what q leaves after their earlier siblings.
 
-  Behind the last token of q's support they are uniform over the others
-  (Sequoia), and behind the last of all they are padding.
+  After the last token of q's support they are uniform over the others
+  (Sequoia), and after the last of all they are padding.
   """
   for parent in parents[1:]:
     free = ~drafts.seen(parent)

@@ -1,8 +1,10 @@
 """Trees: their shapes, and the exact law of what decoding with them emits."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 import itertools
 
+from specjax import trees as shapes
 from specjax.exact import enumeration
 from specjax.exact import schemes
 from specjax.exact.drafts import Drafts
@@ -20,21 +22,9 @@ def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
     yield (-1, *below)
 
 
-def height(parents) -> int:
-  """The depth of the deepest node.
-
-  Raises:
-    ValueError: these are not the parents of a tree.
-  """
-  depths = []
-  for node, parent in enumerate(parents):
-    if (parent != -1) if node == 0 else not 0 <= parent < node:
-      raise ValueError(f"the parent of node {node} is {parent}; the root's is "
-                       "-1, and every other node stands behind its parent")
-    depths.append(depths[parent] + 1 if node else 0)
-  if not depths:
-    raise ValueError("parents is empty; a tree has at least a root: (-1,)")
-  return max(depths)
+def height(parents: Sequence[int]) -> int:
+  """The depth of the deepest node; the parents are checked, see `trees`."""
+  return max(shapes.depths(parents))
 
 
 def draw(scheme, parents, q, contexts) -> Drafts:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from specjax import contract
 from specjax.models.transformer import check_divisible
 from specjax.types import DecodeState
 
@@ -54,38 +55,37 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
   if rows:
     check_divisible("batch", state.lengths.shape[0], mesh.shape[rows], rows)
 
+  is_cache = lambda node: hasattr(node, "rollback")
+
   def place(part, tree):
     """`NamedSharding`s of a tree of parameters, from its part's answer."""
-    if hasattr(part, "param_specs"):
-      specs = part.param_specs(axis, size)
-    elif size == 1:
-      specs = PartitionSpec()
-    else:
-      raise ValueError(
-          f"{type(part).__name__} does not say how its parameters are split, "
-          f"and mesh axis {axis!r} has {size} devices; give it "
-          "`param_specs(axis, size)`, or an axis of one device")
     return jax.tree.map(
         lambda spec, branch: jax.tree.map(
             lambda _: NamedSharding(mesh, spec), branch),
-        specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        contract.param_specs(part, axis, size), tree,
+        is_leaf=lambda node: isinstance(node, PartitionSpec))
 
   def place_state(node):
-    if not hasattr(node, "specs"):
+    if not is_cache(node):
       return NamedSharding(mesh, PartitionSpec(rows))
+    if not hasattr(node, "specs"):
+      if size == 1:
+        return jax.tree.map(
+            lambda _: NamedSharding(mesh, PartitionSpec(rows)), node)
+      raise ValueError(f"the cache {type(node).__name__} does not say how it "
+                       f"is split, and mesh axis {axis!r} has {size} devices; "
+                       "give it `specs(axis, rows)`, or an axis of one device")
+    specs = node.specs(axis, rows)
     for leaf, spec in zip(
         jax.tree.leaves(node), jax.tree.leaves(
-            node.specs(axis, rows),
-            is_leaf=lambda x: isinstance(x, PartitionSpec))):
+            specs, is_leaf=lambda x: isinstance(x, PartitionSpec))):
       for place, name in enumerate(spec):
         if name == axis:
           check_divisible(f"axis {place} of a cache of shape {leaf.shape}",
                           leaf.shape[place], size, axis)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec),
-                        node.specs(axis, rows),
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs,
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
   parts = {"target": decoder.target, "drafter": decoder.drafter}
   return ({name: place(parts[name], tree) for name, tree in params.items()},
-          jax.tree.map(place_state, state,
-                       is_leaf=lambda node: hasattr(node, "specs")))
+          jax.tree.map(place_state, state, is_leaf=is_cache))
