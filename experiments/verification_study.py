@@ -73,7 +73,7 @@ _PROMPTS = flags.DEFINE_list(
 _FIELD = shared.field("prompt", "of a JSONL file of your own")
 _NUM_PROMPTS = shared.num_prompts(12, "prompts of every set, at most")
 _ERROR = flags.DEFINE_float(
-    "error", 2.5, "prompts are decoded until the 95 % interval of block "
+    "error", 3.5, "prompts are decoded until the 95 % interval of block "
     "verification's paired gain over token verification is at most this many "
     "percent wide to either side, at every draft length; 0 decodes all", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
