@@ -34,15 +34,12 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     The file, under another name.
   """
   path = pathlib.Path(path)
-  temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-  try:
-    with open(temporary, "wb") as f:
-      yield f
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
+  temporary = path.with_name(path.name + ".partial")
+  with open(temporary, "wb") as f:
+    yield f
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)
 
 
 def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str

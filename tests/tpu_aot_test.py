@@ -178,7 +178,8 @@ def _compile(name):
       return sj.DecodeState(
           tokens=jnp.zeros((_BATCH, capacity), jnp.int32), lengths=rows,
           limits=rows, done=rows > 0, keys=jax.random.split(key, _BATCH),
-          rounds=rows,
+          rounds=rows, temperature=jnp.ones((_BATCH,), jnp.float32),
+          eos=jnp.full((_BATCH, 1), -1, jnp.int32),
           target_cache=target.init_cache(params["target"], _BATCH, capacity),
           drafter=drafter.init_cache(params["drafter"], _BATCH, capacity))
 

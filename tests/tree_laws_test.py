@@ -82,7 +82,7 @@ def test_schemes_may_be_functions_and_trees_must_be_trees():
   np.testing.assert_array_equal(one.law, other.law)
   for parents, scheme, wrong in (
       ((-1, 0, 2), "iid", "the parent of node 2 is 2"),
-      ((0, 0), "iid", "the parent of node 0 is 0"), ((), "iid", "empty"),
+      ((0, 0), "iid", "must start with -1"), ((), "iid", "must start with -1"),
       ((-1, 0), "best", "scheme is 'best'"),
       ((-1, 0, 1, 2), "iid", "3 deep")):
     with pytest.raises(ValueError, match=wrong):
