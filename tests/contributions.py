@@ -47,7 +47,7 @@ def pair(noise: float = 0.5) -> testing.TinyPair:
 
 
 @functools.cache
-def _disturbed(heads):
+def disturbed(heads):
   """Parameters of untrained heads, moved so that each has its own laws."""
   rng = np.random.default_rng(0)
   params = heads.init(jax.random.key(0), pair().params["target"])
@@ -95,13 +95,13 @@ def _paths(models):
 
 
 def _heads(heads, **kwargs):
-  params = {"target": pair().params["target"], "drafter": _disturbed(heads)}
+  params = {"target": pair().params["target"], "drafter": disturbed(heads)}
   return Contributed(params=params, **kwargs)
 
 
 def _lookahead(rule, **kwargs):
   model, params = heads_lib.with_lookahead(
-      pair().target, pair().params["target"], _disturbed(_EMBEDDINGS))
+      pair().target, pair().params["target"], disturbed(_EMBEDDINGS))
   return Contributed(Lookahead(embeddings=_EMBEDDINGS, **kwargs), rule, model,
                      {"target": params, "drafter": ()})
 

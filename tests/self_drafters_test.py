@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+from contributions import disturbed
+from contributions import pair
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,29 +49,15 @@ _CASES = {
     "folded": (Lookahead(embeddings=_EMBEDDINGS, count=2), Block())}
 
 
-@functools.cache
-def _pair():
-  return testing.tiny_pair(_V, seed=1)
-
-
-@functools.cache
-def _random(heads):
-  """Parameters of untrained heads, disturbed so that each has its own laws."""
-  rng = np.random.default_rng(0)
-  params = heads.init(jax.random.key(0), _pair().params["target"])
-  return jax.tree.map(
-      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32), params)
-
-
 def _setup(drafter):
   """`(target, params)` of a decoder."""
-  model, params = _pair().target, _pair().params["target"]
+  model, params = pair().target, pair().params["target"]
   if isinstance(drafter, Lookahead):
     model, params = heads_lib.with_lookahead(
-        model, params, _random(_EMBEDDINGS))
+        model, params, disturbed(_EMBEDDINGS))
     return model, {"target": params, "drafter": ()}
   heads = getattr(drafter, "heads", None)
-  return model, {"target": params, "drafter": heads and _random(heads)}
+  return model, {"target": params, "drafter": heads and disturbed(heads)}
 
 
 # Sampled output, and the laws that it was drafted from.
@@ -94,7 +82,7 @@ def _sampled(name):
 
 @functools.cache
 def _joint_law(i):
-  return testing.joint_law(_pair().target, _pair().params["target"],
+  return testing.joint_law(pair().target, pair().params["target"],
                            _PROMPTS[i], 4, sj.LogitsTransform())
 
 
@@ -226,10 +214,10 @@ def test_hanging_look_ahead_tokens_change_no_law(rule):
 def test_look_ahead_tokens_are_read_as_rows_of_a_longer_table(tmp_path):
   # Broken: an embedding is of its neighbour, or a plain text's law changes.
   model = Transformer(dataclasses.replace(
-      _pair().target.config, tie_embeddings=True))
-  params = {k: x for k, x in _pair().params["target"].items() if k != "head"}
+      pair().target.config, tie_embeddings=True))
+  params = {k: x for k, x in pair().params["target"].items() if k != "head"}
   extended, both = heads_lib.with_lookahead(
-      model, params, _random(_EMBEDDINGS))
+      model, params, disturbed(_EMBEDDINGS))
   assert extended.vocab_size == _V
   tokens = jnp.array([[0, 4, 5, 6, 7], [2, 1, 0, 3, 4]])
   got = jax.jit(extended)(both, tokens)
@@ -237,7 +225,7 @@ def test_look_ahead_tokens_are_read_as_rows_of_a_longer_table(tmp_path):
                                 jax.jit(model)(params, tokens[1:]).logits)
   longer = Transformer(dataclasses.replace(model.config, vocab_size=_V + 3))
   table = jnp.concatenate(
-      [params["embedding"], _random(_EMBEDDINGS)["embeddings"]])
+      [params["embedding"], disturbed(_EMBEDDINGS)["embeddings"]])
   want = jax.jit(longer)({**params, "embedding": table}, tokens)
   np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-5)
 
@@ -271,7 +259,7 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
 
 
 def _decoder(drafter, rule=None, **config):
-  target = Transformer(dataclasses.replace(_pair().target.config, **config))
+  target = Transformer(dataclasses.replace(pair().target.config, **config))
   return sj.Decoder(target=target, drafter=drafter,
                     verifier=rule or TargetWalk())
 
@@ -310,7 +298,7 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
      "width 8 .*width 16"),
     (lambda: _decoder(_medusa(), lookahead=-1), "lookahead is -1"),
     (lambda: heads_lib.with_lookahead(
-        _pair().target, _pair().params["target"],
+        pair().target, pair().params["target"],
         {"embeddings": jnp.zeros((2, 8))}), "width.* 8 .* 16")])
 def test_bad_settings(call, words):
   # Broken: a setting that cannot work fails inside the compiler, or not.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import contributions
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -101,26 +102,15 @@ def test_every_model_of_a_drafter_is_split():
   assert state.tokens.spec == P(None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Silent:
+class _Silent(contributions.Bigram):
   """A model that does not say how it is split."""
-
-  vocab_size: int = 8
-  context_length: int = 64
-
-  def init_cache(self, params, batch, capacity):
-    return testing.LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
-
-  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
-    logits = params[tokens]
-    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache)
 
 
 def test_a_part_that_does_not_answer_is_refused():
   # Broken: what nobody splits is copied to every device and fills it.
   pair = testing.tiny_pair(8, kv_heads=2)
   params = {**pair.params, "drafter": jnp.zeros((8, 8))}
-  drafter = sj.drafters.LanguageModel(model=_Silent(), gamma=2)
+  drafter = sj.drafters.LanguageModel(model=_Silent(vocab_size=8), gamma=2)
   with pytest.raises(ValueError, match="_Silent does not say.*2 devices"):
     _placements(drafter, params, sj.verifiers.Block())
 

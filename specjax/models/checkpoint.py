@@ -71,12 +71,7 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   except (json.JSONDecodeError, TypeError) as e:
     raise ValueError(f"{config_path} is not a model configuration: {e}"
                      ) from None
-  try:
-    with safetensors.safe_open(weights_path, framework="flax") as f:
-      tensors = {name: f.get_tensor(name) for name in f.keys()}
-  except safetensors.SafetensorError as e:
-    raise ValueError(f"{weights_path} is truncated or not a safetensors file: "
-                     f"{e}") from None
+  tensors = read_tensors(weights_path)
   model = Transformer(config)
   expected = flax.traverse_util.flatten_dict(
       jax.eval_shape(model.init, jax.random.key(0)), sep=".")
@@ -90,3 +85,17 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   dtype = dtype or default_dtype()
   params = {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
   return model, flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def read_tensors(path: pathlib.Path) -> dict[str, jax.Array]:
+  """All tensors of a safetensors file by name, in their own dtypes.
+
+  Raises:
+    ValueError: the file is truncated, or no safetensors file.
+  """
+  try:
+    with safetensors.safe_open(path, framework="flax") as f:
+      return {name: f.get_tensor(name) for name in f.keys()}
+  except safetensors.SafetensorError as e:
+    raise ValueError(f"{path} is truncated or not a safetensors file: {e}"
+                     ) from None

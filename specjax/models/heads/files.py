@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import safetensors
 import safetensors.numpy
 
 from specjax.files import atomically
+from specjax.models import checkpoint
 from specjax.models.heads.base import Heads
 from specjax.models.heads.base import Params
 from specjax.models.heads.blockwise import BlockwiseHeads
@@ -86,12 +86,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
         f"the heads in {directory} were trained for a target of {trained_for}; "
         f"this one has {_described(_sizes(target))}: give the target that they "
         "were trained for, or train others with train_drafter.py")
-  try:
-    with safetensors.safe_open(weights_path, framework="flax") as f:
-      tensors = {name: f.get_tensor(name) for name in f.keys()}
-  except safetensors.SafetensorError as e:
-    raise ValueError(f"{weights_path} is truncated or not a safetensors file: "
-                     f"{e}") from None
+  tensors = checkpoint.read_tensors(weights_path)
   expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
                             jax.random.key(0))
   shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
