@@ -1,5 +1,6 @@
 """What the whole suite shares: one backend, and compiled code."""
 
+import gc
 import importlib.util
 import mmap
 import os
@@ -47,14 +48,17 @@ def _compiler_knows(flag):
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most programs run for milliseconds and compile for seconds. What depends on
-# how the compiler rounds is tested with its usual settings, in
-# lossless_test.py.
+# Most programs compile for longer than they run, so they are optimised little;
+# `scripts.environment` leaves even that out. What depends on how the compiler
+# rounds is tested with its usual settings, in lossless_test.py.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                             + " --xla_backend_optimization_level=0")
+                             + " --xla_backend_optimization_level=1")
   if _compiler_knows("xla_cpu_use_fusion_emitters"):  # half of the time
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# Tracing makes millions of small objects that stay: looking for garbage among
+# them over and over takes an eighth of the time.
+gc.set_threshold(200_000, 20, 50)
 # Workers and scripts inherit it: what one compiles is there for all. A file
 # that was cut, or that another process is still writing, is no program: jax
 # says so and compiles.

@@ -5,6 +5,7 @@ import pathlib
 import nbclient
 import nbformat
 import pytest
+import scripts
 
 _NOTEBOOKS = sorted(
     (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -16,7 +17,7 @@ def test_notebook_runs(path):
   notebook = nbformat.read(path, as_version=4)
   nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3",
                           resources={"metadata": {"path": path.parent}}
-                          ).execute()
+                          ).execute(env=scripts.environment())
 
 
 def test_there_are_notebooks():

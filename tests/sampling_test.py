@@ -156,7 +156,7 @@ def test_inverse_cdf_never_draws_what_has_no_weight(vocab):
   assert (np.take_along_axis(weights, np.asarray(got), axis=1) > 0).all()
 
 
-@pytest.mark.parametrize("vocab", [7, 5000])
+@pytest.mark.parametrize("vocab", [7, 1000])
 def test_sample_follows_its_law(vocab):
   # Broken: the sampler is biased, and every rule with it. The seed is fixed;
   # a right sampler fails for one seed in a million.

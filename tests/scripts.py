@@ -12,23 +12,30 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(script, *flags, cwd, optimised=False):
-  """The finished process of `experiments/<script>`.
+def environment(optimised=False):
+  """The environment of a process of its own.
 
   Args:
-    script: its name.
-    *flags: of the script.
-    cwd: where it runs.
-    optimised: whether it is compiled as for a user, which pays where it
-      computes for longer than it compiles.
+    optimised: whether programs are compiled as for a user, which pays where
+      they run for longer than they compile. Else not at all: those of a script
+      are large, and run once or twice.
   """
-  environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-  if optimised:
-    environment.pop("XLA_FLAGS", None)
+  own = {**os.environ, "PYTHONWARNINGS": "ignore"}
+  level = "--xla_backend_optimization_level="
+  own["XLA_FLAGS"] = "" if optimised else os.environ["XLA_FLAGS"].replace(
+      level + "1", level + "0")
+  return own
+
+
+def run(script, *flags, cwd, optimised=False):
+  """The finished process of `experiments/<script>`, with its flags.
+
+  It runs in the directory `cwd`; `optimised` is `environment`'s.
+  """
   return subprocess.run(
       [sys.executable, ROOT / "experiments" / script, *flags], cwd=cwd,
       text=True, capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env=environment)
+      env=environment(optimised))
 
 
 def run_all(script, *flag_sets, cwd):
@@ -42,7 +49,7 @@ def run_all(script, *flag_sets, cwd):
       [sys.executable, "-c", _RUN_ALL, ROOT / "experiments",
        pathlib.Path(script).stem, json.dumps(flag_sets)], cwd=cwd, text=True,
       capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env={**os.environ, "PYTHONWARNINGS": "ignore"})
+      env=environment())
   assert result.returncode == 0, result.stderr[-2000:]
   return json.loads(result.stdout.splitlines()[-1])
 
@@ -73,7 +80,7 @@ def start_and_kill(script, *flags, output_dir, step):
   process = subprocess.Popen(
       [sys.executable, ROOT / "experiments" / script, *flags,
        f"--output_dir={output_dir}"], text=True, stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE)
+      stderr=subprocess.PIPE, env=environment())
   deadline = time.monotonic() + 200
   while max(checkpoints(output_dir), default=0) < step:
     assert process.poll() is None, process.communicate()[1]

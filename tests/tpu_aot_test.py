@@ -2,9 +2,13 @@
 
 libtpu compiles for a described topology on any machine. It reads its
 environment when it is loaded, so each program is compiled in a process of its
-own: this file run as a script, which prints one line of JSON.
+own: this file run as a script, which prints one line of JSON. The compiler's
+answers are kept with the compiled code of the other tests, for it takes a
+minute and a half.
 """
 
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -13,6 +17,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -110,11 +115,32 @@ def _shapes(tree):
 
 
 def _report(traced, held, state_bytes):
-  """Compiles, and answers what the tests ask about the program."""
-  start = time.time()
+  """Compiles, and answers what the tests ask about the program.
+
+  Or answers what it did before: of the same program, by the same compiler, to
+  the same questions.
+  """
+  from specjax import files
   lowered = traced.lower()
+  stable = lowered.as_text()
+  key = hashlib.sha256("\0".join([
+      stable, pathlib.Path(__file__).read_text("utf-8"),
+      *map(importlib.metadata.version, ("jax", "jaxlib", "libtpu"))
+  ]).encode()).hexdigest()
+  directory = os.environ.get("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
+  kept = pathlib.Path(directory, f"tpu-report-{key}.json")
+  if not kept.exists():
+    report = _compiled_report(lowered, stable, held, state_bytes)
+    with files.atomically(kept) as f:
+      f.write(json.dumps(report).encode())
+  return json.loads(kept.read_text("utf-8"))
+
+
+def _compiled_report(lowered, stable, held, state_bytes):
+  """What the tests ask about a program, `stable` in StableHLO."""
+  start = time.time()
   compiled = lowered.compile()
-  stable, hlo = lowered.as_text(), compiled.as_text()
+  hlo = compiled.as_text()
   moved, offending = {}, []
   for result, kind in _COLLECTIVE.findall(hlo):
     for shape in re.findall(r"\w+\[[\d,]*\]", result):
