@@ -24,11 +24,11 @@ Run it while nothing else runs:
                        bundled pair
 
 The models are random: a Llama shape of 134M parameters with a drafter of 19M,
-and the bundled pair. The last line of stdout is one JSON object.
+and the bundled pair. Writes benchmark.json to --output_dir; the last line of
+stdout names it.
 """
 
 import functools
-import json
 import statistics
 import sys
 
@@ -57,6 +57,7 @@ _GAMMA = shared.gamma(4, "draft length of the rounds")
 _USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
 _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
+_OUTPUT_DIR = shared.output_dir("results/benchmark", "for the ratios as JSON")
 _TREE_NODES = 64
 _ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
 _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
@@ -319,9 +320,9 @@ def main():
       else:
         print(f"  {key:22s} {value:6.3f}")
   main_pair = _PAIRS_OF_MODELS.value[0]
-  print(json.dumps({"study": "benchmark", "device": device.device_kind,
-                    "ratios": results[main_pair]["ratios"],
-                    "pairs": results}))
+  common.finish(_OUTPUT_DIR.value, "benchmark", {
+      "device": device.device_kind, "ratios": results[main_pair]["ratios"],
+      "pairs": results})
 
 
 if __name__ == "__main__":

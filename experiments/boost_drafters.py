@@ -13,7 +13,7 @@ matches all of it, which is --window=CONTINUATION.
 Leaves a checkpoint with its tokenizer in drafter_2/, drafter_3/, ... of
 --output_dir, with metrics.csv and checkpoints for an exact resume. Draft with
 all of them by `specjax.drafters.Paths(models=(first, second, ...))`. The last
-line of stdout is one JSON object:
+line of stdout names boost_drafters.json there, which says:
 
   coverage         share of held-out tokens of the target that one of the first
                    k drafters proposes first
@@ -22,7 +22,6 @@ line of stdout is one JSON object:
 """
 
 import functools
-import json
 import pathlib
 import sys
 
@@ -194,7 +193,7 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
 def main():
   target, members, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
-  first = members[_DRAFTER.value]
+  [first] = members.values()
   if first.model.vocab_size != target.model.vocab_size:
     raise ValueError(
         f"--drafter has {first.model.vocab_size} tokens and the target "
@@ -226,10 +225,9 @@ def main():
     print(f"temperature {temperature}: {value['boosted']:.3f} tokens a pass "
           f"with {len(drafters)} drafters, {value['first_alone']:.3f} with as "
           "many paths of the first")
-  print(json.dumps({
-      "study": "boost_drafters", "drafters": len(drafters),
-      "window": _WINDOW.value, "coverage": coverage, "top_k_coverage": top_k,
-      "tokens_per_pass": tokens}))
+  common.finish(output_dir, "boost_drafters", {
+      "drafters": len(drafters), "window": _WINDOW.value, "coverage": coverage,
+      "top_k_coverage": top_k, "tokens_per_pass": tokens})
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ steps is. As w / 2 grows without bound, so does the supremum.
 
   python experiments/optimality.py
 
-Writes optimality.csv and optimality.png to --output_dir. The last line of
-stdout is one JSON object.
+Writes optimality.csv, .png and .json to --output_dir; the last line of stdout
+names the last.
 """
 
 import itertools
-import json
 import math
 import pathlib
 
@@ -321,12 +320,12 @@ def main():
   common.write_csv(output_dir / "optimality.csv", rows)
   _plot(bernoulli, rows, extremal, output_dir / "optimality.png")
   print(f"wrote {output_dir}/optimality.csv and optimality.png")
-  print(json.dumps({
-      "study": "optimality", "bernoulli": bernoulli, "pairs": len(rows),
+  common.finish(output_dir, "optimality", {
+      "bernoulli": bernoulli, "pairs": len(rows),
       "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],
       "max_full_information_gap": worst["greedy_gap"],
       "max_transport_gap": worst["transport_gap"], "ordered": ordered,
-      "extremal": extremal}))
+      "extremal": extremal})
 
 
 if __name__ == "__main__":

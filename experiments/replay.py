@@ -10,11 +10,9 @@ completed by the same command.
   python experiments/replay.py --evaluate_only --record=mine --verifiers=token
 
 The rounds start where the acting verifier left off: compare the rules within
-one record, not with rollouts of their own. The last line of stdout is one JSON
-object.
+one record, not with rollouts of their own. Writes replay.json to --output_dir;
+the last line of stdout names it.
 """
-
-import json
 
 from absl import flags
 import jax
@@ -43,13 +41,14 @@ _NUM_PROMPTS = shared.num_prompts(8)
 _PROMPT_TOKENS = shared.prompt_tokens(96, "tokens kept of every prompt")
 _NEW_TOKENS = shared.new_tokens(64)
 _SEED = shared.seed()
+_OUTPUT_DIR = shared.output_dir("results/replay", "for the figures as JSON")
 
 
 def _record():
   """Makes the record, or completes it."""
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, [_DRAFTER.value])
-  drafter = drafters[_DRAFTER.value]
+  [drafter] = drafters.values()
   held_out = [d for d in corpora.stdlib_documents() if d.held_out]
   texts = prompts_lib.excerpts(
       held_out, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
@@ -100,8 +99,8 @@ def main():
     record = _record()
   rows = [_row(name, record) for name in names]
   _print_table(rows)
-  print(json.dumps({"study": "replay", "rows": rows, "record": {
-      "path": str(record.path), **record.manifest}}))
+  common.finish(_OUTPUT_DIR.value, "replay", {
+      "rows": rows, "record": {"path": str(record.path), **record.manifest}})
 
 
 if __name__ == "__main__":

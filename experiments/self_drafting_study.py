@@ -22,13 +22,12 @@ holds a target of its own (Medusa-2) is measured on that target and against its
 autoregressive decoding. Tokens per round toss no coin: given the draft, the
 expected number of accepted tokens is known; verifiers are also compared on the
 same drafts. Every prompt's results are appended to runs.jsonl in --output_dir;
-killed and started again the study goes on there. Writes self_drafting.csv and
-.png. The last line of stdout is one JSON object.
+killed and started again the study goes on there. Writes self_drafting.csv,
+.png and .json; the last line of stdout names the last.
 """
 
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -158,7 +157,7 @@ def _sources(target, members, tokenizer, calibration):
     if its_tokenizer.backend.to_str() != tokenizer.backend.to_str():
       raise ValueError(f"the target in {name} has another tokenizer than "
                        "--target; all must read the same prompts")
-    label = pathlib.Path(name).name
+    label = common.label(name)
     sources.append(_self_drafter(
         label, own, heads, params, written(own), training=training))
     if _UNTRAINED.value:
@@ -311,10 +310,10 @@ def main():
   common.write_csv(output_dir / "self_drafting.csv", rows)
   report.plot(rows, sources, output_dir / "self_drafting.png")
   print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
-  print(json.dumps({"study": "self_drafting", "rows": rows, "paired": paired,
-                    "source": data,
-                    "accuracy": {s.name: s.accuracy.tolist() for s in sources
-                                 if s.accuracy is not None}}))
+  common.finish(output_dir, "self_drafting", {
+      "rows": rows, "paired": paired, "source": data,
+      "accuracy": {s.name: s.accuracy.tolist() for s in sources
+                   if s.accuracy is not None}})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ Leaves in --output_dir:
   metrics.csv, events.out.tfevents.*   losses; accuracy by head and block
                        efficiency on held-out text
   checkpoints/                                     for an exact resume
+  train_drafter.json   how good it is, beside what it was before training; the
+                       last line of stdout names this file
 
 Killed and started again with the same flags it ends with the same weights,
 bit for bit. Heads for the bundled target, on Python's standard library and on
@@ -28,8 +30,6 @@ A joint run that begins with trained heads (the paper's two stages):
 
   python experiments/train_drafter.py --method=medusa2 \\
     --output_dir=/tmp/joint --heads_from=/tmp/medusa
-
-The last line of stdout is one JSON object.
 """
 
 import functools
@@ -350,12 +350,12 @@ def main():
       "accuracy": evaluation.by_head(measured, "top")}
   with atomically(output_dir / "training.json") as f:
     f.write((json.dumps(training) + "\n").encode())
-  print(json.dumps({
-      "study": "train_drafter", **training, "added_parameters": added,
+  common.finish(output_dir, "train_drafter", {
+      **training, "added_parameters": added,
       "loss": evaluation.by_head(measured, "loss"),
       "data_accuracy": evaluation.by_head(measured, "data_top"),
       **{name: measured[name] for name in names},
-      "untrained": {name: before[name] for name in names}}))
+      "untrained": {name: before[name] for name in names}})
 
 
 if __name__ == "__main__":

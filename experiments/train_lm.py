@@ -6,6 +6,8 @@ a Llama-shaped decoder, and leaves in --output_dir:
   model.safetensors, config.json, tokenizer.json   the model
   metrics.csv, events.out.tfevents.*               loss, bits per byte
   checkpoints/                                     for an exact resume
+  train_lm.json        what it was trained on and its bits per byte; the last
+                       line of stdout names this file
 
 Killed and started again with the same flags it ends with the same weights,
 bit for bit. A target and a small drafter on Python's standard library:
@@ -14,11 +16,8 @@ bit for bit. A target and a small drafter on Python's standard library:
   python experiments/train_lm.py --output_dir=/tmp/drafter \\
     --tokenizer=/tmp/target/tokenizer.json \\
     --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
-
-The last line of stdout is one JSON object.
 """
 
-import json
 import pathlib
 import sys
 
@@ -137,10 +136,10 @@ def main():
   saved = loop.cast(trained["target"], _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved)
   final = bits_per_byte(loop.cast(saved, jnp.float32))
-  print(json.dumps({
-      "study": "train_lm", "data": _DATA.value, "parameters": num_params,
+  common.finish(output_dir, "train_lm", {
+      "data": _DATA.value, "parameters": num_params,
       "tokens": _STEPS.value * windows.batch_size * windows.length,
-      "corpus": fingerprint(documents), **final}))
+      "corpus": fingerprint(documents), **final})
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from the measured costs of passes, of draft levels and of a round.
   python experiments/tree_study.py --budgets=8,64 --temperature=1
 
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
-started again the study goes on there. Writes trees.csv and trees.png. The last
-line of stdout is one JSON object.
+started again the study goes on there. Writes trees.csv, .png and .json; the
+last line of stdout names the last.
 """
 
 import json
@@ -319,7 +319,7 @@ def main():
       tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
       _PROMPT_TOKENS.value, _SEED.value)
   prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
-  drafter = drafters[_DRAFTER.value]
+  [drafter] = drafters.values()
   print(f"timing passes over {', '.join(map(str, budgets))} nodes",
         file=sys.stderr)
   setting = _Setting(target, drafter, calibration, budgets)
@@ -344,9 +344,9 @@ def main():
   common.write_csv(output_dir / "trees.csv", rows)
   _plot(rows, output_dir / "trees.png")
   print(f"wrote {output_dir}/trees.csv and trees.png")
-  print(json.dumps({"study": "trees", "rows": rows, "source": source,
-                    "pass_seconds": setting.pass_seconds,
-                    "level_seconds": setting.level_seconds}))
+  common.finish(output_dir, "trees", {
+      "rows": rows, "source": source, "pass_seconds": setting.pass_seconds,
+      "level_seconds": setting.level_seconds})
 
 
 if __name__ == "__main__":

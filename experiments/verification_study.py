@@ -35,12 +35,11 @@ simulation with normal numbers. --error=0 decodes all prompts.)
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
 started again with the same models, prompts and flags, the study goes on there,
 also with more temperatures, seeds or prompt sets than before. Writes
-verification.md, .csv and .png. The last line of stdout is one JSON object.
+verification.md, .csv, .png and .json; the last line of stdout names the last.
 """
 
 import dataclasses
 import functools
-import json
 import pathlib
 import platform
 import random
@@ -213,11 +212,10 @@ def _report(study, runs, prompts, source, output_dir):
            f"gain is ± {100 * reached:.2f} %"))
   report.write(output_dir, rows, by_prompts, list(prompts))
   print(f"wrote verification.md, .csv and .png to {output_dir}")
-  print(json.dumps({
-      "study": "verification", "rows": rows, "by_prompts": by_prompts,
-      "source": source, "seeds": _SEEDS.value,
-      "num_prompts": decoded, "error": reached,
-      "autoregressive_tokens_per_second": study.baseline_speed()}))
+  common.finish(output_dir, "verification", {
+      "rows": rows, "by_prompts": by_prompts, "source": source,
+      "seeds": _SEEDS.value, "num_prompts": decoded, "error": reached,
+      "autoregressive_tokens_per_second": study.baseline_speed()})
 
 
 def main():

@@ -58,7 +58,8 @@ def test_replay(tmp_path):
   """A record is made, judged, and judged again without a model."""
   flags = ["--num_prompts=4", "--new_tokens=48", "--gamma=3"]
   made, judged = run_all("replay.py", flags, [
-      "--evaluate_only", "--verifiers=block"], cwd=tmp_path)
+      "--evaluate_only", "--verifiers=block", "--output_dir=judged"],
+                         cwd=tmp_path)
   study = last_line(made)
   rows = {r["verifier"]: r for r in study["rows"]}
   assert rows["token"]["online_block_efficiency"] == pytest.approx(

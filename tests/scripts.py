@@ -103,9 +103,20 @@ def metrics(output_dir):
 
 
 def last_line(result):
-  """The JSON object with which a study ends, of `run` or of `run_all`."""
+  """What a study found: the file that its last line of stdout names.
+
+  Args:
+    result: of `run` or of `run_all`.
+  """
   if isinstance(result, dict):
     assert result["code"] == 0, result["code"]
-    return json.loads(result["stdout"].splitlines()[-1])
-  assert result.returncode == 0, result.stderr[-2000:]
-  return json.loads(result.stdout.splitlines()[-1])
+    stdout = result["stdout"]
+  else:
+    assert result.returncode == 0, result.stderr[-2000:]
+    stdout = result.stdout
+  line = stdout.splitlines()[-1]
+  assert len(line) < 300  # the table above stays on the screen
+  found = json.loads(line)
+  study = json.loads(pathlib.Path(found["results"]).read_text("utf-8"))
+  assert study["study"] == found["study"]
+  return study

@@ -124,6 +124,24 @@ def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     f.write(text.getvalue().encode())
 
 
+def finish(output_dir, study: str, results: dict[str, Any]) -> None:
+  """Writes a study's results, and says where in the last line of stdout.
+
+  The line is one JSON object, `{"study": ..., "results": PATH}`, so short that
+  the table above it stays on the screen.
+
+  Args:
+    output_dir: where `<study>.json` is written, whole or not at all.
+    study: its name.
+    results: what JSON can hold.
+  """
+  path = pathlib.Path(output_dir).absolute() / f"{study}.json"
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with atomically(path) as f:
+    f.write((json.dumps({"study": study, **results}) + "\n").encode())
+  print(json.dumps({"study": study, "results": str(path)}))
+
+
 def verifier_names(flag: str, names: list[str]) -> list[str]:
   """The verifiers of a list flag, each once, all of them known."""
   for name in names:
@@ -131,6 +149,11 @@ def verifier_names(flag: str, names: list[str]) -> list[str]:
       raise ValueError(f"{flag} holds {name!r}; choose among "
                        f"{', '.join(VERIFIERS)}")
   return list(dict.fromkeys(names))
+
+
+def label(name: str) -> str:
+  """What tables and figures call a model: the last part of its path."""
+  return pathlib.Path(name).absolute().name
 
 
 def load_models(target: str, drafters: list[str]):
@@ -141,15 +164,24 @@ def load_models(target: str, drafters: list[str]):
     drafters: names of bundled drafters, or directories of checkpoints.
 
   Returns:
-    `(target, {name: drafter}, tokenizer)`, each model a `zoo.Member`.
+    `(target, {label: drafter}, tokenizer)`, each model a `zoo.Member`.
+
+  Raises:
+    ValueError: two drafters have the same label.
   """
+  drafters = list(dict.fromkeys(drafters))
+  labels = [label(name) for name in drafters]
+  for one, name in zip(labels, drafters):
+    if labels.count(one) > 1:
+      raise ValueError(f"{name!r} and another drafter are both called {one!r} "
+                       "in tables; rename a directory")
   bundled = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
   path = lambda name: bundled / name if name in sj.zoo.DRAFTERS else name
   load = lambda directory: sj.zoo.Member(*sj.models.load_model(directory))
   directory = bundled if target == "bundled" else pathlib.Path(target)
   target_member = load(bundled / "target" if target == "bundled" else target)
   tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
-  members = {name: load(path(name)) for name in drafters}
+  members = {label(name): load(path(name)) for name in drafters}
   return target_member, members, tokenizer
 
 
