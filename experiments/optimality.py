@@ -31,8 +31,9 @@ steps is. As w / 2 grows without bound, so does the supremum.
 
   python experiments/optimality.py
 
-Writes optimality.csv, .png and .json to --output_dir; the last line of stdout
-names the last.
+Writes optimality.csv and .json, which the last line of stdout names, and the
+figures optimality_rounds.png, optimality_pairs.png and optimality_extremal.png
+to --output_dir.
 """
 
 import itertools
@@ -44,6 +45,7 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import style
 import numpy as np
 import optax
 import tqdm
@@ -80,7 +82,7 @@ def _bernoulli():
   print(f"{'expected tokens after round':28s}"
         + "".join(f"{r + 1:9d}" for r in range(_ROUNDS)))
   for name, totals in table.items():
-    print(f"{name:28s}" + "".join(f"{x:9.3f}" for x in totals))
+    print(f"{style.label(name):28s}" + "".join(f"{x:9.3f}" for x in totals))
   return table
 
 
@@ -274,39 +276,47 @@ def _extremal(gammas):
   return rows
 
 
-def _plot(bernoulli, rows, extremal, path):
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
+def _plot_rounds(bernoulli, path):
+  """Which rule is ahead after how many rounds?"""
+  figure, [[axes]] = style.panels()
   rounds = np.arange(1, _ROUNDS + 1)
   for name, totals in bernoulli.items():
-    left.plot(rounds, np.array(totals) / rounds, marker="o", label=name)
-  left.set(xlabel="rounds", ylabel="expected tokens per round",
-           xticks=rounds, title="Bernoulli example, $\\gamma=2$")
-  left.legend()
-  for name in ("block", "token"):
-    middle.scatter([r["full_information"] for r in rows],
-                   [r[name] for r in rows], s=8, label=name)
+    axes.plot(rounds, np.array(totals) / rounds, marker="o",
+              color=style.color(name), label=style.label(name))
+  axes.set(xlabel="rounds", ylabel="expected tokens of a round", xticks=rounds)
+  style.save(figure, path, "The paper's Bernoulli example, gamma 2")
+
+
+def _plot_pairs(rows, path):
+  """How far is a rule from what knows everything?"""
+  figure, grid = style.panels(1, 2, sharex=True, sharey=True)
   top = max(r["full_information"] for r in rows)
-  middle.plot([0, top], [0, top], color="grey", linewidth=0.8)
-  middle.set(xlabel="full-information optimum", ylabel="E[accepted]",
-             title=f"{len(rows)} random pairs")
-  middle.legend()
-  gammas = sorted({r["gamma"] for r in extremal})
-  for models in ("i.i.d.", "context"):
-    best = [max(r["ratio"] for r in extremal
+  for axes, name in zip(grid[0], ("token", "block")):
+    axes.plot([0, top], [0, top], color="grey", linewidth=0.8, zorder=1,
+              label="full information")
+    axes.scatter([r["full_information"] for r in rows],
+                 [r[name] for r in rows], s=9, color=style.color(name),
+                 label=style.label(name))
+    axes.set(xlabel="accepted with full information")
+  grid[0, 0].set_ylabel("accepted tokens, expected")
+  style.save(figure, path, f"{len(rows)} random pairs of models")
+
+
+def _plot_extremal(rows, path):
+  """How much can block verification gain?"""
+  figure, [[axes]] = style.panels()
+  gammas = sorted({r["gamma"] for r in rows})
+  kinds = ("i.i.d.", "context")
+  for models, color in zip(kinds, style.shades(len(kinds))):
+    best = [max(r["ratio"] for r in rows
                 if r["gamma"] == g and r["models"] == models) for g in gammas]
-    right.plot(gammas, best, marker="o", label=f"ascent, {models} models")
-  right.plot(gammas, [next(r["supremum"] for r in extremal if r["gamma"] == g)
-                      for g in gammas], "k--", label="supremum (DP)")
-  right.set(xlabel="draft length $\\gamma$", ylabel="block over token",
-            title="extremal pairs")
-  right.legend()
-  for axes in (left, middle, right):
-    axes.grid(alpha=0.3)
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
+    axes.plot(gammas, best, marker="o", color=color,
+              label=f"found by ascent,\n{models} models")
+  axes.plot(gammas, [next(r["supremum"] for r in rows if r["gamma"] == g)
+                     for g in gammas], "k--", label="supremum")
+  axes.set(xlabel="draft length gamma", ylabel="block over token")
+  style.tried(axes, gammas)
+  style.save(figure, path, "The largest ratio of tokens of a round")
 
 
 def main():
@@ -318,8 +328,10 @@ def main():
   extremal = _extremal(gammas)
   output_dir.mkdir(parents=True, exist_ok=True)
   common.write_csv(output_dir / "optimality.csv", rows)
-  _plot(bernoulli, rows, extremal, output_dir / "optimality.png")
-  print(f"wrote {output_dir}/optimality.csv and optimality.png")
+  _plot_rounds(bernoulli, output_dir / "optimality_rounds.png")
+  _plot_pairs(rows, output_dir / "optimality_pairs.png")
+  _plot_extremal(extremal, output_dir / "optimality_extremal.png")
+  print(f"wrote optimality.csv and three figures to {output_dir}")
   common.finish(output_dir, "optimality", {
       "bernoulli": bernoulli, "pairs": len(rows),
       "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],

@@ -1,8 +1,9 @@
 """What is a target's own draft worth beside a small language model's?
 
 Decodes held-out prompts with every drafter and the verifiers that are made for
-its drafts, on the same target, and prints tokens per round, what the drafter
-added to the target, and the measured speed-up over autoregressive decoding:
+its drafts, on the same target, and prints tokens per round and per pass of the
+target, what the drafter added to the target, and the measured speed-up over
+autoregressive decoding:
 
   small, tiny            bundled language models, a chain
   pass, two passes       PaSS as published: look-ahead tokens, then verification
@@ -22,8 +23,9 @@ holds a target of its own (Medusa-2) is measured on that target and against its
 autoregressive decoding. Tokens per round toss no coin: given the draft, the
 expected number of accepted tokens is known; verifiers are also compared on the
 same drafts. Every prompt's results are appended to runs.jsonl in --output_dir;
-killed and started again the study goes on there. Writes self_drafting.csv,
-.png and .json; the last line of stdout names the last.
+killed and started again the study goes on there. Writes self_drafting.csv and
+.json, which the last line of stdout names, and the figures
+self_drafting_tokens.png, _speed.png, _positions.png and _training.png.
 """
 
 import dataclasses
@@ -308,10 +310,11 @@ def main():
     paired += _paired(mine, temperature, arms)
   report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
-  report.plot(rows, sources, output_dir / "self_drafting.png")
-  print(f"wrote {output_dir}/self_drafting.csv and self_drafting.png")
+  curves = {s.name: s.training["curve"] for s in sources if s.training}
+  report.draw(output_dir, rows, curves)
+  print(f"wrote self_drafting.csv and figures to {output_dir}")
   common.finish(output_dir, "self_drafting", {
-      "rows": rows, "paired": paired, "source": data,
+      "rows": rows, "paired": paired, "source": data, "curves": curves,
       "accuracy": {s.name: s.accuracy.tolist() for s in sources
                    if s.accuracy is not None}})
 

@@ -2,7 +2,7 @@
 
 Decodes held-out prompts with every method of drafting and verifying at every
 node budget N, the root included, and prints tokens per pass of the target and
-tokens per second:
+tokens per second. --methods calls them:
 
   chain_token, chain_block   one chain of N - 1 tokens
   specinfer                  i.i.d. children, multi-round rejection
@@ -24,8 +24,8 @@ from the measured costs of passes, of draft levels and of a round.
   python experiments/tree_study.py --budgets=8,64 --temperature=1
 
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
-started again the study goes on there. Writes trees.csv, .png and .json; the
-last line of stdout names the last.
+started again the study goes on there. Writes trees.csv and .json, which the
+last line of stdout names, and the figures trees_tokens.png and trees_speed.png.
 """
 
 import json
@@ -39,6 +39,7 @@ from lib import common
 from lib import flags as shared
 from lib import rollouts
 from lib import timing
+from lib import tree_report as report
 import numpy as np
 
 import specjax as sj
@@ -64,7 +65,7 @@ _CHILDREN = 8  # ranks whose acceptance is measured
 _DEPTH = 12  # of a tree, in tokens
 _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
-_BASELINE, _FASTEST = "autoregressive", "dynamic_program"
+_BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
 def _chain(strategy):
@@ -254,58 +255,6 @@ def _rows(runs, plans, temperatures, budgets):
   return rows
 
 
-def _print_table(rows):
-  print(f"{'T':>4s} {'method':20s} {'nodes':>5s} {'tokens per pass':>16s} "
-        f"{'own rollout':>14s} {'tokens/s':>9s} {'speed-up':>8s}")
-  for r in rows:
-    print(f"{r['temperature']:4g} {r['method']:20s} {r['nodes']:5d} "
-          f"{r['tokens_per_pass']:8.3f} ± {r['stderr']:.3f} "
-          f"{r['own_tokens_per_pass']:6.3f} ± {r['own_stderr']:.3f} "
-          f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
-  for temperature in dict.fromkeys(r["temperature"] for r in rows):
-    mine = [r for r in rows if r["temperature"] == temperature]
-    chosen = next(r for r in mine if r["method"] == _FASTEST)
-    best = max(mine, key=lambda r: r["speedup"])
-    print(f"temperature {temperature:g}: the dynamic program's choice has "
-          f"{len(chosen['parents'])} nodes and "
-          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
-          f"measured ({best['method']}, {best['nodes']} nodes)")
-
-
-def _plot(rows, path):
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
-  figure, grid = plt.subplots(2, len(temperatures), squeeze=False, sharex=True,
-                              figsize=(5 * len(temperatures), 7))
-  for column, temperature in enumerate(temperatures):
-    mine = [r for r in rows if r["temperature"] == temperature]
-    for name in dict.fromkeys(r["method"] for r in mine):
-      line = [r for r in mine if r["method"] == name]
-      if name in (_BASELINE, _FASTEST):
-        style = "--" if name == _BASELINE else ":"
-        grid[1, column].axhline(line[0]["tokens_per_second"], color="k",
-                                linestyle=style, label=name)
-        continue
-      nodes = [r["nodes"] for r in line]
-      grid[0, column].errorbar(
-          nodes, [r["tokens_per_pass"] for r in line],
-          [r["stderr"] for r in line], marker="o", capsize=2, label=name)
-      grid[1, column].plot(nodes, [r["tokens_per_second"] for r in line],
-                           marker="o", label=name)
-    grid[0, column].set(title=f"temperature {temperature:g}", xscale="log")
-    grid[1, column].set(xlabel="nodes of a pass")
-  grid[0, 0].set_ylabel("tokens per pass")
-  grid[1, 0].set_ylabel("tokens per second")
-  for axes in grid.flat:
-    axes.grid(alpha=0.3)
-  grid[0, -1].legend(fontsize=7)
-  grid[1, -1].legend(fontsize=7)
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
-
-
 def main():
   budgets = common.draft_lengths("--budgets", _BUDGETS.value)
   if budgets[0] < 2:
@@ -340,10 +289,9 @@ def main():
       lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
       group_of=lambda unit: unit[1:3])
   rows = _rows(runs, plans, temperatures, budgets)
-  _print_table(rows)
-  common.write_csv(output_dir / "trees.csv", rows)
-  _plot(rows, output_dir / "trees.png")
-  print(f"wrote {output_dir}/trees.csv and trees.png")
+  report.print_table(rows)
+  report.write(output_dir, rows)
+  print(f"wrote trees.csv and two figures to {output_dir}")
   common.finish(output_dir, "trees", {
       "rows": rows, "source": source, "pass_seconds": setting.pass_seconds,
       "level_seconds": setting.level_seconds})

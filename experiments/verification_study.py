@@ -5,20 +5,23 @@ The tables and figures of "Block Verification Accelerates Speculative Decoding"
 Decodes every prompt with every drafter, temperature, draft length and verifier
 and prints for each
 
-  block efficiency   tokens of a round, on the verifier's own rollout
-  paired             the same on shared drafts at shared round starts: one
+  own rollouts       tokens of a round (block efficiency) where the verifier
+                     decoded itself
+  same drafts        the same on shared drafts at shared round starts: one
                      rollout at the largest gamma, driven by token
                      verification, on which all laws are evaluated (greedy
                      block verification from a fresh state)
+  gain               in tokens of a round over token verification, on the same
+                     drafts
   speed-up           over autoregressive decoding of the same prompt, taken in
                      turn; the median over prompts
-  predicted          block efficiency * step / (verify + gamma * draft +
-                     overhead): what a round costs in autoregressive steps,
-                     measured on one half of the prompts, predicts the other;
-                     verify and draft are passes timed alone, and the overhead
-                     is the rest of a round
+  predicted          a prompt's own tokens of a round over what a round cost,
+                     in autoregressive steps, on the other half of the prompts:
+                     costs are predicted, acceptance is not
 
-No figure of the first two tosses a coin: given the draft, the expected number
+The CSV says of these costs what passes timed alone explain (verify_ms, gamma
+times draft_ms) and what they do not (overhead_ms). No figure of the first three
+tosses a coin: given the draft, the expected number
 of accepted tokens is known exactly (Rao-Blackwell). Errors treat a prompt, over
 all its seeds, as one observation; intervals are of 95 %. Prompts are decoded,
 as many of every set, until the interval of block verification's paired gain is
@@ -35,7 +38,9 @@ simulation with normal numbers. --error=0 decodes all prompts.)
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
 started again with the same models, prompts and flags, the study goes on there,
 also with more temperatures, seeds or prompt sets than before. Writes
-verification.md, .csv, .png and .json; the last line of stdout names the last.
+verification.md, .csv and .json, which the last line of stdout names, and the
+figures verification_tokens.png, verification_gain.png and
+verification_speed.png.
 """
 
 import dataclasses
@@ -208,10 +213,10 @@ def _report(study, runs, prompts, source, output_dir):
   decoded = len({unit[3:] for unit in runs})
   reached = study.interval("block") if "block" in _VERIFIERS.value else None
   print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
-        + ("" if reached is None else "; the widest interval of block's paired "
+        + ("" if reached is None else "; the widest interval of block's "
            f"gain is ± {100 * reached:.2f} %"))
-  report.write(output_dir, rows, by_prompts, list(prompts))
-  print(f"wrote verification.md, .csv and .png to {output_dir}")
+  report.write(output_dir, rows, by_prompts)
+  print(f"wrote verification.md, .csv and three figures to {output_dir}")
   common.finish(output_dir, "verification", {
       "rows": rows, "by_prompts": by_prompts, "source": source,
       "seeds": _SEEDS.value, "num_prompts": decoded, "error": reached,

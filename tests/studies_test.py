@@ -21,7 +21,9 @@ def test_tree_study(tmp_path):
     assert len(row["parents"]) == row["nodes"]
   assert {rows[name]["nodes"] for name in rows} <= {1, 4}
   assert (tmp_path / "results/trees/trees.csv").read_text().count("\n") == 6
-  assert (tmp_path / "results/trees/trees.png").stat().st_size > 10_000
+  for name in ("tokens", "speed"):
+    figure = tmp_path / f"results/trees/trees_{name}.png"
+    assert figure.stat().st_size > 10_000
 
 
 def test_self_drafting_study(tmp_path):
@@ -43,7 +45,9 @@ def test_self_drafting_study(tmp_path):
   first, *_, last = study["accuracy"]["medusa"]
   assert first[0] > last[0] > 0.01  # a head knows less the further it looks
   assert (tmp_path / "results/self_drafting/self_drafting.csv").exists()
-  assert (tmp_path / "results/self_drafting/self_drafting.png").exists()
+  for name in ("tokens", "speed", "positions", "training"):
+    figure = tmp_path / f"results/self_drafting/self_drafting_{name}.png"
+    assert figure.stat().st_size > 10_000
 
 
 def test_boost_drafters(tmp_path):
@@ -84,7 +88,9 @@ def test_optimality(tmp_path):
   assert best[2, "context"]["ratio"] == pytest.approx(2 / 3**0.5, abs=1e-3)
   assert best[2, "context"]["supremum"] == pytest.approx(2 / 3**0.5, abs=1e-3)
   assert (tmp_path / "results/optimality/optimality.csv").exists()
-  assert (tmp_path / "results/optimality/optimality.png").exists()
+  for name in ("rounds", "pairs", "extremal"):
+    figure = tmp_path / f"results/optimality/optimality_{name}.png"
+    assert figure.stat().st_size > 10_000
 
 
 def test_benchmark(tmp_path):

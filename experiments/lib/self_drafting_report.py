@@ -1,4 +1,4 @@
-"""Tables and plot of self_drafting_study.py.
+"""Tables and figures of self_drafting_study.py.
 
 `rows` are the study's figures, `paired` its gains on shared drafts and
 `sources` what was drafted with.
@@ -6,28 +6,58 @@
 
 import numpy as np
 
+from lib import style
+
 _SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy
+_UNTRAINED = "untrained "  # begins the name of heads as they were before
+# Drafts that the target samples from; others are chains, or the likeliest.
+_ON_TREES = {
+    ("sampled tree", "recursive"): "without_replacement",
+    ("sampled tree", "traversal"): "traversal",
+    ("i.i.d. tree", "recursive"): "specinfer",
+    ("i.i.d. tree", "traversal"): "iid_traversal",
+    ("i.i.d. tree", "k_seq"): "k_seq",
+    ("top-k tree", "target_walk"): "top_k",
+}
+
+
+def passes(drafter):
+  """Passes of the target in a round: PaSS as published has two."""
+  return 2 if _kind(drafter) == "two passes" else 1
+
+
+def _kind(drafter):
+  """How a source drafts: what follows its name, or nothing."""
+  return drafter.partition(", ")[2]
+
+
+def _method(row):
+  """The method of `style` that a draft and its rule are."""
+  return _ON_TREES.get((_kind(row["drafter"]), row["verifier"]),
+                       row["verifier"])
 
 
 def print_tables(rows, paired, sources):
   """Tokens a round, paired gains, and what the heads know."""
   width = max(len(r["drafter"]) for r in rows)
-  print(f"{'T':>3s} {'drafter':{width}s} {'verifier':19s} "
-        f"{'tokens a round':>15s} {'speed-up':>8s} {'draft/step':>10s} "
-        f"{'added':>9s}  accepted to position 1, 2, ...")
+  print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
+        f"{'tokens a round':>15s} {'a pass':>6s} {'speed-up':>8s} "
+        f"{'draft/step':>10s} {'added':>9s}  accepted to position 1, 2, ...")
   for r in rows:
-    label = r["verifier"] + ("" if r["lossless"] else " (LOSSY)")
-    print(f"{r['temperature']:3g} {r['drafter']:{width}s} {label:19s} "
+    print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
+          f"{style.rule(r['verifier']):15s} "
           f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
+          f"{r['block_efficiency'] / passes(r['drafter']):6.2f} "
           f"{r['speedup']:7.2f}x {r['draft_over_step']:10.2f} "
           f"{r['added_parameters']:9,d}  "
           + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
-  print("± is one standard error over prompts above, 95 % below")
+  print("± is one standard error over prompts; a pass is one of the target\n")
   for p in paired:
-    print(f"temperature {p['temperature']:g}, {p['drafter']}: {p['verifier']} "
-          f"over {p['over']} on the same drafts {100 * p['gain']:+.1f} ± "
-          f"{100 * p['interval']:.1f} %")
-  print("\nhow often guess 1, 2, ... of a head is what the target writes, "
+    print(f"temperature {p['temperature']:g}, {p['drafter']}: gain of "
+          f"{style.rule(p['verifier'])} over {style.rule(p['over'])} on the "
+          f"same drafts {100 * p['gain']:+.1f} ± {100 * p['interval']:.1f} %")
+  print("± is 95 % over prompts\n\n"
+        "how often guess 1, 2, ... of a head is what the target writes, "
         "greedily")
   for source in sources:
     if source.training:
@@ -40,44 +70,103 @@ def print_tables(rows, paired, sources):
               + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
-def plot(rows, sources, path):
-  """Tokens a round, acceptance by position and learning curves."""
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+def draw(directory, rows, curves):
+  """The figures.
+
+  Args:
+    directory: to write them to.
+    rows: of self_drafting.csv.
+    curves: {name: [(tokens, tokens a round)]}, of the heads' training.
+  """
+  _plot_drafts(
+      rows, directory / "self_drafting_tokens.png",
+      lambda r: r["block_efficiency"] / passes(r["drafter"]),
+      lambda r: r["stderr"] / passes(r["drafter"]), "tokens of a pass",
+      "Tokens of a pass of the target; one standard error over prompts")
+  _plot_drafts(
+      rows, directory / "self_drafting_speed.png", lambda r: r["speedup"],
+      lambda r: 0, "speed-up", "Speed over that of autoregressive decoding")
+  _plot_positions(rows, directory / "self_drafting_positions.png")
+  if curves:
+    _plot_training(curves, directory / "self_drafting_training.png")
+
+
+def _plot_drafts(rows, path, value, error, name, title):
+  """A line for every draft, a point for every rule, before and after training.
+
+  Tokens of a round that has two passes stand beside those of a pass.
+  """
+  drafts = list(dict.fromkeys(
+      r["drafter"].removeprefix(_UNTRAINED) for r in rows))
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
-  columns = 2 + len(temperatures)
-  figure, grid = plt.subplots(
-      1, columns, figsize=(5 * columns, 2 + len(rows) / len(temperatures) / 3))
-  for axes, temperature in zip(grid, temperatures):
-    mine = [r for r in rows if r["temperature"] == temperature][::-1]
-    axes.barh([f"{r['drafter']}\n{r['verifier']}"
-               + ("" if r["lossless"] else " (LOSSY)") for r in mine],
-              [r["block_efficiency"] for r in mine],
-              xerr=[r["stderr"] for r in mine])
-    axes.set(title=f"temperature {temperature:g}", xlabel="tokens a round",
-             xlim=(1, None))
-    axes.tick_params(axis="y", labelsize=6)
-    axes.margins(y=0.01)
-  for axes in grid[-2:]:
-    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-  trained = {draft for source in sources if not source.first_rule_only
-             for draft in source.drafts}
+  figure, grid = style.panels(
+      1, len(temperatures), width=4.4, height=1 + 0.3 * len(drafts),
+      sharey=True, sharex=True)
+  for axes, temperature in zip(grid[0], temperatures):
+    for r in rows:
+      if r["temperature"] != temperature:
+        continue
+      draft = r["drafter"].removeprefix(_UNTRAINED)
+      before = draft != r["drafter"]
+      color = style.color(_method(r))
+      axes.errorbar(
+          value(r), drafts.index(draft), xerr=error(r) or None, fmt="o",
+          markersize=6, color=color, alpha=0.6 if before else 1,
+          markerfacecolor="none" if before else color,
+          label="before training" if before else style.label(_method(r)))
+      if passes(draft) > 1 and name == "tokens of a pass" and not before:
+        axes.plot(r["block_efficiency"], drafts.index(draft), "|", color=color,
+                  markersize=11, label="tokens of a round\nof two passes")
+    axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
+    axes.set_title(f"temperature {temperature:g}", fontsize=10)
+    axes.set_xlabel(name)
+    axes.axvline(1, color=style.color("autoregressive"), linewidth=0.8,
+                 label=style.label("autoregressive"))
+  grid[0, 0].invert_yaxis()
+  style.save(figure, path, title)
+
+
+def _plot_positions(rows, path):
+  """How far does a draft reach? A panel for everything that drafts."""
+  first = rows[0]["temperature"]
+  found = {}  # {source: {kind: its first rule's row}}
   for r in rows:
-    if (r["temperature"] == temperatures[0] and r["drafter"] in trained
-        and r["survival"]):
-      grid[-2].plot(range(1, len(r["survival"]) + 1), r["survival"],
-                    marker="o", label=r["drafter"])
-  grid[-2].set(title=f"accepted, temperature {temperatures[0]:g}",
-               xlabel="position", ylim=(0, 1))
-  for source in sources:
-    if source.training:
-      tokens, tokens_a_round = zip(*source.training["curve"])
-      grid[-1].plot(np.array(tokens) / 1e6, tokens_a_round, marker="o",
-                    label=source.name)
-  grid[-1].set(title="training: likeliest chain on held-out rows",
-               xlabel="million tokens", ylabel="tokens a round")
-  for axes in grid[-2:]:
-    axes.legend(fontsize=6)
-  figure.tight_layout()
-  figure.savefig(path, dpi=100)
+    if r["temperature"] == first and not r["drafter"].startswith(_UNTRAINED):
+      source = r["drafter"].partition(", ")[0]
+      found.setdefault(source, {}).setdefault(_kind(r["drafter"]), r)
+  kinds = list(dict.fromkeys(k for kept in found.values() for k in kept))
+  colors = dict(zip(kinds, style.shades(len(kinds))))
+  columns = min(4, len(found))
+  figure, grid = style.panels(
+      -(-len(found) // columns), columns, width=2.6, height=2.4, sharex=True,
+      sharey=True)
+  for axes in grid.flat[len(found):]:
+    axes.set_visible(False)
+  for axes, (source, drafts) in zip(grid.flat, found.items()):
+    for place, (kind, r) in enumerate(drafts.items()):
+      positions = np.arange(1, len(r["survival"]) + 1)
+      axes.plot(positions + 0.05 * (place - (len(drafts) - 1) / 2),
+                r["survival"], marker="o", markersize=4, color=colors[kind],
+                label=kind or "chain")
+    axes.set_title(source, fontsize=9)
+    axes.set_ylim(0, 1.05)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+  figure.supxlabel("position", fontsize=9)
+  figure.supylabel("accepted up to there", fontsize=9)
+  style.save(figure, path, "How far a draft is accepted, temperature "
+             f"{first:g}")
+
+
+def _plot_training(curves, path):
+  """What does training buy? Panels of at most as many curves as can be read."""
+  names = list(curves)
+  groups = [names[i:i + style.MOST] for i in range(0, len(names), style.MOST)]
+  figure, grid = style.panels(1, len(groups), sharex=True, sharey=True)
+  for axes, group in zip(grid[0], groups):
+    for name, color in zip(group, style.shades(len(group))):
+      tokens, value = zip(*curves[name])
+      axes.plot(np.array(tokens) / 1e6, value, marker="o", markersize=4,
+                color=color, label=name)
+    axes.set_xlabel("million tokens of training")
+  grid[0, 0].set_ylabel("tokens of a round")
+  style.save(figure, path, "The heads' likeliest chain on held-out rows")

@@ -2,6 +2,10 @@
 
 A unit is one rollout of one prompt by every arm: (fingerprint, temperature,
 seed, prompt set, index, digest of the prompt).
+
+A gain is block efficiency over that of token verification, less 1: "gain" on
+the same drafts, "own_gain" of each rule's own rollouts. Intervals are of 95 %
+over prompts; "stderr" is one standard error.
 """
 
 import statistics
@@ -9,6 +13,7 @@ import statistics
 import numpy as np
 
 from lib import common
+from lib import style
 from specjax import analysis
 from specjax import contract
 
@@ -73,7 +78,7 @@ class Study:
           return None
         for gamma in self._gammas:
           paired = self._paired(shared, gamma, verifier)
-          widest = max(widest, _Z * paired["paired_improvement_stderr"])
+          widest = max(widest, _Z * paired["gain_stderr"])
     return widest
 
   def _units(self, temperature, prompts=None):
@@ -88,14 +93,14 @@ class Study:
       own = {v: self._own(units, drafter, gamma, v) for v in self._verifiers}
       for verifier in self._verifiers:
         efficiency, error = analysis.ratio_estimate(*own[verifier])
-        gain = analysis.relative_gain(*own[verifier], *own["token"])
+        own_gain = analysis.relative_gain(*own[verifier], *own["token"])
         rows.append({
             "prompts": prompts or "all", "drafter": drafter, "gamma": gamma,
             "temperature": temperature, "verifier": verifier,
             "num_prompts": len({unit[3:] for unit in units}),
             "lossless": contract.rule(common.VERIFIERS[verifier]).lossless,
             "block_efficiency": 1 + efficiency, "stderr": error,
-            "gain": gain[0], "gain_stderr": gain[1],
+            "own_gain": own_gain[0], "own_gain_stderr": own_gain[1],
             **self._paired(shared, gamma, verifier),
             **self._speed(units, drafter, gamma, verifier)})
     return rows
@@ -110,12 +115,11 @@ class Study:
     paired, error = analysis.ratio_estimate(accepted[verifier], rounds)
     more, more_error = analysis.ratio_estimate(
         accepted[verifier] - accepted["token"], rounds)
-    improvement = analysis.relative_gain(
+    gain = analysis.relative_gain(
         accepted[verifier], rounds, accepted["token"], rounds)
     return {"paired_block_efficiency": 1 + paired, "paired_stderr": error,
-            "paired_gain": more, "paired_gain_stderr": more_error,
-            "paired_improvement": improvement[0],
-            "paired_improvement_stderr": improvement[1]}
+            "more_tokens": more, "more_tokens_stderr": more_error,
+            "gain": gain[0], "gain_stderr": gain[1]}
 
   def _own(self, units, drafter, gamma, verifier):
     """Accepted tokens and rounds of every prompt, `[prompts]` each."""
@@ -138,7 +142,12 @@ class Study:
     return tuple(map(np.array, zip(*sums.values())))
 
   def _speed(self, units, drafter, gamma, verifier):
-    """Measured and predicted speed-up of one cell, and what a round costs."""
+    """Measured and predicted speed-up of one cell, and what a round costs.
+
+    A prediction is a prompt's own tokens of a round over what a round cost on
+    the other half of the prompts: it says that a round costs alike everywhere,
+    and nothing about acceptance.
+    """
     arm = key(drafter, gamma, verifier)
     halves = [[], []]
     for unit in units:
@@ -172,25 +181,36 @@ class Study:
         "overhead_ms": 1e3 * (per_round - alone)}
 
 
-def _label(row):
-  return row["verifier"] + ("" if row["lossless"] else " (LOSSY)")
+def _judged_afresh(verifier):
+  """Whether shared drafts show only its first round, for it remembers."""
+  return contract.rule(common.VERIFIERS[verifier]).remembers
 
 
 def print_table(rows):
   """Every cell over all prompts, on stdout."""
-  print(f"{'drafter':10s} {'T':>4s} {'gamma':>5s} {'verifier':15s} "
-        f"{'block efficiency':>16s} {'paired':>15s} {'gain':>15s} "
-        f"{'speed-up':>8s} {'predicted':>9s}")
+  width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
+  print(f"{'':{width}s} {'':4s} {'':5s} {'':15s} {'tokens of a round':>33s} "
+        f"{'gain over token':>16s} {'speed-up over':>16s}")
+  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':15s} "
+        f"{'own rollouts':>16s} {'same drafts':>16s} {'same drafts':>16s} "
+        f"{'autoregressive':>16s} {'predicted':>9s}")
   for r in rows:
-    print(f"{r['drafter'][-10:]:10s} {r['temperature']:4g} {r['gamma']:5d} "
-          f"{_label(r):15s} "
-          f"{r['block_efficiency']:8.3f} ± {r['stderr']:.3f} "
-          f"{r['paired_block_efficiency']:7.3f} ± {r['paired_stderr']:.3f} "
-          f"{_percent(r, 'paired_improvement'):>15s} {r['speedup']:7.2f}x "
-          f"{r['predicted_speedup']:8.2f}x")
+    name = style.label(r["verifier"]) + "*" * _judged_afresh(r["verifier"])
+    print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
+          f"{name:15s} "
+          f"{r['block_efficiency']:8.3f} ± {_Z * r['stderr']:.3f} "
+          f"{r['paired_block_efficiency']:8.3f} ± "
+          f"{_Z * r['paired_stderr']:.3f} {_percent(r, 'gain'):>16s} "
+          f"{r['speedup']:15.2f}x {r['predicted_speedup']:8.2f}x")
+  print("± is 95 % over prompts")
+  afresh = {style.label(r["verifier"]) for r in rows
+            if _judged_afresh(r["verifier"])}
+  if afresh:
+    print(f"* on the same drafts {', '.join(afresh)} starts afresh in every "
+          "round, which its own rollouts do not allow")
   ratios = [r["measured_over_predicted"] for r in rows]
-  print(f"measured over predicted speed-up: {min(ratios):.2f} to "
-        f"{max(ratios):.2f}")
+  print("measured speed-up over what costs on the other half of the prompts "
+        f"predict: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def _percent(row, name):
@@ -198,14 +218,23 @@ def _percent(row, name):
           f"{100 * _Z * row[name + '_stderr']:.2f} %")
 
 
-def write(directory, rows, by_prompts, prompts):
-  """verification.csv, .md and .png of all rows."""
+def write(directory, rows, by_prompts):
+  """verification.csv and .md, and the figures of `draw`."""
   common.write_csv(directory / "verification.csv", rows + by_prompts)
-  (directory / "verification.md").write_text(_tables(rows, by_prompts, prompts))
-  _plot(rows, directory / "verification.png")
+  draw(directory, rows + by_prompts)
 
 
-def _tables(rows, by_prompts, prompts):
+def draw(directory, rows):
+  """verification.md and the figures, from all rows of verification.csv."""
+  by_prompts = [r for r in rows if r["prompts"] != "all"]
+  rows = [r for r in rows if r["prompts"] == "all"]
+  (directory / "verification.md").write_text(_tables(rows, by_prompts))
+  _plot_tokens(rows, directory / "verification_tokens.png")
+  _plot_gain(rows, directory / "verification_gain.png")
+  _plot_speed(rows, directory / "verification_speed.png")
+
+
+def _tables(rows, by_prompts):
   """The paper's three tables as Markdown."""
   gammas = sorted({r["gamma"] for r in rows})
   gamma = _TABLE_GAMMA if _TABLE_GAMMA in gammas else max(gammas)
@@ -213,22 +242,21 @@ def _tables(rows, by_prompts, prompts):
   best = rows[0]["drafter"]
   pick = lambda rows, **want: [
       r for r in rows if all(r[k] == v for k, v in want.items())]
-  at_gamma = pick(rows, gamma=gamma)
-  by_set = [r for name in (*prompts, "all")
-            for r in pick(by_prompts + rows, prompts=name, drafter=best,
-                          gamma=gamma, temperature=first)]
+  by_set = pick(by_prompts + rows, drafter=best, gamma=gamma,
+                temperature=first)
   return "\n".join([
-      "Block efficiency: tokens of a round, on each verifier's own rollouts. "
-      "Gain: over token verification, on own rollouts and paired on the same "
-      "drafts (greedy block verification from a fresh state there). Intervals "
-      "of 95 % over prompts. Speed-up: over autoregressive decoding.", "",
+      "Tokens of a round (block efficiency) of each rule on its own rollouts. "
+      "Gain: in tokens of a round over token verification, on the same drafts; "
+      "for greedy block verification of a first round, for it starts afresh "
+      "there. Gain of own rollouts: the same of each rule's own. ± is 95 % "
+      "over prompts. Speed-up: over autoregressive decoding.", "",
       f"Table 1. By prompts: gamma {gamma}, temperature {first:g}, drafter "
       f"{best}.", "",
       *_table(by_set, ["prompts"]), "",
       f"Table 2. By drafter and gamma: temperature {first:g}, all prompts.", "",
       *_table(pick(rows, temperature=first), ["drafter", "gamma"]), "",
       f"Table 3. By drafter and temperature: gamma {gamma}, all prompts.", "",
-      *_table(at_gamma, ["drafter", "temperature"]), ""])
+      *_table(pick(rows, gamma=gamma), ["drafter", "temperature"]), ""])
 
 
 def _table(rows, labels):
@@ -236,66 +264,99 @@ def _table(rows, labels):
   lines = {}
   for r in rows:
     lines.setdefault(tuple(r[label] for label in labels), []).append(r)
-  verifiers = [_label(r) for r in next(iter(lines.values()))]
+  verifiers = [style.label(r["verifier"]) for r in next(iter(lines.values()))]
   head = [*labels, *verifiers]
-  head += [f"{v}, {what}" for v in verifiers if v != "token"
-           for what in ("gain", "paired")]
-  head += [f"speed-up {v}" for v in verifiers]
+  head += [f"{what} of {v}" for v in verifiers if v != "token"
+           for what in ("gain", "gain of own rollouts")]
+  head += [f"speed-up of {v}" for v in verifiers]
   out = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
   for values, cells in lines.items():
     line = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
     line += [f"{c['block_efficiency']:.3f}" for c in cells]
     line += [_percent(c, name) for c in cells if c["verifier"] != "token"
-             for name in ("gain", "paired_improvement")]
+             for name in ("gain", "own_gain")]
     line += [f"{c['speedup']:.2f}" for c in cells]
     out.append("| " + " | ".join(line) + " |")
   return out
 
 
-def _plot(rows, path):
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  first = rows[0]["temperature"]
-  rows = [r for r in rows if r["temperature"] == first]
+def _panels(rows):
+  """A figure of a panel for every drafter and temperature.
+
+  Returns:
+    `(figure, [(axes, [(verifier, its rows, its x)])])`.
+  """
   drafters = list(dict.fromkeys(r["drafter"] for r in rows))
-  verifiers = list(dict.fromkeys(r["verifier"] for r in rows))
-  figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
-  percent = lambda rows, name: [100 * r[name] for r in rows]
-  for drafter in drafters:
-    for verifier in verifiers:
-      mine = [r for r in rows if r["drafter"] == drafter
-              and r["verifier"] == verifier]
-      gammas = [r["gamma"] for r in mine]
-      # From a fresh state, which only its first round has.
-      once = contract.rule(common.VERIFIERS[verifier]).remembers
-      label = f"{_label(mine[0])}, {drafter}" + ", one round" * once
-      left.errorbar(gammas, [r["paired_block_efficiency"] for r in mine],
+  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
+  figure, grid = style.panels(
+      len(drafters), len(temperatures), sharex=True, sharey=True)
+  found = []
+  for line, drafter in zip(grid, drafters):
+    for axes, temperature in zip(line, temperatures):
+      here = [r for r in rows if r["drafter"] == drafter
+              and r["temperature"] == temperature]
+      verifiers = list(dict.fromkeys(r["verifier"] for r in here))
+      curves = []
+      for place, verifier in enumerate(verifiers):
+        mine = [r for r in here if r["verifier"] == verifier]
+        curves.append((verifier, mine, style.apart(
+            [r["gamma"] for r in mine], place, len(verifiers))))
+      style.tried(axes, [r["gamma"] for r in here])
+      axes.set_title(f"{drafter}, temperature {temperature:g}", fontsize=10)
+      found.append((axes, curves))
+  for axes in grid[-1]:
+    axes.set_xlabel("draft length gamma")
+  return figure, found
+
+
+def _name(verifier):
+  """Of a curve that is measured on shared drafts."""
+  return style.label(verifier) + (
+      "\n(first round only)" * _judged_afresh(verifier))
+
+
+def _plot_tokens(rows, path):
+  """How many tokens does a round give?"""
+  figure, found = _panels(rows)
+  for axes, curves in found:
+    for verifier, mine, x in curves:
+      axes.errorbar(x, [r["paired_block_efficiency"] for r in mine],
                     [_Z * r["paired_stderr"] for r in mine], marker="o",
-                    capsize=3, label=label)
+                    markersize=4, capsize=3, color=style.color(verifier),
+                    label=_name(verifier))
+    axes.set_ylabel("tokens of a round")
+  style.save(figure, path, "Tokens of a round on the same drafts; 95 % over "
+             "prompts")
+
+
+def _plot_gain(rows, path):
+  """What does a rule gain over token verification?"""
+  figure, found = _panels(rows)
+  for axes, curves in found:
+    for verifier, mine, x in curves:
       if verifier != "token":
-        middle.errorbar(
-            gammas, percent(mine, "paired_improvement"),
-            np.multiply(_Z, percent(mine, "paired_improvement_stderr")),
-            marker="o", capsize=3, label=label)
-  gammas = sorted({r["gamma"] for r in rows})
-  for place, gamma in enumerate(gammas):
-    mine = [r for r in rows if r["gamma"] == gamma and r["verifier"] == next(
-        (v for v in verifiers if v != "token"), "token")]
-    offset = (place - (len(gammas) - 1) / 2) * 0.8 / len(gammas)
-    right.bar(np.arange(len(drafters)) + offset,
-              percent(mine, "paired_improvement"), 0.8 / len(gammas),
-              yerr=np.multiply(_Z, percent(mine, "paired_improvement_stderr")),
-              capsize=3, label=f"$\\gamma={gamma}$, {_label(mine[0])}")
-  left.set(xlabel="draft length $\\gamma$", ylabel="tokens per round",
-           title="block efficiency (paired)")
-  middle.set(xlabel="draft length $\\gamma$", ylabel="gain in %",
-             title="improvement over token verification")
-  right.set(ylabel="gain in %", title="improvement by drafter",
-            xticks=range(len(drafters)), xticklabels=drafters)
-  for axes in (left, middle, right):
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-  figure.suptitle(f"temperature {first:g}; intervals of 95 % over prompts")
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
+        axes.errorbar(x, [100 * r["gain"] for r in mine],
+                      [100 * _Z * r["gain_stderr"] for r in mine], marker="o",
+                      markersize=4, capsize=3, color=style.color(verifier),
+                      label=_name(verifier))
+    axes.set_ylabel("gain in %")
+  style.save(figure, path, "Gain in tokens of a round over token verification, "
+             "on the same drafts; 95 % over prompts")
+
+
+def _plot_speed(rows, path):
+  """Does it pay in time, and is that what a round's costs predict?"""
+  figure, found = _panels(rows)
+  for axes, curves in found:
+    axes.axhline(1, color=style.color("autoregressive"), linewidth=0.8,
+                 label=style.label("autoregressive"))
+    for verifier, mine, x in curves:
+      color = style.color(verifier)
+      axes.plot(x, [r["speedup"] for r in mine], marker="o", markersize=4,
+                color=color, label=style.label(verifier))
+      axes.plot(x, [r["predicted_speedup"] for r in mine], "s",
+                markerfacecolor="none", color=color, markersize=8,
+                label="predicted by the\nother prompts' costs"
+                if verifier == "token" else None)
+    axes.set_ylabel("speed-up")
+  style.save(figure, path, "Speed over that of autoregressive decoding")

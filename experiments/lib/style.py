@@ -1,0 +1,106 @@
+"""What methods are called and how they are drawn: once, for every study.
+
+A method has one name in all tables and one colour in all figures. What is no
+method, such as a training run, is drawn in a shade of another palette.
+"""
+
+import pathlib
+
+MOST = 8  # curves that a panel can hold and be read
+
+# {name in flags and files: (name in tables, colour)}.
+_METHODS = {
+    "token": ("token", "#1f77b4"),
+    "block": ("block", "#ff7f0e"),
+    "greedy_block": ("greedy block", "#2ca02c"),
+    "chain_token": ("chain, token", "#1f77b4"),
+    "chain_block": ("chain, block", "#ff7f0e"),
+    "specinfer": ("i.i.d., recursive (SpecInfer)", "#9467bd"),
+    "iid_traversal": ("i.i.d., traversal", "#ff9896"),
+    "k_seq": ("i.i.d., K-SEQ", "#8c564b"),
+    "without_replacement": ("without replacement, recursive", "#e377c2"),
+    "traversal": ("without replacement, traversal", "#d62728"),
+    "hybrid": ("hybrid, recursive", "#17becf"),
+    "top_k": ("top-k, target walk", "#7f7f7f"),
+    "typical": ("typical (LOSSY)", "#bcbd22"),
+    "top_2": ("top 2 (LOSSY)", "#393b79"),
+    "autoregressive": ("autoregressive", "#000000"),
+    "dynamic_program": ("dynamic program's choice", "#000000"),
+}
+
+# Rules on trees, where a table says elsewhere how the tree was drawn.
+_RULES = {"recursive": "recursive", "target_walk": "target walk",
+          "traversal": "traversal", "k_seq": "K-SEQ"}
+
+
+def rule(name: str) -> str:
+  """What tables call a verifier, whatever it judges."""
+  return _RULES.get(name) or label(name)
+
+
+def label(method: str) -> str:
+  """What tables and legends call a method."""
+  return _METHODS[method][0]
+
+
+def color(method: str) -> str:
+  """The colour of a method in every figure."""
+  return _METHODS[method][1]
+
+
+def shades(count: int):
+  """Colours of things that are no methods, dark to light."""
+  import matplotlib  # pylint: disable=g-import-not-at-top
+  return matplotlib.colormaps["viridis"]([
+      0.9 * i / max(count - 1, 1) for i in range(count)])
+
+
+def panels(rows: int = 1, columns: int = 1, *, width=4.0, height=3.2, **kwargs):
+  """A figure and its panels.
+
+  Args:
+    rows: of panels.
+    columns: of panels.
+    width: of a panel, in inches.
+    height: of a panel, in inches.
+    **kwargs: of `pyplot.subplots`.
+
+  Returns:
+    `(figure, axes [rows, columns])`.
+  """
+  import matplotlib  # pylint: disable=g-import-not-at-top
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+  return plt.subplots(
+      rows, columns, squeeze=False, layout="constrained",
+      figsize=(width * columns + 2.4, height * rows + 0.3), **kwargs)
+
+
+def tried(axes, values) -> None:
+  """Marks the values that were tried, each twice the one before or so."""
+  values = sorted(set(values))
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(values, [f"{v:g}" for v in values])
+  axes.minorticks_off()
+
+
+def apart(values, place: int, count: int) -> list[float]:
+  """Values on an axis of `tried`, moved so that curves leave each other be."""
+  return [v * 2**(0.06 * (place - (count - 1) / 2)) for v in values]
+
+
+def save(figure, path: pathlib.Path, title: str | None = None) -> None:
+  """Writes a figure; one legend for all its panels stands beside them."""
+  import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
+  found = {}
+  for axes in figure.axes:
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    for handle, name in zip(*axes.get_legend_handles_labels()):
+      found.setdefault(name, handle)
+  figure.legend(found.values(), found.keys(), loc="outside right upper",
+                fontsize=8)
+  if title:
+    figure.suptitle(title, fontsize=10)
+  figure.savefig(path, dpi=110)
+  plt.close(figure)

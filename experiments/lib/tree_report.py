@@ -1,0 +1,75 @@
+"""Table and figures of tree_study.py, from its rows."""
+
+from lib import common
+from lib import style
+
+BASELINE, FASTEST = "autoregressive", "dynamic_program"
+
+
+def print_table(rows):
+  """Every method at every number of nodes, on stdout."""
+  width = max(len(style.label(r["method"])) for r in rows)
+  print(f"{'':{width + 10}s} {'tokens of a pass of the target':>34s}")
+  print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'same drafts':>16s} "
+        f"{'own rollouts':>16s} {'tokens/s':>9s} {'speed-up':>8s}")
+  for r in rows:
+    print(f"{r['temperature']:4g} {style.label(r['method']):{width}s} "
+          f"{r['nodes']:5d} "
+          f"{r['tokens_per_pass']:8.3f} ± {r['stderr']:.3f} "
+          f"{r['own_tokens_per_pass']:8.3f} ± {r['own_stderr']:.3f} "
+          f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
+  print("± is one standard error over prompts")
+  for temperature in dict.fromkeys(r["temperature"] for r in rows):
+    mine = [r for r in rows if r["temperature"] == temperature]
+    chosen = next(r for r in mine if r["method"] == FASTEST)
+    best = max(mine, key=lambda r: r["speedup"])
+    print(f"temperature {temperature:g}: the dynamic program's choice has "
+          f"{len(chosen['parents'])} nodes and "
+          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
+          f"measured ({style.label(best['method'])}, {best['nodes']} nodes)")
+
+
+def write(directory, rows):
+  """trees.csv, and the figures of `draw`."""
+  common.write_csv(directory / "trees.csv", rows)
+  draw(directory, rows)
+
+
+def draw(directory, rows):
+  """The figures, from the rows of trees.csv."""
+  _plot(rows, directory / "trees_tokens.png", "tokens_per_pass", "stderr",
+        "tokens of a pass", "Tokens of a pass of the target, the same drafts "
+        "for rules of the same trees; one standard error over prompts")
+  _plot(rows, directory / "trees_speed.png", "speedup", None, "speed-up",
+        "Speed over that of autoregressive decoding")
+
+
+def _plot(rows, path, figure_of, error_of, name, title):
+  """A panel for every temperature, a curve for every method."""
+  temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
+  figure, grid = style.panels(1, len(temperatures), height=3.8, sharey=True)
+  for axes, temperature in zip(grid[0], temperatures):
+    mine = [r for r in rows if r["temperature"] == temperature]
+    methods = [m for m in dict.fromkeys(r["method"] for r in mine)
+               if m not in (BASELINE, FASTEST)]
+    for place, method in enumerate(methods):
+      line = [r for r in mine if r["method"] == method]
+      axes.errorbar(
+          style.apart([r["nodes"] for r in line], place, len(methods)),
+          [r[figure_of] for r in line],
+          [r[error_of] for r in line] if error_of else None, marker="o",
+          markersize=4, capsize=2, color=style.color(method),
+          label=style.label(method))
+    nodes = [r["nodes"] for r in mine if r["method"] in methods]
+    if not error_of:  # plain decoding has one node, and a choice any number
+      chosen = next(r for r in mine if r["method"] == FASTEST)
+      nodes.append(chosen["nodes"])
+      axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,
+                color=style.color(FASTEST), label=style.label(FASTEST))
+      axes.axhline(1, color=style.color(BASELINE), linewidth=0.8,
+                   label=style.label(BASELINE))
+    style.tried(axes, nodes)
+    axes.set_title(f"temperature {temperature:g}", fontsize=10)
+    axes.set_xlabel("nodes of a pass, the root included")
+  grid[0, 0].set_ylabel(name)
+  style.save(figure, path, title)

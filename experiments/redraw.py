@@ -1,0 +1,69 @@
+"""Draws the figures of a study again, from its CSV alone; nothing is measured.
+
+  python experiments/redraw.py --results=results/trees
+
+Without --results it draws those of experiments/results/. The figures of
+optimality.py need what its CSV does not hold, and the learning curves of
+self_drafting_study.py are those of the heads in the box.
+"""
+
+import csv
+import json
+import pathlib
+
+from absl import flags
+from lib import common
+from lib import self_drafting_report
+from lib import tree_report
+from lib import verification_report
+
+import specjax as sj
+
+_RESULTS = flags.DEFINE_string(
+    "results", str(pathlib.Path(__file__).parent / "results"),
+    "directory that holds, or whose directories hold, verification.csv, "
+    "trees.csv or self_drafting.csv")
+
+_WORDS = {"True": True, "False": False, "": None}
+
+
+def _curves():
+  """The learning curves of the heads in the box."""
+  read = lambda name: json.loads(
+      (sj.zoo.heads_path(name) / "training.json").read_text("utf-8"))
+  return {name: read(name)["curve"] for name in sj.zoo.HEADS}
+
+
+_DRAW = {
+    "verification.csv": verification_report.draw,
+    "trees.csv": tree_report.draw,
+    "self_drafting.csv": lambda directory, rows: self_drafting_report.draw(
+        directory, rows, _curves()),
+}
+
+
+def _value(text):
+  if text in _WORDS:
+    return _WORDS[text]
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError:
+    return text
+
+
+def main():
+  paths = [path for name in _DRAW
+           for path in sorted(pathlib.Path(_RESULTS.value).rglob(name))]
+  if not paths:
+    raise ValueError(f"{_RESULTS.value} holds none of {', '.join(_DRAW)}; name "
+                     "the --output_dir of a study")
+  for path in paths:
+    with open(path, newline="", encoding="utf-8") as f:
+      rows = [{name: _value(text) for name, text in row.items()}
+              for row in csv.DictReader(f)]
+    _DRAW[path.name](path.parent, rows)
+    print(f"drew {path}")
+
+
+if __name__ == "__main__":
+  common.run(main)
