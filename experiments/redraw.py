@@ -51,6 +51,14 @@ def _value(text):
     return text
 
 
+def draw(path):
+  """Draws what a study's CSV holds, beside it."""
+  with open(path, newline="", encoding="utf-8") as f:
+    rows = [{name: _value(text) for name, text in row.items()}
+            for row in csv.DictReader(f)]
+  _DRAW[path.name](path.parent, rows)
+
+
 def main():
   paths = [path for name in _DRAW
            for path in sorted(pathlib.Path(_RESULTS.value).rglob(name))]
@@ -58,10 +66,7 @@ def main():
     raise ValueError(f"{_RESULTS.value} holds none of {', '.join(_DRAW)}; name "
                      "the --output_dir of a study")
   for path in paths:
-    with open(path, newline="", encoding="utf-8") as f:
-      rows = [{name: _value(text) for name, text in row.items()}
-              for row in csv.DictReader(f)]
-    _DRAW[path.name](path.parent, rows)
+    draw(path)
     print(f"drew {path}")
 
 

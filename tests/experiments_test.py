@@ -95,6 +95,7 @@ _REFUSED = [
     (["--verifiers=block"], ["--verifiers", "token"]),
     (["--verifiers=token,blok"], ["blok", "greedy_block"]),
     (["--drafter=nowhere"], ["nowhere", "missing"]),
+    (["--drafter=small,mine/small"], ["small and mine/small", "rename"]),
     (["--new_tokens=100000"], ["100", "context length"]),
 ]
 

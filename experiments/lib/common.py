@@ -170,11 +170,11 @@ def load_models(target: str, drafters: list[str]):
     ValueError: two drafters have the same label.
   """
   drafters = list(dict.fromkeys(drafters))
-  labels = [label(name) for name in drafters]
-  for one, name in zip(labels, drafters):
-    if labels.count(one) > 1:
-      raise ValueError(f"{name!r} and another drafter are both called {one!r} "
-                       "in tables; rename a directory")
+  for name in drafters:
+    alike = [other for other in drafters if label(other) == label(name)]
+    if len(alike) > 1:
+      raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
+                       f"{label(name)!r}; rename a directory")
   bundled = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
   path = lambda name: bundled / name if name in sj.zoo.DRAFTERS else name
   load = lambda directory: sj.zoo.Member(*sj.models.load_model(directory))

@@ -103,20 +103,21 @@ def _plot_drafts(rows, path, value, error, name, title):
       1, len(temperatures), width=4.4, height=1 + 0.3 * len(drafts),
       sharey=True, sharex=True)
   for axes, temperature in zip(grid[0], temperatures):
-    for r in rows:
-      if r["temperature"] != temperature:
-        continue
+    mine = [r for r in rows if r["temperature"] == temperature]
+    for r in sorted(mine, key=lambda r: r["drafter"].startswith(_UNTRAINED)):
       draft = r["drafter"].removeprefix(_UNTRAINED)
       before = draft != r["drafter"]
-      color = style.color(_method(r))
+      rules = [s["verifier"] for s in mine if s["drafter"] == draft]
+      y = drafts.index(draft) + 0.22 * (
+          rules.index(r["verifier"]) - (len(rules) - 1) / 2)
+      color = "black" if before else style.color(_method(r))
       axes.errorbar(
-          value(r), drafts.index(draft), xerr=error(r) or None, fmt="o",
-          markersize=6, color=color, alpha=0.6 if before else 1,
-          markerfacecolor="none" if before else color,
+          value(r), y, xerr=error(r) or None, fmt="o", markersize=5,
+          color=color, markerfacecolor="none" if before else color,
           label="before training" if before else style.label(_method(r)))
       if passes(draft) > 1 and name == "tokens of a pass" and not before:
-        axes.plot(r["block_efficiency"], drafts.index(draft), "|", color=color,
-                  markersize=11, label="tokens of a round\nof two passes")
+        axes.plot(r["block_efficiency"], y, "|", color=color, markersize=9,
+                  label="tokens of a round\nof two passes")
     axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel(name)

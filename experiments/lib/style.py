@@ -5,9 +5,11 @@ method, such as a training run, is drawn in a shade of another palette.
 """
 
 import pathlib
+import textwrap
 
 MOST = 8  # curves that a panel can hold and be read
 
+_LEGEND = 2.4  # inches beside the panels
 # {name in flags and files: (name in tables, colour)}.
 _METHODS = {
     "token": ("token", "#1f77b4"),
@@ -73,7 +75,7 @@ def panels(rows: int = 1, columns: int = 1, *, width=4.0, height=3.2, **kwargs):
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   return plt.subplots(
       rows, columns, squeeze=False, layout="constrained",
-      figsize=(width * columns + 2.4, height * rows + 0.3), **kwargs)
+      figsize=(width * columns + _LEGEND, height * rows + 0.3), **kwargs)
 
 
 def tried(axes, values) -> None:
@@ -101,6 +103,8 @@ def save(figure, path: pathlib.Path, title: str | None = None) -> None:
   figure.legend(found.values(), found.keys(), loc="outside right upper",
                 fontsize=8)
   if title:
-    figure.suptitle(title, fontsize=10)
+    room = figure.get_figwidth() - _LEGEND
+    figure.suptitle(textwrap.fill(title, int(13 * room)), fontsize=10, x=0.01,
+                    horizontalalignment="left")
   figure.savefig(path, dpi=110)
   plt.close(figure)

@@ -357,6 +357,6 @@ def _plot_speed(rows, path):
       axes.plot(x, [r["predicted_speedup"] for r in mine], "s",
                 markerfacecolor="none", color=color, markersize=8,
                 label="predicted by the\nother prompts' costs"
-                if verifier == "token" else None)
+                if verifier == curves[-1][0] else None)
     axes.set_ylabel("speed-up")
   style.save(figure, path, "Speed over that of autoregressive decoding")
