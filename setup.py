@@ -9,7 +9,7 @@ _ROOT = pathlib.Path(__file__).parent
 _VERSION = re.search(r'__version__ = "([^"]+)"',
                      (_ROOT / "specjax/__init__.py").read_text()).group(1)
 
-_EXPERIMENTS = ["matplotlib", "tensorboardX", "tqdm"]
+_EXPERIMENTS = ["matplotlib", "tensorboardX"]
 
 setuptools.setup(
     name="specjax",
@@ -32,6 +32,7 @@ setuptools.setup(
         "safetensors",
         "scipy",
         "tokenizers",
+        "tqdm",
     ],
     extras_require={
         "experiments": _EXPERIMENTS,

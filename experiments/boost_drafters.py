@@ -22,7 +22,6 @@ line of stdout names boost_drafters.json there, which says:
 """
 
 import functools
-import pathlib
 import sys
 
 from absl import flags
@@ -131,7 +130,7 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
 def _train(number, first, drafters, rows, held_out, target, tokenizer,
            output_dir):
   """Trains drafter `number` on what the earlier `drafters` miss."""
-  directory = output_dir / f"drafter_{number}"
+  directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
   weights = np.zeros((len(rows), rows.shape[1] - 1), np.float32)
   weights[:, _PROMPT_TOKENS.value - 1:] = missed(
@@ -199,7 +198,7 @@ def main():
         f"--drafter has {first.model.vocab_size} tokens and the target "
         f"{target.model.vocab_size}; give one that was trained with the "
         "target's tokenizer")
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   rows = _rows(target, tokenizer, output_dir)
   drafters = [first]
   for number in range(2, _DRAFTERS.value + 1):

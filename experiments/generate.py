@@ -38,7 +38,7 @@ _VERIFIER = flags.DEFINE_enum(
     "default: block, and target_walk for Medusa's tree")
 _GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
                       "or look-ahead tokens for it")
-_NODES = flags.DEFINE_integer("nodes", 16, "of Medusa's tree, with its root", 2)
+_NODES = shared.nodes(16)
 _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
 _TOP_P = shared.top_p()
@@ -90,7 +90,8 @@ def _speculation():
   name = _DRAFTER.value
   itself = common.drafts_for_itself(name)
   target, members, tokenizer = common.load_models(
-      _TARGET.value, [] if itself or name == "none" else [name])
+      _TARGET.value, [] if itself or name == "none" else [name],
+      ", ".join((*sj.zoo.DRAFTERS, *sj.zoo.HEADS, "none")))
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
     target, tokenizer, heads, own, training = common.load_self_drafter(
@@ -131,24 +132,31 @@ def main():
   colored = _COLOR.value == "always" or (
       _COLOR.value == "auto" and sys.stdout.isatty())
   printer = _Printer(tokenizer, colored)
-  printer.prompt(ids)
   state, rounds, accepted = prefill(), 0, 0
   start, length = time.perf_counter(), len(ids)
-  while not bool(state.done[0]):
-    state, stats = decoder.decode(params, state, rounds=_ROUNDS_A_CALL)
-    sj.raise_if_not_finite(stats)
-    tokens = np.asarray(state.tokens[0])
-    for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
-                                np.asarray(stats.accepted[:, 0])):
-      printer.round(tokens[length:length + emitted], drafted)
-      length += emitted
-      accepted += drafted
-    rounds += int(stats.active[:, 0].sum())
-  total = length - len(ids)
-  seconds = time.perf_counter() - start
-  print(f"\n\n{total} tokens in {rounds} rounds: {total / rounds:.2f} a round, "
-        f"{100 * accepted / total:.0f} % of them drafted, "
-        f"{total / seconds:.0f} tokens/s")
+
+  def statistics():
+    total, seconds = length - len(ids), time.perf_counter() - start
+    return (f"{total} tokens in {rounds} rounds: {total / max(rounds, 1):.2f} "
+            f"a round, {100 * accepted / max(total, 1):.0f} % of them drafted, "
+            f"{total / seconds:.0f} tokens/s")
+
+  try:
+    printer.prompt(ids)
+    while not bool(state.done[0]):
+      state, stats = decoder.decode(params, state, rounds=_ROUNDS_A_CALL)
+      sj.raise_if_not_finite(stats)
+      tokens = np.asarray(state.tokens[0])
+      for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
+                                  np.asarray(stats.accepted[:, 0])):
+        printer.round(tokens[length:length + emitted], drafted)
+        length += emitted
+        accepted += drafted
+      rounds += int(stats.active[:, 0].sum())
+  except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or `| head`
+    print(f"\n{statistics()}", file=sys.stderr)
+    raise
+  print(f"\n\n{statistics()}")
 
 
 if __name__ == "__main__":

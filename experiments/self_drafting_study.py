@@ -30,7 +30,6 @@ self_drafting_tokens.png, _speed.png, _positions.png and _training.png.
 
 import dataclasses
 import functools
-import pathlib
 import statistics
 import sys
 from typing import Any
@@ -61,7 +60,7 @@ _UNTRAINED = flags.DEFINE_bool(
     "untrained", True, "measure the heads as they were before training, too")
 _TEMPERATURE = shared.temperatures("0,1")
 _GAMMA = shared.gamma(4, "tokens of a language model")
-_NODES = flags.DEFINE_integer("nodes", 64, "of Medusa's tree, with its root", 2)
+_NODES = shared.nodes(64)
 _NUM_PROMPTS = shared.num_prompts(16)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(96)
@@ -277,6 +276,8 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   for temperature in temperatures:  # a bad one is refused early
     sj.LogitsTransform(temperature=temperature)
+  common.given("--drafters or --heads", _DRAFTERS.value + _HEADS.value,
+               "what to draft with")
   target, members, tokenizer = common.load_models(
       _TARGET.value, _DRAFTERS.value)
   ids, data = common.code_prompts(
@@ -287,8 +288,7 @@ def main():
   sources = _sources(target, members, tokenizer, calibration)
   capacity = _capacity(sources)
 
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
-  output_dir.mkdir(parents=True, exist_ok=True)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   prints = [rollouts.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
       _NEW_TOKENS.value, _SEED.value) for source in sources]

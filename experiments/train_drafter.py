@@ -19,8 +19,10 @@ Leaves in --output_dir:
                        last line of stdout names this file
 
 Killed and started again with the same flags it ends with the same weights,
-bit for bit. Heads for the bundled target, on Python's standard library and on
-text that the target writes itself:
+bit for bit. A finished run goes on when it is given more --steps: from its end
+on it has the learning rate of a run of the new length, which may rise before it
+falls to 0 again. Heads for the bundled target, on Python's standard library and
+on text that the target writes itself:
 
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/medusa
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/self \\
@@ -48,8 +50,8 @@ import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.files import atomically
-from specjax.files import claim
 from specjax.files import fingerprint
+from specjax.files import read_json
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
@@ -58,6 +60,7 @@ from specjax.training import loop
 from specjax.training import methods
 from specjax.training import metrics
 from specjax.training import optimizers
+from specjax.training import runs
 
 _METHODS = {method.name: method for method in methods.METHODS}
 _CURVE = "greedy_block_efficiency"  # what the learning curve is of
@@ -172,21 +175,6 @@ def _row_tokens(target, heads):
   return value
 
 
-def _self_rows(target, training, held_out, row_tokens):
-  """Rows that the target writes after beginnings of both sides' text."""
-  decoder = common.autoregressive(target.model, _SELF_TEMPERATURE.value)
-  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
-  return [
-      distillation.sample_rows(
-          decoder, {"target": target.params},
-          distillation.cut_prompts(
-              tokens, count, _SELF_PROMPT_TOKENS.value, _SEED.value),
-          length=row_tokens, directory=directory / name, seed=_SEED.value + i)
-      for i, (name, tokens, count) in enumerate((
-          ("training", training, _SELF_ROWS.value),
-          ("held_out", held_out, _HELD_OUT_ROWS.value)))]
-
-
 def _spread_rows(tokens, count, size):
   """`[count, size]` rows of a stream `[T]`, at equal distances."""
   if len(tokens) < size:
@@ -196,9 +184,8 @@ def _spread_rows(tokens, count, size):
   return tokens[starts[:, None] + np.arange(size)].astype(np.int32)
 
 
-def _data(target, heads, tokenizer):
-  """`(step -> [B, S + 1], held-out rows, fingerprint of the source)`."""
-  row_tokens = _row_tokens(target, heads)
+def _streams(tokenizer):
+  """`(tokens to train on, tokens held out), fingerprint of the source`."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
     raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
                      f"{_ACCUMULATE.value}; it must divide the batch")
@@ -207,18 +194,45 @@ def _data(target, heads, tokenizer):
                      f"{_BATCH_SIZE.value}; sample at least one batch")
   documents = corpora.read_documents(
       _self_source() or _DATA.value, _FIELD.value)
-  training, held_out = (
-      tokenizer.encode_stream([d.text for d in side])
-      for side in corpora.split(documents))
+  streams = tuple(tokenizer.encode_stream([d.text for d in side])
+                  for side in corpora.split(documents))
+  return streams, fingerprint(documents)
+
+
+def _data(target, streams, row_tokens):
+  """`() -> (step -> [B, S + 1], held-out rows)`; all that can fail is done.
+
+  What is left are the rows that the target writes itself, after beginnings of
+  both sides' text.
+  """
   if _self_source() is None:
-    batch = batches.TokenWindows(
-        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value).batch
-    rows = _spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens)
-  else:
-    sampled, rows = _self_rows(target, training, held_out, row_tokens)
-    batch = distillation.RowBatches(
-        sampled, _BATCH_SIZE.value, _SEED.value).batch
-  return batch, rows, fingerprint(documents)
+    training, held_out = streams
+    ready = (batches.TokenWindows(
+        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value).batch,
+             _spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens))
+    return lambda: ready
+  if _SELF_PROMPT_TOKENS.value >= row_tokens:
+    raise ValueError(f"--self_prompt_tokens is {_SELF_PROMPT_TOKENS.value} and "
+                     f"a row has {row_tokens} tokens; give shorter prompts")
+  decoder = common.autoregressive(target.model, _SELF_TEMPERATURE.value)
+  prompts = [
+      distillation.cut_prompts(
+          tokens, count, _SELF_PROMPT_TOKENS.value, _SEED.value)
+      for tokens, count in zip(
+          streams, (_SELF_ROWS.value, _HELD_OUT_ROWS.value))]
+  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
+
+  def sample():
+    training, held_out = (
+        distillation.sample_rows(
+            decoder, {"target": target.params}, some, length=row_tokens,
+            directory=directory / name, seed=_SEED.value + i)
+        for i, (name, some) in enumerate(
+            zip(("training", "held_out"), prompts)))
+    return distillation.RowBatches(
+        training, _BATCH_SIZE.value, _SEED.value).batch, held_out
+
+  return sample
 
 
 def _rate(method):
@@ -227,10 +241,11 @@ def _rate(method):
   return _LEARNING_RATE.value
 
 
-def _optimizer(rate, tuned):
-  schedule = lambda peak: optimizers.trapezoid(
-      peak, _STEPS.value, _WARMUP_STEPS.value,
-      int(_STEPS.value * _DECAY_FRACTION.value))
+def _optimizer(rate, tuned, lengths):
+  schedule = lambda peak: runs.schedule(
+      lengths, lambda steps: optimizers.trapezoid(
+          peak, steps, _WARMUP_STEPS.value,
+          int(steps * _DECAY_FRACTION.value)))
   by_name = {"drafter": optimizers.adamw(schedule(rate), weight_decay=0.0)}
   if tuned:
     by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
@@ -291,7 +306,8 @@ def _spent(output_dir, tokens_per_step, before):
   spent = {"tokens": 0, "minutes": 0, "curve": []}
   if _HEADS_FROM.value is not None:
     path = pathlib.Path(_HEADS_FROM.value) / "training.json"
-    spent |= json.loads(path.read_text()) if path.exists() else {}
+    if path.exists():
+      spent |= read_json(path, "train those heads again")
   return {
       "tokens": spent["tokens"] + int(sum(tokens)),
       "minutes": spent["minutes"] + sum(tokens / pace) / 60,
@@ -310,8 +326,9 @@ def main():
   print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
-  batch, held_out, corpus = _data(target, heads, tokenizer)
-  evaluate = _evaluation(method, target, heads, params, held_out)
+  row_tokens = _row_tokens(target, heads)
+  streams, corpus = _streams(tokenizer)
+  data = _data(target, streams, row_tokens)
 
   trainable, frozen = {"drafter": params}, {"target": target.params}
   tuned = method.trains_target(options)
@@ -319,19 +336,24 @@ def main():
     trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
   if "teacher" in objective.needs:
     frozen["teacher"] = target.params
-  output_dir, rate = pathlib.Path(_OUTPUT_DIR.value), _rate(method)
-  claim(output_dir / "run.json", {
+  rate = _rate(method)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  lengths = runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": corpus,
-      "parameters": fingerprint((trainable, frozen)),
-      "held_out": fingerprint(held_out), "learning_rate": rate,
+      "tokens": fingerprint(streams), "row_tokens": row_tokens,
+      "parameters": fingerprint((trainable, frozen)), "learning_rate": rate,
+      "self": _self_source() is not None,
       **{flag.name: flag.value for flag in (
-          _SELF_ROWS, _BATCH_SIZE, _ACCUMULATE, _STEPS, _RATE_RATIO,
-          _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, "run")
+          _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
+          _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO, _WARMUP_STEPS, _DECAY_FRACTION,
+          _SEED)}}, _STEPS.value)
+  batch, held_out = data()
+  evaluate = _evaluation(method, target, heads, params, held_out)
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
+  progress = lambda step: np.float32(step / runs.part_length(lengths, step))
   trainer = loop.Trainer(
-      objective=objective, optimizer=_optimizer(rate, tuned),
-      batch=lambda step: {"tokens": batch(step),
-                          "progress": np.float32(step / _STEPS.value)},
+      objective=objective, optimizer=_optimizer(rate, tuned, lengths),
+      batch=lambda step: {"tokens": batch(step), "progress": progress(step)},
       steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,

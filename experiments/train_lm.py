@@ -10,7 +10,9 @@ a Llama-shaped decoder, and leaves in --output_dir:
                        line of stdout names this file
 
 Killed and started again with the same flags it ends with the same weights,
-bit for bit. A target and a small drafter on Python's standard library:
+bit for bit. A finished run goes on when it is given more --steps: from its end
+on it has the learning rate of a run of the new length, which may rise before it
+falls to 0 again. A target and a small drafter on Python's standard library:
 
   python experiments/train_lm.py --output_dir=/tmp/target
   python experiments/train_lm.py --output_dir=/tmp/drafter \\
@@ -18,7 +20,6 @@ bit for bit. A target and a small drafter on Python's standard library:
     --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
 """
 
-import pathlib
 import sys
 
 from absl import flags
@@ -30,7 +31,6 @@ from lib import flags as shared
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
-from specjax.files import claim
 from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import Transformer
@@ -39,6 +39,7 @@ from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
+from specjax.training import runs
 
 _DATA = shared.data()
 _FIELD = shared.field()
@@ -75,26 +76,26 @@ _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
 
 
-def _tokenizer(output_dir, training_texts):
+def _tokenizer(path, training_texts):
   """The tokenizer given, else the run's own, else a new one."""
-  path = output_dir / "tokenizer.json"
-  if _TOKENIZER.value:
-    tokenizer = tokenizers.Tokenizer.load(_TOKENIZER.value)
-  elif path.exists():
-    return tokenizers.Tokenizer.load(path)
-  else:
-    tokenizer = tokenizers.train(training_texts, _VOCAB_SIZE.value)
-  tokenizer.save(path)
-  return tokenizer
+  own = tokenizers.Tokenizer.load(path) if path.exists() else None
+  if not _TOKENIZER.value:
+    return own or tokenizers.train(training_texts, _VOCAB_SIZE.value)
+  given = tokenizers.Tokenizer.load(_TOKENIZER.value)
+  if own and own.backend.to_str() != given.backend.to_str():
+    raise ValueError(f"--tokenizer is {_TOKENIZER.value} and {path} is "
+                     "another; leave the flag out, or choose another "
+                     "--output_dir")
+  return given
 
 
 def main():
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   training, held_out = ([d.text for d in side]
                         for side in corpora.split(documents))
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
-  output_dir.mkdir(parents=True, exist_ok=True)
-  tokenizer = _tokenizer(output_dir, training)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  tokenizer_path = output_dir / "tokenizer.json"
+  tokenizer = _tokenizer(tokenizer_path, training)
   tokens = tokenizer.encode_stream(training)
   print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
         f"{len(held_out)} documents held out", file=sys.stderr)
@@ -106,22 +107,24 @@ def main():
       context_length=_CONTEXT_LENGTH.value))
   params = model.init(jax.random.key(_SEED.value))
   num_params = common.num_parameters(params)
-  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
-  schedule = optimizers.trapezoid(
-      _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
-      int(_STEPS.value * _DECAY_FRACTION.value))
   bits_per_byte = evaluation.bits_per_byte(
       model, tokenizer.encode_stream(held_out),
       sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
-  claim(output_dir / "run.json", {
+  lengths = runs.claim_run(output_dir, {
       "model": repr(model), "corpus": fingerprint(documents),
       "tokens": fingerprint(tokens),
       **{flag.name: flag.value for flag in (
-          _BATCH_SIZE, _STEPS, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
-          _DECAY_FRACTION, _SEED)}}, "run")
+          _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
+          _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+  if not tokenizer_path.exists():
+    tokenizer.save(tokenizer_path)
+  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
+  schedule = runs.schedule(lengths, lambda steps: optimizers.trapezoid(
+      _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
+      int(steps * _DECAY_FRACTION.value)))
   trained = loop.Trainer(
       objective=objectives.NextToken(model=model),
       optimizer=make[_OPTIMIZER.value](schedule),

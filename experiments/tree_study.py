@@ -29,7 +29,6 @@ last line of stdout names, and the figures trees_tokens.png and trees_speed.png.
 """
 
 import json
-import pathlib
 import statistics
 import sys
 
@@ -45,8 +44,8 @@ import numpy as np
 import specjax as sj
 from specjax import analysis
 from specjax import contract
+from specjax import files
 from specjax import strategies
-from specjax.files import atomically
 
 _BUDGETS = flags.DEFINE_list(
     "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
@@ -190,13 +189,13 @@ def _plan(setting, temperature, budgets):
 
 def _plans(setting, temperatures, budgets, path):
   """The plan of every temperature; `path` keeps them for a study resumed."""
-  plans = json.loads(path.read_text()) if path.exists() else {}
+  plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     if f"{temperature:g}" not in plans:
       print(f"measuring acceptance at temperature {temperature:g}",
             file=sys.stderr)
       plans[f"{temperature:g}"] = _plan(setting, temperature, budgets)
-      with atomically(path) as f:
+      with files.atomically(path) as f:
         f.write(json.dumps(plans).encode())
   return plans
 
@@ -275,8 +274,7 @@ def main():
   for temperature in temperatures:  # a bad one is refused early
     setting.decoder(temperature, "chain_token", (-1, 0))
 
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
-  output_dir.mkdir(parents=True, exist_ok=True)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = rollouts.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
       _NEW_TOKENS.value, _SEED.value)

@@ -230,6 +230,8 @@ def main():
     raise ValueError("--verifiers lacks 'token'; the others are compared to "
                      "it: add it")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  common.given("--drafter", _DRAFTER.value, "one at least, such as small")
+  common.given("--prompts", _PROMPTS.value, "one set at least, or leave it out")
   target, drafters, tokenizer = common.load_models(
       _TARGET.value, _DRAFTER.value)
   prompts, source = _load_prompts(tokenizer)
@@ -245,8 +247,7 @@ def main():
                      f"{_NEW_TOKENS.value} exceed the context length of "
                      f"{context}; ask for fewer")
 
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
-  output_dir.mkdir(parents=True, exist_ok=True)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),

@@ -2,7 +2,8 @@
 
 A file that is written `atomically` is either complete or absent. A directory
 that a run has made its own by `claim` is refused to a run of other data or
-settings, and `fingerprint` is how such a run is told from this one.
+settings, and `fingerprint` is how such a run is told from this one. While a
+process has it `locked`, it is refused to every other one.
 """
 
 from collections.abc import Iterator
@@ -14,13 +15,21 @@ import os
 import pathlib
 from typing import Any
 from typing import BinaryIO
+import uuid
 
 import jax
 import numpy as np
 
+try:
+  import fcntl
+except ImportError:  # Windows has no such locks
+  fcntl = None
+
 # Raised whenever `fingerprint` changes, so that what was recorded under an
 # older one is refused by name and not compared.
 _FORMAT = 2
+# What a file is called that is not complete: its name, digits, and this.
+_DIGITS, _PARTIAL = 8, ".partial"
 
 
 @contextlib.contextmanager
@@ -28,18 +37,82 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
   """Opens a file for writing bytes; it appears under its name when complete.
 
   Args:
-    path: of the file; one that exists is replaced.
+    path: of the file; one that exists is replaced, and stays if the writing
+      fails.
 
   Yields:
-    The file, under another name.
+    The file, under a name that no other process gives to one.
   """
   path = pathlib.Path(path)
-  temporary = path.with_name(path.name + ".partial")
-  with open(temporary, "wb") as f:
-    yield f
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)
+  digits = uuid.uuid4().hex[:_DIGITS]
+  temporary = path.with_name(f"{path.name}.{digits}{_PARTIAL}")
+  try:
+    with naming(path), open(temporary, "xb") as f:
+      yield f
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
+    raise
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Errors of the system in here that name no file name this one.
+
+  A full disk is found out when bytes are written, by a call that knows of no
+  name.
+  """
+  try:
+    yield
+  except OSError as e:
+    e.filename = e.filename or os.fspath(path)
+    raise
+
+
+@contextlib.contextmanager
+def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
+  """Keeps every other process out of a directory, and clears up in it.
+
+  The system itself lets go of the lock when the process ends, however it ends:
+  a killed one leaves nothing that keeps others out. The pieces of files that
+  it may have left are deleted. Where the file system has no locks, nobody is
+  kept out.
+
+  Args:
+    directory: created if needed.
+    what: a word for the error, such as "run".
+
+  Raises:
+    ValueError: another process has it.
+  """
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  with open(directory / ".lock", "ab") as f:
+    try:
+      alone = _lock(f)
+    except BlockingIOError:
+      raise ValueError(f"another {what} is at work in {directory}; wait until "
+                       "it ends, or choose another directory") from None
+    if alone:
+      for path in directory.glob(f"*.{'[0-9a-f]' * _DIGITS}{_PARTIAL}"):
+        path.unlink()
+    yield
+
+
+def _lock(file) -> bool:
+  """Whether this process has the lock of a file now; others' is an error."""
+  try:
+    if fcntl:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      return True
+  except BlockingIOError:
+    raise
+  except OSError:
+    pass  # a file system without locks
+  return False
 
 
 def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
@@ -81,12 +154,8 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     ValueError: the file is not JSON, or of another version of specjax.
   """
   path = pathlib.Path(path)
-  try:
-    found = json.loads(path.read_text("utf-8"))
-  except ValueError as e:
-    raise ValueError(f"{path} is not JSON ({e}); choose another path, or "
-                     f"delete {path.parent}") from None
-  if not isinstance(found, dict) or not found:
+  found = read_json(path, f"choose another path, or delete {path.parent}")
+  if not found:
     raise ValueError(f"{path} describes no {what}; choose another path, or "
                      f"delete {path.parent}")
   if found.get("format") != _FORMAT:
@@ -94,6 +163,26 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
         f"{path.parent} holds a {what} of another version of specjax, whose "
         "fingerprints differ; choose another path, or delete it and start "
         "again")
+  return found
+
+
+def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
+  """The JSON object in a file.
+
+  Args:
+    path: of the file.
+    fix: what the user may do about a file that holds none.
+
+  Raises:
+    ValueError: the file is not UTF-8, not JSON, or holds no object.
+  """
+  try:
+    found = json.loads(pathlib.Path(path).read_bytes())
+  except ValueError as e:
+    raise ValueError(f"{path} is not JSON ({e}); {fix}") from None
+  if not isinstance(found, dict):
+    raise ValueError(f"{path} holds a JSON {type(found).__name__} and no "
+                     f"object; {fix}")
   return found
 
 

@@ -1,5 +1,6 @@
 """What the experiment scripts share: programs, rollouts, the compiled code."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import specjax as sj
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import common  # noqa: E402
 from lib import compilation  # noqa: E402
 from lib import one_of  # noqa: E402
 from lib import rollouts  # noqa: E402
@@ -98,6 +100,44 @@ def test_rollouts_stop_when_the_error_is_small_and_go_on_when_killed(tmp_path):
   assert list(study(path, 99)) == units  # a smaller error takes more
   assert arm.asked == [8, 9, 10]
   assert study(path, 8) == runs  # and a larger one no more than it needs
+
+
+def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
+  """A file of the user's own is neither a traceback nor emptied."""
+  path = tmp_path / "runs.jsonl"
+  arm = _Arm(_decoder(sj.verifiers.Token()))
+  study = lambda: rollouts.run(
+      [("print", 1.0, 0)], lambda unit: ([1], 0, 0), lambda group: {"arm": arm},
+      path)
+  for text in ("3\n", "{}\n", '{"unit": 3, "arms": {}}\n', "mine\n\n"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match="runs.jsonl line 1 is no run"):
+      study()
+    assert path.read_text() == text
+  path.unlink()
+  full = lambda path, mode: open("/dev/full", mode)
+  monkeypatch.setattr(rollouts, "open", full, raising=False)
+  with pytest.raises(OSError, match="No space left on device: .*runs.jsonl"):
+    study()  # the file is named
+
+
+@pytest.mark.parametrize("error,code,words", [
+    (OSError(errno.ENOSPC, "No space left on device", "out/x"),
+     "error: out/x: No space left on device; make room, or choose another "
+     "place", ""),
+    (PermissionError(errno.EACCES, "Permission denied", "out"),
+     "error: out: Permission denied; choose a place that you may write to", ""),
+    (OSError("no network"), "error: no network", ""),
+    (KeyboardInterrupt(), 130, "stopped by Ctrl-C")])
+def test_errors_of_the_system_end_in_one_line(capsys, error, code, words):
+  """A full disk or Ctrl-C after hours must not be a page of a traceback."""
+  def main():
+    raise error
+
+  with pytest.raises(SystemExit) as e:
+    common.run(main, ["script"])
+  assert e.value.code == code
+  assert words in capsys.readouterr().err
 
 
 def test_the_kept_code_stays_small(tmp_path):

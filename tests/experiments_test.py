@@ -4,6 +4,9 @@ import pytest
 from scripts import last_line
 from scripts import run
 from scripts import run_all
+from scripts import start
+
+from specjax import files
 
 
 def test_verification_study(tmp_path):
@@ -58,9 +61,19 @@ def test_verification_study(tmp_path):
 def test_replay(tmp_path):
   """A record is made, judged, and judged again without a model."""
   flags = ["--num_prompts=4", "--new_tokens=48", "--gamma=3"]
-  made, judged = run_all("replay.py", flags, [
-      "--evaluate_only", "--verifiers=block", "--output_dir=judged"],
-                         cwd=tmp_path)
+  (tmp_path / "file").touch()
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other/record.json").write_text('{"format": 2}')
+  refusals = [
+      (["--gamma=0"], ["--gamma=0", "positive"]),
+      (["--gamma=1024"], ["--gamma=1024", "at most 1023, for"]),
+      (["--record=file"], ["file is a file", "directory"]),
+      (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
+      (["--verifiers="], ["--verifiers", "greedy_block"])]
+  made, judged, *refused = run_all("replay.py", flags, [
+      "--evaluate_only", "--verifiers=block", "--output_dir=judged"], *(
+          [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
+  _check_refused(refused, refusals)
   study = last_line(made)
   rows = {r["verifier"]: r for r in study["rows"]}
   assert rows["token"]["online_block_efficiency"] == pytest.approx(
@@ -73,13 +86,42 @@ def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
   flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always",
            "--gamma=3"]
-  for result in run_all("generate.py", *(
-      [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")),
-                        cwd=tmp_path):
+  names = "choose among small, tiny, pass, medusa, none, or give"
+  refusals = [(["--drafter=meduza"], ["'meduza'", names]),
+              (["--drafter="], ["''", names]),
+              (["--target=bundle"], ["'bundle'", "among bundled, or"]),
+              (["--nodes=1024"], ["--nodes=1024", "at most 1023, for"])]
+  *results, a, b, c, d = run_all("generate.py", *(
+      [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")), *(
+          [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
+  _check_refused([a, b, c, d], refusals)
+  for result in results:
     assert result["code"] == 0
     assert result["stdout"].startswith("def f(x):")
     assert "\033[31m" in result["stdout"]
     assert "a round" in result["stdout"].splitlines()[-1]
+
+
+def _check_refused(runs, refusals):
+  """Each run ended in one line that holds every word."""
+  for found, (flags, words) in zip(runs, refusals, strict=True):
+    assert str(found["code"]).startswith("error: "), (flags, found)
+    assert "\n" not in found["code"]
+    for word in words:
+      assert word in found["code"], (flags, found)
+
+
+def test_a_reader_that_leaves(tmp_path):
+  """`generate.py | head -1` ends with the statistics so far, in one line."""
+  process = start("generate.py", "--prompt=a = 1\nb =", "--drafter=tiny",
+                  "--max_new_tokens=400", cwd=tmp_path)
+  assert process.stdout.readline() == "a = 1\n"
+  process.stdout.close()
+  error = process.stderr.read()
+  assert process.wait() == 128 + 13
+  assert "Traceback" not in error and "Exception" not in error
+  statistics, stopped = error.strip().splitlines()[-2:]
+  assert "rounds" in statistics and "nobody reads the output" in stopped
 
 
 _REFUSED = [
@@ -94,8 +136,16 @@ _REFUSED = [
     (["--prompts=piqa=other.jsonl"], ["other.jsonl", "PIQA", "'goal'"]),
     (["--verifiers=block"], ["--verifiers", "token"]),
     (["--verifiers=token,blok"], ["blok", "greedy_block"]),
-    (["--drafter=nowhere"], ["nowhere", "missing"]),
+    (["--drafter=nowhere"], ["nowhere", "small, tiny", "directory"]),
     (["--drafter=small,mine/small"], ["small and mine/small", "rename"]),
+    (["--drafter="], ["--drafter", "small"]),
+    (["--prompts="], ["--prompts", "leave it out"]),
+    (["--temperature="], ["--temperature", "such as 1,0.6"]),
+    (["--gammas=4,1024"], ["--gammas holds 1024", "at most 1023, for a pass"]),
+    (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
+    (["--prompts=gpt_prompts=table.csv"], ["table.csv", "no prompt"]),
+    (["--output_dir=table.csv"], ["table.csv: File exists", "directory"]),
+    (["--output_dir=busy"], ["another study is at work in busy", "wait"]),
     (["--new_tokens=100000"], ["100", "context length"]),
 ]
 
@@ -106,13 +156,10 @@ def test_study_refuses_bad_input(tmp_path):
   (tmp_path / "other.jsonl").write_text('{"question": "why?"}\n')
   (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
   (tmp_path / "table.csv").write_text("a,b\n")
-  runs = run_all("verification_study.py", *(
-      ["--num_prompts=2", *flags] for flags, _ in _REFUSED), cwd=tmp_path)
-  for found, (flags, words) in zip(runs, _REFUSED):
-    assert str(found["code"]).startswith("error: "), (flags, found)
-    assert "\n" not in found["code"]
-    for word in words:
-      assert word in found["code"]
+  with files.locked(tmp_path / "busy", "study"):
+    runs = run_all("verification_study.py", *(
+        ["--num_prompts=2", *flags] for flags, _ in _REFUSED), cwd=tmp_path)
+  _check_refused(runs, _REFUSED)
   assert not (tmp_path / "results").exists()
   # As a user sees it.
   alone = run("verification_study.py", "--gammas=0", cwd=tmp_path)

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -58,16 +60,18 @@ def test_a_claimed_directory_is_refused_to_others(tmp_path):
   for content, words in (
       (json.dumps({"seed": 1, "params": "0123456789abcdef"}),
        "out holds a run of another version of specjax"),
-      ("{}", "describes no run"), ("[1]", "describes no run"),
-      ("{", "is not JSON")):
-    path.write_text(content)
+      ("{}", "describes no run"), ("[1]", "holds a JSON list"),
+      ("{", "is not JSON"), (b"\xff", "is not JSON")):
+    path.write_bytes(content if isinstance(content, bytes)
+                     else content.encode())
     with pytest.raises(ValueError, match=words) as e:
       files.claim(path, {"seed": 1}, "run")
     assert "\n" not in str(e.value)
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):
-  # Broken: a killed writer leaves half of a file under its name.
+  # Broken: a killed writer leaves half of a file under its name, a failed one
+  # its pieces; or two writers at once write into each other's file.
   path = tmp_path / "x"
   path.write_bytes(b"old")
   with pytest.raises(KeyboardInterrupt):
@@ -77,4 +81,47 @@ def test_a_file_is_whole_or_not_there(tmp_path):
   assert path.read_bytes() == b"old"
   with files.atomically(path) as f:
     f.write(b"new")
+    with files.atomically(path) as other:
+      other.write(b"other")
+    assert path.read_bytes() == b"other"
   assert path.read_bytes() == b"new"
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named(tmp_path):
+  # Broken: "No space left on device", and the user does not learn where.
+  with pytest.raises(OSError) as e, files.naming(tmp_path / "x"):
+    with open("/dev/full", "wb", buffering=0) as f:
+      f.write(b"x")
+  assert e.value.filename == str(tmp_path / "x")
+
+
+_HOLD = """
+import fcntl, sys, time
+f = open(sys.argv[1], "ab")
+fcntl.flock(f, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_directory_belongs_to_one_process(tmp_path):
+  # Broken: two runs write into one directory; or one that was killed keeps
+  # others out of it, or leaves pieces of files that nobody deletes.
+  refused = pytest.raises(ValueError, match=f"at work in {tmp_path}; wait")
+  with files.locked(tmp_path, "run"):
+    with refused, files.locked(tmp_path, "run"):
+      pass
+  holder = subprocess.Popen([sys.executable, "-c", _HOLD, tmp_path / ".lock"],
+                            stdout=subprocess.PIPE)
+  holder.stdout.readline()
+  (tmp_path / "x.npz.0123abcd.partial").touch()
+  (tmp_path / "download.partial").touch()  # none of ours
+  with refused, files.locked(tmp_path, "run"):
+    pass
+  holder.kill()
+  holder.communicate()
+  assert len(list(tmp_path.iterdir())) == 3
+  with files.locked(tmp_path, "run"):
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock", "download.partial"]

@@ -12,6 +12,7 @@ import pytest
 
 import specjax as sj
 from specjax import analysis
+from specjax import files
 from specjax import testing
 from specjax.analysis import recording
 
@@ -121,7 +122,8 @@ def _markov(gamma=3, verifier=None):
 
 
 def _contents(path):
-  return {file.name: file.read_bytes() for file in path.iterdir()}
+  return {file.name: file.read_bytes() for file in path.iterdir()
+          if file.name != ".lock"}
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +170,7 @@ def test_a_killed_recording_is_completed(whole, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
       analysis.record(path=tmp_path, **_markov())
   assert set(_contents(tmp_path)) == {
-      "record.json", "prompt_000000.npz", "prompt_000001.npz",
-      "prompt_000002.npz.partial"}
+      "record.json", "prompt_000000.npz", "prompt_000001.npz"}
   with pytest.raises(ValueError, match="holds 2 of 5 prompts; call"):
     analysis.Record.open(tmp_path)
   analysis.record(path=tmp_path, **_markov())
@@ -258,3 +259,21 @@ def test_nothing_is_begun_that_cannot_end(tmp_path, monkeypatch):
   (path / "record.json").write_text("{}")
   with pytest.raises(ValueError, match="describes no record"):
     analysis.record(path=path, **arguments)
+
+
+@pytest.mark.parametrize("manifest,words", [
+    ("[]", "holds a JSON list"), ('{"format": 2}', "num_prompts is None"),
+    ('{"format": 2, "num_prompts": "4"}', "num_prompts is '4'")])
+def test_a_manifest_of_another_form_is_refused(tmp_path, manifest, words):
+  # Broken: a KeyError that names neither the file nor what to do.
+  (tmp_path / "record.json").write_text(manifest)
+  with pytest.raises(ValueError, match=f"record.json .*{words}") as e:
+    analysis.Record.open(tmp_path)
+  assert "\n" not in str(e.value)
+
+
+def test_two_recordings_do_not_share_a_directory(tmp_path):
+  # Broken: both decode the same prompts, into each other's files.
+  with files.locked(tmp_path, "recording"):
+    with pytest.raises(ValueError, match=f"at work in {tmp_path}"):
+      analysis.record(path=tmp_path, **_markov())

@@ -38,6 +38,14 @@ def run(script, *flags, cwd, optimised=False):
       env=environment(optimised))
 
 
+def start(script, *flags, cwd=None):
+  """The process of `experiments/<script>`, with its flags, as it runs."""
+  return subprocess.Popen(
+      [sys.executable, ROOT / "experiments" / script, *flags], cwd=cwd,
+      text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE, env=environment())
+
+
 def run_all(script, *flag_sets, cwd):
   """Runs of `experiments/<script>` with different flags, in one process.
 
@@ -77,10 +85,7 @@ print(json.dumps(found))
 
 def start_and_kill(script, *flags, output_dir, step):
   """SIGKILLs a training script at its checkpoint of `step`, or a later one."""
-  process = subprocess.Popen(
-      [sys.executable, ROOT / "experiments" / script, *flags,
-       f"--output_dir={output_dir}"], text=True, stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE, env=environment())
+  process = start(script, *flags, f"--output_dir={output_dir}")
   deadline = time.monotonic() + 200
   while max(checkpoints(output_dir), default=0) < step:
     assert process.poll() is None, process.communicate()[1]

@@ -8,16 +8,33 @@ import pytest
 import scripts
 
 import specjax as sj
+from specjax import files
 from specjax import testing
 from specjax.models import heads as heads_lib
 from specjax.models import save_model
 from specjax.models import Transformer
 
+_REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
+    (["--learning_rate=0.01"],
+     ["whole holds another run: learning_rate is 0.02 there and 0.01 here"]),
+    (["--tokenizer=other.json"], ["other.json and whole/tokenizer.json"]),
+    (["--steps=300", "--seed=1"], ["whole holds another run: seed is 0"]),
+    (["--steps=399"], ["--steps is 399", "has taken 400", "give more"]),
+    (["--output_dir=busy"], ["another run is at work in busy", "wait"]),
+    (["--output_dir=file"], ["file: File exists; choose a directory"]),
+    (["--output_dir=file/out"], ["Not a directory; choose a directory"]),
+    (["--seed=-1"], ["--seed=-1", "[0, 4294967295]"]),
+    (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
+    (["--stepps=3"], ["'stepps'", "--help"]),
+    (["more"], ["'more'", "--help"]),
+]
+
 
 @pytest.mark.timeout(300)
 def test_a_killed_run_ends_bit_identical(tmp_path):
   # Broken: an interrupted run restarts, skips or repeats batches, or loses a
-  # part of its state, and ends with other weights.
+  # part of its state, and ends with other weights; or one that is refused, or
+  # that runs beside it, changes what a finished run left.
   corpus = tmp_path / "corpus.jsonl"
   rng = np.random.default_rng(0)
   words = ["draft", "verify", "accept", "target", "root", "bonus", "token"]
@@ -25,29 +42,42 @@ def test_a_killed_run_ends_bit_identical(tmp_path):
       json.dumps({"text": " ".join(rng.choice(words, 40))}) + "\n"
       for _ in range(120)))
   whole, killed = tmp_path / "whole", tmp_path / "killed"
-  train = ["train_lm.py", f"--data={corpus}", "--vocab_size=270", "--width=8",
-           "--layers=1", "--heads=2", "--kv_heads=1", "--head_dim=4",
-           "--mlp_width=8", "--context_length=16", "--batch_size=4",
-           "--steps=400", "--warmup_steps=20", "--evaluate_every=100",
-           "--checkpoint_every=40", "--save_dtype=float32"]
+  script, *train = [
+      "train_lm.py", f"--data={corpus}", "--vocab_size=270", "--width=8",
+      "--layers=1", "--heads=2", "--kv_heads=1", "--head_dim=4",
+      "--mlp_width=8", "--context_length=16", "--batch_size=4",
+      "--steps=400", "--warmup_steps=20", "--evaluate_every=100",
+      "--checkpoint_every=40", "--save_dtype=float32"]
+  sj.data.tokenizers.train(words, 258).save(tmp_path / "other.json")
+  (tmp_path / "file").touch()
 
-  scripts.start_and_kill(*train, output_dir=killed, step=120)
+  scripts.start_and_kill(script, *train, output_dir=killed, step=120)
   assert not (killed / "model.safetensors").exists()
   assert 400 not in scripts.checkpoints(killed)
-  for directory in (killed, whole):
-    result = scripts.last_line(scripts.run(
-        *train, f"--output_dir={directory}", cwd=tmp_path))
-    assert result["study"] == "train_lm"
-    assert 0 < result["bits_per_byte"] < 2.0  # it learned: 8 at the start
-  for name in ("model.safetensors", "config.json", "tokenizer.json"):
+  with files.locked(tmp_path / "busy", "run"):
+    *finished, short, longer = scripts.run_all(
+        script, [*train, "--output_dir=killed"],
+        [*train, "--output_dir=whole"],
+        *([*train, "--output_dir=whole", *flags] for flags, _ in _REFUSED),
+        [*train, "--output_dir=short", "--steps=20"],
+        [*train, "--output_dir=short", "--steps=30"], cwd=tmp_path)
+  for result in finished[:2]:
+    study = scripts.last_line(result)
+    assert study["study"] == "train_lm"
+    assert 0 < study["bits_per_byte"] < 2.0  # it learned: 8 at the start
+  for name in ("model.safetensors", "config.json", "tokenizer.json",
+               "run.json"):
     assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
   assert scripts.metrics(killed) == scripts.metrics(whole)
-
-  # The finished run of other settings would be taken for this one's.
-  refused = scripts.run(*train, "--learning_rate=0.01",
-                        f"--output_dir={whole}", cwd=tmp_path)
-  assert refused.stderr.strip().splitlines()[-1].startswith(
-      f"error: {whole} holds another run: learning_rate is 0.02 there")
+  for found, (flags, words) in zip(finished[2:], _REFUSED, strict=True):
+    assert str(found["code"]).startswith("error: "), (flags, found)
+    assert "\n" not in found["code"]
+    for word in words:
+      assert word in found["code"], (flags, found)
+  assert short["code"] == longer["code"] == 0
+  assert "goes on to 30" in longer["stderr"]
+  assert {int(row[0]) for row in scripts.metrics(tmp_path / "short")[1:]} == {
+      10, 20, 30}
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +149,23 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   killed, whole = tmp_path / "killed", tmp_path / "whole"
   scripts.start_and_kill(*first, output_dir=killed, step=40)
   assert not (killed / "heads.safetensors").exists()
-  studies = [scripts.last_line(scripts.run(
-      *first, f"--output_dir={directory}", cwd=tmp_path))
-             for directory in (killed, whole)]
+  more = [*train[1:], "--method=pass", f"--heads_from={whole}",
+          "--output_dir=more"]
+  *results, refused = scripts.run_all(
+      first[0], *([*first[1:], f"--output_dir={directory}"]
+                  for directory in (killed, whole)),
+      [*more, "--steps=20"], [*more, "--steps=30"],
+      [*train[1:], "--method=pass", "--heads=3", f"--heads_from={whole}",
+       "--output_dir=other"], cwd=tmp_path)
+  *studies, more, longer = map(scripts.last_line, results)
   for name in ("heads.safetensors", "heads.json"):
     assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
   assert scripts.metrics(killed) == scripts.metrics(whole)
   assert studies[0]["curve"] == studies[1]["curve"]
   assert len(studies[0]["curve"]) == 3
 
-  more = scripts.last_line(scripts.run(
-      *train, "--method=pass", "--steps=20", f"--heads_from={whole}",
-      "--output_dir=more", cwd=tmp_path))
   assert more["tokens"] == 120 * 4 * 23
   assert more["curve"][:3] == studies[0]["curve"] and len(more["curve"]) == 5
-  refused = scripts.run(*train, "--method=pass", "--heads=3",
-                        f"--heads_from={whole}", "--output_dir=other",
-                        cwd=tmp_path)
-  assert refused.stderr.strip().splitlines()[-1].startswith(
-      "error: --heads is 3 and --heads_from")
+  assert longer["tokens"] == 130 * 4 * 23 and len(longer["curve"]) == 6
+  assert refused["code"].startswith("error: --heads is 3 and --heads_from")
   assert not (tmp_path / "other").exists()

@@ -1,5 +1,6 @@
 """Losses, schedules, evaluation, and a run that is killed in the middle."""
 
+import json
 import math
 
 import jax
@@ -13,6 +14,7 @@ from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
+from specjax.training import runs
 from specjax.training.metrics import MetricsLog
 
 
@@ -206,3 +208,96 @@ def test_metrics_outlive_a_restart_that_fails(tmp_path):
   MetricsLog(tmp_path, 10)  # killed before its first row
   assert (tmp_path / "metrics.csv").read_text().split() == [
       "step,name,value", "10,loss,0.1"]
+
+
+@pytest.mark.parametrize("content", [
+    "", "a,b\n1,2\n", "step,name,value\nx\ny\n"])
+def test_metrics_of_another_form_are_refused(tmp_path, content):
+  # Broken: a user's own metrics.csv is emptied, or ends in a traceback.
+  path = tmp_path / "metrics.csv"
+  path.write_text(content)
+  with pytest.raises(ValueError, match="metrics.csv has not the columns"):
+    MetricsLog(tmp_path, 0)
+  assert path.read_text() == content
+
+
+def _cut(path):
+  path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+
+
+def _flip(path):
+  data = bytearray(path.read_bytes())
+  if len(data) > 50_000:  # of the largest, the weights themselves
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", [
+    _cut, _flip, lambda path: path.write_bytes(b""),
+    lambda path: path.unlink()], ids=["cut", "bit", "emptied", "missing"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path, capsys, damage):
+  # Broken: a disk that was full costs the whole run, or other weights are
+  # taken for the run's.
+  table = {"target": _MARKOV.model.init(jax.random.key(0)),
+           "unused": jax.random.normal(jax.random.key(1), (200, 100))}
+  trainer = _markov_trainer(tmp_path, checkpoint_every=1)
+  whole = trainer.run(table)["target"]
+  newest = tmp_path / "checkpoints" / "3"
+  for path in [path for path in newest.rglob("*") if path.is_file()]:
+    damage(path)
+  capsys.readouterr()
+  np.testing.assert_array_equal(trainer.run(table)["target"], whole)
+  [warning] = [line for line in capsys.readouterr().err.splitlines()
+               if line.startswith("warning")]
+  assert "the checkpoint of step 3 is damaged" in warning
+  assert "goes on from step 2" in warning
+  assert (tmp_path / "damaged_3").is_dir() and newest.is_dir()
+
+
+def test_a_finished_run_is_extended(tmp_path, capsys):
+  # Broken: a run cannot be prolonged, forgets that it was, or is cut short.
+  def lengths(steps, **settings):
+    return runs.claim_run(tmp_path, {"seed": 1, **settings}, steps)
+
+  assert lengths(2) == (2,) == lengths(2)
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+  with pytest.raises(ValueError, match="of 2 steps, of which 1 are saved"):
+    lengths(3)
+  (tmp_path / "checkpoints" / "2").mkdir()
+  with pytest.raises(ValueError, match="--steps is 1 and .* has taken 2"):
+    lengths(1)
+  with pytest.raises(ValueError, match="another run: seed is 1 there and 2"):
+    lengths(3, seed=2)
+  assert capsys.readouterr().err == ""
+  assert lengths(3) == (2, 3) == lengths(3)
+  [line] = capsys.readouterr().err.splitlines()
+  assert "run of 2 steps" in line and "learning rate is that of a run of 3" in (
+      line)
+  assert json.loads((tmp_path / "run.json").read_text())["steps"] == [2, 3]
+  (tmp_path / "run.json").write_text('{"format": 2, "seed": 1}')
+  with pytest.raises(ValueError, match="steps is None"):
+    lengths(3)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoints"])
+def test_what_no_run_says_is_its_own_is_not_written_over(tmp_path, name):
+  # Broken: a model that someone copied there is replaced after hours.
+  (tmp_path / name).mkdir()
+  with pytest.raises(ValueError, match=f"holds {name} and no run.json"):
+    runs.claim_run(tmp_path, {}, 1)
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_schedule_of_an_extended_run():
+  # Broken: a run that was killed after it was extended takes its first steps
+  # again at other rates.
+  of_length = lambda steps: optimizers.trapezoid(1.0, steps, 0, steps // 2)
+  rate = runs.schedule((4, 8, 10), of_length)
+  want = [of_length(4)(s) for s in range(4)] + [
+      of_length(8)(s) for s in range(4, 8)] + [
+          of_length(10)(s) for s in range(8, 11)]
+  np.testing.assert_allclose([rate(s) for s in range(11)], want)
+  assert [runs.part_length((4, 8, 10), s) for s in (0, 3, 4, 8, 10)] == [
+      4, 4, 8, 10, 10]

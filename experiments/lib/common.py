@@ -1,10 +1,14 @@
 """What the experiment scripts share: models by flag, errors in one line."""
 
+import contextlib
 import csv
+import errno
 import gc
 import io
 import json
+import os
 import pathlib
+import signal
 import sys
 from typing import Any
 from typing import NamedTuple
@@ -15,9 +19,10 @@ from absl import logging
 import jax
 
 from lib import compilation
+from lib import flags as shared
 import specjax as sj
+from specjax import files
 from specjax.data import prompt_sets
-from specjax.files import atomically
 from specjax.training import methods
 
 VERIFIERS = {
@@ -37,10 +42,25 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
-def run(main, argv=None) -> None:
-  """`app.run` for a `main` whose `ValueError`s are the user's to mend.
+_HELD = contextlib.ExitStack()  # the directories of the script that runs
+_FIXES = {
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EACCES: "choose a place that you may write to",
+    errno.EPERM: "choose a place that you may write to",
+    errno.EROFS: "choose a place that you may write to",
+    errno.EEXIST: "choose a directory",
+    errno.ENOTDIR: "choose a directory",
+    errno.EISDIR: "choose a file",
+}
 
-  They end the program with one line on stderr instead of a traceback.
+
+def run(main, argv=None) -> None:
+  """`app.run` for a `main` whose errors are, as a rule, the user's to mend.
+
+  They end the program with one line on stderr instead of a traceback: bad
+  flags, bad values, what the system refuses, Ctrl-C, and a reader of stdout
+  that has left, such as `head`.
 
   Args:
     main: without arguments.
@@ -48,21 +68,83 @@ def run(main, argv=None) -> None:
   """
   def guarded(argv):
     if argv[1:]:
-      raise app.UsageError(f"unexpected argument {argv[1]!r}; see --help")
+      sys.exit(f"error: unexpected argument {argv[1]!r}; see --help")
     logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
     compilation.keep()
     # Tracing makes millions of small objects that stay; looking for garbage
     # among them over and over takes an eighth of its time.
     gc.set_threshold(200_000, 20, 50)
     try:
-      main()
+      with _HELD:
+        main()
+        sys.stdout.flush()
     except (ValueError, FloatingPointError) as e:
       sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+      print("\nstopped by Ctrl-C; what was complete is kept", file=sys.stderr)
+      sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+      _forget_stdout()
+      print("stopped: nobody reads the output any more", file=sys.stderr)
+      sys.exit(128 + signal.SIGPIPE)
+    except OSError as e:
+      sys.exit(f"error: {_in_words(e)}")
 
   # Beside the script's own flags in --help.
   flags.FLAGS.register_key_flag_for_module(
       sys.argv[0], flags.FLAGS[compilation.CACHE.name])
-  app.run(guarded, argv)
+  app.run(guarded, argv, flags_parser=_parsed)
+
+
+def _parsed(argv):
+  """The arguments that are no flags; a bad flag is told in one line."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as e:
+    sys.exit(f"error: {' '.join(str(e).split())}; see --help")
+
+
+def _forget_stdout():
+  """Lets go of what a closed pipe did not take, or Python complains at exit."""
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, sys.stdout.fileno())
+  os.close(nowhere)
+
+
+def _in_words(e):
+  """An `OSError` in one line that names the file and the fix."""
+  text = " ".join(str(e.strerror or e).split()).rstrip(".")
+  place = "" if e.filename is None else f"{e.filename}: "
+  fix = _FIXES.get(e.errno)
+  return place + text + (f"; {fix}" if fix else "")
+
+
+def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
+  """The directory that a script writes to, its own until it ends.
+
+  Args:
+    path: created if needed.
+    what: a word for the error, such as "run".
+
+  Raises:
+    ValueError: another process writes there.
+  """
+  _HELD.enter_context(files.locked(path, what))
+  return pathlib.Path(path)
+
+
+def given(flag: str, values: list[str], fix: str) -> list[str]:
+  """The entries of a list flag, of which there must be some.
+
+  Args:
+    flag: such as "--prompts".
+    values: of the flag.
+    fix: what to give.
+  """
+  if not values or not all(values):
+    raise ValueError(f"{flag} is {','.join(values)!r}, which names nothing or "
+                     f"has an empty entry; give {fix}")
+  return values
 
 
 def draft_lengths(flag: str, values: list[str]) -> list[int]:
@@ -74,11 +156,14 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
                      "between commas, such as 2,4,8") from None
   if not gammas or gammas[0] < 1:
     raise ValueError(f"{flag} holds {gammas[:1]}; draft lengths start at 1")
+  if gammas[-1] >= shared.MOST_NODES:
+    raise ValueError(f"{flag} holds {gammas[-1]}; give {shared.TOO_LONG}")
   return gammas
 
 
 def numbers(flag: str, values: list[str]) -> list[float]:
   """The numbers of a list flag, each once."""
+  given(flag, values, "numbers between commas, such as 1,0.6")
   try:
     return [float(x) for x in dict.fromkeys(values)]
   except ValueError:
@@ -120,7 +205,7 @@ def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
   writer = csv.DictWriter(text, rows[0])
   writer.writeheader()
   writer.writerows(rows)
-  with atomically(path) as f:
+  with files.atomically(path) as f:
     f.write(text.getvalue().encode())
 
 
@@ -137,13 +222,14 @@ def finish(output_dir, study: str, results: dict[str, Any]) -> None:
   """
   path = pathlib.Path(output_dir).absolute() / f"{study}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
-  with atomically(path) as f:
+  with files.atomically(path) as f:
     f.write((json.dumps({"study": study, **results}) + "\n").encode())
   print(json.dumps({"study": study, "results": str(path)}))
 
 
 def verifier_names(flag: str, names: list[str]) -> list[str]:
   """The verifiers of a list flag, each once, all of them known."""
+  given(flag, values=names, fix=f"some of {', '.join(VERIFIERS)}")
   for name in names:
     if name not in VERIFIERS:
       raise ValueError(f"{flag} holds {name!r}; choose among "
@@ -156,12 +242,13 @@ def label(name: str) -> str:
   return pathlib.Path(name).absolute().name
 
 
-def load_models(target: str, drafters: list[str]):
+def load_models(target: str, drafters: list[str], choices: str = ""):
   """The models that the flags --target and --drafter name.
 
   Args:
     target: "bundled", or the directory of a checkpoint with a tokenizer.
     drafters: names of bundled drafters, or directories of checkpoints.
+    choices: what a drafter may be, for the error; default: as in `drafters`.
 
   Returns:
     `(target, {label: drafter}, tokenizer)`, each model a `zoo.Member`.
@@ -176,13 +263,26 @@ def load_models(target: str, drafters: list[str]):
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
                        f"{label(name)!r}; rename a directory")
   bundled = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
-  path = lambda name: bundled / name if name in sj.zoo.DRAFTERS else name
+  directory = (bundled / "target" if target == "bundled"
+               else _directory("target", target, "bundled"))
+  choices = choices or ", ".join(sj.zoo.DRAFTERS)
+  path = lambda name: (bundled / name if name in sj.zoo.DRAFTERS
+                       else _directory("drafter", name, choices))
   load = lambda directory: sj.zoo.Member(*sj.models.load_model(directory))
-  directory = bundled if target == "bundled" else pathlib.Path(target)
-  target_member = load(bundled / "target" if target == "bundled" else target)
-  tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
-  members = {label(name): load(path(name)) for name in drafters}
+  paths = {name: path(name) for name in drafters}
+  target_member = load(directory)
+  tokenizer = sj.data.Tokenizer.load(
+      (bundled if target == "bundled" else directory) / "tokenizer.json")
+  members = {label(name): load(path) for name, path in paths.items()}
   return target_member, members, tokenizer
+
+
+def _directory(what, name, choices):
+  """The directory that a flag names; a slip is told what there is."""
+  if not name or not pathlib.Path(name).is_dir():
+    raise ValueError(f"no {what} {name!r}; choose among {choices}, or give the "
+                     "directory of a trained one")
+  return pathlib.Path(name)
 
 
 def _heads_directory(name):
@@ -193,7 +293,7 @@ def _heads_directory(name):
 def drafts_for_itself(name: str) -> bool:
   """Whether a name is that of heads or look-ahead embeddings."""
   return (name in sj.zoo.HEADS
-          or (_heads_directory(name) / "heads.json").exists())
+          or bool(name) and (_heads_directory(name) / "heads.json").exists())
 
 
 class SelfDrafter(NamedTuple):
@@ -224,14 +324,21 @@ def load_self_drafter(name: str, target, tokenizer) -> SelfDrafter:
       that was trained together with the heads.
     tokenizer: the target's tokenizer.
   """
+  if name not in sj.zoo.HEADS:
+    _directory("heads", name, ", ".join(sj.zoo.HEADS))
   directory = _heads_directory(name)
   if (directory / "model.safetensors").exists():
     target = sj.zoo.Member(*sj.models.load_model(directory))
     tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
   heads, params = methods.load_heads(directory, target.model)
   path = directory / "training.json"
+  again = "run train_drafter.py again, with the same flags"
   if not path.exists():
     raise ValueError(f"{path} is missing, which says how good the heads are; "
-                     "run train_drafter.py again, with the same flags")
-  return SelfDrafter(target, tokenizer, heads, params,
-                     json.loads(path.read_text("utf-8")))
+                     + again)
+  training = files.read_json(path, again)
+  accuracy = training.get("accuracy")
+  if not (isinstance(accuracy, list) and len(accuracy) > 1
+          and all(isinstance(row, list) for row in accuracy)):
+    raise ValueError(f"{path} does not say how good the heads are; {again}")
+  return SelfDrafter(target, tokenizer, heads, params, training)

@@ -69,6 +69,10 @@ def side_by_side(calls):
                                   if hasattr(os, "sched_getaffinity")
                                   else os.cpu_count()) as pool:
     waiting = [pool.submit(call) for call in calls]
-    for done, one in enumerate(futures.as_completed(waiting), 1):
-      one.result()
-      yield done
+    try:
+      for done, one in enumerate(futures.as_completed(waiting), 1):
+        one.result()
+        yield done
+    except BaseException:  # Ctrl-C must not wait for all of them
+      pool.shutdown(wait=False, cancel_futures=True)
+      raise

@@ -10,6 +10,12 @@ What only one script takes is defined there.
 
 from absl import flags
 
+# All nodes of a draft, the root included, are verified in one pass, for which
+# each of N nodes has a list of N ancestors and a law of V numbers.
+MOST_NODES = 1024
+TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
+            "draft at once and compares each with each")
+
 # `--help` lists a flag with the script that asked for it, not with this file.
 flags.disclaim_key_flags()
 
@@ -33,7 +39,19 @@ def drafters(name="drafter", default="small", help_=""):
 
 def gamma(default, help_="drafted tokens of a round"):
   """One draft length."""
-  return flags.DEFINE_integer("gamma", default, help_, 1)
+  flag = flags.DEFINE_integer("gamma", default, help_, 1)
+  flags.register_validator(
+      flag, lambda gamma: gamma < MOST_NODES, f"give {TOO_LONG}")
+  return flag
+
+
+def nodes(default):
+  """Of Medusa's tree."""
+  flag = flags.DEFINE_integer(
+      "nodes", default, "of Medusa's tree, with its root", 2)
+  flags.register_validator(
+      flag, lambda nodes: nodes < MOST_NODES, f"give {TOO_LONG}")
+  return flag
 
 
 def gammas(default, help_="draft lengths, in tokens"):
@@ -73,8 +91,8 @@ def new_tokens(default):
 
 
 def seed(help_="of the prompts and of sampling"):
-  """Of all that a script draws."""
-  return flags.DEFINE_integer("seed", 0, help_)
+  """Of all that a script draws: what a PRNG key tells apart."""
+  return flags.DEFINE_integer("seed", 0, help_, 0, 2**32 - 1)
 
 
 def output_dir(default, help_="for results, tables and plots"):

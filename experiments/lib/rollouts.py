@@ -134,8 +134,9 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
     groups.setdefault(group_of(unit), []).append(unit)
   longest = max((prompt_of(unit)[0] for unit in units), key=len)
   runs, decoders = {}, set()
-  with (tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
-                  dynamic_ncols=True) as bar, open(path, "ab") as f):
+  with (files.naming(path), open(path, "ab") as f,
+        tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
+                  dynamic_ncols=True) as bar):
     for group, mine in groups.items():
       left = sum(unit not in found for unit in mine)
 
@@ -211,18 +212,20 @@ def _decode(arms, prompt, bar):
 
 def _read(path):
   """Complete lines by their unit; a last line that was cut is dropped."""
+  if not path.exists():
+    return {}
   runs = {}
-  if path.exists():
-    for line in path.read_text("utf-8").splitlines(keepends=True):
-      try:
-        record = json.loads(line) if line.endswith("\n") else None
-      except json.JSONDecodeError:
-        record = None
-      if record:
-        runs[tuple(record["unit"])] = record["arms"]
+  *lines, cut = path.read_bytes().split(b"\n")
+  for number, line in enumerate(lines, 1):
+    try:
+      record = json.loads(line)
+      runs[tuple(record["unit"])] = dict(record["arms"])
+    except (ValueError, TypeError, KeyError):
+      raise ValueError(f"{path} line {number} is no run of a study; delete the "
+                       "line, or choose another path") from None
+  if cut:
     with files.atomically(path) as f:  # what follows begins a line
-      for unit, arms in runs.items():
-        f.write(_line(unit, arms))
+      f.write(b"".join(line + b"\n" for line in lines))
   return runs
 
 

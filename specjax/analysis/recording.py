@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
+import tqdm
 
 from specjax import contract
 from specjax.decoder import Decoder
@@ -29,6 +30,7 @@ from specjax.decoder import raise_if_not_finite
 from specjax.files import atomically
 from specjax.files import claim
 from specjax.files import fingerprint
+from specjax.files import locked
 from specjax.files import read_manifest
 from specjax.types import Draft
 from specjax.types import Trace
@@ -83,6 +85,7 @@ class Record:
       raise ValueError(f"no record at {path}: {_MANIFEST} is missing; make one "
                        "by analysis.record")
     manifest = read_manifest(path / _MANIFEST, "record")
+    _check_manifest(path, manifest)
     total = manifest["num_prompts"]
     complete = total - len(_missing(path, manifest))
     if complete < total:
@@ -118,14 +121,15 @@ def record(decoder: Decoder, params: Mapping[str, Any],
     path: the record's directory; made if needed.
     max_new_tokens: tokens generated for every prompt, at least 1. A prompt
       takes up to max_new_tokens * 2 * N * V floats.
-    progress: whether to report on stderr; needs the package tqdm.
+    progress: whether to report on stderr.
 
   Returns:
     The complete `Record`.
 
   Raises:
     ValueError: bad prompts, as in `Decoder.prefill`; `path` holds a record of
-      other arguments; the disk has too little space.
+      other arguments, or another process records there; the disk has too little
+      space.
     FloatingPointError: a model's logits were not finite.
   """
   if max_new_tokens < 1:
@@ -137,26 +141,29 @@ def record(decoder: Decoder, params: Mapping[str, Any],
   limits = [row.size + max_new_tokens for row in prompts]
   shapes = _shapes(decoder, params, prompts, key, limits)
   manifest = _manifest(decoder, params, prompts, key, max_new_tokens, shapes)
-  _claim(path, manifest)
-  missing = _missing(path, manifest)
-  progress = progress and bool(missing)
-  if progress:
-    leaves = jax.tree.leaves(shapes)
-    round_size = sum(x.size * x.dtype.itemsize for x in leaves) / len(prompts)
-    most = _size(round_size * max_new_tokens * len(missing))
-    print(f"recording {len(missing)} of {len(prompts)} prompts to {path}: at "
-          f"most {most}", file=sys.stderr)
-  # One capacity for all prompts, so that the loop compiles once.
-  capacity = max(limits) + manifest["num_nodes"]
-  written = 0
-  with _bar(len(prompts), len(missing), progress) as advance:
-    for done, index in enumerate(missing, 1):
-      rollout = _decode(decoder, params, prompts[index], key, index,
-                        limits[index], capacity)
-      written += _write(path, index, rollout)
-      advance(_size(written))
-      if done == 1:
-        _check_space(path, written, len(missing) - 1)
+  _check_place(path)
+  with locked(path, "recording"):
+    claim(path / _MANIFEST, manifest, "record")
+    missing = _missing(path, manifest)
+    progress = progress and bool(missing)
+    if progress:
+      leaves = jax.tree.leaves(shapes)
+      round_size = sum(
+          x.size * x.dtype.itemsize for x in leaves) / len(prompts)
+      most = _size(round_size * max_new_tokens * len(missing))
+      print(f"recording {len(missing)} of {len(prompts)} prompts to {path}: at "
+            f"most {most}", file=sys.stderr)
+    # One capacity for all prompts, so that the loop compiles once.
+    capacity = max(limits) + manifest["num_nodes"]
+    written = 0
+    with _bar(len(prompts), len(missing), progress) as advance:
+      for done, index in enumerate(missing, 1):
+        rollout = _decode(decoder, params, prompts[index], key, index,
+                          limits[index], capacity)
+        written += _write(path, index, rollout)
+        advance(_size(written))
+        if done == 1:
+          _check_space(path, written, len(missing) - 1)
   return Record(path, manifest)
 
 
@@ -218,14 +225,24 @@ def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
   }
 
 
-def _claim(path, manifest):
-  """Writes the manifest, or checks that the one there is the same."""
+def _check_place(path):
+  """Refuses a directory whose files are of another origin."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"{path} is a file; a record needs a directory")
   if not (path / _MANIFEST).is_file() and any(path.glob("*.npz")):
     raise ValueError(f"{path} holds .npz files and no {_MANIFEST}; choose "
                      "another path")
-  claim(path / _MANIFEST, manifest, "record")
+
+
+def _check_manifest(path, manifest):
+  """Refuses a manifest that `record` did not write."""
+  kinds = {"num_prompts": int, "num_nodes": int, "vocab_size": int,
+           "verifier": str, "drafter_is": list}
+  for name, kind in kinds.items():
+    if not isinstance(manifest.get(name), kind):
+      raise ValueError(f"{path / _MANIFEST} describes no record: {name} is "
+                       f"{manifest.get(name)!r}; choose another path, or "
+                       f"delete {path}")
 
 
 def _missing(path, manifest) -> list[int]:
@@ -299,11 +316,6 @@ def _bar(total, missing, progress):
   if not progress:
     yield lambda size: None
     return
-  try:
-    import tqdm  # pylint: disable=g-import-not-at-top
-  except ImportError:
-    raise ValueError("progress needs the package 'tqdm': pip install tqdm, or "
-                     "pass progress=False") from None
   with tqdm.tqdm(total=total, initial=total - missing, unit="prompt",
                  dynamic_ncols=True) as bar:
     def advance(size):

@@ -12,6 +12,8 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
+from specjax.files import atomically
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -49,8 +51,9 @@ class Tokenizer:
       raise ValueError(f"{path} is not a tokenizer: {e}") from None
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes a `tokenizer.json`."""
-    self.backend.save(str(path))
+    """Writes a `tokenizer.json`, whole or not at all."""
+    with atomically(path) as f:
+      f.write(self.backend.to_str(pretty=True).encode())
 
   @property
   def vocab_size(self) -> int:

@@ -84,15 +84,26 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
                          desc="sampling", dynamic_ncols=True):
     path = directory / f"rows-{start // rows_per_file:05d}.npy"
-    if not path.exists():
-      some = prompts[start:start + rows_per_file]
+    some = prompts[start:start + rows_per_file]
+    rows = _read(path, (len(some), length))
+    if rows is None:
       generation = decoder.generate(
           params, some, key, max_new_tokens=length - some.shape[1],
           request_ids=start + np.arange(len(some)))
+      rows = np.stack(generation.tokens).astype(np.int32)
       with atomically(path) as f:
-        np.save(f, np.stack(generation.tokens).astype(np.int32))
-    pieces.append(np.load(path))
+        np.save(f, rows)
+    pieces.append(rows)
   return np.concatenate(pieces)
+
+
+def _read(path, shape):
+  """The rows of a file, or None if it is missing or damaged."""
+  try:
+    rows = np.load(path)
+  except (FileNotFoundError, EOFError, ValueError):
+    return None
+  return rows if rows.shape == shape else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

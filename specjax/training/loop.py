@@ -11,7 +11,10 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
+import os
 import pathlib
+import shutil
+import sys
 import time
 from typing import Any
 
@@ -23,12 +26,14 @@ import optax
 import orbax.checkpoint as ocp
 import tqdm
 
+from specjax.files import fingerprint
 from specjax.models.transformer import default_dtype
 from specjax.training.metrics import MetricsLog
 from specjax.training.objectives import Objective
 from specjax.training.objectives.base import Loss
 
 _LOG_EVERY = 10  # steps
+_DIGEST = "fingerprint"  # of a state, in a checkpoint's metadata
 
 
 @struct.dataclass
@@ -51,8 +56,9 @@ class Trainer:
   """Trains parameters on batches that are a pure function of the step.
 
   A run that is killed and started again with the same arguments continues
-  from its last checkpoint and ends with bit-identical parameters. A batch that
-  cannot be cut into `accumulate` parts is refused.
+  from its last checkpoint and ends with bit-identical parameters. Where that
+  one is damaged it says so, moves it aside and takes the one before. A batch
+  that cannot be cut into `accumulate` parts is refused.
 
   Attributes:
     objective: an `Objective`, or a function that is called like one. A metric
@@ -107,7 +113,8 @@ class Trainer:
       The trained parameters.
 
     Raises:
-      ValueError: the checkpoints in `directory` are of other parameters.
+      ValueError: the checkpoints in `directory` are of other parameters, or all
+        of them are damaged.
     """
     dtype = self.compute_dtype or default_dtype()
     frozen = cast(frozen or {}, dtype)
@@ -115,7 +122,9 @@ class Trainer:
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype)
     directory = pathlib.Path(self.directory).absolute()
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    # Two, for the newer may be damaged; what a killed run left is no use.
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, cleanup_tmp_directories=True)
     with ocp.CheckpointManager(directory / "checkpoints",
                                options=options) as manager:
       state = self._first_state(trainable, manager)
@@ -147,7 +156,9 @@ class Trainer:
         if row:
           log.write(done, row)
         if done % self.checkpoint_every == 0 or done == self.steps:
-          manager.save(done, args=ocp.args.StandardSave(state))
+          # The format itself would not notice a bit that falls over.
+          manager.save(done, args=ocp.args.StandardSave(state),
+                       custom_metadata={_DIGEST: fingerprint(state)})
       bar.close()
       log.close()
     return state.params
@@ -157,16 +168,44 @@ class Trainer:
     params = jax.tree.map(jnp.copy, trainable)
     state = TrainState(step=jnp.zeros((), jnp.int32), params=params,
                        opt_state=self.optimizer.init(params))
-    if manager.latest_step() is None:
-      return state
-    try:
-      return manager.restore(manager.latest_step(),
-                             args=ocp.args.StandardRestore(state))
-    except ValueError as e:
+    steps, reasons = sorted(manager.all_steps(), reverse=True), []
+    for step in steps:
+      try:
+        restored = _restore(manager, step, state)
+      except Exception as e:  # whatever a library says of bytes it cannot read
+        reasons.append(e)
+      else:
+        _set_aside(manager, dict(zip(steps, reasons)), step)
+        return restored
+    if steps:
       raise ValueError(
-          f"the checkpoints in {manager.directory} are of other parameters "
-          "than this run's; give another directory, or the settings that they "
-          "were made with") from e
+          f"no checkpoint in {manager.directory} can be read: they are of "
+          "other parameters than this run's, or damaged; give another "
+          "directory, or delete them and start again") from reasons[0]
+    return state
+
+
+def _restore(manager, step, like):
+  """The state of a checkpoint, with the bits that were saved."""
+  state = manager.restore(step, args=ocp.args.StandardRestore(like))
+  saved = (manager.metadata(step).custom_metadata or {}).get(_DIGEST)
+  if saved is not None and saved != fingerprint(state):
+    raise ValueError("its numbers are not those that were saved")
+  return state
+
+
+def _set_aside(manager, damaged, step):
+  """Moves damaged checkpoints away, so that their steps can be saved again."""
+  for bad, reason in damaged.items():
+    place = pathlib.Path(manager.directory).parent / f"damaged_{bad}"
+    shutil.rmtree(place, ignore_errors=True)
+    os.rename(pathlib.Path(manager.directory) / str(bad), place)
+    reason = str(reason).split("\n")[0][:100] or type(reason).__name__
+    print(f"warning: the checkpoint of step {bad} is damaged ({reason}): it "
+          f"was moved to {place}, and the run goes on from step {step}",
+          file=sys.stderr)
+  if damaged:
+    manager.reload()
 
 
 # Trainers of one objective and one optimiser share the compiled step. The

@@ -5,8 +5,10 @@ import io
 import pathlib
 
 from specjax.files import atomically
+from specjax.files import naming
 
 _FILE = "metrics.csv"
+_HEADER = ["step", "name", "value"]
 
 
 class MetricsLog:
@@ -16,6 +18,9 @@ class MetricsLog:
     directory: of the files; created if needed.
     start: steps that the run has taken. Rows of later ones are dropped, for
       they will be written again.
+
+  Raises:
+    ValueError: the directory's `metrics.csv` is not a run's.
   """
 
   def __init__(self, directory: pathlib.Path, start: int) -> None:
@@ -23,11 +28,9 @@ class MetricsLog:
     path = directory / _FILE
     kept = []
     if path.exists():
-      with open(path, newline="") as f:
-        kept = [r for r in csv.reader(f) if r[0].isdigit() and
-                int(r[0]) <= start]
+      kept = [row for row in _rows(path) if row[0] <= start]
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([["step", "name", "value"], *kept])
+    csv.writer(text).writerows([_HEADER, *kept])
     with atomically(path) as f:
       f.write(text.getvalue().encode())
     self._file = open(path, "a", newline="")
@@ -41,11 +44,12 @@ class MetricsLog:
 
   def write(self, step: int, row: dict[str, float]) -> None:
     """Appends the values by name of a step."""
-    for name, value in row.items():
-      self._csv.writerow([step, name, value])
-      if self._board:
-        self._board.add_scalar(name, value, step)
-    self._file.flush()
+    with naming(self._file.name):
+      for name, value in row.items():
+        self._csv.writerow([step, name, value])
+        if self._board:
+          self._board.add_scalar(name, value, step)
+      self._file.flush()
 
   def close(self) -> None:
     """Closes the files; nothing can be written after it."""
@@ -56,6 +60,21 @@ class MetricsLog:
 
 def read(directory: pathlib.Path, name: str) -> list[tuple[int, float]]:
   """`[(step, value)]` of a metric, in the order of the steps."""
-  with open(pathlib.Path(directory) / _FILE, newline="") as f:
-    return [(int(row["step"]), float(row["value"]))
-            for row in csv.DictReader(f) if row["name"] == name]
+  return [(step, float(value))
+          for step, row_name, value in _rows(pathlib.Path(directory) / _FILE)
+          if row_name == name]
+
+
+def _rows(path) -> list[tuple[int, str, str]]:
+  """The rows, all of them complete but perhaps the last."""
+  try:
+    with open(path, newline="", encoding="utf-8") as f:
+      header, *rows = csv.reader(f)
+      if rows and len(rows[-1]) < 3:  # killed while it was written
+        rows.pop()
+      if header == _HEADER:
+        return [(int(step), name, value) for step, name, value in rows]
+  except (ValueError, csv.Error):
+    pass
+  raise ValueError(f"{path} has not the columns {', '.join(_HEADER)} of a run; "
+                   "move it, or choose another directory")

@@ -1,0 +1,104 @@
+"""Directories of training runs: whose they are, and how long the runs are."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from specjax import files
+
+MANIFEST = "run.json"
+# What a run leaves, besides a tokenizer, which may be there before it.
+_LEFT = ("model.safetensors", "heads.safetensors", "metrics.csv", "checkpoints")
+
+
+def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
+              steps: int) -> tuple[int, ...]:
+  """Makes a directory a run's own before anything else is written to it.
+
+  A run of other data or settings is refused. A finished run may be extended:
+  it goes on from its end, as the rest of a run of the new length. It is so a
+  function of all its lengths, which are remembered, wherever it is killed.
+
+  Args:
+    directory: of the run; this process should have it `files.locked`.
+    manifest: what the run depends on besides its length.
+    steps: its length.
+
+  Returns:
+    The lengths that it had, `steps` the last: one, unless it was extended.
+
+  Raises:
+    ValueError: the directory holds another run, something that no run
+      describes, or one that is longer, or that is not finished and of another
+      length.
+  """
+  directory = pathlib.Path(directory)
+  path = directory / MANIFEST
+  if not path.exists():
+    left = [name for name in _LEFT if (directory / name).exists()]
+    if left:
+      raise ValueError(f"{directory} holds {left[0]} and no {MANIFEST} that "
+                       "says whose it is; choose another path, or move it")
+    files.claim(path, {**manifest, "steps": [steps]}, "run")
+    return (steps,)
+  files.claim(path, manifest, "run")
+  found = files.read_manifest(path, "run")
+  lengths = found.get("steps")
+  if not (isinstance(lengths, list) and lengths
+          and all(isinstance(x, int) for x in lengths)):
+    raise ValueError(f"{path} describes no run: steps is {lengths!r}; choose "
+                     f"another path, or delete {directory}")
+  if steps != lengths[-1]:
+    _check_length(directory, lengths[-1], steps)
+    lengths.append(steps)
+    text = json.dumps({**found, "steps": lengths}, indent=2) + "\n"
+    with files.atomically(path) as f:
+      f.write(text.encode())
+    print(f"the finished run of {lengths[-2]} steps in {directory} goes on to "
+          f"{steps}: from here its learning rate is that of a run of {steps} "
+          "steps, which may rise before it falls to 0 again", file=sys.stderr)
+  return tuple(lengths)
+
+
+def _check_length(directory, length, steps):
+  """Refuses another length, unless the run has ended and is to go on."""
+  done = max((int(path.name) for path in directory.glob("checkpoints/*")
+              if path.name.isdigit()), default=0)
+  if done < length:
+    raise ValueError(f"{directory} holds a run of {length} steps, of which "
+                     f"{done} are saved, and --steps is {steps}; finish it "
+                     f"with --steps={length}, or choose another path")
+  if steps < length:
+    raise ValueError(f"--steps is {steps} and the run in {directory} has taken "
+                     f"{length}; give more, or choose another path")
+
+
+def part_length(lengths: Sequence[int], step: int) -> int:
+  """The length that a run had when it took a step, of `claim_run`'s."""
+  return next((length for length in lengths if step < length), lengths[-1])
+
+
+def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
+             ) -> optax.Schedule:
+  """The schedule of a run: of each length, up to its end.
+
+  Args:
+    lengths: of `claim_run`.
+    of_length: from a length to the schedule of a run of that many steps.
+  """
+  parts = [of_length(length) for length in lengths]
+
+  def rate(step):
+    value = parts[-1](step)
+    for length, part in zip(lengths[-2::-1], parts[-2::-1]):
+      value = jnp.where(step < length, part(step), value)
+    return value
+
+  return rate
