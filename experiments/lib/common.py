@@ -239,7 +239,7 @@ def verifier_names(flag: str, names: list[str]) -> list[str]:
 
 def label(name: str) -> str:
   """What tables and figures call a model: the last part of its path."""
-  return pathlib.Path(name).absolute().name
+  return os.path.basename(os.path.abspath(name))
 
 
 def load_models(target: str, drafters: list[str], choices: str = ""):

@@ -248,7 +248,7 @@ def _tables(rows, by_prompts):
       "Tokens of a round (block efficiency) of each rule on its own rollouts. "
       "Gain: in tokens of a round over token verification, on the same drafts; "
       "for greedy block verification of a first round, for it starts afresh "
-      "there. Gain of own rollouts: the same of each rule's own. ± is 95 % "
+      "there; or, where it says so, on each rule's own rollouts. ± is 95 % "
       "over prompts. Speed-up: over autoregressive decoding.", "",
       f"Table 1. By prompts: gamma {gamma}, temperature {first:g}, drafter "
       f"{best}.", "",
@@ -267,7 +267,7 @@ def _table(rows, labels):
   verifiers = [style.label(r["verifier"]) for r in next(iter(lines.values()))]
   head = [*labels, *verifiers]
   head += [f"{what} of {v}" for v in verifiers if v != "token"
-           for what in ("gain", "gain of own rollouts")]
+           for what in ("gain", "own rollouts: gain")]
   head += [f"speed-up of {v}" for v in verifiers]
   out = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
   for values, cells in lines.items():
