@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/benchmark.py "$@"
-python experiments/benchmark.py --models=bundled "$@"
+python experiments/benchmark.py --models=bundled \
+  --output_dir=results/benchmark/bundled "$@"
