@@ -69,7 +69,8 @@ def run(main, argv=None) -> None:
   def guarded(argv):
     if argv[1:]:
       sys.exit(f"error: unexpected argument {argv[1]!r}; see --help")
-    logging.set_verbosity(logging.WARNING)  # orbax narrates every checkpoint
+    # Orbax narrates every checkpoint, and also what it raises.
+    logging.set_verbosity(logging.FATAL)
     compilation.keep()
     # Tracing makes millions of small objects that stay; looking for garbage
     # among them over and over takes an eighth of its time.
@@ -79,16 +80,27 @@ def run(main, argv=None) -> None:
         main()
         sys.stdout.flush()
     except (ValueError, FloatingPointError) as e:
-      sys.exit(f"error: {e}")
+      end(f"error: {' '.join(str(e).split())}")
     except KeyboardInterrupt:
-      print("\nstopped by Ctrl-C; what was complete is kept", file=sys.stderr)
-      sys.exit(128 + signal.SIGINT)
+      end("\nstopped by Ctrl-C; what was complete is kept",
+          128 + signal.SIGINT)
     except BrokenPipeError:
       _forget_stdout()
-      print("stopped: nobody reads the output any more", file=sys.stderr)
-      sys.exit(128 + signal.SIGPIPE)
+      end("stopped: nobody reads the output any more", 128 + signal.SIGPIPE)
     except OSError as e:
-      sys.exit(f"error: {_in_words(e)}")
+      end(f"error: {_in_words(e)}")
+
+  def end(line, code=1):
+    if argv is not None and code == 1:  # the caller goes on
+      sys.exit(line)
+    print(line, file=sys.stderr, flush=True)
+    if argv is not None:
+      sys.exit(code)
+    # Files are whole at any moment. Threads that wait for a compiler or for a
+    # full disk would only keep the user waiting, or add their tracebacks.
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+    os._exit(code)
 
   # Beside the script's own flags in --help.
   flags.FLAGS.register_key_flag_for_module(

@@ -65,14 +65,13 @@ def side_by_side(calls):
   Yields:
     The number of calls that are done, after each.
   """
-  with futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))
-                                  if hasattr(os, "sched_getaffinity")
-                                  else os.cpu_count()) as pool:
+  pool = futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))
+                                    if hasattr(os, "sched_getaffinity")
+                                    else os.cpu_count())
+  try:
     waiting = [pool.submit(call) for call in calls]
-    try:
-      for done, one in enumerate(futures.as_completed(waiting), 1):
-        one.result()
-        yield done
-    except BaseException:  # Ctrl-C must not wait for all of them
-      pool.shutdown(wait=False, cancel_futures=True)
-      raise
+    for done, one in enumerate(futures.as_completed(waiting), 1):
+      one.result()
+      yield done
+  finally:  # Ctrl-C does not wait for the compiler
+    pool.shutdown(wait=False, cancel_futures=True)

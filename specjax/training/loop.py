@@ -9,6 +9,7 @@ compiled step and never a result, so nothing can change them.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import functools
 import os
@@ -125,13 +126,15 @@ class Trainer:
     # Two, for the newer may be damaged; what a killed run left is no use.
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, cleanup_tmp_directories=True)
-    with ocp.CheckpointManager(directory / "checkpoints",
-                               options=options) as manager:
+    with contextlib.ExitStack() as stack:
+      manager = stack.enter_context(ocp.CheckpointManager(
+          directory / "checkpoints", options=options))
       state = self._first_state(trainable, manager)
       start = int(state.step)
-      log = MetricsLog(directory, start)
-      bar = tqdm.tqdm(total=self.steps, initial=start, unit="step",
-                      dynamic_ncols=True)
+      log = stack.enter_context(
+          contextlib.closing(MetricsLog(directory, start)))
+      bar = stack.enter_context(tqdm.tqdm(
+          total=self.steps, initial=start, unit="step", dynamic_ncols=True))
       tick, ticked = time.monotonic(), start
       for step in range(start, self.steps):
         state, (loss, metrics) = step_once(state, frozen, self.batch(step))
@@ -156,11 +159,7 @@ class Trainer:
         if row:
           log.write(done, row)
         if done % self.checkpoint_every == 0 or done == self.steps:
-          # The format itself would not notice a bit that falls over.
-          manager.save(done, args=ocp.args.StandardSave(state),
-                       custom_metadata={_DIGEST: fingerprint(state)})
-      bar.close()
-      log.close()
+          _save(manager, done, state)
     return state.params
 
   def _first_state(self, trainable, manager):
@@ -183,6 +182,22 @@ class Trainer:
           "other parameters than this run's, or damaged; give another "
           "directory, or delete them and start again") from reasons[0]
     return state
+
+
+def _save(manager, step, state):
+  """Saves a checkpoint, while the run goes on.
+
+  Raises:
+    OSError: this one, or the one before it, cannot be written.
+  """
+  try:
+    # The format itself would not notice a bit that falls over.
+    manager.save(step, args=ocp.args.StandardSave(state),
+                 custom_metadata={_DIGEST: fingerprint(state)})
+  except Exception as e:  # whatever a library says of a disk that is full
+    reason = str(e).rsplit(": ", 1)[-1]
+    raise OSError(f"no checkpoint can be written to {manager.directory}: "
+                  f"{reason}; make room, or choose another directory") from e
 
 
 def _restore(manager, step, like):

@@ -1,5 +1,6 @@
 """Metrics on disk: a CSV file and, where installed, TensorBoard events."""
 
+import contextlib
 import csv
 import io
 import pathlib
@@ -53,9 +54,11 @@ class MetricsLog:
 
   def close(self) -> None:
     """Closes the files; nothing can be written after it."""
-    self._file.close()
     if self._board:
-      self._board.close()
+      with contextlib.suppress(OSError):  # the same is in metrics.csv
+        self._board.close()
+    with naming(self._file.name):
+      self._file.close()
 
 
 def read(directory: pathlib.Path, name: str) -> list[tuple[int, float]]:
