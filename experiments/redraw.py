@@ -53,10 +53,14 @@ def _value(text):
 
 def draw(path):
   """Draws what a study's CSV holds, beside it."""
-  with open(path, newline="", encoding="utf-8") as f:
-    rows = [{name: _value(text) for name, text in row.items()}
-            for row in csv.DictReader(f)]
-  _DRAW[path.name](path.parent, rows)
+  try:
+    with open(path, newline="", encoding="utf-8") as f:
+      rows = [{name: _value(text) for name, text in row.items()}
+              for row in csv.DictReader(f)]
+    _DRAW[path.name](path.parent, rows)
+  except (LookupError, TypeError, ValueError, csv.Error) as e:
+    raise ValueError(f"{path} is not what a study writes "
+                     f"({type(e).__name__}: {e}); run the study again") from e
 
 
 def main():

@@ -140,6 +140,17 @@ def test_errors_of_the_system_end_in_one_line(capsys, error, code, words):
   assert words in capsys.readouterr().err
 
 
+def test_lists_of_draft_lengths():
+  """A slip of the finger must not ask for the memory of a million nodes."""
+  assert common.draft_lengths("--budgets", ["8", "4", "1023", "4"]) == [
+      4, 8, 1023]
+  for values, words in ((["4", "1024"], "holds 1024; give at most 1023, for"),
+                        ([], "start at 1"), (["0"], "start at 1"),
+                        (["4", ""], "whole numbers")):
+    with pytest.raises(ValueError, match=f"--budgets .*{words}"):
+      common.draft_lengths("--budgets", values)
+
+
 def test_the_kept_code_stays_small(tmp_path):
   """What was used longest ago goes first, and nothing else is touched."""
   for i in range(4):
@@ -162,3 +173,7 @@ def test_redraw(tmp_path):
       assert (tmp_path / figure.name).stat().st_size > 10_000
   assert (tmp_path / "verification.md").read_text() == (
       ROOT / "experiments/results/verification.md").read_text()
+  for text in ("", "a,b\n1,2\n"):
+    (tmp_path / "trees.csv").write_text(text)
+    with pytest.raises(ValueError, match="trees.csv is not what a study"):
+      redraw.draw(tmp_path / "trees.csv")

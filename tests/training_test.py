@@ -301,3 +301,20 @@ def test_the_schedule_of_an_extended_run():
   np.testing.assert_allclose([rate(s) for s in range(11)], want)
   assert [runs.part_length((4, 8, 10), s) for s in (0, 3, 4, 8, 10)] == [
       4, 4, 8, 10, 10]
+
+
+class _Full:
+  """A manager of checkpoints on a full disk."""
+
+  directory = "out/checkpoints"
+
+  def save(self, *args, **kwargs):
+    raise ValueError('RESOURCE_EXHAUSTED: Error writing "x": "d/41": No space '
+                     "left on device")
+
+
+def test_a_full_disk_is_named():
+  # Broken: what the user has to do is lost in the names of a library's files.
+  with pytest.raises(OSError, match="no checkpoint can be written to "
+                     "out/checkpoints: No space left on device; make room"):
+    loop._save(_Full(), 1, {})
