@@ -8,7 +8,7 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
   lossless   bool, default True: the output follows the target's law.
   requires   names out of `CAPABILITIES` that the drafter must have; default
              ("chain",), for most rules are written for chains. A rule for any
-             tree says `requires = ()`.
+             tree that makes no use of q says `requires = ()`.
   init       `(gamma) -> state`: the rule has a state, where gamma is N - 1.
              Then `law`, and `survival`, get it as third argument, and None
              stands for a fresh one. Other rules are called with two arguments.
@@ -60,8 +60,9 @@ from specjax.types import Verdict
 from specjax.types import Verifier
 
 CAPABILITIES = {
-    "chain": "every draft is one chain: node i + 1 is below node i, and what "
-             "hangs beside it is padding",
+    "chain": "every draft is one chain: node i + 1 is below node i, what hangs "
+             "beside it is padding, and every row of `probs` is the law of its "
+             "token given those before it",
     "iid": "the children of a node are independent draws from one law",
     "conditional": "every row of `probs` is the law of its token given what "
                    "came before it, as `Draft` asks",

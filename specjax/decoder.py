@@ -291,7 +291,8 @@ class Decoder:
 
     Returns:
       `(state, stats)` with the stats summed over the rounds: `active` counts
-      a row's rounds, `finite` and `draft_finite` say whether all were.
+      a row's rounds; `finite`, `draft_finite` and `law_finite` say whether all
+      were.
     """
     state, stats = rounds_lib.until(self._round, params, state)
     checks.raise_if_bad(stats.checks)
@@ -422,17 +423,22 @@ def _row_keys(key, request_ids, rows):
 
 
 def raise_if_not_finite(stats: RoundStats) -> None:
-  """Raises where a model's numbers broke down, naming the model and the row.
+  """Raises where numbers broke down, naming the part and the row.
 
   Such a row has stopped by itself and emitted nothing from bad numbers.
 
   Raises:
-    FloatingPointError: some logits were not finite.
+    FloatingPointError: some logits, or a verifier's law, were not finite.
   """
-  for model, ok in (("target", stats.finite), ("drafter", stats.draft_finite)):
+  weights = "check the model's weights and its dtype"
+  for part, ok, advice in (
+      ("target's logits", stats.finite, weights),
+      ("drafter's logits", stats.draft_finite, weights),
+      ("verifier's laws", stats.law_finite,
+       "certify the rule, and look where it divides by 0")):
     ok = np.asarray(ok)
     rows = np.flatnonzero(~ok.reshape(-1, ok.shape[-1]).all(0))
     if rows.size:
       raise FloatingPointError(
-          f"the {model}'s logits of row {rows[0]} are not finite; decoding of "
-          "that row stopped: check the model's weights and its dtype")
+          f"the {part} of row {rows[0]} are not finite; decoding of that row "
+          f"stopped: {advice}")

@@ -105,7 +105,14 @@ class Round:
     # ban. A sum is the cheapest search for them.
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
-    usable = finite & draft_finite
+    # Of the rule's law that which is drawn from.
+    stopped = jnp.take_along_axis(
+        verdict.path, verdict.num_accepted[:, None], axis=-1)
+    drawn_from = jnp.take_along_axis(
+        law.next_token, stopped[..., None], axis=1)[:, 0]
+    law_finite = jnp.isfinite(law.stop.sum(-1) + drawn_from.sum(-1))
+    law_finite |= ~(finite & draft_finite)
+    usable = finite & draft_finite & law_finite
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
         self._drafter_name, self._is_chain, self.rule.name, state, draft, law,
@@ -133,7 +140,8 @@ class Round:
         expected=jnp.where(weight, expected, 0),
         survival=jnp.where(weight[..., None], survival, 0),
         active=active, finite=finite | state.done,
-        draft_finite=draft_finite | state.done, checks=found), Trace(
+        draft_finite=draft_finite | state.done,
+        law_finite=law_finite | state.done, checks=found), Trace(
             draft=draft, target_probs=probs, verdict=verdict)
 
   @property

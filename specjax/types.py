@@ -156,7 +156,7 @@ class ModelOutput:
   """What one pass of a model returns.
 
   Attributes:
-    logits: `[B, S, V]` float32.
+    logits: `[B, S, V]`, float32 at least.
     hidden: `[B, S, F]`, the hidden states that the model is configured to
       return, joined along their last axis; for heads it is what the LM head
       reads. How they are named: see `TransformerConfig.features`.
@@ -226,6 +226,7 @@ class RoundStats:
     active: `[B]` bool, the row took part in this round.
     finite: `[B]` bool, False: the target's logits were NaN or +inf.
     draft_finite: `[B]` bool, False: the drafter's `probs` were NaN or infinite.
+    law_finite: `[B]` bool, False: the verifier's law was, of good numbers.
     checks: `{text: [B] bool}` with `Decoder(debug=True)`, else None; see
       `checks.raise_if_bad`.
   """
@@ -237,6 +238,7 @@ class RoundStats:
   active: jax.Array
   finite: jax.Array
   draft_finite: jax.Array
+  law_finite: jax.Array
   checks: dict[str, jax.Array] | None = None
 
 

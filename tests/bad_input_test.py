@@ -243,3 +243,29 @@ def test_nan_stays_in_its_row(model):
   clean, _ = decoder.decode_until(_healthy()[1], clean)
   for row in (0, 2):  # the neighbours never noticed
     np.testing.assert_array_equal(state.tokens[row, :9], clean.tokens[row, :9])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Divides:
+  """A rule of a user's own that divides by 0 where the text holds a token."""
+
+  def law(self, draft, p):
+    law = sj.verifiers.Token().law(draft, p)
+    bad = jnp.where(draft.tokens[0] == 4, jnp.nan, 1)
+    return law.replace(stop=law.stop * bad)
+
+
+def test_a_law_that_is_not_finite_stops_its_row():
+  # Broken: NaN in a rule's law accepts the whole draft, without a word.
+  healthy, params = _healthy()
+  decoder = _decoder(healthy.target, drafter=healthy.drafter,
+                     verifier=_Divides(),
+                     transform=sj.LogitsTransform(banned=(4,)))
+  state = decoder.prefill(params, [[1], [2, 4], [3, 0]], jax.random.key(0),
+                          limits=9)
+  state, stats = decoder.decode_until(params, state)
+  np.testing.assert_array_equal(stats.law_finite, [True, False, True])
+  assert stats.finite.all() and stats.draft_finite.all()
+  np.testing.assert_array_equal(state.lengths, [9, 2, 9])
+  _raises_one_line(lambda: sj.raise_if_not_finite(stats), "the verifier's laws",
+                   "row 1", "certify", error=FloatingPointError)

@@ -17,7 +17,7 @@ from specjax.verifiers import GreedyBlock
 from specjax.verifiers import residual
 from specjax.verifiers import Token
 
-_ONCE = dict(rounds=1, gammas=(1, 2, 3))
+_ONCE = dict(rounds=1, gammas=(1, 2, 3), thorough=False)
 
 
 def _block_parts(draft, p):

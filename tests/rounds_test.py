@@ -299,3 +299,27 @@ def test_gamma_0_is_autoregressive():
   assert [len(row) for row in got.tokens] == [10, 11, 13]
   assert (np.asarray(got.stats.active) == 9).all()
   assert (np.asarray(got.stats.accepted) == 0).all()
+
+
+@pytest.mark.parametrize("rule,drafter", [
+    (sj.verifiers.GreedyBlock(), functools.partial(
+        sj.drafters.LanguageModel, gamma=3)),
+    (sj.verifiers.Traversal(), functools.partial(
+        sj.drafters.DynamicTree, top_k=2, depth=2, num_nodes=4))])
+def test_the_loop_in_64_bits(rule, drafter):
+  # Broken: under jax_enable_x64 an index of another width stops the loop, or
+  # with float64 weights some step computes in float32.
+  pair = testing.tiny_pair(5)
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), pair.params)
+    decoder = sj.Decoder(target=pair.target, verifier=rule,
+                         drafter=drafter(model=pair.drafter))
+    state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0), limits=30)
+    state, stats, traces = decoder.decode_traced(params, state, rounds=3)
+    starts = np.array([2, 1]) + np.cumsum(stats.emitted, 0) - stats.emitted
+    sj.raise_if_not_finite(stats)
+    alone = jax.nn.softmax(pair.target(params["target"], state.tokens).logits)
+    for start, law in zip(starts, np.asarray(traces.target_probs[:, :, 0])):
+      assert law.dtype == np.float64
+      np.testing.assert_allclose(law, alone[np.arange(2), start - 1],
+                                 atol=1e-12)

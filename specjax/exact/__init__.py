@@ -3,8 +3,9 @@
 A verifier returns the law of its outcome, so nothing has to be sampled: the
 law is evaluated on every draft of a small context-dependent model pair and
 summed, sum_x q(x) * stop * next_token, which is the joint law of everything
-that decoding emits. A rule is lossless iff that equals the target's. Linear
-programs over all couplings and over all valid verifiers give the ceilings.
+that decoding emits. A rule is lossless on these models iff that equals the
+target's; `Certificate` says what that means for others. Linear programs over
+all couplings and over all valid verifiers give the ceilings.
 """
 
 from specjax.exact import schemes

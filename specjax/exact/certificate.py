@@ -1,11 +1,16 @@
 """A proof, or the model that refutes it, in one line."""
 
+from collections.abc import Iterator
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
+from typing import NamedTuple
 
+from specjax.exact import drafts
 from specjax.exact import enumeration
+from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
 from specjax.exact import trees as trees_lib
 from specjax.exact.compiled import Compiled
@@ -16,28 +21,66 @@ from specjax.exact.pairs import random_pair
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 _MOST_NODES = 7  # of a tree by default; smaller ones are padded to share code
 _ALL_TREES, _SOME_TREES = 81, 729  # drafts of a tree, V**(N - 1), at most
-_SEVERAL_ROUNDS = 27
+_SEVERAL_ROUNDS = 27  # drafts of a tree, at most, for more than one round
+_TWO_ROUNDS = 1 << 15  # chains and contexts, V**(2 gamma + 1), likewise
+
+# What is tried beside the small models, see `certify`.
+_TELLING_KINDS = ("dense", "mixed")
+_LARGER_CHAINS = ((11, 7), (101, 5))  # V, gamma
+_LARGER_TREE = (23, (-1, 0, 0, 1, 1, 2, 3, 3, 4, 6))  # V, parents
+_LARGER_WITH_STATE = (5, 5)
+_LONG_MEMORY = (3, 2, 14)  # V, gamma, rounds
+
+
+class _Found(NamedTuple):
+  """One enumeration.
+
+  Attributes:
+    trial: which kind of trial it belongs to.
+    outcome: an `Outcome` or a `SparseOutcome`.
+    dtype: of the numbers.
+    witness: what to repeat it with.
+  """
+
+  trial: str
+  outcome: Any
+  dtype: str
+  witness: dict[str, Any]
+
+  @property
+  def fails(self) -> bool:
+    return (self.outcome.total_variation > _TOLERANCE[self.dtype]
+            or bool(self.outcome.defects))
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-  """What `certify` found.
+  """What `certify` found: a statement about the models and drafts it tried.
+
+  On each model every draft is summed over, so nothing is left to chance, and a
+  rule without state that is exact for one round from every context is exact for
+  all rounds. But the models are some of those that exist. A defect that needs a
+  draft length, a tree, a vocabulary or numbers unlike the ones that were tried,
+  or a state after more rounds, is not excluded.
 
   Attributes:
     lossless: every law was a probability law and no total variation exceeded
-      the tolerance.
-    total_variation: the worst over all models.
-    witness: the model that shows it: `random_pair`'s arguments, gamma, rounds.
-    expected_tokens: tokens of one round, averaged over the models tried with
+      the tolerance, 1e-9 in float64 and 1e-5 in float32.
+    total_variation: the worst over all that failed; if nothing did, over
+      the small models, with chains and with trees.
+    witness: the model that shows it: `random_pair`'s arguments, gamma, rounds,
+      and how it was drafted if that was special.
+    expected_tokens: tokens of one round, averaged over the small models with
       chains.
     bound: the average of what no verifier can exceed on those models, with
       full information about both of them (1 + Lemma 8).
     defects: ways in which a law was not a probability law.
-    models: pairs of models enumerated with chains.
+    models: pairs of small models enumerated with chains.
     laws: laws evaluated.
-    dtype: of the numbers handed to the law.
+    dtype: of the numbers handed to the law, where `tried` names no other.
     declared_lossy: the rule itself says `lossless = False`.
     trees: enumerations with trees: a tree, a scheme and a pair of models each.
+    tried: a line for every kind of trial beyond those, see `thorough`.
   """
 
   lossless: bool
@@ -51,6 +94,7 @@ class Certificate:
   dtype: str
   declared_lossy: bool = False
   trees: int = 0
+  tried: tuple[str, ...] = ()
 
   def __str__(self):
     where = ", ".join(f"{k}={v}" for k, v in self.witness.items())
@@ -67,14 +111,17 @@ class Certificate:
         f"  full-information bound {self.bound:.4f}",
         f"  enumerated             {models}, {self.laws:,} laws, "
         f"{self.dtype}",
+        *(f"  and                    {line}" for line in self.tried),
+        "  on these models; exact.Certificate says what follows for others",
+        *(f"  defect: {defect}" for defect in self.defects),
     ]
-    return "\n".join(lines + [f"  defect: {d}" for d in self.defects])
+    return "\n".join(lines)
 
 
 def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
-            seeds=(0,), kinds=KINDS, dtype="float64",
-            drafting="autoregressive", trees=None, schemes=None) -> Certificate:
-  """Proves a verifier lossless, or shows the model where it is not.
+            seeds=(0,), kinds=KINDS, dtype="float64", drafting=None,
+            trees=None, schemes=None, thorough=True) -> Certificate:
+  """Proves a verifier lossless on small models, or shows where it is not.
 
   Two vocabularies are the least worth trying where there is time: with V = 2
   most real bugs do not show, nor do they where the models ignore their
@@ -87,18 +134,26 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
       state, whose histories multiply.
     gammas: draft lengths of chains, each at least 1.
     rounds: rounds of the loop, see `enumerate_chains`. One is a proof for a
-      rule without state, by induction; default 2, and 3 for one with state.
-      With trees that have many drafts it is one.
+      rule without state, by induction; default 2, but 1 with many drafts, and
+      3 for one with state. With trees that have many drafts it is one.
     seeds: one set of random models for each.
     kinds: see `random_pair`.
     dtype: "float64" or "float32".
-    drafting: see `enumerate_chains`; with "product" there are no trees.
+    drafting: see `enumerate_chains`; default: "autoregressive", and what else
+      the rule, by its `requires`, is exact for. With "product" there are no
+      trees.
     trees: the `parents` of the trees to enumerate besides. Default: none for a
       rule that requires a chain, as one does that states no `requires`; else
       all trees of up to 5 nodes, in every order of nodes, and some of up to 7
       (fewer for larger V).
     schemes: how the tokens of trees are drawn, see `enumerate_trees`; default:
       all of `exact.schemes` for which the rule, by its `requires`, is exact.
+    thorough: also try what small models in one precision cannot show: chains
+      whose end is padding (ids 0 and V), as the loop makes them where a
+      drafter has little to say; drafts from position laws ("product") unless
+      the rule requires an autoregressive drafter; float32; models too large
+      for all of their texts, with a tree of 10 nodes where `trees` is left to
+      the rule; many rounds of a rule with state.
 
   Returns:
     A `Certificate`; print it.
@@ -113,54 +168,165 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   compiled = Compiled.of(verifier)
   rule = compiled.rule
   vocab_sizes = vocab_sizes or ((3,) if rule.remembers else (3, 4))
-  rounds = rounds or (3 if rule.remembers else 2)
+  some_rounds = rounds or (3 if rule.remembers else 2)
   if dtype not in _TOLERANCE:
     raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
   if not gammas or min(gammas) < 1:
     raise ValueError(f"gammas is {gammas}; every draft length must be at "
                      "least 1")
-  if trees and drafting != "autoregressive":
+  if trees and drafting not in (None, "autoregressive"):
     raise ValueError(f"drafting is {drafting!r}; trees are drafted by schemes: "
                      "leave one of the two out")
-  found, expected, bounds = [], [], []
-  for vocab_size, gamma, kind, seed in itertools.product(
-      vocab_sizes, gammas, kinds, seeds):
-    depth = enumeration.depth_of(rule, gamma, rounds)
-    pair = random_pair(kind, vocab_size, depth, seed)
-    outcome = enumeration.enumerate_chains(
-        compiled, pair, gamma, rounds, dtype, drafting)
-    expected.append(1 + outcome.expected_accepted)
-    bounds.append(1 + full_information_optimum(pair, gamma))
-    found.append((outcome, dict(kind=kind, vocab_size=vocab_size, seed=seed,
-                                gamma=gamma, rounds=rounds)))
   if trees is None and ("chain" in rule.requires
-                        or drafting != "autoregressive"):
+                        or drafting not in (None, "autoregressive")):
     trees = ()
+  by_default = trees is None
   if schemes is None:
     schemes = schemes_lib.sound_for(rule)
+  small = []
   for vocab_size in vocab_sizes:
-    found += _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds,
-                       rounds, dtype)
+    for gamma in gammas:
+      once = (rounds is None and not rule.remembers
+              and vocab_size**(2 * gamma + 1) > _TWO_ROUNDS)
+      small += _on_chains(compiled, vocab_size, (gamma,), kinds, seeds,
+                          1 if once else some_rounds, dtype,
+                          drafting or "autoregressive")
+  expected = [1 + one.outcome.expected_accepted for one in small]
+  bounds = [1 + full_information_optimum(
+      random_pair(one.witness["kind"], one.witness["vocab_size"],
+                  one.witness["gamma"] + 1, one.witness["seed"]),
+      one.witness["gamma"]) for one in small]
+  for vocab_size in vocab_sizes:
+    small += _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds,
+                       some_rounds, dtype)
+  more = []
+  if thorough:
+    most = dict(vocab_size=max(vocab_sizes), gammas=gammas, seeds=seeds)
+    telling = tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
+    if drafting is None and "autoregressive" not in rule.requires:
+      more += _on_chains(
+          compiled, max(vocab_sizes), gammas, telling, seeds,
+          some_rounds if rule.remembers else 1, dtype, "product")
+    more += _padded(compiled, **most, kinds=telling, dtype=dtype)
+    if dtype == "float64":
+      more += _in_float32(compiled, **most, kinds=telling, trees=trees,
+                           schemes=schemes)
+    more += _on_larger_models(
+        compiled, seeds, dtype, schemes if by_default else ())
 
-  worst, witness = max(found, key=lambda one: one[0].total_variation)
-  defects = frozenset().union(*(outcome.defects for outcome, _ in found))
+  found = small + more
+  worst = max([one for one in found if one.fails] or small,
+              key=lambda one: one.outcome.total_variation)
+  defects = frozenset().union(*(one.outcome.defects for one in found))
   return Certificate(
-      lossless=worst.total_variation <= _TOLERANCE[dtype] and not defects,
-      total_variation=worst.total_variation, witness=witness,
+      lossless=not worst.fails, total_variation=worst.outcome.total_variation,
+      witness=worst.witness | (
+          {} if worst.dtype == dtype else {"dtype": worst.dtype}),
       expected_tokens=math.fsum(expected) / len(expected),
       bound=math.fsum(bounds) / len(bounds), defects=tuple(sorted(defects)),
-      models=len(expected), laws=sum(outcome.laws for outcome, _ in found),
+      models=len(expected), laws=sum(one.outcome.laws for one in found),
       dtype=dtype, declared_lossy=not rule.lossless,
-      trees=len(found) - len(expected))
+      trees=len(small) - len(expected),
+      tried=tuple(f"{len(list(same)):,} x {trial}" for trial, same
+                  in itertools.groupby(one.trial for one in more)))
+
+
+def _on_chains(compiled, vocab_size, gammas, kinds, seeds, rounds, dtype,
+               drafting) -> Iterator[_Found]:
+  """Small models, all drafts of every length."""
+  for gamma, kind, seed in itertools.product(gammas, kinds, seeds):
+    depth = enumeration.depth_of(compiled.rule, gamma, rounds)
+    outcome = enumeration.enumerate_chains(
+        compiled, random_pair(kind, vocab_size, depth, seed), gamma, rounds,
+        dtype, drafting)
+    witness = dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
+                   rounds=rounds)
+    if drafting != "autoregressive":
+      witness["drafting"] = drafting
+    yield _Found(f"{drafting} chains of {_listed(gammas)} tokens, V = "
+                 f"{vocab_size}, {dtype}", outcome, dtype, witness)
+
+
+def _padded(compiled, vocab_size, gammas, seeds, kinds, dtype
+            ) -> Iterator[_Found]:
+  """Chains of which the first `real` tokens are drawn."""
+  gamma = max(gammas)
+  for real, token, chain, kind, seed in itertools.product(
+      range(gamma), (0, vocab_size), (True, False), kinds, seeds):
+    yield _small(
+        compiled, f"chains of {gamma} tokens that end in padding, V = "
+        f"{vocab_size}, {dtype}",
+        functools.partial(_tailed, real, gamma, token, chain), gamma, dtype,
+        dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
+             rounds=1, real=real, padding=token))
+
+
+def _tailed(real, gamma, token, chain, q, contexts):
+  drawn = drafts.chains(q, contexts, real)
+  return drawn.padded(gamma + 1, token, chain)
+
+
+def _small(compiled, trial, scheme, gamma, dtype, witness) -> _Found:
+  """One round on a small model, with drafts of gamma + 1 nodes."""
+  depth = enumeration.depth_of(compiled.rule, gamma, 1)
+  pair = random_pair(witness["kind"], witness["vocab_size"], depth,
+                     witness["seed"])
+  return _Found(trial, enumeration.enumerate_drafts(
+      compiled, pair, scheme, gamma + 1, gamma, 1, dtype), dtype, witness)
+
+
+def _in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
+                ) -> Iterator[_Found]:
+  """The same in the precision of the loop, on fewer models."""
+  few = tuple(sorted({min(gammas), max(gammas)}))
+  yield from _on_chains(compiled, vocab_size, few, kinds, seeds, 1, "float32",
+                        "autoregressive")
+  if trees is None:
+    trees = list(_default_trees(vocab_size))
+  yield from _on_trees(compiled, vocab_size, trees[-3:], schemes, kinds[-1:],
+                       seeds, 1, "float32")
+
+
+def _on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[_Found]:
+  """Long chains, large vocabularies, a large tree, many rounds."""
+  def one(trial, vocab_size, draw, nodes, longest, rounds, seed, narrow,
+          **witness) -> _Found:
+    depth = enumeration.depth_of(compiled.rule, longest, rounds)
+    outcome = larger.enumerate_sparse(
+        compiled, larger.sparse_pair(vocab_size, depth, seed, narrow), draw,
+        nodes, longest, rounds, dtype)
+    return _Found(f"{trial}, {dtype}", outcome, dtype, dict(
+        kind="sparse", vocab_size=vocab_size, seed=seed, rounds=rounds,
+        **witness))
+
+  chains = lambda gamma: lambda q, contexts: drafts.chains(q, contexts, gamma)
+  for seed in seeds:
+    if compiled.rule.remembers:
+      vocab_size, gamma, rounds = _LONG_MEMORY
+      yield one(f"{rounds} rounds of {gamma} tokens, V = {vocab_size}",
+                vocab_size, chains(gamma), gamma + 1, gamma, rounds, seed, True,
+                gamma=gamma)
+      vocab_size, gamma = _LARGER_WITH_STATE
+      yield one(f"chains of {gamma} tokens, V = {vocab_size}", vocab_size,
+                chains(gamma), gamma + 1, gamma, 1, seed, True, gamma=gamma)
+      continue
+    for vocab_size, gamma in _LARGER_CHAINS:
+      yield one(f"chains of {gamma} tokens, V = {vocab_size}", vocab_size,
+                chains(gamma), gamma + 1, gamma, 1, seed, False, gamma=gamma)
+    vocab_size, parents = _LARGER_TREE
+    for scheme in map(schemes_lib.named, schemes):
+      yield one(f"trees of {len(parents)} nodes, V = {vocab_size}", vocab_size,
+                functools.partial(trees_lib.draw, scheme, parents),
+                len(parents), trees_lib.height(parents), 1, seed, False,
+                parents=parents, scheme=schemes_lib.name_of(scheme))
 
 
 def _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
-              dtype):
-  """`[(outcome, witness)]` of one vocabulary; trees None is the default."""
+              dtype) -> Iterator[_Found]:
+  """Small models, all drafts of every tree; trees None is the default."""
   if trees is None:
     trees = list(_default_trees(vocab_size))
   largest = max(map(len, trees), default=1)
-  found = []
   for parents, scheme, kind, seed in itertools.product(
       trees, map(schemes_lib.named, schemes), kinds, seeds):
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
@@ -170,18 +336,22 @@ def _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
     outcome = trees_lib.enumerate_trees(
         compiled, random_pair(kind, vocab_size, depth, seed), parents, scheme,
         times, dtype, nodes=largest)
-    name = getattr(scheme, "__name__", repr(scheme))
-    found.append((outcome, dict(
-        kind=kind, vocab_size=vocab_size, seed=seed, parents=tuple(parents),
-        scheme=name, rounds=times)))
-  return found
+    yield _Found(f"trees of up to {largest} nodes, V = {vocab_size}, {dtype}",
+                 outcome, dtype, dict(
+                     kind=kind, vocab_size=vocab_size, seed=seed,
+                     parents=tuple(parents), scheme=schemes_lib.name_of(scheme),
+                     rounds=times))
+
+
+def _listed(numbers):
+  return ", ".join(map(str, numbers))
 
 
 def _default_trees(vocab_size):
   for nodes in range(2, _MOST_NODES + 1):
-    drafts = vocab_size**(nodes - 1)
-    if drafts <= _SOME_TREES:
-      few = nodes <= 5 and drafts <= _ALL_TREES
+    drafted = vocab_size**(nodes - 1)
+    if drafted <= _SOME_TREES:
+      few = nodes <= 5 and drafted <= _ALL_TREES
       step = 1 if few else max(math.factorial(nodes - 1) // 5, 1)
       yield from itertools.islice(
           trees_lib.all_trees(nodes), step // 2, None, step)

@@ -39,10 +39,14 @@ class Drafts:
 
   @classmethod
   def roots(cls, contexts, vocab_size: int) -> "Drafts":
-    """A root at each of `contexts [n]` and nothing below it."""
+    """A root at each of `contexts [n]` and nothing below it.
+
+    Its token is the context's last; V - 1, say, is before the empty one.
+    """
     count = len(contexts)
+    last = (np.asarray(contexts) - 1) % vocab_size
     return cls(starts=np.arange(count), weights=np.ones(count),
-               tokens=np.zeros((count, 1), np.int64),
+               tokens=last[:, None],
                parents=np.full((count, 1), -1),
                probs=np.zeros((count, 1, vocab_size)),
                contexts=np.asarray(contexts)[:, None])
@@ -93,11 +97,19 @@ class Drafts:
                   probs=add(old.probs, probs[row]),
                   contexts=add(old.contexts, context))
 
-  def padded(self, nodes: int) -> "Drafts":
-    """Padding below the root up to N = `nodes`."""
+  def padded(self, nodes: int, token: int = 0, chain: bool = False) -> "Drafts":
+    """Padding up to N = `nodes`.
+
+    Args:
+      nodes: N.
+      token: the id that padding carries; it may be V or more.
+      chain: each is below the node before it; else all are below the root.
+    """
     drafts, law = self, np.zeros_like(self.probs[:, 0])
-    while drafts.tokens.shape[1] < nodes:
-      drafts = drafts.grow(0, law)
+    real = drafts.tokens.shape[1]
+    for node in range(real, nodes):
+      drafts = drafts.grow(node - 1 if chain else 0, law)
+    drafts.tokens[:, real:] = token
     return drafts
 
 

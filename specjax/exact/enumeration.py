@@ -14,6 +14,7 @@ from specjax.types import Verdict
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
+_DENSE = 1 << 22  # contexts of one length that are counted without sorting
 DRAFTING = ("autoregressive", "product")
 
 
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
     return 0.5 * float(np.abs(self.law - self.target).sum())
 
 
-class _Starts(NamedTuple):
+class Starts(NamedTuple):
   """Where rounds start: n contexts of one length, each with a state.
 
   Attributes:
@@ -62,6 +63,11 @@ def depth_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
+
+
+def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
+  """The number of the first context of every length up to `depth`."""
+  return np.cumsum([0, *(vocab_size**k for k in range(depth))])
 
 
 def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
@@ -108,26 +114,13 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
     chunk: laws evaluated in one call.
   """
   compiled = Compiled.of(verifier)
-  rule = compiled.rule
-  depth = depth_of(rule, longest, rounds)
+  depth = depth_of(compiled.rule, longest, rounds)
   if len(pair.p) < depth or len(pair.q) < depth:
     raise ValueError(f"the models are {len(pair.p)} deep; {rounds} rounds of "
                      f"gamma {longest} need {depth}")
-  horizon = horizon_of(rule, longest, rounds)
-  run = _Run(compiled, pair, scheme, nodes, dtype, chunk)
-  starts = {0: run.first()}
-  expected = None
-  if rule.remembers:
-    while min(starts) < horizon:
-      length = min(starts)
-      outcomes = run.round(length, starts.pop(length), horizon)
-      expected = _accepted(outcomes, length) if expected is None else expected
-      starts = _merged([starts, outcomes], pair.vocab_size)
-  else:
-    for _ in range(rounds):
-      outcomes = [run.round(*start) for start in starts.items()]
-      expected = _accepted(outcomes[0], 0) if expected is None else expected
-      starts = _merged(outcomes, pair.vocab_size)
+  horizon = horizon_of(compiled.rule, longest, rounds)
+  run = Run(compiled, pair, scheme, nodes, dtype, chunk)
+  starts, expected = run.rounds(rounds, horizon)
 
   law, target = np.zeros(1), np.ones(1)
   for k in range(horizon + 1):  # the target continues from wherever it stands
@@ -150,7 +143,7 @@ def expected_tokens(verifier, pair: Pair, gamma: int, rounds: int
     rounds: rounds of draft-and-verify.
   """
   scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)
-  run = _Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
+  run = Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
   starts, totals = {0: run.first()}, []
   for _ in range(rounds):
     starts = _merged([run.round(*start) for start in starts.items()],
@@ -165,12 +158,12 @@ def _accepted(outcomes, length):
                    for new, found in outcomes.items()))
 
 
-def _dense(starts: _Starts, size: int) -> np.ndarray:
+def _dense(starts: Starts, size: int) -> np.ndarray:
   return np.bincount(starts.contexts, starts.weights, minlength=size)
 
 
-def _merged(outcomes: list[dict[int, _Starts]], vocab: int
-            ) -> dict[int, _Starts]:
+def _merged(outcomes: list[dict[int, Starts]], vocab: int
+            ) -> dict[int, Starts]:
   """The starts of all `outcomes`, equal (context, state) as one."""
   lengths = sorted({length for found in outcomes for length in found})
   merged = {}
@@ -181,10 +174,15 @@ def _merged(outcomes: list[dict[int, _Starts]], vocab: int
     leaves = [jax.tree.leaves(part.states) for part in parts]
     structure = jax.tree.structure(parts[0].states)
     leaves = [np.concatenate(column) for column in zip(*leaves)]
+    if not leaves and vocab**length > _DENSE:
+      contexts, which = np.unique(contexts, return_inverse=True)
+      merged[length] = Starts(contexts, parts[0].states,
+                              np.bincount(which.reshape(-1), weights))
+      continue
     if not leaves:
       dense = np.bincount(contexts, weights, minlength=vocab**length)
       contexts = np.flatnonzero(dense)
-      merged[length] = _Starts(contexts, parts[0].states, dense[contexts])
+      merged[length] = Starts(contexts, parts[0].states, dense[contexts])
       continue
     columns = [contexts, *leaves]
     rows = np.concatenate([
@@ -193,32 +191,60 @@ def _merged(outcomes: list[dict[int, _Starts]], vocab: int
     _, first, which = np.unique(
         rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1),
         return_index=True, return_inverse=True)
-    merged[length] = _Starts(
+    merged[length] = Starts(
         contexts[first],
         jax.tree.unflatten(structure, [x[first] for x in leaves]),
         np.bincount(which.reshape(-1), weights))
   return merged
 
 
-class _Run:
-  """Rounds of one rule on one pair, and what was wrong on the way."""
+class Run:
+  """Rounds of one rule on one pair, and what was wrong on the way.
 
-  def __init__(self, compiled, pair, scheme, nodes, dtype, chunk):
+  Attributes:
+    defects: ways in which some law was not a probability law.
+    laws: number of laws evaluated.
+  """
+
+  def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
+               chunk: int):
     self._compiled, self._scheme, self._nodes = compiled, scheme, nodes
     self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
-    self._p, self._q = np.concatenate(pair.p), np.concatenate(pair.q)
+    self._p, self._q = pair.tables()
     # Of every length, the number of its first context; see `Drafts`.
-    self._offsets = np.cumsum([0, *(len(rows) for rows in pair.p)])
+    self._offsets = first_contexts(pair.vocab_size, pair.depth)
     self.defects, self.laws = set(), 0
 
-  def first(self) -> _Starts:
+  def rounds(self, count: int, horizon: int
+             ) -> tuple[dict[int, Starts], float]:
+    """Where decoding stands after some rounds, by length, and E[tau].
+
+    Args:
+      count: rounds of a rule without state.
+      horizon: tokens at which one with state ends.
+    """
+    starts, expected = {0: self.first()}, None
+    if self._compiled.rule.remembers:
+      while min(starts) < horizon:
+        length = min(starts)
+        outcomes = self.round(length, starts.pop(length), horizon)
+        expected = _accepted(outcomes, length) if expected is None else expected
+        starts = _merged([starts, outcomes], self._vocab)
+      return starts, expected
+    for _ in range(count):
+      outcomes = [self.round(*start) for start in starts.items()]
+      expected = _accepted(outcomes[0], 0) if expected is None else expected
+      starts = _merged(outcomes, self._vocab)
+    return starts, expected
+
+  def first(self) -> Starts:
     """The empty context and the rule's first state."""
     state = self._compiled.initial_state(self._nodes - 1, self._dtype)
-    return _Starts(np.zeros(1, np.int64),
+    return Starts(np.zeros(1, np.int64),
                    jax.tree.map(lambda x: x[None], state), np.ones(1))
 
-  def round(self, length: int, starts: _Starts, horizon: int | None = None
-            ) -> dict[int, _Starts]:
+  def round(self, length: int, starts: Starts, horizon: int | None = None
+            ) -> dict[int, Starts]:
     """Where decoding stands after one round, by length.
 
     Tokens after `horizon` are cut off and the state there is dropped.
@@ -254,7 +280,7 @@ class _Run:
         new_states = self._committed(
             jax.tree.map(lambda x, row=row[these]: x[row], arguments),
             new_length - length - 1, node[these], extra[these])
-      outcomes.append({new_length: _Starts(contexts, new_states, mass[these])})
+      outcomes.append({new_length: Starts(contexts, new_states, mass[these])})
     return _merged(outcomes, self._vocab)
 
   def _laws(self, arguments):

@@ -26,6 +26,15 @@ class Pair(NamedTuple):
   def vocab_size(self) -> int:
     return self.p[0].shape[-1]
 
+  @property
+  def depth(self) -> int:
+    """The longest context plus one, in tokens."""
+    return min(len(self.p), len(self.q))
+
+  def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    """p and q, indexed by the numbers of contexts; see `exact.drafts`."""
+    return np.concatenate(self.p), np.concatenate(self.q)
+
 
 def iid_pair(p, q, depth: int) -> Pair:
   """The pair that draws every token from `p [V]`, `q [V]` in any context.

@@ -137,6 +137,11 @@ def named(scheme) -> Scheme:
   return known[scheme]
 
 
+def name_of(scheme: Scheme) -> str:
+  """A word for a scheme, for readers."""
+  return getattr(scheme, "__name__", repr(scheme))
+
+
 def _law(rows, otherwise):
   """Rows as laws; where one is empty, uniform over `otherwise`, if any."""
   rows = np.where(rows.any(-1, keepdims=True), rows, otherwise)

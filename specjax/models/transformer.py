@@ -91,11 +91,11 @@ class TransformerConfig:
 
 def _rotate(x, positions, theta):
   """Rotary position embedding of `x [B, S, H, D]` at `positions [B, S]`."""
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None].astype(jnp.float32) * frequency
+  half, dtype = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
+  frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+  angle = positions[..., None].astype(dtype) * frequency
   cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  first, second = jnp.split(x.astype(dtype), 2, axis=-1)
   rotated = jnp.concatenate(
       [first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x.dtype)
@@ -145,7 +145,8 @@ class _SwiGLU(nn.Module):
 
 
 def _logits(x, head):
-  return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+  return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=(
+      jnp.promote_types(x.dtype, jnp.float32)))
 
 
 class TransformerModule(nn.Module):

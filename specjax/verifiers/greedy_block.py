@@ -55,7 +55,7 @@ class GreedyBlock:
     """An unmodified target, for drafts of `gamma` tokens."""
     entries = max(gamma - 1, 0)
     return GreedyBlockState(remaining=jnp.zeros((entries,), jnp.int32),
-                            weights=jnp.zeros((entries,), jnp.float32))
+                            weights=jnp.zeros((entries,), float))
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
@@ -75,7 +75,7 @@ class GreedyBlock:
     ratio = _running_ratio(draft, target)
     survive = jnp.minimum(ratio, 1)
     # Above 1 both sides are divided by the ratio, which may be huge.
-    scale = jnp.where(ratio > 1, 1 / ratio, 1)
+    scale = 1 / jnp.maximum(ratio, 1)
     q = residual.next_draft_probs(draft, target_probs)
     # The inner maximum keeps the compiler from fusing in one use alone; see
     # block.py.

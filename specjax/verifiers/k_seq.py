@@ -31,6 +31,9 @@ class KSeq:
   lossless = True
   requires = ("iid",)
 
+  def _rho(self, p, q, count):
+    return least_rho(p, q, count)
+
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
     """The law of the outcome for one tree.
@@ -72,50 +75,75 @@ class KSeq:
     return Law(stop=tree.first_accepted(draft.parents, accept),
                next_token=rest)
 
-  def _rho(self, p, q, count):
-    """rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
 
-    In s = 1 / rho the condition reads s A / beta <= 1, its left side never
-    falls, and it holds at s = 1 / K. False position with halved weights (the
-    Illinois method), then bisection. The result is the end of the bracket at
-    which the condition holds: the other one would leave a negative residual.
+@jax.custom_jvp
+def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
+  """rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
 
-    Args:
-      p: `[V]`, the target's law at a node.
-      q: `[V]`, the law of its children.
-      count: `[]`, K, as a float.
-    """
-    dtype = p.dtype
-    near = 4 * jnp.finfo(dtype).eps
+  In s = 1 / rho the condition reads s A / beta <= 1, its left side never
+  falls, and it holds at s = 1 / K. False position with halved weights (the
+  Illinois method), then bisection. The result is the end of the bracket at
+  which the condition holds: the other one would leave a negative residual.
 
-    def step(carry):
-      step, low, high, low_value, high_value, side = carry
-      middle = (low + high) / 2
-      secant = (low * high_value - high * low_value) / (high_value - low_value)
-      inside = (secant > low) & (secant < high) & (step < _SECANTS)
-      # The first question is whether rho = 1 will do.
-      s = jnp.where(step == 0, high, jnp.where(inside, secant, middle))
-      value = s * _share(jnp.sum(jnp.minimum(q, s * p)), count) - 1
-      holds = value <= 0
-      again = jnp.where(holds, side < 0, side > 0)
-      half = jnp.where(again, 0.5, 1).astype(dtype)
-      return (step + 1,
-              jnp.where(holds, s, low),
-              jnp.where(holds, high, s),
-              jnp.where(holds, value, half * low_value),
-              jnp.where(holds, half * high_value, value),
-              jnp.where(holds, -1, 1))
+  Args:
+    p: `[V]`, the target's law at a node.
+    q: `[V]`, the law of its children.
+    count: `[]`, K, as a float.
+  """
+  dtype = p.dtype
+  near = 4 * jnp.finfo(dtype).eps
 
-    # Any negative number will do for the value at 1 / K, which is not taken.
-    one = jnp.ones((), dtype)
-    found = jax.lax.while_loop(
-        lambda carry: carry[2] - carry[1] > near * carry[2], step,
-        (0, 1 / jnp.maximum(count, 1), one, -one, one, 0))
-    return 1 / found[1]
+  def step(carry):
+    step, low, high, low_value, high_value, side = carry
+    middle = (low + high) / 2
+    secant = (low * high_value - high * low_value) / (high_value - low_value)
+    inside = (secant > low) & (secant < high) & (step < _SECANTS)
+    # The first question is whether rho = 1 will do.
+    s = jnp.where(step == 0, high, jnp.where(inside, secant, middle))
+    value = _excess(s, p, q, count)
+    holds = value <= 0
+    again = jnp.where(holds, side < 0, side > 0)
+    half = jnp.where(again, 0.5, 1).astype(dtype)
+    return (step + 1,
+            jnp.where(holds, s, low),
+            jnp.where(holds, high, s),
+            jnp.where(holds, value, half * low_value),
+            jnp.where(holds, half * high_value, value),
+            jnp.where(holds, -1, 1))
+
+  # Any negative number will do for the value at 1 / K, which is not taken.
+  one = jnp.ones((), dtype)
+  found = jax.lax.while_loop(
+      lambda carry: carry[2] - carry[1] > near * carry[2], step,
+      (0, 1 / jnp.maximum(count, 1), one, -one, one, 0))
+  return 1 / found[1]
+
+
+@least_rho.defjvp
+def _least_rho_jvp(primals, tangents):
+  """The search has no derivative; what it solves, an equation, has one.
+
+  Where rho is 1 the condition is none, and rho does not move.
+  """
+  p, q, count = primals
+  rho = least_rho(*primals)
+  s = 1 / rho
+  slope = jax.grad(_excess)(s, p, q, count)
+  _, change = jax.jvp(lambda p, q: _excess(s, p, q, count), (p, q),
+                      tangents[:2])
+  binding = (rho > 1) & (slope > 0)
+  return rho, jnp.where(
+      binding, rho**2 * change / jnp.where(binding, slope, 1), 0)
+
+
+def _excess(s, p, q, count):
+  """s A / beta - 1, which must not be positive, at s = 1 / rho."""
+  return s * _share(jnp.sum(jnp.minimum(q, s * p)), count) - 1
 
 
 def _share(beta, count):
   """A / beta = (1 - (1 - beta)^K) / beta; K where beta is 0."""
-  beta = jnp.minimum(beta, 1)
-  some = -jnp.expm1(jnp.maximum(count, 1) * jnp.log1p(-beta))
+  below = jnp.where(beta < 1, beta, 0)  # the logarithm of 0 has no derivative
+  some = -jnp.expm1(jnp.maximum(count, 1) * jnp.log1p(-below))
+  beta, some = jnp.minimum(beta, 1), jnp.where(beta < 1, some, 1)
   return jnp.where(count > 0, residual.over(some, beta, count), 0)

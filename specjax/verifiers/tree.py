@@ -90,14 +90,12 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
   """
   nodes, dtype = target_probs.shape[0], target_probs.dtype
   limits = jnp.finfo(dtype)
-  # Children of node i are entries i..i+1 of `first` in this order.
-  order = jnp.argsort(draft.parents, stable=True)
-  first = jnp.sum(draft.parents < jnp.arange(nodes + 1)[:, None], axis=-1)
   drawn = drafted_probs(draft).astype(dtype)
 
-  def try_child(carry):
-    place, rest, mass, accept = carry
-    child = order[place]
+  def try_child(carry, child):
+    rows, masses, accept = carry
+    parent = draft.parents[child]
+    rest, mass = rows[parent], masses[parent]
     q = draft.probs[child].astype(dtype)
     wanted = rest.at[draft.tokens[child]].get(mode="fill", fill_value=0)
     a = jnp.minimum(residual.over(mass * wanted, drawn[child]), 1)
@@ -113,16 +111,15 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     rest = jnp.maximum(kept - jnp.where(cut, q, 0), 0) * jnp.where(
         cut, 1 / jnp.where(cut, left, 1), 1)
     mass = jnp.where(possible, left / jnp.where(possible, rejected, 1), mass)
-    return place + 1, rest, mass, accept.at[child].set(a)
+    masses = masses.at[parent].set(mass)
+    if inherit:
+      masses = masses.at[child].set(a)
+    return (rows.at[parent].set(rest), masses, accept.at[child].set(a)), None
 
-  def row(i, start, carry):
-    accept, masses = carry
-    mass = accept[i] if inherit else jnp.ones((), dtype)
-    _, rest, mass, accept = jax.lax.while_loop(
-        lambda inner: inner[0] < first[i + 1], try_child,
-        (first[i], start, mass, accept))
-    return rest, (accept, masses.at[i].set(mass))
-
+  # By parent, so that a node's mass is known before its children are tried.
+  # A loop of fixed length: it can be differentiated in reverse.
+  order = jnp.argsort(draft.parents, stable=True)[1:]
   ones = jnp.ones((nodes,), dtype)
-  rest, (accept, masses) = fill_rows(target_probs, row, (ones, ones))
+  (rest, masses, accept), _ = jax.lax.scan(
+      try_child, (target_probs, ones, ones), order)
   return accept, masses, rest

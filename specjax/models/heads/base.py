@@ -52,9 +52,10 @@ def lm_head(params: Params) -> jax.Array:
 
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-  """`[..., D]`, `[D, V]` -> `[..., V]`, summed in float32."""
+  """`[..., D]`, `[D, V]` -> `[..., V]`, summed in float32 at least."""
   return jnp.einsum("...d,dv->...v", hidden, matrix,
-                    preferred_element_type=jnp.float32)
+                    preferred_element_type=(
+                        jnp.promote_types(hidden.dtype, jnp.float32)))
 
 
 def check_sizes(config: Any, names: Sequence[str]) -> None:

@@ -1,0 +1,156 @@
+"""The exact law of a round on models that are too large for all of their texts.
+
+After every context q puts its mass on two tokens, so that the drafts of a long
+chain, or of a tree, are few; p is positive everywhere, or nearly. The texts
+that a rule can emit are then few beside the V**H that exist. Of all other
+texts it is enough to know how much mass leaves each of these few: from there on
+the target continues, in the rule's law and in its own.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.exact import enumeration
+from specjax.exact.compiled import Compiled
+
+_ROWS = 211  # laws that the contexts of one model share, by a hash
+_CHUNK = 128
+
+
+class SparseOutcome(NamedTuple):
+  """What `enumerate_sparse` finds; see `enumeration.Outcome`."""
+
+  total_variation: float
+  defects: frozenset[str]
+  laws: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Hashed:
+  """`[contexts, V]`, of which a few rows stand for all."""
+
+  rows: np.ndarray
+
+  @property
+  def shape(self):
+    return self.rows.shape
+
+  def __getitem__(self, contexts):
+    mixed = np.asarray(contexts).astype(np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15)
+    return self.rows[(mixed >> np.uint64(32)) % np.uint64(len(self.rows))]
+
+
+class SparsePair(NamedTuple):
+  """A pair whose drafter knows two tokens at most after every context.
+
+  Attributes:
+    p: the target, `[contexts, V]`.
+    q: the drafter, likewise.
+    depth: as of a `Pair`.
+  """
+
+  p: _Hashed
+  q: _Hashed
+  depth: int
+
+  @property
+  def vocab_size(self) -> int:
+    return self.p.shape[-1]
+
+  def tables(self) -> tuple[_Hashed, _Hashed]:
+    """See `Pair.tables`."""
+    return self.p, self.q
+
+
+def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False
+                ) -> SparsePair:
+  """A random `SparsePair`.
+
+  Args:
+    vocab_size: V, at least 3.
+    depth: longest context plus one, in tokens; `V**depth` fits into 62 bits.
+    seed: of the random numbers.
+    narrow: p too knows two tokens at most, and most contexts know one: few
+      texts are left, through many rounds.
+  """
+  if vocab_size**(depth + 1) >= 2**62:
+    raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
+                     "are numbered in 62 bits: make one of them smaller")
+  rng = np.random.default_rng([vocab_size, depth, seed])
+  eye = np.eye(vocab_size)
+  p, q = [], []
+  for _ in range(_ROWS):
+    pair = eye[rng.choice(vocab_size, 2, replace=False)]
+    two = lambda pair=pair: rng.dirichlet([0.8, 0.8]) @ pair
+    choice = rng.random()
+    q.append(pair[0] if choice < (0.6 if narrow else 0.2) else two())
+    if narrow:
+      p.append(two() if rng.random() < 0.3 else pair[rng.integers(2)])
+      continue
+    weight = rng.random()
+    row = weight * two() + (1 - weight) * rng.dirichlet(
+        np.full(vocab_size, 0.5))
+    if rng.random() < 0.2:  # what q likes is impossible
+      row = row * (1 - pair[0])
+    p.append(row / row.sum())
+  return SparsePair(_Hashed(np.array(p)), _Hashed(np.array(q)), depth)
+
+
+def enumerate_sparse(verifier, pair: SparsePair, scheme, nodes: int,
+                     longest: int, rounds: int, dtype: str) -> SparseOutcome:
+  """`enumerate_drafts` for a `SparsePair`; the arguments are the same."""
+  compiled = Compiled.of(verifier)
+  run = enumeration.Run(compiled, pair, scheme, nodes, dtype, _CHUNK)
+  starts, _ = run.rounds(
+      rounds, enumeration.horizon_of(compiled.rule, longest, rounds))
+  return SparseOutcome(_total_variation(starts, pair), frozenset(run.defects),
+                       run.laws)
+
+
+def _total_variation(starts, pair) -> float:
+  """Half the sum of |law - target| over the texts, told apart where it counts.
+
+  With W(c) the mass that stands at context c, from where the target goes on,
+  and U(c) that of c and all that begin with it, a text that begins with c has
+  probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
+  """
+  vocab_size = pair.vocab_size
+  longest = max(starts)
+  offsets = enumeration.first_contexts(vocab_size, longest + 1)
+  # Upwards: every context from which, or below which, mass stands.
+  below, levels = np.zeros(0, np.int64), []
+  for length in range(longest, -1, -1):
+    start = starts.get(length)
+    at = start.contexts + offsets[length] if start else below[:0]
+    contexts = np.union1d((below - 1) // vocab_size, at)
+    standing = np.zeros(len(contexts))
+    if start:  # a rule's states tell equal contexts apart
+      np.add.at(standing, np.searchsorted(contexts, at), start.weights)
+    levels.insert(0, (contexts, standing))
+    below = contexts
+  # Upwards again: what stands at a context and below it.
+  under = [standing for _, standing in levels]
+  for length in range(longest, 0, -1):
+    above = np.searchsorted(levels[length - 1][0],
+                            (levels[length][0] - 1) // vocab_size)
+    under[length - 1] = under[length - 1].copy()
+    np.add.at(under[length - 1], above, under[length])
+  # Downwards: texts that begin with a context, less those told apart below it.
+  from_above, target = np.zeros(1), np.ones(1)
+  distance = 0.0
+  for length, (contexts, standing) in enumerate(levels):
+    law = under[length] + from_above
+    difference = law - target
+    if length < longest:
+      after = levels[length + 1][0]
+      above = np.searchsorted(contexts, (after - 1) // vocab_size)
+      p = pair.p[contexts][above, (after - 1) % vocab_size]
+      from_above = (from_above + standing)[above] * p
+      target = target[above] * p
+      np.subtract.at(difference, above,
+                     under[length + 1] + from_above - target)
+    distance += np.abs(difference).sum()
+  return 0.5 * float(distance)
