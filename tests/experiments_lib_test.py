@@ -142,9 +142,9 @@ def test_errors_of_the_system_end_in_one_line(capsys, error, code, words):
 
 def test_lists_of_draft_lengths():
   """A slip of the finger must not ask for the memory of a million nodes."""
-  assert common.draft_lengths("--budgets", ["8", "4", "1023", "4"]) == [
-      4, 8, 1023]
-  for values, words in ((["4", "1024"], "holds 1024; give at most 1023, for"),
+  assert common.draft_lengths("--budgets", ["8", "4", "511", "4"]) == [
+      4, 8, 511]
+  for values, words in ((["4", "512"], "holds 512; give at most 511, for"),
                         ([], "start at 1"), (["0"], "start at 1"),
                         (["4", ""], "whole numbers")):
     with pytest.raises(ValueError, match=f"--budgets .*{words}"):

@@ -66,7 +66,7 @@ def test_replay(tmp_path):
   (tmp_path / "other/record.json").write_text('{"format": 2}')
   refusals = [
       (["--gamma=0"], ["--gamma=0", "positive"]),
-      (["--gamma=1024"], ["--gamma=1024", "at most 1023, for"]),
+      (["--gamma=512"], ["--gamma=512", "at most 511, for"]),
       (["--record=file"], ["file is a file", "directory"]),
       (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
       (["--verifiers="], ["--verifiers", "greedy_block"])]
@@ -90,7 +90,7 @@ def test_generate(tmp_path):
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
-              (["--nodes=1024"], ["--nodes=1024", "at most 1023, for"])]
+              (["--nodes=512"], ["--nodes=512", "at most 511, for"])]
   *results, a, b, c, d = run_all("generate.py", *(
       [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")), *(
           [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
@@ -141,7 +141,7 @@ _REFUSED = [
     (["--drafter="], ["--drafter", "small"]),
     (["--prompts="], ["--prompts", "leave it out"]),
     (["--temperature="], ["--temperature", "such as 1,0.6"]),
-    (["--gammas=4,1024"], ["--gammas holds 1024", "at most 1023, for a pass"]),
+    (["--gammas=4,512"], ["--gammas holds 512", "at most 511, for a pass"]),
     (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
     (["--prompts=gpt_prompts=table.csv"], ["table.csv", "no prompt"]),
     (["--output_dir=table.csv"], ["table.csv: File exists", "directory"]),

@@ -12,7 +12,7 @@ from absl import flags
 
 # All nodes of a draft, the root included, are verified in one pass, for which
 # each of N nodes has a list of N ancestors and a law of V numbers.
-MOST_NODES = 1024
+MOST_NODES = 512
 TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
             "draft at once and compares each with each")
 
