@@ -31,6 +31,7 @@ _CAPACITY = 256
 # straight-line code: a sum over the program would add up all the branches of
 # a switch, of which one runs.
 _ONE_BUCKET = 128
+_FEW_LAYERS = 8
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|"
     r"collective-permute)(?:-start)?\(")
@@ -183,12 +184,8 @@ def _compile(name):
   from specjax.models.transformer import Transformer
   from specjax.models.transformer import TransformerConfig
 
-  target, drafter, dtype, mesh_shape = _PAIRS[name]
-  target = Transformer(TransformerConfig(**target))
+  config, drafter, dtype, mesh_shape = _PAIRS[name]
   drafter = Transformer(TransformerConfig(**drafter))
-  decoder = sj.Decoder(
-      target=target, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.LanguageModel(model=drafter, gamma=_GAMMA))
   devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
 
@@ -196,9 +193,15 @@ def _compile(name):
   weights = lambda model: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)),
       jax.eval_shape(model.init, key))
-  params = {"target": weights(target), "drafter": weights(drafter)}
 
-  def state_shapes(capacity):
+  def parts(layers):
+    target = Transformer(TransformerConfig(**config | {"layers": layers}))
+    decoder = sj.Decoder(
+        target=target, verifier=sj.verifiers.Block(),
+        drafter=sj.drafters.LanguageModel(model=drafter, gamma=_GAMMA))
+    return decoder, {"target": weights(target), "drafter": weights(drafter)}
+
+  def state_shapes(decoder, params, capacity):
     def start(params, key):
       rows = jnp.ones((_BATCH,), jnp.int32)
       return sj.DecodeState(
@@ -206,19 +209,21 @@ def _compile(name):
           limits=rows, done=rows > 0, keys=jax.random.split(key, _BATCH),
           rounds=rows, temperature=jnp.ones((_BATCH,), jnp.float32),
           eos=jnp.full((_BATCH, 1), -1, jnp.int32),
-          target_cache=target.init_cache(params["target"], _BATCH, capacity),
+          target_cache=decoder.target.init_cache(
+              params["target"], _BATCH, capacity),
           drafter=drafter.init_cache(params["drafter"], _BATCH, capacity))
 
     return jax.eval_shape(start, params, key)
 
-  def placed(capacity):
-    state = state_shapes(capacity)
+  def placed(decoder, params, capacity):
+    state = state_shapes(decoder, params, capacity)
     shardings = sharding.decode_shardings(decoder, params, state, mesh)
     put = lambda x, sharding: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(put, (params, state), shardings), shardings[1]
 
-  (placed_params, state), state_sharding = placed(_CAPACITY)
+  decoder, params = parts(config["layers"])
+  (placed_params, state), state_sharding = placed(decoder, params, _CAPACITY)
   caches = (state.target_cache, state.drafter)
   traced = jax.jit(
       decoder.decode_round, donate_argnames="state",
@@ -226,13 +231,15 @@ def _compile(name):
   report = {"round": _report(traced, _shapes((placed_params, caches)),
                              _shard_bytes(state))}
 
-  (placed_params, state), state_sharding = placed(_ONE_BUCKET)
+  # Layers are alike: a few say what a pass reads, and compile sooner.
+  decoder, params = parts(min(config["layers"], _FEW_LAYERS))
+  (placed_params, state), state_sharding = placed(decoder, params, _ONE_BUCKET)
   cache, rows = state.target_cache, state.lengths.sharding
   block = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
       (_BATCH, _GAMMA + 1, *shape), dtype, sharding=rows)
 
   def verify(params, tokens, depths, ancestors, cache):
-    out = target(params, tokens, depths, ancestors, cache)
+    out = decoder.target(params, tokens, depths, ancestors, cache)
     return out.logits, out.cache
 
   traced = jax.jit(
@@ -243,7 +250,7 @@ def _compile(name):
   report["verify"] = _report(traced, _shapes((placed_params, cache)),
                              _shard_bytes(cache))
   read = dict(placed_params["target"])
-  if not target.config.tie_embeddings:
+  if not decoder.target.config.tie_embeddings:
     del read["embedding"]  # a few of its rows are gathered, it is not read
   report["verify"]["needed"] = _shard_bytes(read) + _shard_bytes(cache)
   print(json.dumps(report))
