@@ -74,7 +74,7 @@ def test_optimality(tmp_path):
   """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
   study = last_line(run(
       "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
-      "--steps=1000", "--starts=2", cwd=tmp_path, optimised=True))
+      "--steps=300", "--starts=2", cwd=tmp_path, optimised=True))
   assert study["study"] == "optimality" and study["pairs"] == 12
   assert study["bernoulli"]["greedy_block"] == pytest.approx(
       [21 / 9, 40 / 9, 59 / 9, 78 / 9], abs=1e-12)
