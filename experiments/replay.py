@@ -25,7 +25,7 @@ from specjax import contract
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
 
-_RECORD = flags.DEFINE_string(
+_RECORD = shared.directory(
     "record", "results/replay", "directory of the record")
 _EVALUATE_ONLY = flags.DEFINE_bool(
     "evaluate_only", False, "take the record as it is, whatever made it")

@@ -68,6 +68,7 @@ def test_replay(tmp_path):
       (["--gamma=0"], ["--gamma=0", "positive"]),
       (["--gamma=512"], ["--gamma=512", "at most 511, for"]),
       (["--record=file"], ["file is a file", "directory"]),
+      (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
       (["--verifiers="], ["--verifiers", "greedy_block"])]
   made, judged, *refused = run_all("replay.py", flags, [

@@ -21,6 +21,7 @@ _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--steps=300", "--seed=1"], ["whole holds another run: seed is 0"]),
     (["--steps=399"], ["--steps is 399", "has taken 400", "give more"]),
     (["--output_dir=busy"], ["another run is at work in busy", "wait"]),
+    (["--output_dir="], ["--output_dir=", "give a directory"]),
     (["--output_dir=file"], ["file: File exists; choose a directory"]),
     (["--output_dir=file/out"], ["Not a directory; choose a directory"]),
     (["--seed=-1"], ["--seed=-1", "[0, 4294967295]"]),

@@ -97,8 +97,15 @@ def seed(help_="of the prompts and of sampling"):
 
 def output_dir(default, help_="for results, tables and plots"):
   """Where a script writes; `default=None` makes the user choose."""
-  return flags.DEFINE_string("output_dir", default, help_,
-                             required=default is None)
+  return directory("output_dir", default, help_)
+
+
+def directory(name, default, help_):
+  """A place to write to, which must be said in words: "" is the current one."""
+  flag = flags.DEFINE_string(name, default, help_, required=default is None)
+  flags.register_validator(flag, lambda path: path != "",
+                           "give a directory, such as results/mine")
+  return flag
 
 
 def data(help_="what to train on"):
