@@ -77,7 +77,8 @@ def test_the_strictest_are_greedy_matching():
 @pytest.mark.parametrize("rule", [TopK(k=2), Distance(epsilon=1)])
 def test_certify_measures_them(rule):
   # Broken: a rule that declares itself lossy is approved, or not measured.
-  found = exact.certify(rule, gammas=(1, 2), vocab_sizes=(3,))
+  found = exact.certify(rule, gammas=(1, 2), vocab_sizes=(3,),
+                        thorough=False)
   assert not found.lossless and found.declared_lossy and not found.defects
   assert found.total_variation > 0.5  # a deterministic rule on dense models
 

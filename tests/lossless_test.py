@@ -27,7 +27,8 @@ _RULES = [*_STATELESS, GreedyBlock()]
 @pytest.mark.parametrize("rule", _STATELESS)
 def test_rule_is_lossless(rule, dtype, rounds):
   # Broken: the emitted text no longer follows the target's law.
-  found = testing.assert_lossless(rule, dtype=dtype, rounds=rounds)
+  found = testing.assert_lossless(rule, dtype=dtype, rounds=rounds,
+                                  thorough=rounds == 2 and dtype == "float64")
   assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
   assert found.models == 2 * 4 * 7
   assert 1 < found.expected_tokens <= found.bound + 1e-12
@@ -48,7 +49,8 @@ def test_greedy_block_is_lossless_over_three_rounds(dtype, gammas):
 _FULL = """
 import specjax as sj
 v = sj.verifiers
-few = dict(dtype="float32", vocab_sizes=(3,), gammas=(2, 4), rounds=1)
+few = dict(dtype="float32", vocab_sizes=(3,), gammas=(2, 4), rounds=1,
+           thorough=False)
 tree = dict(trees=((-1, 0, 1, 0, 1),), **few)
 for rule in (v.Token(), v.Block(), v.GreedyBlock()):
   print(sj.exact.certify(rule, **few).total_variation)
@@ -71,17 +73,18 @@ def test_float32_laws_as_the_compiler_optimises_them():
 
 def test_greedy_block_needs_an_autoregressive_drafter():
   # Broken: the proof accepts a draft whose law depends on where it began.
-  found = exact.certify(GreedyBlock(), gammas=(2, 3), drafting="product")
+  found = exact.certify(GreedyBlock(), gammas=(2, 3), drafting="product",
+                        thorough=False)
   assert not found.lossless and found.total_variation > 0.05
   for rule in _STATELESS:
     testing.assert_lossless(rule, gammas=(2, 3), vocab_sizes=(3,),
-                            drafting="product")
+                            drafting="product", thorough=False)
 
 
 def test_certify_measures_a_lossy_rule():
   # Broken: a rule that declares itself lossy is approved, or not measured.
   found = exact.certify(Typical(), gammas=(1, 2), vocab_sizes=(3,),
-                        kinds=("dense", "mixed"))
+                        kinds=("dense", "mixed"), thorough=False)
   assert not found.lossless and found.declared_lossy and not found.defects
   assert found.total_variation > 0.5  # a deterministic rule on dense models
   assert "NOT LOSSLESS, as the rule declares" in str(found)

@@ -136,7 +136,8 @@ def test_certify_rejects_a_wrong_rule(rule):
   refuted = {f"{name}s": (found.witness[name],)
              for name in ("kind", "vocab_size", "seed", "gamma")}
   with pytest.raises(AssertionError, match="NOT LOSSLESS"):
-    testing.assert_lossless(rule, rounds=found.witness["rounds"], **refuted)
+    testing.assert_lossless(rule, rounds=found.witness["rounds"],
+                            thorough=False, **refuted)
 
 
 class _Edited:
@@ -148,7 +149,8 @@ class _Edited:
 
 def test_certify_sees_a_rule_as_it_is_now():
   # Broken: a class that was edited in a notebook keeps its old certificate.
-  few = dict(rounds=1, gammas=(1,), vocab_sizes=(3,), kinds=("dense",))
+  few = dict(rounds=1, gammas=(1,), vocab_sizes=(3,), kinds=("dense",),
+             thorough=False)
   rule = _Edited()
   assert exact.certify(rule, **few).lossless
   rule.law = _NoResidual().law
@@ -258,6 +260,6 @@ class _OnlyTheNewest(GreedyBlock):
     (_OnlyTheNewest(), (3,), 1e-3)])
 def test_certify_rejects_a_wrong_modification(rule, gammas, at_least):
   # Broken: the proof does not see what a rule carries from round to round.
-  found = exact.certify(rule, vocab_sizes=(3,), gammas=gammas)
+  found = exact.certify(rule, vocab_sizes=(3,), gammas=gammas, thorough=False)
   assert not found.lossless
   assert at_least < found.total_variation < 0.2

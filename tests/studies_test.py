@@ -95,7 +95,7 @@ def test_optimality(tmp_path):
 
 def test_benchmark(tmp_path):
   """Every ratio that the README quotes is there."""
-  study = last_line(run("benchmark.py", "--models=bundled", "--pairs=1",
+  study = last_line(run("benchmark.py", "--models=bundled", "--pairs=3",
                           "--sum_megabytes=1", cwd=tmp_path))
   assert study["study"] == "benchmark"
   ratios = dict(study["ratios"])
