@@ -135,7 +135,7 @@ def test_a_certificate_says_what_was_tried():
   # Broken: a reader takes it for more than it is.
   text = str(exact.certify(Recursive(), **{**_FEW, "gammas": (2,)}))
   for words in ("on these models", "end in padding", "product chains",
-                "float32", "V = 101", "trees of 10 nodes",
+                "float32", "V = 11", "trees of 10 nodes",
                 "trees of up to 7 nodes"):
     assert words in text, words
 

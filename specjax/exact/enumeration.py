@@ -71,7 +71,8 @@ def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
 
 
 def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
-                     dtype="float64", drafting="autoregressive") -> Outcome:
+                     dtype="float64", drafting="autoregressive", nodes: int = 0
+                     ) -> Outcome:
   """The exact law of what decoding with chain drafts emits.
 
   A rule without state runs for `rounds` rounds, after which the target
@@ -89,14 +90,17 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
     drafting: "autoregressive": the draft follows `pair.q`; "product": every
       position follows its marginal under `pair.q` given the context in which
       the round starts, as independent heads draft.
+    nodes: size to which drafts are padded, see `enumerate_trees`; default:
+      none is.
   """
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
                      f"{', '.join(DRAFTING)}")
   product = drafting == "product"
-  scheme = lambda q, contexts: drafts.chains(q, contexts, gamma, product)
-  return enumerate_drafts(verifier, pair, scheme, gamma + 1, gamma, rounds,
-                          dtype)
+  nodes = max(nodes, gamma + 1)
+  scheme = lambda q, contexts: drafts.chains(
+      q, contexts, gamma, product).padded(nodes)
+  return enumerate_drafts(verifier, pair, scheme, nodes, gamma, rounds, dtype)
 
 
 def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,

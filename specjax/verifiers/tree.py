@@ -92,10 +92,15 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
   limits = jnp.finfo(dtype)
   drawn = drafted_probs(draft).astype(dtype)
 
-  def try_child(carry, child):
-    rows, masses, accept = carry
-    parent = draft.parents[child]
-    rest, mass = rows[parent], masses[parent]
+  # By parent, so that a node's mass is known before its children are tried.
+  order = jnp.argsort(draft.parents, stable=True)[1:]
+  parents = draft.parents[order]
+  eldest = jnp.append(True, parents[1:] != parents[:-1])[:nodes - 1]
+
+  def try_child(carry, step):
+    rest, masses, accept = carry
+    child, parent, eldest = step
+    rest, mass = jnp.where(eldest, target_probs[parent], rest), masses[parent]
     q = draft.probs[child].astype(dtype)
     wanted = rest.at[draft.tokens[child]].get(mode="fill", fill_value=0)
     a = jnp.minimum(residual.over(mass * wanted, drawn[child]), 1)
@@ -114,12 +119,15 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     masses = masses.at[parent].set(mass)
     if inherit:
       masses = masses.at[child].set(a)
-    return (rows.at[parent].set(rest), masses, accept.at[child].set(a)), None
+    return (rest, masses, accept.at[child].set(a)), rest
 
-  # By parent, so that a node's mass is known before its children are tried.
   # A loop of fixed length: it can be differentiated in reverse.
-  order = jnp.argsort(draft.parents, stable=True)[1:]
   ones = jnp.ones((nodes,), dtype)
-  (rest, masses, accept), _ = jax.lax.scan(
-      try_child, (target_probs, ones, ones), order)
-  return accept, masses, rest
+  (_, masses, accept), rests = jax.lax.scan(
+      try_child, (target_probs[0], ones, ones), (order, parents, eldest))
+  node = jnp.arange(nodes)[:, None]
+  youngest = jnp.sum(parents <= node, axis=-1) - 1
+  is_parent = jnp.any(parents == node, axis=-1, keepdims=True)
+  if nodes > 1:
+    rests = jnp.where(is_parent, rests[youngest], target_probs)
+  return accept, masses, rests if nodes > 1 else target_probs
