@@ -35,7 +35,6 @@ A joint run that begins with trained heads (the paper's two stages):
 """
 
 import functools
-import json
 import pathlib
 import sys
 
@@ -49,9 +48,9 @@ import numpy as np
 import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
-from specjax.files import atomically
 from specjax.files import fingerprint
 from specjax.files import read_json
+from specjax.files import write_json
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
@@ -370,8 +369,7 @@ def main():
       "method": method.name, "data": _DATA.value, "corpus": corpus,
       **_spent(output_dir, tokens_per_step, before[_CURVE]),
       "accuracy": evaluation.by_head(measured, "top")}
-  with atomically(output_dir / "training.json") as f:
-    f.write((json.dumps(training) + "\n").encode())
+  write_json(output_dir / "training.json", training)
   common.finish(output_dir, "train_drafter", {
       **training, "added_parameters": added,
       "loss": evaluation.by_head(measured, "loss"),

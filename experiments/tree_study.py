@@ -28,7 +28,6 @@ started again the study goes on there. Writes trees.csv and .json, which the
 last line of stdout names, and the figures trees_tokens.png and trees_speed.png.
 """
 
-import json
 import statistics
 import sys
 
@@ -195,8 +194,7 @@ def _plans(setting, temperatures, budgets, path):
       print(f"measuring acceptance at temperature {temperature:g}",
             file=sys.stderr)
       plans[f"{temperature:g}"] = _plan(setting, temperature, budgets)
-      with files.atomically(path) as f:
-        f.write(json.dumps(plans).encode())
+      files.write_json(path, plans)
   return plans
 
 

@@ -90,29 +90,20 @@ def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
+  alone = fcntl is not None
   with open(directory / ".lock", "ab") as f:
     try:
-      alone = _lock(f)
+      if fcntl:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise ValueError(f"another {what} is at work in {directory}; wait until "
                        "it ends, or choose another directory") from None
+    except OSError:  # a file system without locks
+      alone = False
     if alone:
       for path in directory.glob(f"*.{'[0-9a-f]' * _DIGITS}{_PARTIAL}"):
         path.unlink()
     yield
-
-
-def _lock(file) -> bool:
-  """Whether this process has the lock of a file now; others' is an error."""
-  try:
-    if fcntl:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      return True
-  except BlockingIOError:
-    raise
-  except OSError:
-    pass  # a file system without locks
-  return False
 
 
 def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
@@ -131,9 +122,7 @@ def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
   path = pathlib.Path(path)
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomically(path) as f:
-      text = json.dumps({"format": _FORMAT, **manifest}, indent=2)
-      f.write((text + "\n").encode())
+    write_json(path, {"format": _FORMAT, **manifest}, indent=2)
     return
   found = read_manifest(path, what)
   others = [_difference(name, found.get(name), value)
@@ -164,6 +153,13 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
         "fingerprints differ; choose another path, or delete it and start "
         "again")
   return found
+
+
+def write_json(path: str | os.PathLike[str], value: dict[str, Any],
+               indent: int | None = None) -> None:
+  """Writes a JSON object and a newline, whole or not at all."""
+  with atomically(path) as f:
+    f.write((json.dumps(value, indent=indent) + "\n").encode())
 
 
 def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:

@@ -110,9 +110,9 @@ class Round:
         verdict.path, verdict.num_accepted[:, None], axis=-1)
     drawn_from = jnp.take_along_axis(
         law.next_token, stopped[..., None], axis=1)[:, 0]
-    law_finite = jnp.isfinite(law.stop.sum(-1) + drawn_from.sum(-1))
-    law_finite |= ~(finite & draft_finite)
-    usable = finite & draft_finite & law_finite
+    read = finite & draft_finite
+    law_finite = ~read | jnp.isfinite(law.stop.sum(-1) + drawn_from.sum(-1))
+    usable = read & law_finite
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
         self._drafter_name, self._is_chain, self.rule.name, state, draft, law,

@@ -128,12 +128,12 @@ def _report(traced, held, state_bytes):
       stable, pathlib.Path(__file__).read_text("utf-8"),
       *map(importlib.metadata.version, ("jax", "jaxlib", "libtpu"))
   ]).encode()).hexdigest()
-  directory = os.environ.get("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
+  directory = (os.environ.get("JAX_COMPILATION_CACHE_DIR")
+               or tempfile.mkdtemp())
   kept = pathlib.Path(directory, f"tpu-report-{key}.json")
   if not kept.exists():
-    report = _compiled_report(lowered, stable, held, state_bytes)
-    with files.atomically(kept) as f:
-      f.write(json.dumps(report).encode())
+    files.write_json(
+        kept, _compiled_report(lowered, stable, held, state_bytes))
   return json.loads(kept.read_text("utf-8"))
 
 

@@ -234,8 +234,7 @@ def finish(output_dir, study: str, results: dict[str, Any]) -> None:
   """
   path = pathlib.Path(output_dir).absolute() / f"{study}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
-  with files.atomically(path) as f:
-    f.write((json.dumps({"study": study, **results}) + "\n").encode())
+  files.write_json(path, {"study": study, **results})
   print(json.dumps({"study": study, "results": str(path)}))
 
 

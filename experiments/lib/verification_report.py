@@ -315,15 +315,20 @@ def _name(verifier):
       "\n(first round only)" * _judged_afresh(verifier))
 
 
+def _measured(axes, verifier, x, values, errors):
+  """Points with their 95 % intervals, from standard errors."""
+  axes.errorbar(x, values, [_Z * error for error in errors], marker="o",
+                markersize=4, capsize=3, color=style.color(verifier),
+                label=_name(verifier))
+
+
 def _plot_tokens(rows, path):
   """How many tokens does a round give?"""
   figure, found = _panels(rows)
   for axes, curves in found:
     for verifier, mine, x in curves:
-      axes.errorbar(x, [r["paired_block_efficiency"] for r in mine],
-                    [_Z * r["paired_stderr"] for r in mine], marker="o",
-                    markersize=4, capsize=3, color=style.color(verifier),
-                    label=_name(verifier))
+      _measured(axes, verifier, x, [r["paired_block_efficiency"] for r in mine],
+                [r["paired_stderr"] for r in mine])
     axes.set_ylabel("tokens of a round")
   style.save(figure, path, "Tokens of a round on the same drafts; 95 % over "
              "prompts")
@@ -335,10 +340,8 @@ def _plot_gain(rows, path):
   for axes, curves in found:
     for verifier, mine, x in curves:
       if verifier != "token":
-        axes.errorbar(x, [100 * r["gain"] for r in mine],
-                      [100 * _Z * r["gain_stderr"] for r in mine], marker="o",
-                      markersize=4, capsize=3, color=style.color(verifier),
-                      label=_name(verifier))
+        _measured(axes, verifier, x, [100 * r["gain"] for r in mine],
+                  [100 * r["gain_stderr"] for r in mine])
     axes.set_ylabel("gain in %")
   style.save(figure, path, "Gain in tokens of a round over token verification, "
              "on the same drafts; 95 % over prompts")

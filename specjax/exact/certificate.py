@@ -207,12 +207,12 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
     telling = tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
     if drafting is None and "autoregressive" not in rule.requires:
       more += _on_chains(
-          compiled, max(vocab_sizes), gammas, telling, seeds,
-          some_rounds if rule.remembers else 1, dtype, "product", padded_to)
+          compiled, **most, kinds=telling, dtype=dtype, drafting="product",
+          rounds=some_rounds if rule.remembers else 1, padded_to=padded_to)
     more += _padded(compiled, **most, kinds=telling, dtype=dtype)
     if dtype == "float64":
       more += _in_float32(compiled, **most, kinds=telling, trees=trees,
-                           schemes=schemes)
+                          schemes=schemes)
     more += _on_larger_models(
         compiled, seeds, dtype, schemes if by_default else ())
 
@@ -256,26 +256,16 @@ def _padded(compiled, vocab_size, gammas, seeds, kinds, dtype
   gamma = max(gammas)
   for real, token, chain, kind, seed in itertools.product(
       range(gamma), (0, vocab_size), (True, False), kinds, seeds):
-    yield _small(
-        compiled, f"chains of {gamma} tokens that end in padding, V = "
-        f"{vocab_size}, {dtype}",
-        functools.partial(_tailed, real, gamma, token, chain), gamma, dtype,
-        dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
-             rounds=1, real=real, padding=token))
-
-
-def _tailed(real, gamma, token, chain, q, contexts):
-  drawn = drafts.chains(q, contexts, real)
-  return drawn.padded(gamma + 1, token, chain)
-
-
-def _small(compiled, trial, scheme, gamma, dtype, witness) -> _Found:
-  """One round on a small model, with drafts of gamma + 1 nodes."""
-  depth = enumeration.depth_of(compiled.rule, gamma, 1)
-  pair = random_pair(witness["kind"], witness["vocab_size"], depth,
-                     witness["seed"])
-  return _Found(trial, enumeration.enumerate_drafts(
-      compiled, pair, scheme, gamma + 1, gamma, 1, dtype), dtype, witness)
+    scheme = lambda q, contexts, real=real, token=token, chain=chain: (
+        drafts.chains(q, contexts, real).padded(gamma + 1, token, chain))
+    pair = random_pair(
+        kind, vocab_size, enumeration.depth_of(compiled.rule, gamma, 1), seed)
+    outcome = enumeration.enumerate_drafts(
+        compiled, pair, scheme, gamma + 1, gamma, 1, dtype)
+    yield _Found(f"chains of {gamma} tokens that end in padding, V = "
+                 f"{vocab_size}, {dtype}", outcome, dtype, dict(
+                     kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
+                     rounds=1, real=real, padding=token))
 
 
 def _in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
@@ -293,36 +283,35 @@ def _in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
 
 def _on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[_Found]:
   """Long chains, large vocabularies, a large tree, many rounds."""
-  def one(trial, vocab_size, draw, nodes, longest, rounds, seed, narrow,
-          **witness) -> _Found:
+  def one(trial, seed, vocab_size, scheme, parents, witness, rounds=1,
+          narrow=False):
+    longest = trees_lib.height(parents)
     depth = enumeration.depth_of(compiled.rule, longest, rounds)
     outcome = larger.enumerate_sparse(
-        compiled, larger.sparse_pair(vocab_size, depth, seed, narrow), draw,
-        nodes, longest, rounds, dtype)
-    return _Found(f"{trial}, {dtype}", outcome, dtype, dict(
+        compiled, larger.sparse_pair(vocab_size, depth, seed, narrow),
+        functools.partial(trees_lib.draw, scheme, parents), len(parents),
+        longest, rounds, dtype)
+    return _Found(f"{trial}, V = {vocab_size}, {dtype}", outcome, dtype, dict(
         kind="sparse", vocab_size=vocab_size, seed=seed, rounds=rounds,
         **witness))
 
-  chains = lambda gamma: lambda q, contexts: drafts.chains(q, contexts, gamma)
+  def chain(seed, vocab_size, gamma, rounds=1, narrow=False):
+    trial = f"{rounds} rounds" if rounds > 1 else "chains"
+    return one(f"{trial} of {gamma} tokens", seed, vocab_size, "iid",
+               range(-1, gamma), dict(gamma=gamma), rounds, narrow)
+
   for seed in seeds:
     if compiled.rule.remembers:
-      vocab_size, gamma, rounds = _LONG_MEMORY
-      yield one(f"{rounds} rounds of {gamma} tokens, V = {vocab_size}",
-                vocab_size, chains(gamma), gamma + 1, gamma, rounds, seed, True,
-                gamma=gamma)
-      vocab_size, gamma = _LARGER_WITH_STATE
-      yield one(f"chains of {gamma} tokens, V = {vocab_size}", vocab_size,
-                chains(gamma), gamma + 1, gamma, 1, seed, True, gamma=gamma)
+      yield chain(seed, *_LONG_MEMORY, narrow=True)
+      yield chain(seed, *_LARGER_WITH_STATE, narrow=True)
       continue
     for vocab_size, gamma in _LARGER_CHAINS[:1 if schemes else None]:
-      yield one(f"chains of {gamma} tokens, V = {vocab_size}", vocab_size,
-                chains(gamma), gamma + 1, gamma, 1, seed, False, gamma=gamma)
+      yield chain(seed, vocab_size, gamma)
     vocab_size, parents = _LARGER_TREE
     for scheme in map(schemes_lib.named, schemes):
-      yield one(f"trees of {len(parents)} nodes, V = {vocab_size}", vocab_size,
-                functools.partial(trees_lib.draw, scheme, parents),
-                len(parents), trees_lib.height(parents), 1, seed, False,
-                parents=parents, scheme=schemes_lib.name_of(scheme))
+      yield one(f"trees of {len(parents)} nodes", seed, vocab_size, scheme,
+                parents, dict(parents=parents,
+                              scheme=schemes_lib.name_of(scheme)))
 
 
 def _on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,

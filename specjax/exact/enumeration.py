@@ -119,8 +119,8 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
   """
   compiled = Compiled.of(verifier)
   depth = depth_of(compiled.rule, longest, rounds)
-  if len(pair.p) < depth or len(pair.q) < depth:
-    raise ValueError(f"the models are {len(pair.p)} deep; {rounds} rounds of "
+  if pair.depth < depth:
+    raise ValueError(f"the models are {pair.depth} deep; {rounds} rounds of "
                      f"gamma {longest} need {depth}")
   horizon = horizon_of(compiled.rule, longest, rounds)
   run = Run(compiled, pair, scheme, nodes, dtype, chunk)
@@ -166,6 +166,16 @@ def _dense(starts: Starts, size: int) -> np.ndarray:
   return np.bincount(starts.contexts, starts.weights, minlength=size)
 
 
+def _counted(contexts, weights, size):
+  """Each of `contexts`, numbers below `size`, once, with all of its weight."""
+  if size > _DENSE:
+    contexts, which = np.unique(contexts, return_inverse=True)
+    return contexts, np.bincount(which.reshape(-1), weights)
+  dense = np.bincount(contexts, weights, minlength=size)
+  contexts = np.flatnonzero(dense)
+  return contexts, dense[contexts]
+
+
 def _merged(outcomes: list[dict[int, Starts]], vocab: int
             ) -> dict[int, Starts]:
   """The starts of all `outcomes`, equal (context, state) as one."""
@@ -178,15 +188,9 @@ def _merged(outcomes: list[dict[int, Starts]], vocab: int
     leaves = [jax.tree.leaves(part.states) for part in parts]
     structure = jax.tree.structure(parts[0].states)
     leaves = [np.concatenate(column) for column in zip(*leaves)]
-    if not leaves and vocab**length > _DENSE:
-      contexts, which = np.unique(contexts, return_inverse=True)
-      merged[length] = Starts(contexts, parts[0].states,
-                              np.bincount(which.reshape(-1), weights))
-      continue
     if not leaves:
-      dense = np.bincount(contexts, weights, minlength=vocab**length)
-      contexts = np.flatnonzero(dense)
-      merged[length] = Starts(contexts, parts[0].states, dense[contexts])
+      contexts, weights = _counted(contexts, weights, vocab**length)
+      merged[length] = Starts(contexts, parts[0].states, weights)
       continue
     columns = [contexts, *leaves]
     rows = np.concatenate([
@@ -245,7 +249,7 @@ class Run:
     """The empty context and the rule's first state."""
     state = self._compiled.initial_state(self._nodes - 1, self._dtype)
     return Starts(np.zeros(1, np.int64),
-                   jax.tree.map(lambda x: x[None], state), np.ones(1))
+                  jax.tree.map(lambda x: x[None], state), np.ones(1))
 
   def round(self, length: int, starts: Starts, horizon: int | None = None
             ) -> dict[int, Starts]:

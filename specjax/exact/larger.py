@@ -120,37 +120,31 @@ def _total_variation(starts, pair) -> float:
   vocab_size = pair.vocab_size
   longest = max(starts)
   offsets = enumeration.first_contexts(vocab_size, longest + 1)
-  # Upwards: every context from which, or below which, mass stands.
-  below, levels = np.zeros(0, np.int64), []
+  # Upwards: every context at which, or below which, mass stands, with W and U.
+  after, below, levels = np.zeros(0, np.int64), np.zeros(0), []
   for length in range(longest, -1, -1):
     start = starts.get(length)
-    at = start.contexts + offsets[length] if start else below[:0]
-    contexts = np.union1d((below - 1) // vocab_size, at)
+    at = start.contexts + offsets[length] if start else after[:0]
+    parents = (after - 1) // vocab_size
+    contexts = np.union1d(parents, at)
     standing = np.zeros(len(contexts))
     if start:  # a rule's states tell equal contexts apart
       np.add.at(standing, np.searchsorted(contexts, at), start.weights)
-    levels.insert(0, (contexts, standing))
-    below = contexts
-  # Upwards again: what stands at a context and below it.
-  under = [standing for _, standing in levels]
-  for length in range(longest, 0, -1):
-    above = np.searchsorted(levels[length - 1][0],
-                            (levels[length][0] - 1) // vocab_size)
-    under[length - 1] = under[length - 1].copy()
-    np.add.at(under[length - 1], above, under[length])
+    under = standing.copy()
+    np.add.at(under, np.searchsorted(contexts, parents), below)
+    levels.append((contexts, standing, under))
+    after, below = contexts, under
   # Downwards: texts that begin with a context, less those told apart below it.
-  from_above, target = np.zeros(1), np.ones(1)
-  distance = 0.0
-  for length, (contexts, standing) in enumerate(levels):
-    law = under[length] + from_above
-    difference = law - target
-    if length < longest:
-      after = levels[length + 1][0]
+  from_above, target, distance = np.zeros(1), np.ones(1), 0.0
+  while levels:
+    contexts, standing, under = levels.pop()
+    difference = under + from_above - target
+    if levels:
+      after, _, below = levels[-1]
       above = np.searchsorted(contexts, (after - 1) // vocab_size)
       p = pair.p[contexts][above, (after - 1) % vocab_size]
       from_above = (from_above + standing)[above] * p
       target = target[above] * p
-      np.subtract.at(difference, above,
-                     under[length + 1] + from_above - target)
+      np.subtract.at(difference, above, below + from_above - target)
     distance += np.abs(difference).sum()
   return 0.5 * float(distance)

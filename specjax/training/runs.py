@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import json
 import os
 import pathlib
 import sys
@@ -58,9 +57,7 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
   if steps != lengths[-1]:
     _check_length(directory, lengths[-1], steps)
     lengths.append(steps)
-    text = json.dumps({**found, "steps": lengths}, indent=2) + "\n"
-    with files.atomically(path) as f:
-      f.write(text.encode())
+    files.write_json(path, {**found, "steps": lengths}, indent=2)
     print(f"the finished run of {lengths[-2]} steps in {directory} goes on to "
           f"{steps}: from here its learning rate is that of a run of {steps} "
           "steps, which may rise before it falls to 0 again", file=sys.stderr)

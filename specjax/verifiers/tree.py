@@ -90,17 +90,20 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
   """
   nodes, dtype = target_probs.shape[0], target_probs.dtype
   limits = jnp.finfo(dtype)
+  ones = jnp.ones((nodes,), dtype)
+  if nodes == 1:
+    return ones, ones, target_probs
   drawn = drafted_probs(draft).astype(dtype)
-
+  eldest = ~jnp.any(elder_siblings(draft.parents), axis=-1)
   # By parent, so that a node's mass is known before its children are tried.
   order = jnp.argsort(draft.parents, stable=True)[1:]
   parents = draft.parents[order]
-  eldest = jnp.append(True, parents[1:] != parents[:-1])[:nodes - 1]
 
   def try_child(carry, step):
     rest, masses, accept = carry
-    child, parent, eldest = step
-    rest, mass = jnp.where(eldest, target_probs[parent], rest), masses[parent]
+    child, parent = step
+    rest = jnp.where(eldest[child], target_probs[parent], rest)
+    mass = masses[parent]
     q = draft.probs[child].astype(dtype)
     wanted = rest.at[draft.tokens[child]].get(mode="fill", fill_value=0)
     a = jnp.minimum(residual.over(mass * wanted, drawn[child]), 1)
@@ -122,12 +125,8 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     return (rest, masses, accept.at[child].set(a)), rest
 
   # A loop of fixed length: it can be differentiated in reverse.
-  ones = jnp.ones((nodes,), dtype)
   (_, masses, accept), rests = jax.lax.scan(
-      try_child, (target_probs[0], ones, ones), (order, parents, eldest))
-  node = jnp.arange(nodes)[:, None]
-  youngest = jnp.sum(parents <= node, axis=-1) - 1
-  is_parent = jnp.any(parents == node, axis=-1, keepdims=True)
-  if nodes > 1:
-    rests = jnp.where(is_parent, rests[youngest], target_probs)
-  return accept, masses, rests if nodes > 1 else target_probs
+      try_child, (target_probs[0], ones, ones), (order, parents))
+  youngest = jnp.sum(parents <= jnp.arange(nodes)[:, None], axis=-1) - 1
+  is_parent = jnp.any(children(draft.parents), axis=-1, keepdims=True)
+  return accept, masses, jnp.where(is_parent, rests[youngest], target_probs)
