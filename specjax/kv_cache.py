@@ -36,7 +36,7 @@ def _read_rows(buffer, starts, size):
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
-                      visible: jax.Array) -> jax.Array:
+                      visible: jax.Array, softcap: float = 0.0) -> jax.Array:
   """Softmax attention with G query heads for each key-value head.
 
   Args:
@@ -44,6 +44,7 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     k: `[B, H, T, D]`.
     v: `[B, H, T, D]`.
     visible: `[B or 1, S, T]` bool.
+    softcap: c of c tanh(scores / c); 0: none.
 
   Returns:
     `[B, S, H * G, D]`.
@@ -54,6 +55,8 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   query = (query * dim**-0.5).reshape(batch, heads, -1, dim)
   scores = jnp.einsum("bhqd,bhtd->bhqt", query, k, preferred_element_type=(
       jnp.promote_types(query.dtype, jnp.float32)))
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
   scores = scores.reshape(batch, heads, -1, size, slots)
   scores = jnp.where(visible[:, None, None], scores, _MASKED)
   weights = jax.nn.softmax(scores).astype(v.dtype)
@@ -61,6 +64,28 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    weights.reshape(batch, heads, -1, slots), v)
   out = out.reshape(batch, heads, -1, size, dim).transpose(0, 3, 1, 2, 4)
   return out.reshape(batch, size, -1, dim)
+
+
+def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
+                       ancestors: jax.Array, window: int = 0,
+                       softcap: float = 0.0) -> jax.Array:
+  """Attention of a block of T tokens that has no past.
+
+  Args:
+    query: `[B, T, G * H, D]`.
+    key: `[B, T, H, D]`.
+    value: `[B, T, H, D]`.
+    ancestors: `[B, T, T]` bool.
+    window: how many tokens back each one sees, itself included; 0: all.
+    softcap: see `grouped_attention`.
+
+  Returns:
+    `[B, T, G * H, D]`.
+  """
+  none = jnp.zeros(query.shape[:1], jnp.int32)
+  visible = _visible(none, ancestors, query.shape[1], window)
+  return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
+                           visible, softcap)
 
 
 @struct.dataclass
@@ -107,8 +132,8 @@ class KVCache:
         if i == layer else old for i, old in enumerate(all_layers))
     return self.replace(k=put(self.k, k), v=put(self.v, v))
 
-  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
-             ) -> jax.Array:
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
+             window: int = 0, softcap: float = 0.0) -> jax.Array:
     """Attention of a block over the committed past and its own ancestors.
 
     The cost follows the longest row in use and not the allocation: the work
@@ -123,14 +148,17 @@ class KVCache:
       query: `[B, S, G * H, D]`, G query heads for each key-value head.
       ancestors: `[B, S, T]` bool, over all T tokens of the block; the
         queries are those of the last S.
+      window: how many tokens back each one sees, itself included; 0: all.
+      softcap: see `grouped_attention`.
 
     Returns:
       `[B, S, G * H, D]`.
     """
     def over(bucket):
       def attention(k, v, query, lengths, ancestors):
+        visible = _visible(lengths, ancestors, bucket, window)
         return grouped_attention(query, k[:, :, :bucket], v[:, :, :bucket],
-                                 _visible(lengths, ancestors, bucket))
+                                 visible, softcap)
 
       return attention
 
@@ -191,11 +219,19 @@ def _buckets(capacity: int) -> list[int]:
   return [*buckets, capacity]
 
 
-def _visible(lengths, ancestors, bucket):
+def _visible(lengths, ancestors, bucket, window):
   """`[B, S, bucket]`: which slots each of the S new tokens attends to."""
   size = ancestors.shape[-1]
   offset = jnp.arange(bucket, dtype=jnp.int32) - lengths[:, None]
   node = jnp.clip(offset, 0, size - 1)[:, None, :]
-  in_block = ((offset >= 0) & (offset < size))[:, None, :]
+  offset = offset[:, None, :]
   on_path = jnp.take_along_axis(ancestors, node, axis=2)
-  return (offset < 0)[:, None, :] | (in_block & on_path)
+  seen = (offset < 0) | ((offset < size) & on_path)
+  if window:
+    # Parents stand before their children, so the ancestors up to a node of the
+    # path, in the order of the block, are as many as its depth and one.
+    depths = jnp.cumsum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    depth = jnp.where(offset < 0, offset,
+                      jnp.take_along_axis(depths, node, axis=2))
+    seen &= depths[..., -1:] - depth < window
+  return seen

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from specjax import exact
+from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
-from specjax.models.transformer import TransformerConfig
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft

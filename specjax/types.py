@@ -287,7 +287,8 @@ class Cache(Protocol):
     """Attention of `query [B, S, G * H, D]` over the past and the block.
 
     `ancestors [B, S, T]` bool says which of the block's T tokens each of the
-    last S sees.
+    last S sees. A model whose layers have windows or soft-caps also gives
+    `window` and `softcap`, see `KVCache.attend`; others do not.
     """
     ...
 

@@ -40,10 +40,8 @@ def test_cache_changes_nothing(shape):
   model, params = pair.target, pair.params["target"]
   tokens = jax.random.randint(jax.random.key(0), (3, 12), 0, 13)
   c = model.config
-  assert params["attention_0"]["query"]["kernel"].shape == (
-      c.width, c.heads * c.head_dim)
-  assert params["attention_0"]["key"]["kernel"].shape == (
-      c.width, c.kv_heads * c.head_dim)
+  assert params["attention_0"]["qkv"]["kernel"].shape == (
+      c.width, c.kv_heads, c.heads // c.kv_heads + 2, c.head_dim)
 
   @jax.jit
   def in_parts(params):

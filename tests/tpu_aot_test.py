@@ -181,8 +181,8 @@ def _compile(name):
 
   import specjax as sj
   from specjax.models import sharding
+  from specjax.models.configuration import TransformerConfig
   from specjax.models.transformer import Transformer
-  from specjax.models.transformer import TransformerConfig
 
   config, drafter, dtype, mesh_shape = _PAIRS[name]
   drafter = Transformer(TransformerConfig(**drafter))
@@ -318,8 +318,9 @@ def test_verify_pass_reads_weights_and_cache_about_once(report, capsys):
 
 def test_a_mesh_that_does_not_divide_the_model_is_named():
   """Else the error is the compiler's, and names an array without a name."""
+  from specjax.models.configuration import TransformerConfig
   from specjax.models.transformer import Transformer
-  from specjax.models.transformer import TransformerConfig
+
   model = Transformer(TransformerConfig(**_PAIRS["bundled"][0]))
   model.param_specs("model", 2)
   with pytest.raises(ValueError, match="kv_heads is 2 .*'model' has 4 dev"):

@@ -115,8 +115,11 @@ def test_muon_takes_the_matrices_alone():
       # The first step of Adam has the same size everywhere.
       np.testing.assert_allclose(np.abs(x), np.abs(x).flat[0], rtol=1e-2)
       np.testing.assert_allclose(x, 5 * y, rtol=1e-3)
-  for name in ("query", "key", "value", "out"):
-    x = updates["attention_0"][name]["kernel"]
+  attention = updates["attention_0"]
+  qkv = attention["qkv"]["kernel"]
+  for x in (*(qkv[:, :, i].reshape(len(qkv), -1) for i in range(qkv.shape[2])),
+            *updates["mlp_0"]["gate_up"]["kernel"].swapaxes(0, 1),
+            attention["out"]["kernel"]):
     values = np.linalg.svd(x, compute_uv=False)
     assert values.min() > 0.4 * values.max()  # Muon: nearly orthogonal
     assert not np.allclose(np.abs(x), np.abs(x).flat[0], rtol=1e-2)

@@ -2,11 +2,13 @@
 
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
+from specjax.models.configuration import TransformerConfig
+from specjax.models.rotary import RopeScaling
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
-from specjax.models.transformer import TransformerConfig
 
 __all__ = [
+    "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "default_dtype",

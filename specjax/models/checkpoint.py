@@ -18,9 +18,9 @@ import safetensors
 import safetensors.numpy
 
 from specjax.files import atomically
+from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
-from specjax.models.transformer import TransformerConfig
 
 
 def save_model(directory: str | os.PathLike[str], model: Transformer,
@@ -71,7 +71,7 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   except (json.JSONDecodeError, TypeError) as e:
     raise ValueError(f"{config_path} is not a model configuration: {e}"
                      ) from None
-  tensors = read_tensors(weights_path)
+  tensors = _fused(config, read_tensors(weights_path))
   model = Transformer(config)
   expected = flax.traverse_util.flatten_dict(
       jax.eval_shape(model.init, jax.random.key(0)), sep=".")
@@ -85,6 +85,28 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   dtype = dtype or default_dtype()
   params = {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
   return model, flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def _fused(config, tensors):
+  """What earlier versions stored apart is joined: q, k and v; gate and up."""
+  shapes = {part: (config.width, heads * config.head_dim) for part, heads in (
+      ("query", config.heads), ("key", config.kv_heads),
+      ("value", config.kv_heads))}
+  shapes |= dict.fromkeys(("gate", "up"), (config.width, config.mlp_width))
+  by_head = lambda x: x.reshape(len(x), config.kv_heads, -1, config.head_dim)
+  joins = {
+      ("qkv", "query", "key", "value"): lambda parts: jnp.concatenate(
+          [by_head(x) for x in parts], axis=2),
+      ("gate_up", "gate", "up"): lambda parts: jnp.stack(parts, axis=1)}
+  tensors = dict(tensors)
+  for layer in {name.split(".")[0] for name in tensors}:
+    for (joined, *parts), join in joins.items():
+      names = [f"{layer}.{part}.kernel" for part in parts]
+      if all(name in tensors and tensors[name].shape == shapes[part]
+             for name, part in zip(names, parts)):
+        tensors[f"{layer}.{joined}.kernel"] = join(
+            [tensors.pop(name) for name in names])
+  return tensors
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, jax.Array]:

@@ -1,10 +1,12 @@
-"""A Llama-shaped decoder in Flax Linen: the reference model.
+"""One decoder in Flax Linen for many published architectures.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, optionally tied
-embeddings. The cache is passed in and out; the module holds no state.
+What differs between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
+OLMo-2 is data of its `TransformerConfig`; the defaults are Llama's. The cache
+is passed in and out; the module holds no state.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from flax import linen as nn
@@ -12,141 +14,157 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.kv_cache import grouped_attention
+from specjax.kv_cache import attention_in_block
 from specjax.kv_cache import KVCache
+from specjax.models import rotary
+from specjax.models.configuration import FINAL
+from specjax.models.configuration import TransformerConfig
 from specjax.types import Cache
 from specjax.types import ModelOutput
 
-FINAL = "final"  # the name of the hidden state that the LM head reads
+# How a mesh splits a matrix: which of its axes.
+_SPLITS = {
+    "embedding": (True, False), "head": (False, True),
+    "qkv": (False, True, False, False), "out": (True, False),
+    "gate_up": (False, False, True), "up": (False, True),
+    "down": (True, False),
+}
+_REPLICATED = ("scale", "bias", "positions", "lookahead")  # a few rows
 
-# How a mesh splits the matrices of a layer: by their outputs or their inputs.
-_SPLIT_OUTPUT = ("query", "key", "value", "gate", "up")
-_SPLIT_INPUT = ("out", "down")
+_ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
+}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-  """The shape of a decoder. Sizes are in units of their own axis.
+class _Linear(nn.Module):
+  """A product with a kernel `[D, *outputs]`; the bias is flat.
 
   Attributes:
-    vocab_size: V.
-    width: D, of the residual stream.
-    layers: L.
-    heads: query heads.
-    kv_heads: key-value heads, a divisor of `heads`.
-    head_dim: width of one head, even.
-    mlp_width: inner width of the SwiGLU block.
-    context_length: longest sequence the model was made for, in tokens.
-    rope_theta: base of the rotary frequencies.
-    norm_epsilon: added to the mean square in RMSNorm.
-    tie_embeddings: the output head is the embedding table.
-    features: the hidden states that are joined, in this order, into `hidden`.
-      A number i is the residual stream before layer i, counted from 0: 0 is
-      the embedding and `layers` what the last layer returns. "final" is that
-      after the final norm, as the LM head reads it. Empty: "final" alone.
-      (This is the index of vLLM and of Hugging Face's `hidden_states`; "the
-      output of layer i" of other projects is i + 1 here.)
-    lookahead: look-ahead tokens, whose ids are V..V + lookahead - 1; they are
-      read and never predicted.
+    outputs: sizes of the output axes.
+    bias: whether there is one.
+    scale: standard deviation of the initial kernel.
   """
 
-  vocab_size: int
-  width: int
-  layers: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  mlp_width: int
-  context_length: int
-  rope_theta: float = 10_000.0
-  norm_epsilon: float = 1e-5
-  tie_embeddings: bool = True
-  features: tuple[int | str, ...] = ()
-  lookahead: int = 0
+  outputs: tuple[int, ...]
+  bias: bool = False
+  scale: float = 0.02
 
-  def __post_init__(self):
-    object.__setattr__(self, "features", tuple(self.features))
-    for name in ("vocab_size", "width", "layers", "heads", "kv_heads",
-                 "head_dim", "mlp_width", "context_length"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         "at least 1: correct the model's configuration")
-    for name in self.features:
-      if name != FINAL and name not in range(self.layers + 1):
-        raise ValueError(f"features holds {name!r}; it must be {FINAL!r} or a "
-                         f"whole number from 0 to the {self.layers} layers")
-    if len(set(self.features)) < len(self.features):
-      raise ValueError(f"features is {self.features}; name each state once")
-    if not isinstance(self.lookahead, int) or self.lookahead < 0:
-      raise ValueError(f"lookahead is {self.lookahead!r}; it must be a whole "
-                       "number of at least 0: 0 is a plain decoder")
-    if self.heads % self.kv_heads:
-      raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
-                       "heads must be a multiple of kv_heads")
-    if self.head_dim % 2:
-      raise ValueError(f"head_dim is {self.head_dim}; rotary positions need "
-                       "an even number")
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", nn.initializers.normal(self.scale),
+                        (x.shape[-1], *self.outputs), jnp.float32)
+    out = jnp.tensordot(x, kernel, 1)
+    if self.bias:
+      bias = self.param("bias", nn.initializers.zeros,
+                        (math.prod(self.outputs),), jnp.float32)
+      out = out + bias.reshape(self.outputs)
+    return out
 
 
-def _rotate(x, positions, theta):
-  """Rotary position embedding of `x [B, S, H, D]` at `positions [B, S]`."""
-  half, dtype = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
-  frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
-  angle = positions[..., None].astype(dtype) * frequency
-  cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-  first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-  rotated = jnp.concatenate(
-      [first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x.dtype)
+class _Norm(nn.Module):
+  """RMSNorm or LayerNorm, computed in float32 at least."""
+
+  config: TransformerConfig
+  rms: bool = False  # whatever the configuration says
+
+  @nn.compact
+  def __call__(self, x):
+    c, size = self.config, x.shape[-1:]
+    dtype, wide = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    plain = nn.initializers.zeros if c.norm_plus_one else nn.initializers.ones
+    scale = self.param("scale", plain, size, jnp.float32).astype(wide.dtype)
+    scale = scale + c.norm_plus_one
+    if self.rms or c.norm == "rms":
+      mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+      return (wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale).astype(dtype)
+    bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    out = wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale
+    return (out + bias.astype(wide.dtype)).astype(dtype)
 
 
 class _Attention(nn.Module):
+  """Query, key and value are one product with a kernel `[D, K, G + 2, H]`.
+
+  For each of K key-value heads it has the G query heads that read it, the key
+  and the value, so that a mesh splits all three along K.
+  """
+
   config: TransformerConfig
   layer: int
 
   @nn.compact
   def __call__(self, x, positions, ancestors, cache):
-    c = self.config
-    def project(name, heads):
-      out = nn.Dense(heads * c.head_dim, use_bias=False, name=name,
-                     kernel_init=nn.initializers.normal(0.02))(x)
-      return out.reshape(*x.shape[:2], heads, c.head_dim)
+    c, window = self.config, self.config.window(self.layer)
+    qkv = _Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
+                  name="qkv")(x)
+    query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
+    query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
+    key, value = key[:, :, :, 0], value[:, :, :, 0]
+    if c.qk_norm:
+      query, key = (
+          self._normed(name, part)
+          for name, part in (("query_norm", query), ("key_norm", key)))
+    if c.rotated:
+      query, key = (self._rotated(part, positions) for part in (query, key))
+    if c.query_scale is not None:
+      query = query * jnp.asarray(c.query_scale * c.head_dim**0.5, query.dtype)
 
-    query = _rotate(project("query", c.heads), positions, c.rope_theta)
-    key = _rotate(project("key", c.kv_heads), positions, c.rope_theta)
-    value = project("value", c.kv_heads)
+    # Named only where the model has them: not every cache knows them.
+    options = {name: value for name, value in
+               (("window", window), ("softcap", c.attention_softcap)) if value}
     if cache is None:
-      out = grouped_attention(
-          query, key.swapaxes(1, 2), value.swapaxes(1, 2), ancestors)
+      out = attention_in_block(query, key, value, ancestors, **options)
     else:
       cache = cache.append(self.layer, key, value,
                            after=ancestors.shape[-1] - x.shape[1])
-      out = cache.attend(self.layer, query, ancestors)
-    residual_init = nn.initializers.normal(0.02 * (2 * c.layers) ** -0.5)
-    out = nn.Dense(c.width, use_bias=False, name="out",
-                   kernel_init=residual_init)(out.reshape(*x.shape[:2], -1))
+      out = cache.attend(self.layer, query, ancestors, **options)
+    out = _Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
+                  name="out")(out.reshape(*x.shape[:2], -1))
     return out, cache
 
+  def _normed(self, name, x):
+    norm = _Norm(self.config, rms=True, name=name)
+    if self.config.qk_norm == "head":
+      return norm(x)
+    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-class _SwiGLU(nn.Module):
+  def _rotated(self, x, positions):
+    c = self.config
+    theta, scaling = c.rope_theta, c.rope_scaling
+    if c.window(self.layer) and c.local_rope_theta is not None:
+      theta, scaling = c.local_rope_theta, None
+    return rotary.rotate(
+        x, positions, rotary.frequencies(c.rotated, theta, scaling),
+        scaling.attention_factor if scaling else 1.0)
+
+
+class _MLP(nn.Module):
+  """Gate and up are one product with a kernel `[D, 2, F]`."""
+
   config: TransformerConfig
 
   @nn.compact
   def __call__(self, x):
     c = self.config
-    inner = lambda name: nn.Dense(
-        c.mlp_width, use_bias=False, name=name,
-        kernel_init=nn.initializers.normal(0.02))(x)
-    residual_init = nn.initializers.normal(0.02 * (2 * c.layers) ** -0.5)
-    return nn.Dense(c.width, use_bias=False, name="down",
-                    kernel_init=residual_init)(
-                        nn.silu(inner("gate")) * inner("up"))
+    activation = _ACTIVATIONS[c.activation]
+    if c.gated:
+      both = _Linear((2, c.mlp_width), c.mlp_bias, name="gate_up")(x)
+      inner = activation(both[..., 0, :]) * both[..., 1, :]
+    else:
+      inner = activation(_Linear((c.mlp_width,), c.mlp_bias, name="up")(x))
+    return _Linear((c.width,), c.mlp_bias, 0.02 * (2 * c.layers) ** -0.5,
+                   name="down")(inner)
 
 
-def _logits(x, head):
-  return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=(
+def _logits(x, head, config):
+  logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=(
       jnp.promote_types(x.dtype, jnp.float32)))
+  cap = config.logit_softcap
+  return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 class TransformerModule(nn.Module):
@@ -157,8 +175,6 @@ class TransformerModule(nn.Module):
   @nn.compact
   def __call__(self, tokens, depths=None, ancestors=None, cache=None):
     c = self.config
-    table = self.param("embedding", nn.initializers.normal(0.02),
-                       (c.vocab_size, c.width), jnp.float32)
     size = tokens.shape[1]
     if depths is None:
       depths = jnp.broadcast_to(
@@ -167,8 +183,36 @@ class TransformerModule(nn.Module):
       ancestors = jnp.broadcast_to(
           jnp.tril(jnp.ones((size, size), bool)), (len(tokens), size, size))
     positions = depths if cache is None else cache.lengths[:, None] + depths
-    norm = lambda name: nn.RMSNorm(epsilon=c.norm_epsilon, name=name)
+    table = self.param("embedding", nn.initializers.normal(0.02),
+                       (c.vocab_size, c.width), jnp.float32)
 
+    def norm(wanted, name, x):
+      return _Norm(c, name=name)(x) if wanted else x
+
+    x = self._embedded(table, tokens, positions)
+    states = {0: x}
+    for i in range(c.layers):
+      out, cache = _Attention(c, i, name=f"attention_{i}")(
+          norm(c.pre_norm, f"attention_norm_{i}", x), positions, ancestors,
+          cache)
+      out = norm(c.post_norm, f"attention_post_norm_{i}", out)
+      read = x if c.parallel_residual else x + out
+      new = _MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", read))
+      new = norm(c.post_norm, f"mlp_post_norm_{i}", new)
+      x = x + out + new
+      states[i + 1] = x
+    x = states[FINAL] = norm(True, "final_norm", x)
+
+    head = (table.T if c.tie_embeddings else
+            self.param("head", nn.initializers.normal(0.02),
+                       (c.width, c.vocab_size), jnp.float32))
+    hidden = jnp.concatenate(
+        [states[name] for name in c.features or (FINAL,)], axis=-1)
+    return ModelOutput(logits=_logits(x, head, c), hidden=hidden, cache=cache)
+
+  def _embedded(self, table, tokens, positions):
+    """`[B, S, D]`, the residual stream before the first layer."""
+    c = self.config
     if c.lookahead:
       # A table of its own: nothing of the large one is copied.
       extra = self.param("lookahead", nn.initializers.normal(0.02),
@@ -178,22 +222,12 @@ class TransformerModule(nn.Module):
                     table[jnp.minimum(tokens, c.vocab_size - 1)])
     else:
       x = table[tokens]
-    states = {0: x}
-    for i in range(c.layers):
-      out, cache = _Attention(c, i, name=f"attention_{i}")(
-          norm(f"attention_norm_{i}")(x), positions, ancestors, cache)
-      x = x + out
-      x = x + _SwiGLU(c, name=f"mlp_{i}")(norm(f"mlp_norm_{i}")(x))
-      states[i + 1] = x
-    x = states[FINAL] = norm("final_norm")(x)
-
-    head = (table.T if c.tie_embeddings else
-            self.param("head", nn.initializers.normal(0.02),
-                       (c.width, c.vocab_size), jnp.float32))
-    logits = _logits(x, head)
-    hidden = jnp.concatenate(
-        [states[name] for name in c.features or (FINAL,)], axis=-1)
-    return ModelOutput(logits=logits, hidden=hidden, cache=cache)
+    if c.embedding_scale != 1:
+      x = x * jnp.asarray(c.embedding_scale, x.dtype)
+    if c.learned_positions:
+      x = x + self.param("positions", nn.initializers.normal(0.02),
+                         (c.context_length, c.width), jnp.float32)[positions]
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +286,8 @@ class Transformer:
     hidden = jnp.take_along_axis(self.feature(output.hidden), at[..., None],
                                  axis=1)
     tied = self.config.tie_embeddings
-    return _logits(hidden, params["embedding"].T if tied else params["head"])
+    head = params["embedding"].T if tied else params["head"]
+    return _logits(hidden, head, self.config)
 
   def feature(self, hidden: jax.Array, name: int | str = FINAL) -> jax.Array:
     """One of the hidden states that `config.features` joins.
@@ -277,10 +312,10 @@ class Transformer:
   def param_specs(self, axis: str, size: int = 1) -> dict[str, Any]:
     """How the parameters are split over a mesh axis (arXiv:1909.08053).
 
-    query, key, value, gate and up are split on their output, out and down on
-    their input, embedding and head on the vocabulary, so that a layer needs
-    two all-reduces of the residual stream; norms and look-ahead embeddings,
-    a few rows, are replicated.
+    Query, key and value are split along the key-value heads, gate and up along
+    the inner width of the MLP, out and down on their input, embedding and head
+    on the vocabulary, so that a layer needs two all-reduces of the residual
+    stream. Norms, biases, positions and look-ahead embeddings are replicated.
 
     Args:
       axis: name of the mesh axis.
@@ -300,18 +335,14 @@ class Transformer:
 
     def spec(path, _):
       names = [entry.key for entry in path]
-      if names[-1] == "scale" or names == ["lookahead"]:
+      if names[-1] in _REPLICATED:
         return PartitionSpec()
-      if names == ["embedding"]:
-        return PartitionSpec(axis, None)
-      if names == ["head"]:
-        return PartitionSpec(None, axis)
-      if names[-1] == "kernel" and names[-2] in _SPLIT_OUTPUT:
-        return PartitionSpec(None, axis)
-      if names[-1] == "kernel" and names[-2] in _SPLIT_INPUT:
-        return PartitionSpec(axis, None)
-      raise KeyError(f"no placement is known for parameter {'/'.join(names)}; "
-                     "add it to Transformer.param_specs")
+      name = names[-2] if names[-1] == "kernel" else names[-1]
+      if name not in _SPLITS:
+        raise KeyError(f"no placement is known for parameter "
+                       f"{'/'.join(names)}; add it to Transformer.param_specs")
+      return PartitionSpec(*(axis if split else None
+                             for split in _SPLITS[name]))
 
     shapes = jax.eval_shape(self.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(spec, shapes)

@@ -52,8 +52,14 @@ def muon(schedule: optax.Schedule, embedding_ratio: float = 0.15
   """
   def is_matrix(path, x):
     name = jax.tree_util.keystr(path)
-    hidden = x.ndim == 2 and "embedding" not in name and "head" not in name
-    return optax.contrib.MuonDimensionNumbers() if hidden else None
+    if x.ndim < 2 or any(
+        other in name for other in ("embedding", "head", "positions")):
+      return None
+    if "qkv" in name:  # [D, K, G + 2, H]: G + 2 matrices that read the same
+      return optax.contrib.MuonDimensionNumbers(0, (1, 3))
+    if "gate_up" in name:  # [D, 2, F]: two
+      return optax.contrib.MuonDimensionNumbers(0, 2)
+    return optax.contrib.MuonDimensionNumbers()
 
   return optax.contrib.muon(
       schedule, adam_b2=0.95,

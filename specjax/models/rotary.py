@@ -1,0 +1,126 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864) and their stretchings."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_KINDS = ("linear", "llama3", "yarn", "longrope")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """How rotary frequencies are stretched for texts longer than first trained.
+
+  Attributes:
+    kind: "linear" divides all frequencies by `factor` (position
+      interpolation, arXiv:2306.15595); "llama3" only the slow ones, smoothly
+      (Llama 3.1); "yarn" by a ramp over the dimensions (YaRN,
+      arXiv:2309.00071, section 3.2); "longrope" each by its own number
+      (LongRoPE, arXiv:2402.13753).
+    factor: how much longer texts may be.
+    original_length: longest sequence of the first training, in tokens; of
+      "llama3" and "yarn".
+    low_frequency_factor: of "llama3": wavelengths above original_length / this
+      are divided by `factor`.
+    high_frequency_factor: of "llama3": wavelengths below original_length / this
+      stay.
+    beta_fast: of "yarn": dimensions that turn more often than this over
+      original_length stay.
+    beta_slow: of "yarn": dimensions that turn less often are divided.
+    truncate: of "yarn": whether the ends of its ramp are whole dimensions.
+    attention_factor: cosines and sines are multiplied by it.
+    factors: of "longrope": a divisor for every frequency.
+  """
+
+  kind: str
+  factor: float = 1.0
+  original_length: int = 0
+  low_frequency_factor: float = 1.0
+  high_frequency_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True
+  attention_factor: float = 1.0
+  factors: tuple[float, ...] = ()
+
+  def __post_init__(self):
+    object.__setattr__(self, "factors", tuple(self.factors))
+    if self.kind not in _KINDS:
+      raise ValueError(f"the kind of rope scaling is {self.kind!r}; it must be "
+                       f"one of {', '.join(_KINDS)}")
+    if self.kind in ("llama3", "yarn") and self.original_length < 1:
+      raise ValueError(f"original_length is {self.original_length}; rope "
+                       f"scaling {self.kind} needs the tokens of the first "
+                       "training, at least 1")
+    if self.factor <= 0:
+      raise ValueError(f"factor is {self.factor}; rope scaling needs a number "
+                       "above 0")
+
+
+def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
+                ) -> np.ndarray:
+  """`[dims / 2]` float64: radians a position, of each pair of dimensions.
+
+  Args:
+    dims: rotated dimensions of a head, even.
+    theta: the base.
+    scaling: None: theta^(-2i / dims).
+
+  Raises:
+    ValueError: "longrope" has another number of factors.
+  """
+  half = dims // 2
+  plain = theta ** (-np.arange(half) / half)
+  if scaling is None:
+    return plain
+  if scaling.kind == "linear":
+    return plain / scaling.factor
+  if scaling.kind == "longrope":
+    if len(scaling.factors) != half:
+      raise ValueError(f"rope scaling has {len(scaling.factors)} factors; a "
+                       f"head of {dims} rotated dimensions needs {half}")
+    return plain / np.asarray(scaling.factors)
+  if scaling.kind == "llama3":
+    turns = scaling.original_length * plain / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+  else:
+    kept = 1 - _yarn_ramp(dims, theta, scaling)
+  return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def _yarn_ramp(dims, theta, scaling):
+  """1 - gamma of YaRN: 0 where a frequency stays, 1 where it is divided."""
+  def dimension(turns):  # that turns so often over the original length
+    return dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (
+        2 * math.log(theta))
+
+  low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+  if scaling.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, dims - 1)
+  width = high - low if high != low else 1e-3
+  return np.clip((np.arange(dims // 2) - low) / width, 0, 1)
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequency: np.ndarray,
+           scale: float = 1.0) -> jax.Array:
+  """Turns the first dimensions of every head, pair (i, i + half) together.
+
+  Args:
+    x: `[B, S, H, D]`.
+    positions: `[B, S]`.
+    frequency: `[half]`, see `frequencies`; dimensions from 2 * half on stay.
+    scale: cosines and sines are multiplied by it.
+  """
+  dtype, half = jnp.promote_types(x.dtype, jnp.float32), len(frequency)
+  angle = positions[..., None].astype(dtype) * jnp.asarray(frequency, dtype)
+  cos, sin = (scale * f(angle)[:, :, None] for f in (jnp.cos, jnp.sin))
+  first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+  first, second = first.astype(dtype), second.astype(dtype)
+  turned = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest],
+                         axis=-1)
