@@ -34,12 +34,17 @@ def _alone(model, params, past, texts):
   return out.logits[at], out.hidden[at]
 
 
-# The levels cross from one bucket of slots to the next.
-@pytest.mark.parametrize("cuts", [(0, _NODES), (0, 1, 5, 6, _NODES)])
-def test_every_node_sees_its_own_path(cuts):
+# The levels cross from one bucket of slots to the next; one window ends within
+# the tree, the other in the committed past.
+@pytest.mark.parametrize("cuts,config", [
+    ((0, _NODES), dict(learned_positions=True, norm="layer", gated=False)),
+    ((0, 1, 5, 6, _NODES), dict(
+        windows=(3, 70), local_rope_theta=100.0, attention_softcap=4.0,
+        logit_softcap=9.0, qk_norm="head", query_scale=0.5))])
+def test_every_node_sees_its_own_path(cuts, config):
   # Broken: positions, masks or slots of a tree; the target then verifies a
   # node with logits that belong to another context.
-  pair = testing.tiny_pair(11, layers=2)
+  pair = testing.tiny_pair(11, layers=2, **config)
   model, params = pair.target, pair.params["target"]
   rng = np.random.default_rng(0)
   past = rng.integers(11, size=(3, _LENGTHS.max())).astype(np.int32)
