@@ -1,10 +1,10 @@
 """Fakes for tests of rules and drafters, and the one assertion they need.
 
-`MarkovModel` is a language model that is a table, `OracleDrafter` proposes
-what it is told, `tiny_pair` is a real pair of transformers with weights that
-make their laws far from uniform, and `assert_lossless` is the proof.
-`joint_law` and `chi_square` compare sampled text with the law that it must
-follow.
+`MarkovModel` is a language model that is a table, `ListTokenizer` a tokenizer
+that is a list, `OracleDrafter` proposes what it is told, `tiny_pair` is a real
+pair of transformers with weights that make their laws far from uniform, and
+`assert_lossless` is the proof. `joint_law` and `chi_square` compare sampled
+text with the law that it must follow.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from specjax import exact
+from specjax.data.vocabularies import longest_match
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
@@ -96,6 +97,36 @@ class MarkovModel:
     del depths, ancestors
     logits = params[tokens].astype(jnp.float32)
     return ModelOutput(logits=logits, hidden=logits, cache=cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListTokenizer:
+  """A tokenizer that is a list of tokens; it takes the longest match.
+
+  Attributes:
+    tokens: the bytes of every id; b"" is a special token.
+    bos: id of the token before a text, or None.
+    eos: id of the token after a text, or None.
+  """
+
+  tokens: tuple[bytes, ...]
+  bos: int | None = None
+  eos: int | None = None
+
+  @property
+  def vocab_size(self) -> int:
+    return len(self.tokens)
+
+  def token_bytes(self, token: int) -> bytes:
+    """The bytes of one token."""
+    return self.tokens[token]
+
+  def encode(self, text: str, bos: bool = True) -> list[int]:
+    """Token ids of `text`; none where the tokens cannot spell it."""
+    ids = {t: i for i, t in reversed(list(enumerate(self.tokens))) if t}
+    found = longest_match(text.encode(), ids, max(map(len, ids)))
+    start = [self.bos] if bos and self.bos is not None else []
+    return start + (found or [])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

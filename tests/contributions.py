@@ -25,6 +25,8 @@ from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
 from specjax.drafters import Paths
+from specjax.drafters import StringMatch
+from specjax.drafters import TokenIntersection
 from specjax.drafters import TreeLanguageModel
 from specjax.models import heads as heads_lib
 from specjax.training import objectives
@@ -104,6 +106,37 @@ def _lookahead(rule, **kwargs):
       pair().target, pair().params["target"], disturbed(_EMBEDDINGS))
   return Contributed(Lookahead(embeddings=_EMBEDDINGS, **kwargs), rule, model,
                      {"target": params, "drafter": ()})
+
+
+# Another vocabulary than the target's: of its tokens a has two ids, ab is two
+# draft tokens, d is none, and the drafter's bc and ca are no token.
+TARGET_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"ab", b"d"))
+DRAFT_TOKENS = testing.ListTokenizer((b"c", b"a", b"b", b"a", b"bc", b"ca"))
+
+
+def _other_vocabulary(drafter, rule, in_params, **kwargs):
+  like = jnp.array([2, 0, 1, 0, 3, 4])  # whose weights a draft token has
+  params = pair().params["drafter"]
+  own = {**params, "embedding": params["embedding"][like],
+         "head": params["head"][:, like]}
+  model = sj.models.Transformer(dataclasses.replace(
+      pair().drafter.config, vocab_size=len(like)))
+  return Contributed(
+      drafter(model=model, gamma=3, **kwargs), rule,
+      params={**pair().params, "drafter": in_params(own)})
+
+
+def _token_intersection():
+  vocabulary = sj.data.map_vocabularies(DRAFT_TOKENS, TARGET_TOKENS)
+  return _other_vocabulary(
+      TokenIntersection, sj.verifiers.GreedyBlock(),
+      lambda own: {"model": own, "vocabulary": vocabulary}, target_size=VOCAB)
+
+
+def _string_match():
+  return _other_vocabulary(
+      StringMatch, sj.verifiers.TargetWalk(), lambda own: own, lookback=3,
+      texts=sj.data.Retokenizer(DRAFT_TOKENS, TARGET_TOKENS))
 
 
 # Short and correct examples; CONTRIBUTING.md has most of them.
@@ -293,6 +326,8 @@ DRAFTERS = {
     "Lookahead as published": lambda: _lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),
+    "TokenIntersection": _token_intersection,
+    "StringMatch": _string_match,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

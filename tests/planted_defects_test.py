@@ -7,10 +7,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from specjax import data
 from specjax import exact
 from specjax import testing
+from specjax.drafters import translation
+from specjax.exact import enumeration
 from specjax.types import Law
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
@@ -263,3 +267,35 @@ def test_certify_rejects_a_wrong_modification(rule, gammas, at_least):
   found = exact.certify(rule, vocab_sizes=(3,), gammas=gammas, thorough=False)
   assert not found.lossless
   assert at_least < found.total_variation < 0.2
+
+
+@pytest.mark.parametrize("rule", [Token(), Block()])
+def test_twins_that_are_not_summed_are_seen(rule):
+  # Broken: a drafter that draws one of two tokens with the same text, and
+  # reports the q of that one alone, passes for exact.
+  texts = testing.ListTokenizer
+  vocabulary = data.map_vocabularies(
+      texts((b"a", b"b", b"a", b"x")), texts((b"b", b"a", b"c")))
+  q = np.array([0.3, 0.3, 0.4, 0.0])  # a, b, a
+  to_target, gamma = np.asarray(vocabulary.to_target), 2
+  pair = exact.iid_pair([0.2, 0.5, 0.3], [1, 1, 1], gamma + 1)
+
+  def found(vocabulary):
+    reported = np.asarray(translation.summed(jnp.array(q), vocabulary))
+    law = np.zeros(4)  # of what is drawn in the drafter's tokens
+    np.add.at(law, to_target, q)
+
+    def scheme(_, contexts):
+      drafts = exact.Drafts.roots(contexts, 3)
+      for node in range(gamma):
+        rows = len(drafts.weights), 1
+        drafts = drafts.grow(
+            node, np.tile(law[:3], rows), np.tile(reported, rows))
+      return drafts
+
+    return enumeration.enumerate_drafts(
+        rule, pair, scheme, gamma + 1, gamma, 1, "float32").total_variation
+
+  assert found(vocabulary) < 1e-6
+  not_summed = found(vocabulary.replace(doubles=vocabulary.doubles[:0]))
+  assert 0.05 < not_summed < 0.5

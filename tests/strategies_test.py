@@ -22,10 +22,12 @@ _TARGET = Transformer(TransformerConfig(
     vocab_size=_V, width=_D, layers=1, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
 _HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
+_TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
 _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
-          "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6}
+          "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
+          "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS)}
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
 _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},

@@ -1,6 +1,7 @@
 """Drafters: how tokens are proposed; one file each.
 
-`common`, `growth`, `children` and `forecasts` hold what several of them share.
+`common`, `growth`, `children`, `forecasts`, `reading` and `translation` hold
+what several of them share.
 """
 
 from specjax.drafters.blockwise import Blockwise
@@ -11,7 +12,10 @@ from specjax.drafters.language_model import LanguageModel
 from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.paths import Paths
+from specjax.drafters.string_match import StringMatch
+from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["Blockwise", "DynamicTree", "DynamicTreeState", "Empty",
-           "LanguageModel", "Lookahead", "Medusa", "Paths", "TreeLanguageModel"]
+           "LanguageModel", "Lookahead", "Medusa", "Paths", "StringMatch",
+           "TokenIntersection", "TreeLanguageModel"]

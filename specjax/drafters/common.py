@@ -29,7 +29,23 @@ def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
     raise ValueError(
         f"the drafter has {model.vocab_size} tokens and the target "
         f"{target.vocab_size}; both need the same vocabulary: train the "
-        "drafter with the target's tokenizer")
+        "drafter with the target's tokenizer, or draft by "
+        "strategies.token_intersection or strategies.string_match")
+
+
+def check_target_size(size: int, target: ModelFn) -> None:
+  """Raises a `ValueError` where a drafter was made for another target."""
+  if size != target.vocab_size:
+    raise ValueError(
+        f"the drafter was made for a target of {size} tokens and this one has "
+        f"{target.vocab_size}; make it with this target's tokenizer and size")
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+  """Raises a `ValueError` where a number is too small, or not whole."""
+  if value < least or value != int(value):
+    raise ValueError(f"{name} is {value}; it must be a whole number of at "
+                     f"least {least}")
 
 
 def model_step(model: ModelFn, params):

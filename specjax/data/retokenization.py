@@ -1,0 +1,214 @@
+"""Texts from a target's tokens to a drafter's and back, on the host.
+
+Both directions use the tokenizers themselves, with some text before, so that
+the tokens at the seam are those of the whole text.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.data.vocabularies import ReadsText
+from specjax.data.vocabularies import special_pairs
+from specjax.data.vocabularies import Vocabulary
+from specjax.data.vocabularies import whole_characters
+
+_NO_TOKEN = -1
+
+
+class Retokenizer:
+  """Two tokenizers side by side; equal if their contents are.
+
+  So what holds one can be the static argument of a program.
+
+  Attributes:
+    draft_size: D, ids of the drafter's model.
+    target_size: V, ids of the target.
+
+  Example:
+    >>> from specjax import testing
+    >>> both = Retokenizer(testing.ListTokenizer((b"a", b"b", b"ab")),
+    ...                    testing.ListTokenizer((b"b", b"a", b"ba")))
+    >>> both.as_draft([1, 2])  # a, ba
+    [2, 0]
+    >>> both.as_draft([0], before=[1, 0])  # b after b, a: the a changes
+    [1, 2]
+    >>> both.as_target([1, 0, 1], before=[1])  # b, a, b after a
+    [2, 0]
+  """
+
+  def __init__(self, drafter: ReadsText, target: ReadsText,
+               draft_size: int | None = None, target_size: int | None = None
+               ) -> None:
+    """Reads both vocabularies.
+
+    Args:
+      drafter: the tokenizer of the drafter's model.
+      target: the target's.
+      draft_size: see `map_vocabularies`.
+      target_size: see there.
+
+    Raises:
+      ValueError: no token of one can be written with those of the other.
+    """
+    self._drafter = Vocabulary(drafter, draft_size)
+    self._target = Vocabulary(target, target_size)
+    self.draft_size, self.target_size = self._drafter.size, self._target.size
+    self._to_target = dict(special_pairs(self._drafter, self._target))
+    self._to_draft = {t: d for d, t in self._to_target.items()}
+    for one, other in ((self._drafter, self._target),
+                       (self._target, self._drafter)):
+      if not any(one.spelled(text) for text in other.ids):
+        raise ValueError(
+            f"no token of the drafter's {self.draft_size} can be written with "
+            f"the target's {self.target_size} tokens, or none the other way "
+            "round; choose a drafter for the same script, or decode with the "
+            "target alone")
+    self._digest = self._drafter.digest(), self._target.digest()
+
+  def __eq__(self, other):
+    return isinstance(other, Retokenizer) and self._digest == other._digest
+
+  def __hash__(self):
+    return hash(self._digest)
+
+  def as_draft(self, tokens: Sequence[int], before: Sequence[int] = ()
+               ) -> list[int]:
+    """Draft ids of `before` and, after it, of the target's `tokens`.
+
+    Args:
+      tokens: target ids. Special ones without a counterpart, and texts that
+        the drafter's tokens cannot spell, are skipped.
+      before: draft ids, which may change for what comes after them.
+    """
+    found, text = _last_text(self._drafter, before)
+    parts = [text]
+    for token in tokens:
+      text = self._target.texts[token]
+      if text:
+        parts.append(text)
+        continue
+      found += self._joined(parts)
+      parts = []
+      if token in self._to_draft:
+        found.append(self._to_draft[token])
+    return found + self._joined(parts)
+
+  def _joined(self, parts):
+    """Draft ids of texts in a row, without those that have none alone."""
+    spelled = self._drafter.spelled
+    found = spelled(b"".join(parts))
+    if found is None:
+      found = spelled(b"".join(x for x in parts if spelled(x) is not None))
+    return found or []
+
+  def as_target(self, drafted: Sequence[int], before: Sequence[int]
+                ) -> list[int]:
+    """Target ids of what `drafted` spells, as they come after `before`.
+
+    Half a character at the end is dropped; so is all from a special token on
+    that the target has not. The last token may be one that more text would
+    make longer. It is given all the same: a proposal that fails costs no more
+    than none, and the target may well want that token.
+
+    Args:
+      drafted: draft ids.
+      before: target ids that the text goes on from.
+    """
+    special = [i for i, d in enumerate(drafted) if not self._drafter.texts[d]]
+    end = special[0] if special else len(drafted)
+    text = self._drafter.bytes_of(drafted[:end])
+    found = self._following(text, _last_text(self._target, before)[1])
+    if special and drafted[end] in self._to_target and (found or not text):
+      found = [*found, self._to_target[drafted[end]]]
+    return found
+
+  def _following(self, text, past):
+    """Target ids of `text` after `past`; [] where there are none."""
+    half = len(whole_characters(past + text)[2])
+    text = text[:max(len(text) - half, 0)]
+    if not text:
+      return []
+    found, size = self._target.spelled(past + text) or [], 0
+    for i in range(len(found) - 1, -1, -1):
+      size += len(self._target.texts[found[i]])
+      if size == len(text):
+        return found[i:]
+    # The whole text has no boundary here: a token would span both.
+    return self._target.spelled(text) or []
+
+  def prompts(self, width: int, tokens: np.ndarray, lengths: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:
+    """`as_draft` of prompts, with the drafter's bos in place of the target's.
+
+    Args:
+      width: columns W of the result.
+      tokens: `[B, P]` target ids.
+      lengths: `[B]`.
+
+    Returns:
+      `[B, W]` int32 draft ids, and `[B]` int32, how many there are, which may
+      be more than W.
+    """
+    bos = [] if self._drafter.bos is None else [self._drafter.bos]
+    rows = [row[:n] for row, n in zip(_lists(tokens), _lists(lengths))]
+    rows = [row[1:] if row[0] == self._target.bos else row for row in rows]
+    return _filled([bos + self.as_draft(row) for row in rows], width, 0)
+
+  def reread(self, width: int, tail: np.ndarray, held: np.ndarray,
+             new: np.ndarray, count: np.ndarray
+             ) -> tuple[np.ndarray, np.ndarray]:
+    """`as_draft` of rows that go on; where nothing is new nothing changes.
+
+    Args:
+      width: columns W of the result.
+      tail: `[B, K]` draft ids, the last ones before.
+      held: `[B]`, how many of them there are.
+      new: `[B, n]` target ids.
+      count: `[B]`, how many of them there are.
+
+    Returns:
+      As `prompts`, for what takes the place of the tail.
+    """
+    return _filled([
+        self.as_draft(row[:n], before[:k]) if n else before[:k]
+        for before, k, row, n in zip(*map(_lists, (tail, held, new, count)))
+    ], width, 0)
+
+  def chains(self, gamma: int, before: np.ndarray, held: np.ndarray,
+             drafted: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """`[B, gamma]` int32, `as_target` of rows, filled up with -1.
+
+    Args:
+      gamma: tokens of a chain; more are cut.
+      before: `[B, K]` target ids.
+      held: `[B]`, how many of them there are.
+      drafted: `[B, G]` draft ids.
+      wanted: `[B]` bool, rows that draft.
+    """
+    return _filled([
+        self.as_target(row, past[:k])[:gamma] if wants else []
+        for past, k, row, wants in zip(
+            *map(_lists, (before, held, drafted, wanted)))
+    ], gamma, _NO_TOKEN)[0]
+
+
+def _last_text(vocabulary, ids):
+  """`(ids up to the last special one, the bytes after it)`."""
+  ids = list(ids)
+  start = len(ids)
+  while start and vocabulary.texts[ids[start - 1]]:
+    start -= 1
+  return ids[:start], vocabulary.bytes_of(ids[start:])
+
+
+def _lists(x):
+  return np.asarray(x).tolist()
+
+
+def _filled(rows, width, fill):
+  """Rows `[B, W]` of one length, and how long they were `[B]`."""
+  found = np.full((len(rows), width), fill, np.int32)
+  for row, ids in zip(found, rows):
+    row[:min(len(ids), width)] = ids[:width]
+  return found, np.array([len(ids) for ids in rows], np.int32)

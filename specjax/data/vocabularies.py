@@ -1,0 +1,289 @@
+"""Two vocabularies side by side, on the host.
+
+Tokens are compared by their bytes, so that the marks of leading spaces and the
+alphabets of byte-level vocabularies do not matter. Special tokens have no
+bytes: they are paired by their role (bos with bos, eos with eos) or by equal
+names.
+
+`VocabularyMap` is what a compiled loop needs of two vocabularies: small tables
+that travel with the weights (Timor et al. 2025, arXiv:2502.05202).
+"""
+
+import codecs
+from collections.abc import Mapping
+import hashlib
+import re
+from typing import Any
+from typing import Protocol
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's
+_NO_TOKEN = -1
+
+
+class ReadsText(Protocol):
+  """What is asked of a tokenizer; `specjax.data.Tokenizer` has it.
+
+  Optional: `adds_bos`, whether `bos` stands before every text (default: it
+  does where there is one), and `backend`, a `tokenizers.Tokenizer`, whose names
+  of special tokens are compared.
+  """
+
+  bos: int | None
+  eos: int | None
+
+  @property
+  def vocab_size(self) -> int:
+    ...
+
+  def token_bytes(self, token: int) -> bytes:
+    ...
+
+  def encode(self, text: str, bos: bool = True) -> list[int]:
+    ...
+
+
+def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
+                  ) -> list[int] | None:
+  """Token ids that spell `data`, each as long as can be; None: none do.
+
+  Args:
+    data: the text.
+    ids: from the bytes of tokens to ids.
+    longest: bytes of the longest token.
+  """
+  found, start = [], 0
+  while start < len(data):
+    for size in range(min(longest, len(data) - start), 0, -1):
+      token = ids.get(data[start:start + size])
+      if token is not None:
+        break
+    else:
+      return None
+    found.append(token)
+    start += size
+  return found
+
+
+def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
+  """Half a character, whole ones, half a character; None: it is no UTF-8."""
+  rest = data
+  while rest and 0x80 <= rest[0] < 0xC0:  # continues a character
+    rest = rest[1:]
+  decoder = codecs.getincrementaldecoder("utf-8")()
+  try:
+    text = decoder.decode(rest)
+  except UnicodeDecodeError:
+    return data, None, b""
+  return data[:len(data) - len(rest)], text, decoder.getstate()[0]
+
+
+class Vocabulary:
+  """The tokens of a tokenizer by their bytes.
+
+  Attributes:
+    size: ids of the model, of which the tokenizer may leave some unused.
+    texts: the bytes of every id; b"" for special and unused ones.
+    ids: from bytes to the id that stands for them. Of several tokens with the
+      same bytes the first one that is no SentencePiece byte stands for all.
+    specials: from the names of special tokens to ids.
+    bos: id of the token that stands before every text, or None.
+    eos: id of the token after a text, or None.
+  """
+
+  def __init__(self, tokenizer: ReadsText, size: int | None = None) -> None:
+    """Reads all tokens.
+
+    Args:
+      tokenizer: of the model.
+      size: ids of the model; default: those of the tokenizer. Tokens beyond
+        it are left out.
+    """
+    self._tokenizer = tokenizer
+    self.size = tokenizer.vocab_size if size is None else size
+    backend = getattr(tokenizer, "backend", None)
+    name_of = backend.id_to_token if backend else lambda token: None
+    names = [name_of(i) for i in range(min(self.size, tokenizer.vocab_size))]
+    self.texts = [b"" if backend and name is None else tokenizer.token_bytes(i)
+                  for i, name in enumerate(names)]
+    self.specials = {name: i for i, name in enumerate(names)
+                     if name and not self.texts[i]}
+    self.ids, fallbacks = {}, {}
+    for i, text in enumerate(self.texts):
+      is_byte = len(text) == 1 and _BYTE_FALLBACK.fullmatch(names[i] or "")
+      if text:
+        (fallbacks if is_byte else self.ids).setdefault(text, i)
+    self.ids = fallbacks | self.ids
+    self._longest = max(map(len, self.ids), default=0)
+    self.texts += [b""] * (self.size - len(self.texts))
+    within = lambda token: token if (token or 0) < self.size else None
+    adds_bos = getattr(tokenizer, "adds_bos", True)
+    self.bos = within(tokenizer.bos) if adds_bos else None
+    self.eos = within(tokenizer.eos)
+
+  def digest(self) -> str:
+    """A name of the tokenizer's contents: equal ones write alike."""
+    backend = getattr(self._tokenizer, "backend", None)
+    contents = backend.to_str() if backend else repr(self._tokenizer)
+    return hashlib.sha256(
+        repr((self.size, self.bos, self.eos, contents)).encode()).hexdigest()
+
+  def spelled(self, data: bytes) -> list[int] | None:
+    """Token ids whose bytes are exactly `data`, or None where there are none.
+
+    As the tokenizer writes them, where its tokens give the same bytes back.
+    They do not where it puts a space before every text or normalises it, or
+    where `data` is no UTF-8; then as the longest matches. So are the halves of
+    characters at both ends.
+    """
+    head, text, tail = whole_characters(data)
+    match = lambda part: longest_match(part, self.ids, self._longest)
+    halves = match(head), match(tail)
+    if text is not None and None not in halves:
+      found = [*halves[0], *self._written(text), *halves[1]]
+      if self.bytes_of(found) == data:
+        return found
+    return match(data)
+
+  def _written(self, text):
+    """What the tokenizer writes for a text; nothing if it refuses it."""
+    try:
+      return self._tokenizer.encode(text, bos=False) if text else []
+    except ValueError:  # a character is a special token to it
+      return []
+
+  def bytes_of(self, ids: list[int]) -> bytes:
+    """The text of token ids; nothing for special and unknown ones."""
+    return b"".join(self.texts[i] for i in ids if i < self.size)
+
+
+def special_pairs(drafter: Vocabulary, target: Vocabulary
+                  ) -> list[tuple[int, int]]:
+  """Special tokens that mean the same, as `(draft id, target id)`.
+
+  By name first, then bos and bos, then eos and eos: a later pair counts more.
+  """
+  pairs = [(i, target.specials[name]) for name, i in drafter.specials.items()
+           if name in target.specials]
+  for role in ("bos", "eos"):
+    pair = getattr(drafter, role), getattr(target, role)
+    if None not in pair:
+      pairs.append(pair)
+  return pairs
+
+
+@struct.dataclass
+class VocabularyMap:
+  """Which tokens of two vocabularies are the same, and how the others spell.
+
+  D and V are the sizes of the drafter's and the target's vocabulary. Common
+  tokens are those with the same bytes; a draft id has one target id at most,
+  and a target id may stand for several draft ids.
+
+  Attributes:
+    to_target: `[D]` int32, the target id of every draft id; V: it is not
+      common.
+    twins: `[V]` int32, the draft id that a target id is read as, if it is
+      common; D: it is not.
+    doubles: `[E]` int32, the common draft ids that are nobody's twin.
+    offsets: `[V + 1]` int32, where the spelling of every target id begins in
+      `pieces`. A common token is spelled by its twin alone; a special token
+      without a counterpart, and a text that the drafter's tokens cannot
+      spell, have no pieces: they are skipped.
+    pieces: `[T]` int32, draft ids.
+    first: `[2]` int32, the target's bos and the drafter's; -1 without.
+    longest: pieces of the longest spelling.
+  """
+
+  to_target: jax.Array
+  twins: jax.Array
+  doubles: jax.Array
+  offsets: jax.Array
+  pieces: jax.Array
+  first: jax.Array
+  longest: int = struct.field(pytree_node=False)
+
+  @property
+  def draft_size(self) -> int:
+    """D, ids of the drafter's model."""
+    return self.to_target.shape[0]
+
+  @property
+  def target_size(self) -> int:
+    """V, ids of the target."""
+    return self.twins.shape[0]
+
+  @property
+  def shared(self) -> int:
+    """How many target ids are common."""
+    return int((np.asarray(self.twins) < self.draft_size).sum())
+
+
+def map_vocabularies(drafter: ReadsText, target: ReadsText,
+                     draft_size: int | None = None,
+                     target_size: int | None = None) -> VocabularyMap:
+  """The map between the vocabularies of two tokenizers.
+
+  Args:
+    drafter: the tokenizer of the drafter's model.
+    target: the target's.
+    draft_size: D, `vocab_size` of the drafter's model, which may have unused
+      ids; default: the tokenizer's.
+    target_size: V, likewise.
+
+  Raises:
+    ValueError: they have no token in common.
+
+  Example:
+    >>> from specjax import testing
+    >>> drafter = testing.ListTokenizer((b"a", b"b", b"ab", b"a"))
+    >>> target = testing.ListTokenizer((b"b", b"a", b"ba", b"c"))
+    >>> found = map_vocabularies(drafter, target)
+    >>> found.to_target.tolist(), found.twins.tolist(), found.doubles.tolist()
+    ([1, 0, 4, 1], [1, 0, 4, 4], [3])
+    >>> found.offsets.tolist(), found.pieces.tolist()  # ba is b, a
+    ([0, 1, 2, 4, 4], [1, 0, 1, 0])
+  """
+  drafter = Vocabulary(drafter, draft_size)
+  target = Vocabulary(target, target_size)
+  to_target = np.full(drafter.size, target.size, np.int32)
+  for i, text in enumerate(drafter.texts):
+    to_target[i] = target.ids.get(text, target.size) if text else target.size
+  spellings = [_spelling(drafter, text) for text in target.texts]
+  for draft_id, target_id in special_pairs(drafter, target):
+    to_target[draft_id], spellings[target_id] = target_id, [draft_id]
+
+  twins = np.full(target.size, drafter.size, np.int32)
+  for i, spelling in enumerate(spellings):
+    if len(spelling) == 1 and to_target[spelling[0]] == i:
+      twins[i] = spelling[0]
+  has_twin = np.append(twins < drafter.size, False)
+  to_target = np.where(has_twin[to_target], to_target, target.size)
+  if not has_twin.any():
+    raise ValueError(
+        f"the {drafter.size} tokens of the drafter and the {target.size} of "
+        "the target have none in common; choose a drafter for the same "
+        "script, or decode with the target alone")
+  common = np.flatnonzero(to_target < target.size)
+  doubles = common[twins[to_target[common]] != common]
+  counts = [len(spelling) for spelling in spellings]
+  ids = lambda x: jnp.asarray(np.asarray(x, np.int32))
+  return VocabularyMap(
+      to_target=ids(to_target), twins=ids(twins), doubles=ids(doubles),
+      offsets=ids(np.cumsum([0, *counts])),
+      pieces=ids(np.concatenate([np.zeros(0), *spellings])),
+      first=ids([_NO_TOKEN if vocabulary.bos is None else vocabulary.bos
+                 for vocabulary in (target, drafter)]),
+      longest=max(counts))
+
+
+def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
+  """Draft ids for a token of the target; none where it has no text."""
+  if not text:
+    return []
+  alone: Any = drafter.ids.get(text)
+  return [alone] if alone is not None else drafter.spelled(text) or []

@@ -1,0 +1,229 @@
+"""A language model with another vocabulary drafts the tokens that both know.
+
+Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
+
+With I the common tokens and q the law of the drafter's model over its own
+tokens d, the drafted law over the target's tokens x is
+
+  q'(x) = sum over d that are x of q(d) / q(I) for x in I, and 0 elsewhere.
+
+Several d can be one x: whoever draws d and reports the q of one of them alone
+is biased (`tests/planted_defects_test.py` shows by how much). Here x is drawn
+from q' itself.
+
+What the model reads is a function of the target's tokens t_1..t_n alone,
+
+  E(t) = pieces(t_1) ... pieces(t_n),
+
+where the pieces of a common token are its twin, and those of any other token
+its bytes as the drafter's tokenizer splits them. A drafted token is common, so
+what is fed while drafting is what E says, and q' depends on the context alone:
+`autoregressive` holds. The price is that E is not how the drafter's tokenizer
+would split the whole text: where the target splits a word more finely, so does
+E. Drafts get worse by that, never the output.
+
+  state       tokens E(t), and a cache of some of it, see `drafters.reading`
+  propose     E grows by the new tokens' pieces; all but the last new token are
+              drafted ones of one piece, which the cache holds mostly; the
+              model catches up, draws and feeds gamma tokens
+  commit      nothing
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax import contract
+from specjax.drafters import common
+from specjax.drafters import reading as reading_lib
+from specjax.drafters import translation
+from specjax.prefill import padded_length
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenIntersection:
+  """Samples gamma common tokens from a model with another vocabulary.
+
+  `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
+  VocabularyMap}`, made by `data.map_vocabularies`.
+
+  A row drafts nothing where its text, in the drafter's tokens, is empty or
+  does not fit: `expansion` times the slots of a row, the model's context, and
+  of a prompt `expansion` times its columns.
+
+  Attributes:
+    model: a `ModelFn` over the drafter's vocabulary.
+    gamma: drafted tokens of a round, at least 1.
+    target_size: V, the target's vocabulary.
+    transform: of the laws; None takes the decoder's. Any is sound, for q is
+      reported as it was sampled from.
+    expansion: draft tokens that there is room for, for each target token of a
+      row's capacity.
+  """
+
+  model: ModelFn
+  gamma: int
+  target_size: int
+  transform: LogitsTransform | None = None
+  expansion: int = 2
+
+  chain = True
+  iid = True
+  conditional = True
+  autoregressive = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    common.check_at_least("gamma", self.gamma, 1)
+    common.check_at_least("expansion", self.expansion, 1)
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.gamma
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "TokenIntersection":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabulary is that of another target.
+    """
+    common.check_target_size(self.target_size, target)
+    return dataclasses.replace(self, transform=self.transform or transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> reading_lib.Reading:
+    """The prompt in the drafter's tokens, read.
+
+    The target's bos in front is dropped, and the drafter's put there, where
+    they have one.
+    """
+    del prefill_output
+    own = params["drafter"]
+    vocabulary = own["vocabulary"]
+    self._check(vocabulary)
+    width = padded_length(self.expansion * prompt.tokens.shape[1])
+
+    def expanded(tokens, length):
+      has_bos = tokens[0] == vocabulary.first[0]
+      tokens = jnp.where(has_bos, jnp.roll(tokens, -1), tokens)
+      ids, count = translation.spelled(
+          tokens, length - has_bos, vocabulary, width)
+      puts_bos = vocabulary.first[1] >= 0
+      with_bos = jnp.roll(ids, 1).at[0].set(vocabulary.first[1])
+      return jnp.where(puts_bos, with_bos, ids), count + puts_bos
+
+    ids, count = jax.vmap(expanded)(prompt.tokens, prompt.lengths)
+    return reading_lib.begun(
+        self.model, own["model"], ids, count.astype(jnp.int32), prompt.lengths,
+        self._room(prompt.capacity), self.gamma)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, reading_lib.Reading]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, reading)`, batched.
+    """
+    model, vocabulary = (
+        params["drafter"][name] for name in ("model", "vocabulary"))
+    room = self._room(state.tokens.shape[1])
+    reading = self._read(state, vocabulary, room)
+    length, logits, cache = reading_lib.caught_up(
+        self.model, model, reading,
+        ~state.done & (reading.lengths > 0) & (reading.lengths <= room))
+    batch = length.shape[0]
+    depth = jnp.zeros((batch, 1), jnp.int32)
+    self_only = jnp.ones((batch, 1, 1), bool)
+    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
+
+    def draw(tokens, fed, probs, logits, node, u):
+      put = functools.partial(
+          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+      law = translation.common_law(
+          logits, vocabulary, self.transform, state.temperature)
+      fits = (length > 0) & (length + node <= room)
+      law = jnp.where(fits[:, None], law, 0)
+      token = jax.vmap(inverse_cdf)(law, u)
+      # Padding has token 0, which need not have a twin.
+      twin = jnp.minimum(vocabulary.twins[token], vocabulary.draft_size - 1)
+      return put(tokens, token), put(fed, twin), put(probs, law), twin
+
+    def extend(carry, step):
+      cache, logits, *drawn = carry
+      *drawn, twin = draw(*drawn, logits, *step)
+      out = self.model(model, twin[:, None], depth, self_only, cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, out.logits[:, 0], *drawn), None
+
+    tokens = jnp.zeros((batch, self.gamma), jnp.int32)
+    probs = jnp.zeros((batch, self.gamma, self.target_size))
+    (cache, logits, *drawn), _ = jax.lax.scan(
+        extend, (cache, logits, tokens, tokens, probs),
+        (jnp.arange(self.gamma - 1), u[:-1]))
+    tokens, fed, probs, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
+    draft = jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
+    return draft, reading.drafted(length, fed, cache)
+
+  def _read(self, state, vocabulary, room):
+    """What was read, and the pieces of the tokens committed since."""
+    reading = state.drafter
+    slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
+    new = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
+    spelled = functools.partial(
+        translation.spelled, vocabulary=vocabulary,
+        width=self.gamma + vocabulary.longest)
+    ids, count = jax.vmap(spelled)(new, state.lengths - reading.seen)
+    return reading.amended(reading.lengths, ids, count, state.lengths, room)
+
+  def commit(self, params: Any, drafter: reading_lib.Reading, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> reading_lib.Reading:
+    """Nothing: the next `propose` reads what was committed."""
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.contract`; the tables are on every device."""
+    return {"model": contract.param_specs(self.model, axis, size),
+            "vocabulary": PartitionSpec()}
+
+  def _room(self, capacity):
+    """Draft tokens of a row's text; capacity is that of the decoder."""
+    return min(self.expansion * capacity, self.model.context_length)
+
+  def _check(self, vocabulary):
+    for part, has, wants in (
+        ("drafter", vocabulary.draft_size, self.model.vocab_size),
+        ("target", vocabulary.target_size, self.target_size)):
+      if has != wants:
+        raise ValueError(
+            f"params['drafter']['vocabulary'] maps {has} tokens of the {part}, "
+            f"which has {wants}; make it by data.map_vocabularies with the "
+            "sizes of both models")
