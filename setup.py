@@ -35,10 +35,12 @@ setuptools.setup(
         "tqdm",
     ],
     extras_require={
+        "chat": ["jinja2>=3.1.6"],
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
-        "test": [*_EXPERIMENTS, "ipykernel", "nbclient", "nbformat", "pytest",
-                 "pytest-timeout", "pytest-xdist>=3.7", "ruff"],
+        "test": [*_EXPERIMENTS, "ipykernel", "jinja2>=3.1.6", "nbclient",
+                 "nbformat", "pytest", "pytest-timeout", "pytest-xdist>=3.7",
+                 "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
     },
     classifiers=[

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers as library
 
 from specjax.data import batches
 from specjax.data import corpora
@@ -165,12 +166,20 @@ def test_tokenizer_survives_broken_utf8():
 
 
 def test_stream_of_documents():
-  # Broken: documents run into each other in the training array.
+  # Broken: documents run into each other in the training array, or ids of a
+  # large vocabulary do not fit it.
   tokenizer = _tokenizer()
   stream = tokenizer.encode_stream(iter(["law", "", "draft law"]))
-  assert stream.dtype == np.uint16
+  assert stream.dtype == np.uint32
   assert stream.tolist() == [*tokenizer.encode("law"), tokenizer.bos,
                              *tokenizer.encode("draft law")]
+  words = library.Tokenizer(library.models.WordLevel(
+      {str(i): i for i in range(2**16 + 9)}))
+  large = tokenizers.Tokenizer(words, eos=2**16 + 8)  # and no bos
+  assert large.encode_stream(["65540", "7"]).tolist() == [
+      65544, 65540, 65544, 7]
+  with pytest.raises(ValueError, match="neither bos nor eos"):
+    tokenizers.Tokenizer(words).encode_stream(["7"])
 
 
 def test_tokenizer_files(tmp_path):

@@ -7,7 +7,8 @@ import sys
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = {"orbax": "orbax-checkpoint"}  # imported under another name
-_OPTIONAL = {"datasets", "tensorboardX"}  # whose absence is told to the user
+# Their absence is told to the user.
+_OPTIONAL = {"datasets", "jinja2", "tensorboardX"}
 
 
 def _imported(tree):

@@ -1,8 +1,12 @@
-"""Byte-level BPE: no text is out of its vocabulary."""
+"""Tokenizers: text to token ids and back, of any published model."""
 
 from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,78 +16,279 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
+from specjax.data import chat
+from specjax.data import gguf_tokenizers
+from specjax.data import token_bytes
+from specjax.data import tokenizer_files
+from specjax.data.tokenizer_files import END_OF_TEXT
 from specjax.files import atomically
-
-END_OF_TEXT = "<|endoftext|>"
+from specjax.files import write_json
 
 
 class Tokenizer:
   """Text to token ids and back.
 
-  One special token, `<|endoftext|>`, stands before every document and so
-  serves as beginning and end of a sequence (`bos`, `eos`).
+  Special tokens, such as `<|im_end|>`, steer a model. A text is untrusted, so
+  what looks like one in it stays text, unless `encode(special=True)` asks for
+  them. Added tokens that are not special are read from every text, as the
+  files of the tokenizer want it.
 
   Attributes:
-    backend: the `tokenizers.Tokenizer` that does the work.
-    bos: id of the token before every document.
-    eos: id of the token that ends a sequence, the same one.
+    backend: the `tokenizers.Tokenizer` that does the work, for text alone: it
+      reads no special token.
+    bos: id of the token before a document, or None.
+    eos: id of the token that ends a sequence, or None.
+    adds_bos: whether the files put `bos` before every text, as those of Llama
+      and Gemma do and those of GPT-2 and Qwen do not.
+    chat_template: a jinja template that makes a text of messages, or None.
   """
 
-  def __init__(self, backend: tokenizers.Tokenizer) -> None:
+  def __init__(self, backend: tokenizers.Tokenizer, *, bos: int | None = None,
+               eos: int | None = None, adds_bos: bool = False,
+               chat_template: str | None = None) -> None:
+    for name, token in (("bos", bos), ("eos", eos)):
+      if token is not None and backend.id_to_token(token) is None:
+        raise ValueError(f"{name} is {token}, and the tokenizer has "
+                         f"{backend.get_vocab_size()} tokens; give the id of "
+                         "one of them")
     self.backend = backend
-    # A literal <|endoftext|> in a text is text, and not the end of it.
+    self.bos = bos
+    self.eos = eos
+    self.adds_bos = adds_bos and bos is not None
+    self.chat_template = chat_template
+    known = backend.get_added_tokens_decoder()
+    backend.add_special_tokens([
+        backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
+        if token is not None
+        and not (token in known and known[token].special)])
+    # This is state of the backend, which all threads share: it is set once.
+    # What reads special tokens is another backend, `parser`.
     backend.encode_special_tokens = True
-    self.eos = backend.token_to_id(END_OF_TEXT)
-    if self.eos is None:
-      raise ValueError(f"the tokenizer has no token {END_OF_TEXT}; train it "
-                       "with specjax.data.tokenizers.train")
-    self.bos = self.eos
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-    """Reads a `tokenizer.json`."""
-    path = pathlib.Path(path)
-    if not path.is_file():
-      raise ValueError(f"no tokenizer at {path}; it should be a tokenizer.json")
-    try:
-      return cls(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as e:  # the library raises bare Exception
-      raise ValueError(f"{path} is not a tokenizer: {e}") from None
+    """Reads a `tokenizer.json`, or a directory that has one.
+
+    What lies beside it counts as well: `tokenizer_config.json`,
+    `special_tokens_map.json`, `chat_template.jinja`, `config.json`.
+
+    Raises:
+      ValueError: there is none, it is broken, or the files contradict it.
+    """
+    backend, conventions = tokenizer_files.read(path)
+    return cls(backend, **conventions)
+
+  @classmethod
+  def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+    """The tokenizer that the metadata of a GGUF file describes.
+
+    Args:
+      metadata: values by key (`tokenizer.ggml.tokens`, ...), arrays as lists.
+
+    Raises:
+      ValueError: it describes none, or one of an unknown kind.
+    """
+    backend, conventions = gguf_tokenizers.read(metadata)
+    return cls(backend, **conventions)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes a `tokenizer.json`, whole or not at all."""
+    """Writes a `tokenizer.json`, whole or not at all.
+
+    Unless it is of `train`, what `load` needs besides goes into a
+    `tokenizer_config.json` beside it.
+
+    Args:
+      path: of the `tokenizer.json`, or of a directory to write it in.
+    """
+    path = pathlib.Path(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    conventions = {"bos": self.bos, "eos": self.eos,
+                   "adds_bos": self.adds_bos,
+                   "chat_template": self.chat_template}
+    own = tokenizer_files.own_conventions(self.backend)
+    config_path = path.with_name("tokenizer_config.json")
+    if conventions != own or config_path.exists():
+      name = lambda token: (None if token is None
+                            else self.backend.id_to_token(token))
+      config = {"bos_token": name(self.bos), "eos_token": name(self.eos),
+                "add_bos_token": self.adds_bos}
+      if self.chat_template is not None:
+        config["chat_template"] = self.chat_template
+      write_json(config_path, config, indent=2)
     with atomically(path) as f:
       f.write(self.backend.to_str(pretty=True).encode())
 
-  @property
-  def vocab_size(self) -> int:
-    """V, the special token included."""
-    return self.backend.get_vocab_size()
+  @functools.cached_property
+  def parser(self) -> tokenizers.Tokenizer:
+    """A copy of `backend` that reads special tokens from a text."""
+    copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+    copy.encode_special_tokens = False
+    return copy
 
-  def encode(self, text: str, bos: bool = True) -> list[int]:
-    """Token ids of `text`, after the beginning-of-sequence token if `bos`."""
-    ids = self.backend.encode(text, add_special_tokens=False).ids
-    return [self.bos, *ids] if bos else ids
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    """V, one more than the largest id; special tokens are included."""
+    return max(self.backend.get_vocab().values()) + 1
+
+  @functools.cached_property
+  def special_tokens(self) -> dict[int, str]:
+    """The special tokens, by id."""
+    added = self.backend.get_added_tokens_decoder()
+    return {token: added[token].content for token in sorted(added)
+            if added[token].special}
+
+  @functools.cached_property
+  def control_tokens(self) -> dict[int, str]:
+    """The special tokens but the one for unknown characters, by id.
+
+    That one, where there is any, may come from a text; these may not.
+    """
+    try:
+      unknown = {token.id for token in self.backend.model.tokenize(
+          "\U0010ffff")}  # a character that no vocabulary has
+    except Exception:  # the library's, where the model knows no such token
+      unknown = set()
+    return {token: text for token, text in self.special_tokens.items()
+            if token not in unknown}
+
+  def encode(self, text: str, bos: bool = True, special: bool = False
+             ) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+      text: to encode.
+      bos: put the beginning-of-sequence token before it where the files do
+        (`adds_bos`). A text of no token gets it from every tokenizer that has
+        one, for no model predicts from nothing.
+      special: read special tokens from the text, for text that is trusted. One
+        `bos` that the text begins with is enough.
+
+    Raises:
+      ValueError: a character of the text is a special token, to the tokenizer.
+    """
+    if special:
+      ids = self.parser.encode(text, add_special_tokens=False).ids
+    else:
+      ids = self._plain(text, self.backend.encode(
+          text, add_special_tokens=False))
+    if not bos or self.bos is None:
+      return ids
+    if not ids or self.adds_bos and ids[0] != self.bos:
+      return [self.bos, *ids]
+    return ids
 
   def decode(self, ids: ArrayLike) -> str:
     """The text of `ids`; bytes that are not UTF-8 come out replaced."""
     ids = np.asarray(ids).tolist()
     return self.backend.decode(ids, skip_special_tokens=True)
 
+  def chat(self, messages: Sequence[Mapping[str, Any]],
+           add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of a conversation, as the model's chat template writes it.
+
+    Only the template writes special tokens. What the contents hold is text,
+    whatever it looks like (`specjax.data.chat` says how).
+
+    Args:
+      messages: each with a "role" and a "content".
+      add_generation_prompt: end where the model's answer begins.
+
+    Raises:
+      ValueError: there is no template, it fails, `jinja2` is missing, or
+        contents and template together would make a special token.
+    """
+    return chat.encode(self, messages, add_generation_prompt)
+
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
-    """All texts as one array: each after one end-of-text token, uint16."""
-    if self.vocab_size > 2**16:
-      raise ValueError(f"vocabulary of {self.vocab_size} tokens; at most "
-                       f"{2**16} fit the training array")
-    pieces = []
-    for encoding in self.backend.encode_batch(
-        list(texts), add_special_tokens=False):
-      pieces.append(np.asarray([self.bos, *encoding.ids], np.uint16))
-    return np.concatenate(pieces)
+    """All texts as one array: each after one `bos`, or `eos`, uint32."""
+    between = self.eos if self.bos is None else self.bos
+    if between is None:
+      raise ValueError("the tokenizer has neither bos nor eos to part "
+                       "documents; name one in its tokenizer_config.json")
+    texts = list(texts)
+    encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+    return np.concatenate([
+        np.asarray([between, *self._plain(text, encoding)], np.uint32)
+        for text, encoding in zip(texts, encodings)])
+
+  def token_bytes(self, token: int) -> bytes:
+    """The bytes that a token stands for, none for special ones.
+
+    Exact where a token is a piece of a character, too. A row of a model's
+    embedding that the tokenizer has no token for stands for nothing.
+
+    Args:
+      token: its id.
+
+    Raises:
+      ValueError: it is negative, or the decoder is of an unknown kind.
+    """
+    if token < 0:
+      raise ValueError(f"token id {token} is negative; ids begin at 0")
+    return self._bytes[token] if token < self.vocab_size else b""
+
+  def same_tokens(self, other: "Tokenizer") -> bool:
+    """Whether each id has the same bytes and the same special token."""
+    return (self._bytes == other._bytes
+            and self.special_tokens == other.special_tokens)
+
+  @functools.cached_property
+  def _bytes(self) -> list[bytes]:
+    """`[V]` the bytes of each token."""
+    return token_bytes.table(self.backend, self.vocab_size,
+                             self.special_tokens)
+
+  def _plain(self, text, encoding) -> list[int]:
+    """Ids of a text without a special token, even where a piece is one.
+
+    A vocabulary that lists `</s>` among its pieces would find it in a text;
+    cut within, the text has it no longer.
+    """
+    control = self.control_tokens
+    if control.keys().isdisjoint(encoding.ids):
+      return encoding.ids
+    cuts = [0]
+    for token, (start, end) in zip(encoding.ids, encoding.offsets):
+      if token in control:
+        if end - start < 2:
+          raise ValueError(f"the text has {text[start:end]!r}, which is the "
+                           f"special token {control[token]!r} of the "
+                           "tokenizer; leave it out")
+        cuts.append(start + 1)
+    return [token for start, end in zip(cuts, [*cuts[1:], len(text)])
+            for token in self.encode(text[start:end], bos=False)]
+
+
+def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
+  """Checks that a drafter means by every id what its target means.
+
+  Raises:
+    ValueError: the sizes differ, or the ids; the first of them is named.
+  """
+  fix = "give a drafter that was trained with the target's tokenizer"
+  if drafter.vocab_size != target.vocab_size:
+    raise ValueError(
+        f"the drafter's tokenizer has {drafter.vocab_size} tokens and the "
+        f"target's has {target.vocab_size}; {fix}")
+  if drafter.same_tokens(target):
+    return
+  meaning = lambda tokenizer, token: (
+      f"special {tokenizer.special_tokens[token]!r}"
+      if token in tokenizer.special_tokens
+      else repr(tokenizer.token_bytes(token)))
+  for token in range(target.vocab_size):
+    there, here = meaning(drafter, token), meaning(target, token)
+    if there != here:
+      raise ValueError(f"token {token} is {there} to the drafter's tokenizer "
+                       f"and {here} to the target's; {fix}")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Learns a byte-level BPE vocabulary of `vocab_size` tokens."""
+  """Learns a byte-level BPE vocabulary of `vocab_size` tokens.
+
+  No text is out of it. Its one special token, `<|endoftext|>`, stands before
+  every document and so serves as beginning and end of a sequence.
+  """
   if vocab_size < 257:
     raise ValueError(f"vocab_size is {vocab_size}; a byte-level vocabulary "
                      "needs at least 257: 256 bytes and one special token")
@@ -94,4 +299,4 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       vocab_size=vocab_size, special_tokens=[END_OF_TEXT],
       initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
       show_progress=False))
-  return Tokenizer(backend)
+  return Tokenizer(backend, **tokenizer_files.own_conventions(backend))

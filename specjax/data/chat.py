@@ -1,0 +1,213 @@
+"""Conversations as token ids, by the chat template of a model.
+
+A chat template is a jinja program that comes with the weights, so it runs in
+jinja's sandbox. What users write comes from anywhere, and must not become a
+special token: a content of `<|im_end|>` would end its message and could go on
+in the name of the system. This is kept from happening in two steps.
+
+1. What looks like a special token in a content is put between two marks, which
+   the rendered text still has. The tokens so marked are encoded as text. A
+   content without one is not changed, so that a template may test and strip it,
+   and the ids are those of transformers.
+2. The template is rendered once more, with contents in which no character can
+   begin or end a special token. The special tokens are then the template's own.
+   Should the first rendering have others, then contents and template have made
+   one together, and the conversation is refused.
+
+Roles are written by the program and not by the user, and are not marked: some
+templates make a special token of them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import datetime
+import functools
+import json
+import re
+from typing import Any
+
+_EXTRA = "pip install 'specjax[chat]'"
+
+
+def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
+           add_generation_prompt: bool = True) -> list[int]:
+  """Token ids of a conversation.
+
+  Args:
+    tokenizer: a `specjax.data.Tokenizer` with a chat template.
+    messages: each with a "role" and a "content".
+    add_generation_prompt: end where the model's answer begins.
+
+  Raises:
+    ValueError: see `Tokenizer.chat`.
+  """
+  if tokenizer.chat_template is None:
+    raise ValueError("the tokenizer has no chat template; give a model that "
+                     "was trained to chat, or the prompt as plain text")
+  messages = _checked(messages)
+  names = {name: tokenizer.special_tokens[token]
+           for name, token in (("bos_token", tokenizer.bos),
+                               ("eos_token", tokenizer.eos))
+           if token is not None}
+  render = lambda change: _render(
+      tokenizer.chat_template, [
+          {key: value if key == "role" else _changed(value, change)
+           for key, value in message.items()} for message in messages],
+      add_generation_prompt=add_generation_prompt, **names)
+  parse = lambda text: tokenizer.parser.encode(text, add_special_tokens=False)
+
+  control = tokenizer.control_tokens
+  opening, closing = _marks(tokenizer.chat_template, messages)
+  longest_first = sorted(control.values(), key=len, reverse=True)
+  looks_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+  text, marked = _unmark(render(lambda content: looks_special.sub(
+      rf"{opening}\g<0>{closing}", content)), opening, closing)
+  encoding = parse(text)
+  inside = lambda start, end: any(start < b and a < end for a, b in marked)
+  own = [i for i, token in enumerate(encoding.ids)
+         if token in control and not inside(*encoding.offsets[i])]
+
+  ends, harmless = _ends(control.values())
+  expected = parse(render(lambda content: content.translate(harmless))).ids
+  if ([encoding.ids[i] for i in own]
+      != [token for token in expected if token in control]):
+    raise ValueError(
+        "the contents of the messages and the chat template together make "
+        "special tokens that the template does not write by itself; take "
+        f"{' '.join(ends)} out of the contents")
+
+  ids, first, start = [], 0, 0
+  for i in [*own, len(encoding.ids)]:  # from one of the template's to the next
+    offsets = (*encoding.offsets, (len(text), len(text)))[i]
+    ids += (tokenizer.encode(text[start:offsets[0]], bos=False)
+            if inside(start, offsets[0]) else encoding.ids[first:i])
+    ids += encoding.ids[i:i + 1]
+    first, start = i + 1, offsets[1]
+  return ids
+
+
+def _checked(messages) -> list[dict[str, Any]]:
+  """The messages, if they are such."""
+  for message in messages:
+    if not (isinstance(message, Mapping) and "content" in message
+            and isinstance(message.get("role"), str)):
+      raise ValueError(f"a message is {message!r}; it must be a dict with a "
+                       "'role' and a 'content'")
+  return [dict(message) for message in messages]
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+  """A value of plain types with `change` applied to all texts in it.
+
+  Raises:
+    ValueError: it has another type, whose methods the template could call.
+  """
+  if isinstance(value, str):
+    return change(str(value))
+  if isinstance(value, Mapping):
+    return {_changed(key, change): _changed(item, change)
+            for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_changed(item, change) for item in value]
+  if value is None or type(value) in (bool, int, float):
+    return value
+  raise ValueError(f"a message holds a {type(value).__name__}; it may hold "
+                   "texts, numbers, lists and dicts")
+
+
+def _marks(template: str, messages: Any) -> tuple[str, str]:
+  """Two characters for private use that are in none of the texts."""
+  used = set(template)
+  _changed(messages, lambda text: used.update(text) or text)
+  free = (chr(i) for i in range(0xF0000, 0xFFFFE) if chr(i) not in used)
+  return next(free), next(free)
+
+
+def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
+  """Characters that begin or end a token, and a table that removes them."""
+  ends = sorted({token[i] for token in tokens for i in (0, -1)})
+  other = next(chr(i) for i in range(ord("x"), 0x10FFFF) if chr(i) not in ends)
+  return ends, str.maketrans(dict.fromkeys(ends, other))
+
+
+def _unmark(rendered: str, opening: str, closing: str
+            ) -> tuple[str, list[tuple[int, int]]]:
+  """The text without its marks, and what was between two of them."""
+  pieces, spans, length, begun = [], [], 0, None
+  for piece in re.split(f"([{opening}{closing}])", rendered):
+    if piece == opening:
+      begun = length
+    elif piece == closing:
+      if begun is not None:
+        spans.append((begun, length))
+      begun = None
+    else:
+      pieces.append(piece)
+      length += len(piece)
+  return "".join(pieces), spans
+
+
+def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
+  """What the template writes.
+
+  Raises:
+    ValueError: it fails, or `jinja2` is missing.
+  """
+  compiled = _compiled(template)
+  try:
+    return compiled.render(messages=messages, tools=None, documents=None,
+                           **names)
+  except Exception as e:  # the template is a program: it can raise anything
+    raise ValueError(f"the chat template fails: {_line(e)}; change the "
+                     "messages, or give the prompt as plain text") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+  """The template in an environment like that of transformers."""
+  try:
+    import jinja2  # pylint: disable=g-import-not-at-top
+    from jinja2 import ext  # pylint: disable=g-import-not-at-top
+    from jinja2 import nodes  # pylint: disable=g-import-not-at-top
+    from jinja2 import sandbox  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError("chat templates need the package 'jinja2': "
+                     f"{_EXTRA}") from None
+
+  class Generation(ext.Extension):
+    """`{% generation %}` marks answers for training; here it does nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return nodes.Scope(body, lineno=line)
+
+  def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+  # jinja's own escapes HTML.
+  def tojson(value, ensure_ascii=False, indent=None, separators=None,
+             sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,
+                      separators=separators, sort_keys=sort_keys)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True,
+      extensions=[Generation, ext.loopcontrols])
+  environment.filters["tojson"] = tojson
+  environment.globals.update(
+      raise_exception=raise_exception,
+      strftime_now=lambda form: datetime.datetime.now().strftime(form))
+  try:
+    return environment.from_string(template)
+  except jinja2.TemplateError as e:
+    raise ValueError(f"the chat template is not one: {_line(e)}; give the "
+                     "prompt as plain text") from None
+
+
+def _line(e: Exception) -> str:
+  return " ".join(str(e).split()) or type(e).__name__

@@ -1,0 +1,101 @@
+"""What bytes a token stands for, read off the tokenizer's decoder."""
+
+from collections.abc import Callable
+from collections.abc import Container
+import json
+import re
+from typing import Any
+
+import tokenizers
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def alphabet() -> dict[str, int]:
+  """The byte of each character that byte-level BPE writes bytes with.
+
+  Bytes that are printable Latin-1 characters stand for themselves; the others
+  take the characters from U+0100 on (Radford et al., 2019, GPT-2).
+  """
+  printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+  others = [byte for byte in range(256) if byte not in printable]
+  return ({chr(byte): byte for byte in printable}
+          | {chr(256 + i): byte for i, byte in enumerate(others)})
+
+
+def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
+          ) -> list[bytes]:
+  """The bytes of each token.
+
+  Args:
+    backend: the tokenizer.
+    size: V.
+    special: ids of special tokens, which have none.
+
+  Returns:
+    `[V]` bytes. An id without a token has none.
+
+  Raises:
+    ValueError: the decoder is of an unknown kind.
+  """
+  state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+  steps = state.get("decoders", [state])
+  byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+  of = _byte_level() if byte_level else _chain(steps)
+  added = backend.get_added_tokens_decoder()
+  found = [b""] * size
+  for text, token in backend.get_vocab().items():
+    if token not in special:
+      # An added token is written as it is, not in the alphabet of bytes.
+      found[token] = (text.encode() if byte_level and token in added
+                      else of(text))
+  return found
+
+
+def _byte_level() -> Callable[[str], bytes]:
+  byte = alphabet()
+
+  def of(text):
+    try:
+      return bytes([byte[character] for character in text])
+    except KeyError:  # no byte-level token: the library takes it as it is
+      return text.encode()
+
+  return of
+
+
+def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+  """Applies the steps of a decoder to a token in the middle of a text."""
+  kinds = {step.get("type") for step in steps}
+  unknown = kinds - {None, "Replace", "ByteFallback", "Fuse", "Strip",
+                     "Metaspace", "WordPiece", "BPEDecoder"}
+  replaced = []
+  for step in steps:
+    match step:
+      case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+        replaced.append((old, new))
+      case {"type": "Replace"}:
+        unknown.add("Replace of a regular expression")
+      case {"type": "Metaspace", "replacement": old}:
+        replaced.append((old, " "))
+      case {"type": "BPEDecoder", "suffix": old}:
+        replaced.append((old, " "))
+  if unknown:
+    raise ValueError(f"the tokenizer's decoder has {', '.join(unknown)}, of "
+                     "which the bytes of a token are not known; use one of "
+                     "byte-level BPE, SentencePiece or WordPiece")
+  prefixes = [step["prefix"] for step in steps
+              if step.get("type") == "WordPiece"]
+
+  def of(text):
+    byte = _BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+    if byte:
+      return bytes([int(byte[1], 16)])
+    for prefix in prefixes:
+      text = (text.removeprefix(prefix) if text.startswith(prefix)
+              else " " + text)
+    for old, new in replaced:
+      text = text.replace(old, new)
+    return text.encode()
+
+  return of

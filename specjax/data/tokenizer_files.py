@@ -1,0 +1,155 @@
+"""What a directory says of its tokenizer.
+
+`tokenizer.json` has the vocabulary and the rules. Which of its tokens begin
+and end a sequence, and how a conversation is written, is told by the files
+beside it; those of Hugging Face's are read as transformers reads them.
+"""
+
+from collections.abc import Iterator
+import os
+import pathlib
+from typing import Any
+
+import tokenizers
+
+from specjax.files import read_json
+
+END_OF_TEXT = "<|endoftext|>"
+_FIX = "repair it, or fetch it again"
+
+
+def read(path: str | os.PathLike[str]
+         ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+  """Reads a `tokenizer.json` and what lies beside it.
+
+  Args:
+    path: of the file, or of a directory that has it.
+
+  Returns:
+    The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
+
+  Raises:
+    ValueError: there is none, a file is broken, or the others name a token
+      that it has not.
+  """
+  path = pathlib.Path(path)
+  file = path / "tokenizer.json" if path.is_dir() else path
+  if not file.is_file():
+    raise ValueError(f"no tokenizer at {file}; it should be a tokenizer.json, "
+                     "which transformers' save_pretrained writes of others")
+  try:
+    backend = tokenizers.Tokenizer.from_file(str(file))
+  except Exception as e:  # the library raises bare Exception
+    raise ValueError(f"{file} is not a tokenizer: {e}") from None
+  backend.no_truncation()  # some files were made for short texts
+  backend.no_padding()
+  config = _json(file.with_name("tokenizer_config.json"))
+  named = _json(file.with_name("special_tokens_map.json")) | config
+  template = _chat_template(file.parent, config)
+  if not named and (own := own_conventions(backend)):
+    return backend, own | {"chat_template": template}
+  _mark_special(backend, named)
+  before, after = _template_tokens(backend)
+  tokens = _last_resort(backend, file.with_name("config.json"))
+  tokens |= {"bos_token": before} if before is not None else {}
+  tokens |= {"eos_token": after} if after is not None else {}
+  for name in ("bos_token", "eos_token"):
+    if name in named:
+      tokens[name] = _id(backend, file, name, named[name])
+  if before is not None:  # what it puts before a text is what `bos` means
+    tokens["bos_token"] = before
+  return backend, {
+      "bos": tokens.get("bos_token"), "eos": tokens.get("eos_token"),
+      "adds_bos": before is not None or named.get("add_bos_token") is True,
+      "chat_template": template}
+
+
+def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+  """Those of a tokenizer that `tokenizers.train` made; none of others.
+
+  Its one special token, `<|endoftext|>`, stands before every document and ends
+  every sequence.
+  """
+  special = [token for token, added
+             in backend.get_added_tokens_decoder().items() if added.special]
+  end = backend.token_to_id(END_OF_TEXT)
+  if special != [end] or backend.post_processor is not None:
+    return {}
+  return {"bos": end, "eos": end, "adds_bos": True, "chat_template": None}
+
+
+def _json(path) -> dict[str, Any]:
+  return read_json(path, _FIX) if path.is_file() else {}
+
+
+def _texts(value) -> Iterator[str]:
+  """The tokens in a value of the files: a text, a token, a list or a dict."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict):
+    yield from (_texts(value["content"]) if "content" in value
+                else _texts(list(value.values())))
+  elif isinstance(value, list):
+    for item in value:
+      yield from _texts(item)
+
+
+def _mark_special(backend, named) -> None:
+  """Makes special what the files call so and `tokenizer.json` does not."""
+  special = {added.content
+             for added in backend.get_added_tokens_decoder().values()
+             if added.special}
+  backend.add_special_tokens([
+      text for name, value in named.items()
+      if name.endswith("_token") or name.endswith("_special_tokens")
+      for text in _texts(value)
+      if text not in special and backend.token_to_id(text) is not None])
+
+
+def _template_tokens(backend) -> tuple[int | None, int | None]:
+  """The special tokens that its post-processor puts around a text."""
+  encoding = backend.encode("a")
+  marks = encoding.special_tokens_mask
+  if not any(marks):
+    return None, None
+  return (encoding.ids[0] if marks[0] else None,
+          encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
+
+
+def _last_resort(backend, path) -> dict[str, int]:
+  """Ids of the model's configuration, else of a token known to be an end."""
+  config = _json(path)
+  found = {}
+  for name in ("bos_token", "eos_token"):
+    value = config.get(name + "_id")
+    value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, int) and backend.id_to_token(value) is not None:
+      found[name] = value
+  end = backend.token_to_id(END_OF_TEXT)
+  if not found and end is not None:
+    found = {"bos_token": end, "eos_token": end}
+  return found
+
+
+def _id(backend, file, name, value) -> int | None:
+  texts = list(_texts(value))
+  if not texts:
+    return None
+  token = backend.token_to_id(texts[0])
+  if token is None:
+    raise ValueError(f"{texts[0]!r} is the {name} beside {file}, which has no "
+                     "such token; the files are of two tokenizers")
+  return token
+
+
+def _chat_template(directory, config) -> str | None:
+  """That of a file of its own, else that of tokenizer_config.json."""
+  path = directory / "chat_template.jinja"
+  if path.is_file():
+    return path.read_text("utf-8")
+  template = config.get("chat_template") or _json(
+      directory / "chat_template.json").get("chat_template")
+  if isinstance(template, list):  # several, by name
+    template = {item["name"]: item["template"] for item in template}
+    template = template.get("default", next(iter(template.values()), None))
+  return template
