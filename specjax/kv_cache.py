@@ -83,7 +83,7 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
     `[B, T, G * H, D]`.
   """
   none = jnp.zeros(query.shape[:1], jnp.int32)
-  visible = _visible(none, ancestors, query.shape[1], window)
+  visible = visible_slots(none, ancestors, query.shape[1], window)
   return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
                            visible, softcap)
 
@@ -156,7 +156,7 @@ class KVCache:
     """
     def over(bucket):
       def attention(k, v, query, lengths, ancestors):
-        visible = _visible(lengths, ancestors, bucket, window)
+        visible = visible_slots(lengths, ancestors, bucket, window)
         return grouped_attention(query, k[:, :, :bucket], v[:, :, :bucket],
                                  visible, softcap)
 
@@ -219,10 +219,22 @@ def _buckets(capacity: int) -> list[int]:
   return [*buckets, capacity]
 
 
-def _visible(lengths, ancestors, bucket, window):
-  """`[B, S, bucket]`: which slots each of the S new tokens attends to."""
+def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
+                  window: int = 0) -> jax.Array:
+  """Which of the first slots of a row each new token attends to.
+
+  Args:
+    lengths: `[B]` int32, committed tokens of each row.
+    ancestors: `[B, S, T]` bool, over all T tokens of the block, whose slots
+      come after `lengths`.
+    slots: how many.
+    window: how many tokens back each one sees, itself included; 0: all.
+
+  Returns:
+    `[B, S, slots]` bool.
+  """
   size = ancestors.shape[-1]
-  offset = jnp.arange(bucket, dtype=jnp.int32) - lengths[:, None]
+  offset = jnp.arange(slots, dtype=jnp.int32) - lengths[:, None]
   node = jnp.clip(offset, 0, size - 1)[:, None, :]
   offset = offset[:, None, :]
   on_path = jnp.take_along_axis(ancestors, node, axis=2)
