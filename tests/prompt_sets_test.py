@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 import types
 
@@ -56,7 +57,8 @@ _FILES = [
     ("humaneval", "a.jsonl.gz", _lines({"task_id": "0", "prompt": "def f():"}),
      ["def f():"]),
     ("mt_bench", "a.jsonl", _lines({"turns": ["a", "b"]}, {"turns": ["c"]}),
-     ["a", "c"])]
+     ["a", "c"]),
+    ("copy", "a.jsonl", _lines({"prompt": "again"}), ["again"])]
 
 
 @pytest.mark.parametrize("name,file,text,expected", _FILES)
@@ -64,6 +66,16 @@ def test_published_formats(tmp_path, name, file, text, expected):
   # Broken: a published file cannot be read, or another field, another turn or
   # a piece of a prompt is taken for the prompt.
   assert prompt_sets.load(name, _write(tmp_path / file, text)) == expected
+
+
+def test_the_set_that_ships():
+  # Broken: it needs a file or the network, or a prompt does not hold the name
+  # that it asks to replace.
+  prompts = prompt_sets.load("copy")
+  assert len(set(prompts)) == 24
+  for prompt in prompts[:12]:
+    old, code = prompt.split("`")[1], prompt.split("```python\n")[1]
+    assert re.search(rf"\b{old}\b", code)
 
 
 def test_every_set_is_tested():

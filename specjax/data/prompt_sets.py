@@ -3,7 +3,7 @@
 The first eight are the tasks of "Block Verification Accelerates Speculative
 Decoding" (https://arxiv.org/abs/2403.10444, Table 1), under its titles. Prompts
 are the bare questions and documents: no instruction and no chat template is
-added.
+added. "copy" is our own and ships with specjax.
 """
 
 import ast
@@ -17,6 +17,7 @@ import pathlib
 import platform
 import re
 
+from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
 from specjax.files import fingerprint
@@ -42,6 +43,7 @@ class PromptSet:
     hf_id: of the Hugging Face dataset, with its `hf_config`, `hf_split` and
       `hf_revision`; None if no copy is known.
     published: where the file is, if there is no Hugging Face dataset.
+    shipped: the prompts, of a set that needs no file.
   """
 
   name: str
@@ -53,6 +55,7 @@ class PromptSet:
   hf_split: str = "test"
   hf_revision: str | None = None
   published: str = ""
+  shipped: tuple[str, ...] = ()
 
 
 PROMPT_SETS = {s.name: s for s in (
@@ -85,6 +88,9 @@ PROMPT_SETS = {s.name: s for s in (
               hf_id="openai/openai_humaneval"),
     PromptSet(name="mt_bench", title="MT-bench", fields=("turns", "prompt"),
               hf_id="HuggingFaceH4/mt_bench_prompts", hf_split="train"),
+    PromptSet(name="copy", title="copy", fields=("prompt",),
+              published="specjax/data/copy_prompts.py",
+              shipped=copy_prompts.PROMPTS),
 )}
 
 _SOURCES = {
@@ -101,8 +107,8 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
 
   Args:
     name: a key of `PROMPT_SETS`.
-    path: of a file in the set's published format; None reads it from Hugging
-      Face (needs the package `datasets`).
+    path: of a file in the set's published format; None takes what ships with
+      specjax, or reads it from Hugging Face (needs the package `datasets`).
 
   Raises:
     ValueError: there is no such set or file, or it is not what it should be.
@@ -111,6 +117,8 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
     raise ValueError(f"no prompt set {name!r}; there are "
                      f"{', '.join(PROMPT_SETS)}")
   spec = PROMPT_SETS[name]
+  if path is None and spec.shipped:
+    return list(spec.shipped)
   if path is None:
     source, records = spec.hf_id, _huggingface_records(spec)
   else:
