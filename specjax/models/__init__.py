@@ -1,5 +1,6 @@
 """Reference models, their file format, and the trained pair in the box."""
 
+from specjax.models import adapters
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
@@ -11,6 +12,7 @@ __all__ = [
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
+    "adapters",
     "default_dtype",
     "load_model",
     "save_model",
