@@ -55,7 +55,7 @@ class _Arm:
   """Remembers what it was asked for."""
 
   def __init__(self, decoder):
-    self.decoder = decoder
+    self.program = decoder
     self.asked = []
 
   def compile(self, prompt):

@@ -65,6 +65,12 @@ class Arm:
     self._read = reader or Reader(decoder, params, capacity)
     self._change = change
 
+  @property
+  def program(self):
+    """What equal programs have in common: temperatures share them."""
+    return dataclasses.replace(self.decoder, transform=dataclasses.replace(
+        self.decoder.transform, temperature=1.0))
+
   def _state(self, prompt, seed, request_id, new_tokens):
     return jax.block_until_ready(self._change(
         self._read(prompt, seed, request_id, len(prompt) + new_tokens)))
@@ -114,7 +120,9 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
   Args:
     units: sorted by their group.
     prompt_of: from a unit to (token ids, seed, request id).
-    make_arms: from a group to {name: `Arm`}; at most 30 or so.
+    make_arms: from a group to {name: `Arm`}, at most 30 or so; or to anything
+      else with `program`, what those share that are compiled once, `compile`
+      and `decode`.
     path: of the JSONL file.
     group_of: from a unit to its group; default: its temperature.
     enough: from the {unit: its runs} of a group's units so far, and the next
@@ -144,7 +152,7 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
       def arms(group=group, left=left):
         """Made when the first unit of the group needs them."""
         made = make_arms(group)
-        new = {_program(arm.decoder) for arm in made.values()}
+        new = {arm.program for arm in made.values()}
         if len(decoders | new) > _MOST_DECODERS:
           jax.clear_caches()
           decoders.clear()
@@ -169,12 +177,6 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
   return runs
 
 
-def _program(decoder):
-  """What equal programs have in common: temperatures share them."""
-  return dataclasses.replace(decoder, transform=dataclasses.replace(
-      decoder.transform, temperature=1.0))
-
-
 def _compile(arms, longest, share, beside, bar):
   """Compiles every program once, side by side, and moves the bar.
 
@@ -185,7 +187,7 @@ def _compile(arms, longest, share, beside, bar):
     beside: see `run`.
     bar: it says what is done.
   """
-  programs = {arm.decoder: arm for arm in arms.values()}
+  programs = {arm.program: arm for arm in arms.values()}
   calls = [*beside, *(functools.partial(arm.compile, longest)
                       for arm in programs.values())]
   what = "compiling {} of " + f"{len(calls)} programs"
