@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import tokenizers as library
-from tokenizers import AddedToken
 from tokenizers import decoders
 from tokenizers import models
 from tokenizers import normalizers
@@ -109,6 +108,13 @@ def _directory(path, backend, config=None, special_tokens_map=None,
   return path
 
 
+def _alone():
+  """`<|endoftext|>` is its only special token, as it is GPT-2's."""
+  backend = tokenizers.train(["law"], 257).backend
+  backend.post_processor = processors.ByteLevel()
+  return backend
+
+
 def _with_template(*pieces):
   backend = _byte_level()
   backend.post_processor = processors.Sequence([
@@ -138,10 +144,13 @@ def _with_template(*pieces):
     (_byte_level, dict(special_tokens_map={"bos_token": "<|im_start|>"},
                        model={"eos_token_id": 0}), 270, 0, False),
     (_byte_level, {}, 0, 0, False),
+    (_alone, {}, 0, 0, False),
+    (lambda: tokenizers.train(["law"], 257).backend, {}, 0, 0, True),
     (_word_piece, {}, 1, 2, True),
     (lambda: library.Tokenizer(models.WordLevel({"a": 0})), {},
      None, None, False),
-], ids=["llama3", "llama2", "qwen2", "gpt2", "map", "end", "bert", "none"])
+], ids=["llama3", "llama2", "qwen2", "gpt2", "map", "end", "alone", "own",
+        "bert", "none"])
 def test_beginning_and_end_come_from_the_files(
     tmp_path, make, files, bos, eos, adds_bos):
   # Broken: a model that never saw a bos is given one, or misses its own.
@@ -257,12 +266,15 @@ def test_texts_come_back(make):
 def test_bytes_of_tokens():
   # Broken: a token is compared by what it looks like: half a character, a
   # byte, a space, the rest of a word.
-  byte_level = tokenizers.Tokenizer(_byte_level(), eos=0)
+  backend = _byte_level()
+  backend.add_tokens(["\u00fc\u00fc"])  # in the alphabet of bytes, too
+  byte_level = tokenizers.Tokenizer(backend, eos=0)
   first, second = byte_level.encode("\u00e9", bos=False)
   assert byte_level.token_bytes(first) == b"\xc3"
   assert byte_level.token_bytes(second) == b"\xa9"
   assert byte_level.token_bytes(0) == b""  # special
   assert byte_level.token_bytes(272) == b"<think>"
+  assert byte_level.token_bytes(273) == "\u00fc\u00fc".encode()
   assert byte_level.token_bytes(10**6) == b""  # an embedding has more rows
   with pytest.raises(ValueError, match="-1 is negative"):
     byte_level.token_bytes(-1)
@@ -296,6 +308,9 @@ def test_same_tokens():
   with pytest.raises(ValueError, match="token 272 is b'<THINK>' to the drafte"
                      "r's tokenizer and b'<think>' to the target's"):
     tokenizers.check_same_tokens(swapped, target)
+  renamed = tokenizers.Tokenizer(library.Tokenizer.from_str(
+      _byte_level_json().replace("<|im_end|>", "<|END|>")))
+  assert not renamed.same_tokens(target)
   special = _byte_level()
   special.add_special_tokens(["<think>"])
   with pytest.raises(ValueError, match="token 272 is special '<think>' to"):
@@ -504,10 +519,12 @@ def test_special_tokens_made_together(template, contents):
 def test_roles_may_make_special_tokens():
   # Broken: templates such as Phi-4's, which write a role as a special token,
   # are refused or read as text.
-  tokenizer = _chat("{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-                    "{{ m.content }}{% endfor %}")
-  assert tokenizer.chat([{"role": "im_start", "content": "a<|im_start|>"}]
-                        ).count(270) == 1
+  template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+  for role, pattern in (("im_start", "'<|' + m.role + '|>'"),
+                        ("<|im_start|>", "m.role")):
+    tokenizer = _chat(template.replace("m.role", pattern))
+    assert tokenizer.chat([{"role": role, "content": "a<|im_start|>"}]
+                          ).count(270) == 1
 
 
 @pytest.mark.parametrize("template, messages, match", [
@@ -538,20 +555,23 @@ def test_what_templates_use():
       '"<\u00e9>"%True')
 
 
-def test_without_jinja(monkeypatch):
-  # Broken: whoever lacks the extra gets a traceback.
+def test_without_a_sound_jinja(monkeypatch):
+  # Broken: whoever lacks the extra gets a traceback, and a template gets out of
+  # the sandbox of an old one.
   tokenizer = _chat("{# of this test alone: compiled templates are kept #}")
   monkeypatch.setitem(sys.modules, "jinja2", None)
-  with pytest.raises(ValueError, match=r"pip install 'specjax\[chat\]'"):
+  with pytest.raises(ValueError, match=r"pip install -U 'specjax\[chat\]'"):
+    tokenizer.chat(_user("a"))
+  monkeypatch.undo()
+  monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1.5")
+  with pytest.raises(ValueError, match="jinja2 is 3.1.5.*at least 3.1.6"):
     tokenizer.chat(_user("a"))
 
 
 def test_tokens_that_the_files_call_special(tmp_path):
-  # Broken: `<|im_end|>` is an ordinary token to tokenizer.json, so that a
-  # text may hold it; the other files say that it is special.
-  backend = library.Tokenizer.from_str(_byte_level_json())
-  backend.add_special_tokens([AddedToken("<think>", special=False)])
-  path = _directory(tmp_path / "model", backend, config={
+  # Broken: a control token is an ordinary one to tokenizer.json, so that a text
+  # may hold it; the other files say that it is special.
+  path = _directory(tmp_path / "model", _byte_level(), config={
       "additional_special_tokens": ["<think>", "<absent>"],
       "chat_template": [{"name": "tools", "template": "t"},
                         {"name": "default", "template": "d"}]})

@@ -24,11 +24,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import datetime
 import functools
+import importlib.metadata
 import json
 import re
 from typing import Any
 
-_EXTRA = "pip install 'specjax[chat]'"
+_SOUND = (3, 1, 6)  # the first jinja2 without known ways out of its sandbox
+_EXTRA = "pip install -U 'specjax[chat]'"
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
@@ -166,7 +168,21 @@ def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-  """The template in an environment like that of transformers."""
+  """The template as a program.
+
+  Raises:
+    ValueError: it is none, or `jinja2` is missing or too old.
+  """
+  environment = _environment()
+  try:
+    return environment.from_string(template)
+  except Exception as e:
+    raise ValueError(f"the chat template is not one: {_line(e)}; give the "
+                     "prompt as plain text") from None
+
+
+def _environment() -> Any:
+  """A sandbox with what transformers has in its own."""
   try:
     import jinja2  # pylint: disable=g-import-not-at-top
     from jinja2 import ext  # pylint: disable=g-import-not-at-top
@@ -175,6 +191,11 @@ def _compiled(template: str) -> Any:
   except ImportError:
     raise ValueError("chat templates need the package 'jinja2': "
                      f"{_EXTRA}") from None
+  version = importlib.metadata.version("jinja2")
+  if tuple(map(int, re.findall(r"\d+", version)[:3])) < _SOUND:
+    raise ValueError(f"jinja2 is {version}, whose sandbox has holes; chat "
+                     "templates come with weights and need at least "
+                     f"{'.'.join(map(str, _SOUND))}: {_EXTRA}")
 
   class Generation(ext.Extension):
     """`{% generation %}` marks answers for training; here it does nothing."""
@@ -202,11 +223,7 @@ def _compiled(template: str) -> Any:
   environment.globals.update(
       raise_exception=raise_exception,
       strftime_now=lambda form: datetime.datetime.now().strftime(form))
-  try:
-    return environment.from_string(template)
-  except jinja2.TemplateError as e:
-    raise ValueError(f"the chat template is not one: {_line(e)}; give the "
-                     "prompt as plain text") from None
+  return environment
 
 
 def _line(e: Exception) -> str:
