@@ -108,9 +108,11 @@ def _lookahead(rule, **kwargs):
                      {"target": params, "drafter": ()})
 
 
-# Another vocabulary than the target's: of its tokens a has two ids, ab is two
-# draft tokens, d is none, and the drafter's bc and ca are no token.
-TARGET_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"ab", b"d"))
+# Another vocabulary than the target's: of its tokens a has two ids, abca is
+# three draft tokens, d is none, and the drafter's bc and ca are no token. In
+# its place a drafter writes ab as two.
+TARGET_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"abca", b"d"))
+WRITTEN_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"ab", b"d"))
 DRAFT_TOKENS = testing.ListTokenizer((b"c", b"a", b"b", b"a", b"bc", b"ca"))
 
 
@@ -136,7 +138,7 @@ def _token_intersection():
 def _string_match():
   return _other_vocabulary(
       StringMatch, sj.verifiers.TargetWalk(), lambda own: own, lookback=3,
-      texts=sj.data.Retokenizer(DRAFT_TOKENS, TARGET_TOKENS))
+      texts=sj.data.Retokenizer(DRAFT_TOKENS, WRITTEN_TOKENS))
 
 
 # Short and correct examples; CONTRIBUTING.md has most of them.

@@ -8,6 +8,7 @@ that what a drafter proposes is what its model says of the committed text.
 import dataclasses
 import doctest
 import functools
+import pathlib
 
 import contributions
 import jax
@@ -20,6 +21,7 @@ from specjax import data
 from specjax import exact
 from specjax import testing
 from specjax.data import retokenization
+from specjax.data import tokenizers
 from specjax.data import vocabularies
 from specjax.drafters import translation
 
@@ -90,6 +92,55 @@ def test_names_and_bytes():
   assert found.to_target.tolist() == [8, 0, 2, 2, 8, 4, 6, 8]
   assert found.doubles.tolist() == [2]
   assert found.twins.tolist() == [1, 8, 3, 8, 5, 8, 6, 8]
+
+
+def test_text_to_and_fro():
+  # Broken: text is lost, or goes on after an end.
+  drafter = _List((b"", b"", b"a", b"b", "é".encode(), b"\xc3", b"\xa9", b"x"),
+                  bos=0, eos=1)
+  target = _List((b"a", b"", b"ab", b"b", b"", b"\xc3", b"\xa9"), bos=4, eos=1)
+  both = data.Retokenizer(drafter, target)
+  assert both.as_draft([2, 5, 6, 1, 3, 5], before=[0, 2]) == [
+      0, 2, 2, 3, 4, 1, 3, 5]
+  assert both.as_target([3, 1, 3], before=[4, 0]) == [3, 1]  # ab would be one
+  assert both.as_target([2, 3, 0, 2], before=[]) == [2, 4]
+  assert both.as_target([2, 3, 4, 5], before=[]) == [2, 5, 6]  # half is dropped
+  assert both.as_target([6, 2], before=[5]) == [6, 0]  # the other half
+  assert both.as_target([2, 7, 1], before=[]) == []  # x is not the target's
+  ids, count = both.prompts(4, np.array([[4, 2, 2], [3, 9, 9]]), [3, 1])
+  assert ids.tolist() == [[0, 2, 3, 2], [0, 3, 0, 0]]
+  assert count.tolist() == [5, 2]  # more than there is room for
+  ids, count = both.reread(3, np.array([[2, 5]] * 2), [2, 2],
+                           np.array([[6, 1]] * 2), [1, 0])
+  assert ids.tolist() == [[2, 4, 0], [2, 5, 0]] and count.tolist() == [2, 2]
+  assert both == data.Retokenizer(drafter, target)
+  assert hash(both) != hash(data.Retokenizer(target, drafter))
+
+
+def test_tokenizers_as_published_ones_are():
+  # Broken: bytes of real tokenizers get lost, or a seam is not where the
+  # tokenizer would have it.
+  target = data.Tokenizer.load(
+      pathlib.Path(sj.zoo.__file__).with_name("tokenizer.json"))
+  text = "def naïve(self, x=10):\n    return 'é€😀' + \"\u200b\"  # ünd\n" * 2
+  drafter = tokenizers.train([text, text.upper()], 300)
+  both = data.Retokenizer(drafter, target)
+  ids = target.encode(text, bos=False)
+  assert both.as_draft(ids) == drafter.encode(text, bos=False)
+  for i in range(len(ids)):
+    rest = both.as_draft(ids[i:])
+    assert both.as_target(rest, ids[max(i - 10, 0):i]) == ids[i:]
+  vocabulary = data.map_vocabularies(drafter, target)
+  offsets, pieces, twins, to_target = (np.asarray(x).tolist() for x in (
+      vocabulary.offsets, vocabulary.pieces, vocabulary.twins,
+      vocabulary.to_target))
+  for i in range(target.vocab_size):
+    spelled = pieces[offsets[i]:offsets[i + 1]]
+    assert b"".join(map(drafter.token_bytes, spelled)) == target.token_bytes(i)
+    if twins[i] < 300:
+      assert spelled == [twins[i]] and to_target[twins[i]] == i
+  assert twins[target.eos] == drafter.eos
+  assert vocabulary.shared > 256 and vocabulary.longest > 3
 
 
 def test_nothing_in_common():
@@ -216,6 +267,8 @@ def test_exact_for_every_rule(rule):
 def _rounds(name, prompts, rounds, **kwargs):
   """The case, and of every round what it began with and what was drafted."""
   case = contributions.DRAFTERS[name]()
+  case = dataclasses.replace(
+      case, drafter=dataclasses.replace(case.drafter, gamma=2))
   decoder = sj.Decoder(
       target=case.model, drafter=case.drafter, verifier=case.rule)
   state = decoder.prefill(case.parameters, prompts, jax.random.key(3), **kwargs)
@@ -242,8 +295,8 @@ _PROMPTS = [[4], [0, 3, 2, 1, 4, 3], [3, 3, 3], [1, 2]]
 
 def test_what_is_drafted_follows_the_committed_text():
   # Broken: the drafter's cache holds a token that was rejected, or lacks one;
-  # its copy of the text is another; a token of two pieces or of none shifts it.
-  case, found = _rounds("TokenIntersection", _PROMPTS, 8)
+  # its copy of the text is another; a token of three pieces or none shifts it.
+  case, found = _rounds("TokenIntersection", _PROMPTS, 12)
   vocabulary = case.parameters["drafter"]["vocabulary"]
   pieces, offsets = (np.asarray(x).tolist() for x in (
       vocabulary.pieces, vocabulary.offsets))
@@ -251,7 +304,7 @@ def test_what_is_drafted_follows_the_committed_text():
   for lengths, (tokens, *_), active, draft in found:
     for row in np.flatnonzero(active):
       context = tokens[row, :lengths[row]].tolist()
-      for node in range(1, 4):
+      for node in range(1, 3):
         text = [d for x in context for d in pieces[offsets[x]:offsets[x + 1]]]
         if not text:  # nothing to go on from
           empty += 1
@@ -261,7 +314,6 @@ def test_what_is_drafted_follows_the_committed_text():
         got.append(np.asarray(draft.probs[row, node]))
         context.append(int(draft.tokens[row, node]))
   assert empty  # the row that begins with a token of no piece
-  assert {len(text) for text in texts} > {2, 8}
   logits = _logits(case.drafter.model, case.parameters["drafter"]["model"],
                    texts)
   last = logits[np.arange(len(texts)), [len(text) - 1 for text in texts]]
@@ -280,10 +332,10 @@ def test_what_is_written_follows_the_committed_text():
       text, new = read[row, :size[row]], read[row, size[row]:size[row] + 3]
       context = tokens[row, :lengths[row]].tolist()
       assert spell(contributions.DRAFT_TOKENS, text) == spell(
-          contributions.TARGET_TOKENS, context).replace(b"d", b"")
-      chain = both.as_target(new.tolist(), context[-3:])[:3]
+          contributions.WRITTEN_TOKENS, context).replace(b"d", b"")
+      chain = both.as_target(new.tolist(), context[-3:])[:2]
       nodes = np.asarray(draft.probs[row]).any(-1)
-      assert nodes.tolist() == [False] + [i < len(chain) for i in range(3)]
+      assert nodes.tolist() == [False] + [i < len(chain) for i in range(2)]
       assert np.asarray(draft.tokens[row, 1:])[nodes[1:]].tolist() == chain
       texts.append([*text, *new])
       written.append(new)

@@ -20,7 +20,10 @@ its bytes as the drafter's tokenizer splits them. A drafted token is common, so
 what is fed while drafting is what E says, and q' depends on the context alone:
 `autoregressive` holds. The price is that E is not how the drafter's tokenizer
 would split the whole text: where the target splits a word more finely, so does
-E. Drafts get worse by that, never the output.
+E. Drafts get worse by that, never the output. Of the tokens of json/decoder.py
+and of the README, split as a whole, E has 96 and 90 % where the bundled models
+(4k tokens) draft for SmolLM2 (49k), and 89 and 80 % the other way round; 88,
+81, 96 and 91 % of the target's tokens are common there.
 
   state       tokens E(t), and a cache of some of it, see `drafters.reading`
   propose     E grows by the new tokens' pieces; all but the last new token are
