@@ -111,13 +111,13 @@ def _lookahead(rule, **kwargs):
 # Another vocabulary than the target's: of its tokens a has two ids, abca is
 # three draft tokens, d is none, and the drafter's bc and ca are no token. In
 # its place a drafter writes ab as two.
-TARGET_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"abca", b"d"))
+TARGET_TOKENS = testing.ListTokenizer((b"a", b"abca", b"c", b"b", b"d"))
 WRITTEN_TOKENS = testing.ListTokenizer((b"a", b"b", b"c", b"ab", b"d"))
 DRAFT_TOKENS = testing.ListTokenizer((b"c", b"a", b"b", b"a", b"bc", b"ca"))
 
 
-def _other_vocabulary(drafter, rule, in_params, **kwargs):
-  like = jnp.array([2, 0, 1, 0, 3, 4])  # whose weights a draft token has
+def _other_vocabulary(drafter, rule, like, in_params, **kwargs):
+  like = jnp.array(like)  # whose weights a draft token has
   params = pair().params["drafter"]
   own = {**params, "embedding": params["embedding"][like],
          "head": params["head"][:, like]}
@@ -131,13 +131,14 @@ def _other_vocabulary(drafter, rule, in_params, **kwargs):
 def _token_intersection():
   vocabulary = sj.data.map_vocabularies(DRAFT_TOKENS, TARGET_TOKENS)
   return _other_vocabulary(
-      TokenIntersection, sj.verifiers.GreedyBlock(),
+      TokenIntersection, sj.verifiers.GreedyBlock(), [2, 0, 3, 0, 1, 4],
       lambda own: {"model": own, "vocabulary": vocabulary}, target_size=VOCAB)
 
 
 def _string_match():
   return _other_vocabulary(
-      StringMatch, sj.verifiers.TargetWalk(), lambda own: own, lookback=3,
+      StringMatch, sj.verifiers.TargetWalk(), [2, 0, 1, 0, 3, 4],
+      lambda own: own, lookback=3,
       texts=sj.data.Retokenizer(DRAFT_TOKENS, WRITTEN_TOKENS))
 
 

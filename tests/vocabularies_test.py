@@ -290,13 +290,13 @@ def _logits(model, params, texts):
   return np.asarray(jax.jit(model)(params, ids.astype(np.int32)).logits)
 
 
-_PROMPTS = [[4], [0, 3, 2, 1, 4, 3], [3, 3, 3], [1, 2]]
+_PROMPTS = [[4], [0, 3, 2, 1, 4, 3], [3, 3, 1], [1, 2]]
 
 
 def test_what_is_drafted_follows_the_committed_text():
   # Broken: the drafter's cache holds a token that was rejected, or lacks one;
   # its copy of the text is another; a token of three pieces or none shifts it.
-  case, found = _rounds("TokenIntersection", _PROMPTS, 12)
+  case, found = _rounds("TokenIntersection", _PROMPTS * 4, 12)
   vocabulary = case.parameters["drafter"]["vocabulary"]
   pieces, offsets = (np.asarray(x).tolist() for x in (
       vocabulary.pieces, vocabulary.offsets))
@@ -313,7 +313,11 @@ def test_what_is_drafted_follows_the_committed_text():
         texts.append(text)
         got.append(np.asarray(draft.probs[row, node]))
         context.append(int(draft.tokens[row, node]))
-  assert empty  # the row that begins with a token of no piece
+  assert empty  # the rows that begin with a token of no piece
+  # Whole drafts were accepted, and a token of three pieces followed.
+  assert any((after[0] == lengths + 3)[tokens[
+      np.arange(len(lengths)), lengths + 2] == 1].any()
+             for (lengths, (tokens, *_), *_), after in zip(found, found[1:]))
   logits = _logits(case.drafter.model, case.parameters["drafter"]["model"],
                    texts)
   last = logits[np.arange(len(texts)), [len(text) - 1 for text in texts]]
@@ -326,13 +330,11 @@ def test_what_is_written_follows_the_committed_text():
   case, found = _rounds("StringMatch", _PROMPTS, 8, temperature=[0, 1, 1, 0])
   texts, written, longest = [], [], 0
   both, params = case.drafter.texts, case.parameters["drafter"]
-  spell = lambda tokens, ids: b"".join(tokens.tokens[i] for i in ids)
   for lengths, (tokens, read, size), active, draft in found:
     for row in np.flatnonzero(active & (size > 0)):
       text, new = read[row, :size[row]], read[row, size[row]:size[row] + 3]
       context = tokens[row, :lengths[row]].tolist()
-      assert spell(contributions.DRAFT_TOKENS, text) == spell(
-          contributions.WRITTEN_TOKENS, context).replace(b"d", b"")
+      assert text.tolist() == both.as_draft(context)
       chain = both.as_target(new.tolist(), context[-3:])[:2]
       nodes = np.asarray(draft.probs[row]).any(-1)
       assert nodes.tolist() == [False] + [i < len(chain) for i in range(2)]
@@ -346,21 +348,30 @@ def test_what_is_written_follows_the_committed_text():
     assert row[len(text) - 4:len(text) - 1].argmax(-1).tolist() == new.tolist()
 
 
-@pytest.mark.parametrize("name", ["TokenIntersection", "StringMatch"])
-def test_a_text_without_room_is_not_cut(name):
+@pytest.mark.parametrize("name,token,pieces", [
+    ("TokenIntersection", 1, 3), ("StringMatch", 3, 2)])
+def test_a_text_without_room_is_not_cut(name, token, pieces):
   # Broken: tokens are written over others where the drafter's cache is full,
-  # or a row stops, or its text changes.
+  # or a row stops, or its text changes. Of the first two rows one has more
+  # pieces than columns, and one outgrows its room.
   case = contributions.DRAFTERS[name]()
   small = dataclasses.replace(case.drafter.model, config=dataclasses.replace(
       case.drafter.model.config, context_length=40))
-  decode = lambda drafter: sj.Decoder(
+  decoder = lambda drafter: sj.Decoder(
       target=case.model, drafter=drafter, verifier=case.rule,
-      transform=sj.LogitsTransform(temperature=0)).generate(
-          case.parameters, [[3] * 30, [3] * 16, [1, 2], [3, 1]],
-          jax.random.key(0), max_new_tokens=10, eos=[None, (), (2, 4), 4])
-  want = decode(sj.drafters.Empty())
-  got = decode(dataclasses.replace(case.drafter, model=small))
+      transform=sj.LogitsTransform(temperature=0))
+  prompts = [[token] * (36 // pieces), [token] * (30 // pieces), [1, 2],
+             [0, 3, 2, 1, 4, 3]]
+  arguments = case.parameters, prompts, jax.random.key(0)
+  more = dict(eos=[None, (), (2, 4), 4])
+  want = decoder(sj.drafters.Empty()).generate(
+      *arguments, max_new_tokens=14, **more)
+  drafter = dataclasses.replace(case.drafter, model=small, expansion=1)
+  got = decoder(drafter).generate(*arguments, max_new_tokens=14, **more)
   for a, b in zip(got.tokens, want.tokens):
     np.testing.assert_array_equal(a, b)
   accepted = np.asarray(got.stats.accepted)
-  assert accepted[0] == 0 and accepted[2] > 0
+  assert accepted[0] == 0 and accepted[3] > 0
+  read = decoder(drafter).prefill(
+      *arguments, limits=[len(row) + 14 for row in prompts], **more).drafter
+  assert read.lengths[0] > 40 and read.lengths[1] == 30
