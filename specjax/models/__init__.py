@@ -1,19 +1,25 @@
-"""Reference models, their file format, and the trained pair in the box."""
+"""Reference models, published ones, their files, and a trained pair."""
 
 from specjax.models import adapters
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
+from specjax.models.published import GenerationDefaults
+from specjax.models.published import load_pretrained
+from specjax.models.published import Pretrained
 from specjax.models.rotary import RopeScaling
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 
 __all__ = [
+    "GenerationDefaults",
+    "Pretrained",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "adapters",
     "default_dtype",
     "load_model",
+    "load_pretrained",
     "save_model",
 ]

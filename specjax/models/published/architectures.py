@@ -1,0 +1,121 @@
+"""One record for each published architecture, by its `model_type`.
+
+It says which keys of a configuration make which `TransformerConfig`, what they
+are where a file leaves them out (as in transformers), and what the tensors are
+called.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from specjax.models.configuration import TransformerConfig
+from specjax.models.published import names
+from specjax.models.published import settings
+from specjax.models.published.keys import Keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+  """How a published architecture becomes a `Transformer`.
+
+  Attributes:
+    read: from the keys of its configuration to fields of `TransformerConfig`.
+    names: of its tensors.
+    transformers: the class of transformers.
+    prefix: what files may put before all names but the head's.
+    defaults: of keys that a configuration may leave out.
+    tied: whether the head is the embedding where nothing is said.
+    even_width: whether transformers wants `heads` to divide the width.
+  """
+
+  read: Callable[[Keys], dict[str, Any]]
+  names: names.Table
+  transformers: str
+  prefix: str = "model."
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tied: bool = False
+  even_width: bool = False
+
+  def config(self, keys: Keys, has_head: bool) -> TransformerConfig:
+    """The configuration that `keys` describe.
+
+    Args:
+      keys: all are looked at.
+      has_head: whether there is a tensor for the head. If nothing is said,
+        none means that the embedding is used.
+
+    Raises:
+      ValueError: a key is missing, or is not understood.
+    """
+    fields = self.read(keys)
+    tied = keys("tie_word_embeddings", self.tied or not has_head)
+    keys.refuse_others()
+    return TransformerConfig(**fields, tie_embeddings=bool(tied))
+
+
+_SILU = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e4)
+_GEMMA = dict(
+    head_dim=256, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-6,
+    rope_theta=1e4, max_position_embeddings=8192)
+_GEMMA_2 = _GEMMA | dict(
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+    sliding_window=4096, attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0)
+_QWEN = _SILU | dict(max_position_embeddings=32768, max_window_layers=28,
+                     sliding_window=4096)
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        read=settings.llama, names=names.LLAMA,
+        transformers="LlamaForCausalLM", even_width=True,
+        defaults=_SILU | dict(max_position_embeddings=2048)),
+    "mistral": Architecture(
+        read=settings.mistral, names=names.LLAMA,
+        transformers="MistralForCausalLM",
+        defaults=_SILU | dict(max_position_embeddings=131_072,
+                              sliding_window=4096, num_key_value_heads=8)),
+    "qwen2": Architecture(
+        read=settings.qwen2, names=names.LLAMA,
+        transformers="Qwen2ForCausalLM", defaults=_QWEN),
+    "qwen3": Architecture(
+        read=settings.qwen3, names=names.LLAMA,
+        transformers="Qwen3ForCausalLM", defaults=_QWEN | dict(head_dim=128)),
+    "olmo2": Architecture(
+        read=settings.olmo2, names=names.OLMO_2,
+        transformers="Olmo2ForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=2048)),
+    "phi3": Architecture(
+        read=settings.phi3, names=names.PHI_3,
+        transformers="Phi3ForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=4096,
+            original_max_position_embeddings=4096)),
+    "gemma": Architecture(
+        read=settings.gemma, names=names.LLAMA,
+        transformers="GemmaForCausalLM", defaults=_GEMMA, tied=True),
+    "gemma2": Architecture(
+        read=settings.gemma2, names=names.GEMMA_2,
+        transformers="Gemma2ForCausalLM", defaults=_GEMMA_2, tied=True,
+        even_width=True),
+    # Configurations of the models with images leave out even the sizes.
+    "gemma3_text": Architecture(
+        read=settings.gemma3, names=names.GEMMA_2,
+        transformers="Gemma3ForCausalLM", tied=True, even_width=True,
+        defaults=_GEMMA_2 | dict(
+            attn_logit_softcapping=None, final_logit_softcapping=None,
+            vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4,
+            max_position_embeddings=131_072, rope_theta=1e6,
+            rope_local_base_freq=1e4)),
+    "gpt2": Architecture(
+        read=settings.gpt2, names=names.GPT_2, prefix="transformer.",
+        transformers="GPT2LMHeadModel", tied=True, defaults=dict(
+            activation_function="gelu_new", layer_norm_epsilon=1e-5,
+            scale_attn_weights=True, n_positions=1024)),
+    "gpt_neox": Architecture(
+        read=settings.gpt_neox, names=names.GPT_NEOX, prefix="gpt_neox.",
+        transformers="GPTNeoXForCausalLM", even_width=True, defaults=dict(
+            hidden_act="gelu", layer_norm_eps=1e-5, rotary_emb_base=1e4,
+            rotary_pct=0.25, attention_bias=True, use_parallel_residual=True,
+            max_position_embeddings=2048)),
+}

@@ -1,0 +1,187 @@
+"""Hugging Face directories from a `Transformer`: the tables backwards."""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import flax.traverse_util
+import numpy as np
+
+from specjax.data.tokenizers import Tokenizer
+from specjax.files import atomically
+from specjax.files import write_json
+from specjax.models.configuration import TransformerConfig
+from specjax.models.published import names
+from specjax.models.published import readers
+from specjax.models.published import rope
+from specjax.models.published.architectures import ARCHITECTURES
+from specjax.models.published.keys import Keys
+from specjax.models.published.load import GenerationDefaults
+from specjax.models.published.settings import ACTIVATIONS
+from specjax.models.published.settings import FULL
+from specjax.models.published.settings import SLIDING
+from specjax.models.transformer import Transformer
+
+
+def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
+                      params: Mapping[str, Any], *,
+                      tokenizer: Tokenizer | None = None,
+                      generation: GenerationDefaults | None = None,
+                      dtype: Any = None) -> str:
+  """Writes a model as a directory that transformers and others load.
+
+  Each file appears whole or not at all. One parameter at a time is copied from
+  the device.
+
+  Args:
+    directory: created if needed.
+    model: the model. Which hidden states it returns is not written.
+    params: its parameters.
+    tokenizer: its tokenizer.
+    generation: how it writes; None: until the tokenizer's `eos`.
+    dtype: to store the weights in; None keeps theirs.
+
+  Returns:
+    The architecture, such as "llama".
+
+  Raises:
+    ValueError: no published architecture computes what this model does.
+  """
+  model_type, config = express(model.config)
+  architecture = ARCHITECTURES[model_type]
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
+  dtype = np.dtype(dtype or flat["embedding"].dtype)
+  ends = [*generation.eos] if generation else []
+  if not ends and tokenizer is not None and tokenizer.eos is not None:
+    ends = [tokenizer.eos]
+  ids = {"bos_token_id": None if tokenizer is None else tokenizer.bos,
+         "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+  _write_weights(directory / readers.WEIGHTS, architecture, model.config, flat,
+                 dtype)
+  if tokenizer is not None:
+    _write_tokenizer(directory, tokenizer, model.context_length)
+  sampling = {name: getattr(generation, name, None)
+              for name in ("temperature", "top_k", "top_p")}
+  sampling = {name: value for name, value in sampling.items()
+              if value is not None}
+  write_json(directory / "generation_config.json", {
+      **ids, **({"do_sample": True, **sampling} if sampling else {})}, indent=2)
+  write_json(directory / "config.json", {
+      "architectures": [architecture.transformers], "model_type": model_type,
+      "torch_dtype": dtype.name, **ids, **config}, indent=2)
+  return model_type
+
+
+def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
+  """The architecture and the keys that a configuration is read from.
+
+  Raises:
+    ValueError: there are none.
+  """
+  plain = dataclasses.replace(config, features=())
+  keys = _keys(plain)
+  for name, architecture in ARCHITECTURES.items():
+    if architecture.even_width and plain.width % plain.heads:
+      continue
+    try:
+      asking = Keys(keys, "it", architecture.defaults)
+      architecture.read(asking)
+      given = {key: keys[key] for key in sorted(asking.asked & keys.keys())}
+      given["tie_word_embeddings"] = plain.tie_embeddings
+      back = architecture.config(
+          Keys(given, "it", architecture.defaults, plain.context_length),
+          not plain.tie_embeddings)
+    except ValueError:
+      continue
+    if back == plain:
+      return name, given
+  raise ValueError(
+      f"no published architecture computes what {plain} does; those that "
+      f"specjax writes are {', '.join(ARCHITECTURES)}")
+
+
+def _keys(c):
+  """What the keys of all architectures would be."""
+  activation = next(name for name in ("silu", "gelu", "gelu_pytorch_tanh")
+                    if ACTIVATIONS[name] == c.activation)
+  scaling = rope.write(c)
+  keys = dict(
+      vocab_size=c.vocab_size, hidden_size=c.width, n_embd=c.width,
+      num_hidden_layers=c.layers, n_layer=c.layers,
+      num_attention_heads=c.heads, n_head=c.heads,
+      num_key_value_heads=c.kv_heads, head_dim=c.head_dim,
+      intermediate_size=c.mlp_width, n_inner=c.mlp_width,
+      max_position_embeddings=c.context_length, n_positions=c.context_length,
+      rms_norm_eps=c.norm_epsilon, layer_norm_eps=c.norm_epsilon,
+      layer_norm_epsilon=c.norm_epsilon,
+      hidden_act=activation, hidden_activation=activation,
+      activation_function=activation,
+      attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias,
+      use_parallel_residual=c.parallel_residual,
+      scale_attn_weights=c.query_scale is None,
+      query_pre_attn_scalar=round((c.query_scale or c.head_dim**-0.5) ** -2),
+      attn_logit_softcapping=c.attention_softcap,
+      final_logit_softcapping=c.logit_softcap,
+      sliding_window=max(c.windows, default=0) or None,
+      use_sliding_window=bool(c.windows), max_window_layers=c.layers,
+      layer_types=[SLIDING if c.window(i) else FULL for i in range(c.layers)],
+      rope_theta=c.rope_theta, rotary_emb_base=c.rope_theta,
+      partial_rotary_factor=c.rope_fraction, rotary_pct=c.rope_fraction,
+      rope_local_base_freq=c.local_rope_theta or c.rope_theta)
+  if scaling:
+    keys["rope_scaling"] = scaling
+    if "original_max_position_embeddings" in scaling:
+      keys["original_max_position_embeddings"] = scaling[
+          "original_max_position_embeddings"]
+  return keys
+
+
+def _write_weights(path, architecture, config, params, dtype):
+  """A safetensors file; its header needs the shapes alone."""
+  code = {np.dtype(value): key for key, value in readers.DTYPES.items()}[dtype]
+  [head] = architecture.names["head"].names
+  header, end, places = {"__metadata__": {"format": "pt"}}, 0, []
+  for parameter, x in params.items():
+    stored, parts = names.locate(architecture.names, parameter)
+    for name, shape in zip(parts, stored.shapes(config, x.shape)):
+      start, end = end, end + math.prod(shape) * dtype.itemsize
+      prefix = "" if name == f"{head}.weight" else architecture.prefix
+      header[prefix + name] = {"dtype": code, "shape": shape,
+                               "data_offsets": [start, end]}
+    places.append((stored, x))
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  with atomically(path) as f:
+    f.write(len(text).to_bytes(8, "little") + text)
+    for stored, x in places:
+      for tensor in stored.split(config, np.asarray(x).astype(dtype)):
+        f.write(tensor.tobytes())
+
+
+def _write_tokenizer(directory, tokenizer, length):
+  name = lambda token: (None if token is None
+                        else tokenizer.backend.id_to_token(token))
+  content = json.loads(tokenizer.backend.to_str())
+  if tokenizer.adds_bos and content.get("post_processor") is None:
+    # specjax puts it before a text itself; transformers is told to do so here.
+    bos = name(tokenizer.bos)
+    special = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [special, text("A")],
+        "pair": [special, text("A"), text("B")], "special_tokens": {
+            bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}
+  config = {"tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": name(tokenizer.bos), "eos_token": name(tokenizer.eos),
+            "add_bos_token": tokenizer.adds_bos, "model_max_length": length,
+            "clean_up_tokenization_spaces": False}
+  if tokenizer.chat_template is not None:
+    config["chat_template"] = tokenizer.chat_template
+  write_json(directory / "tokenizer.json", content)
+  write_json(directory / "tokenizer_config.json", config, indent=2)

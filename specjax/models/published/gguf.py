@@ -1,0 +1,208 @@
+"""Models in GGUF files, the format of llama.cpp.
+
+Its metadata are translated to the keys of a Hugging Face configuration, so
+that one description of each architecture serves both. What quantised tensors
+hold is computed by the package `gguf`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from specjax.models.published import names
+from specjax.models.published.keys import Keys
+from specjax.models.published.readers import StoredTensor
+from specjax.models.published.settings import FULL
+from specjax.models.published.settings import SLIDING
+
+_CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MB
+_TYPES = {
+    "llama": ("llama", names.GGUF_LLAMA), "qwen2": ("qwen2", names.GGUF),
+    "qwen3": ("qwen3", names.GGUF), "olmo2": ("olmo2", names.GGUF),
+    "gemma": ("gemma", names.GGUF_GEMMA),
+    "gemma2": ("gemma2", names.GGUF_GEMMA),
+    "gemma3": ("gemma3_text", names.GGUF_GEMMA),
+    "gpt2": ("gpt2", names.GGUF_FUSED), "phi3": ("phi3", names.GGUF_FUSED),
+    "gptneox": ("gpt_neox", names.GGUF_FUSED),
+}
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+# What is called otherwise in the configurations of an architecture.
+_RENAMED = {
+    "gpt2": {
+        "max_position_embeddings": "n_positions", "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"},
+    "gpt_neox": {"rope_theta": "rotary_emb_base"},
+}
+# llama.cpp tells the models whose queries are scaled by the width by their
+# layers; the file does not say it.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight",
+            "rope_factors_long.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFFile:
+  """What a GGUF file holds.
+
+  Attributes:
+    model_type: the architecture, as Hugging Face calls it.
+    table: the names of its tensors.
+    config: the keys of its configuration, as Hugging Face calls them.
+    metadata: as they stand in the file.
+    tensors: those of the parameters, by name.
+  """
+
+  model_type: str
+  table: names.Table
+  config: dict[str, Any]
+  metadata: Mapping[str, Any]
+  tensors: Mapping[str, StoredTensor]
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+  """Reads all but the numbers.
+
+  Raises:
+    ValueError: the package `gguf` is missing, the file is truncated, or it
+      says something that is not understood.
+  """
+  try:
+    import gguf
+  except ImportError:
+    raise ValueError(f"{path} needs the package gguf to be read: pip install "
+                     "'specjax[gguf]'") from None
+  path = pathlib.Path(path)
+  try:
+    reader = gguf.GGUFReader(path)
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors}
+  except Exception as e:  # whatever numpy finds first in what is not there
+    raise ValueError(f"{path} is truncated or no GGUF file; download it again "
+                     f"({e})") from None
+  kind = metadata.get("general.architecture")
+  if kind not in _TYPES:
+    raise ValueError(f"{path} is of the architecture {kind!r}; specjax reads "
+                     f"GGUF files of {', '.join(_TYPES)}")
+  model_type, table = _TYPES[kind]
+  config = _config(str(path), kind, model_type, metadata, tensors)
+  if kind == "llama" and config.get("sliding_window"):
+    model_type = "mistral"
+  tensors = {name: tensor for name, tensor in tensors.items()
+             if name not in _FACTORS}
+  return GGUFFile(model_type, table, config, metadata, tensors)
+
+
+def _stored(gguf, tensor):
+  shape = tuple(int(size) for size in tensor.shape[::-1])
+  rows = tensor.data.reshape(shape[0] if len(shape) > 1 else 1, -1)
+
+  def load(dtype):
+    # In pieces: what dequantisation needs beside its result is several times
+    # as large.
+    out = np.empty((len(rows), shape[-1]), dtype)
+    step = max(1, _CHUNK // shape[-1])
+    for start in range(0, len(rows), step):
+      out[start:start + step] = gguf.dequantize(
+          rows[start:start + step], tensor.tensor_type)
+    return out.reshape(shape)
+
+  return StoredTensor(shape, np.dtype(np.float32), load)
+
+
+def _config(source, kind, model_type, metadata, tensors):
+  """The keys of a Hugging Face configuration."""
+  given = {name.removeprefix(kind + "."): value
+           for name, value in metadata.items() if name.startswith(kind + ".")}
+  if metadata.get("split.count", 1) > 1:
+    raise ValueError(f"{source} is one of {metadata['split.count']} parts; "
+                     "join them with llama-gguf-split --merge")
+  keys = Keys(given, source)
+  config = {name: keys(key) for key, name in _KEYS.items() if key in given}
+  if "token_embd.weight" in tensors:
+    config.setdefault("vocab_size", tensors["token_embd.weight"].shape[0])
+  heads, width = (keys.size(name) for name in
+                  ("attention.head_count", "embedding_length"))
+  head_dim = config.get("head_dim") or width // heads
+  if keys("attention.value_length", head_dim) != head_dim:
+    keys.refuse("attention.value_length", keys("attention.value_length"))
+  layers = keys.size("block_count")
+  if model_type in _SCALED_BY_WIDTH:
+    config["query_pre_attn_scalar"] = (
+        width // heads if layers == _SCALED_BY_WIDTH[model_type] else head_dim)
+  pattern = keys("attention.sliding_window_pattern")
+  if pattern:
+    slides = (lambda i: pattern[i]) if isinstance(pattern, list) else (
+        lambda i: (i + 1) % pattern)
+    config["layer_types"] = [SLIDING if slides(i) else FULL
+                             for i in range(layers)]
+  if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
+    config["attention_bias"] = True
+  if "blk.0.ffn_up.bias" in tensors and model_type == "llama":
+    config["mlp_bias"] = True
+  fraction = keys("rope.dimension_count", head_dim) / head_dim
+  if model_type in ("phi3", "gpt_neox"):
+    config["rotary_pct" if model_type == "gpt_neox" else
+           "partial_rotary_factor"] = fraction
+  elif fraction != 1:
+    keys.refuse("rope.dimension_count", keys("rope.dimension_count"))
+  config |= _rope_scaling(keys, tensors)
+  for name in ("rope.scaling.finetuned", "tensor_data_layout"):
+    keys(name)  # says how it was made
+  keys.refuse_others()
+  config["tie_word_embeddings"] = "output.weight" not in tensors
+  renamed = _RENAMED.get(model_type, {})
+  return {renamed.get(name, name): value for name, value in config.items()}
+
+
+def _rope_scaling(keys, tensors):
+  """The keys about it."""
+  kind = keys("rope.scaling.type", "none")
+  length = keys.size("context_length")
+  original = keys("rope.scaling.original_context_length")
+  factor = keys("rope.scaling.factor")
+  total = keys("rope.scaling.attn_factor")
+  numbers = [tensors[name].read().tolist() if name in tensors else None
+             for name in _FACTORS]
+  if numbers[0]:  # frequencies are divided by them, at all lengths (Llama 3)
+    return dict(rope_scaling=dict(
+        rope_type="longrope", short_factor=numbers[0], long_factor=numbers[0],
+        attention_factor=1.0, original_max_position_embeddings=length))
+  if numbers[1]:
+    return dict(original_max_position_embeddings=original, rope_scaling=dict(
+        rope_type="longrope", short_factor=numbers[1], long_factor=numbers[2],
+        attention_factor=total))
+  if kind == "none" or factor is None:
+    if kind not in ("none", "linear"):
+      keys.refuse("rope.scaling.type", kind)
+    return {}
+  if kind == "yarn":
+    return dict(rope_scaling=dict(
+        rope_type=kind, factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=keys("rope.scaling.yarn_beta_fast"),
+        beta_slow=keys("rope.scaling.yarn_beta_slow")))
+  if kind != "linear":
+    keys.refuse("rope.scaling.type", kind)
+  return dict(rope_scaling=dict(rope_type="linear", factor=factor))

@@ -1,0 +1,148 @@
+"""Where the numbers of a parameter stand in the tensors of a file.
+
+A layout takes a parameter, as an array, to views of it: for each tensor of the
+file those that stand in it one after another, along its rows. Loading writes
+through these views, exporting reads them, and the shapes of the tensors are
+theirs, so that the three cannot differ.
+
+Kernels are `[D, K, G + 2, H]` (query, key and value), `[D, 2, F]` (gate and up)
+or `[in, out]`; files have outputs along the rows, `[out, in]`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+import dataclasses
+import math
+
+import numpy as np
+
+from specjax.models.configuration import TransformerConfig
+from specjax.models.published.readers import StoredTensor
+
+Views = list[list[np.ndarray]]
+
+
+def as_it_is(c: TransformerConfig, x: np.ndarray) -> Views:
+  """One tensor like the parameter."""
+  del c
+  return [[x]]
+
+
+def turned(c: TransformerConfig, x: np.ndarray) -> Views:
+  """One tensor `[out, in]`."""
+  del c
+  return [[x.T]]
+
+
+def _query_key_value(c, x):
+  """`[K, G or 1, H, D]` each, or `[K, G or 1, H]` of a bias."""
+  if x.ndim == 1:
+    x = x.reshape(c.kv_heads, c.group + 2, c.head_dim)
+  else:
+    x = np.moveaxis(x, 0, -1)
+  return x[:, :-2], x[:, -2:-1], x[:, -1:]
+
+
+def apart(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Query, key and value in three tensors."""
+  return [[part] for part in _query_key_value(c, x)]
+
+
+def stacked(c: TransformerConfig, x: np.ndarray) -> Views:
+  """All queries, all keys and all values in one tensor."""
+  return [[*_query_key_value(c, x)]]
+
+
+def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
+  """For each head its query, key and value, in one tensor (GPT-NeoX)."""
+  if x.ndim == 1:
+    return [[x]]
+  return [[np.moveaxis(x, 0, -1)]]
+
+
+def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Like `apart`, but rotated pairs stand side by side (GGUF of Llama)."""
+  def pairs(part):
+    halves = part.reshape(*part.shape[:2], 2, c.head_dim // 2, *part.shape[3:])
+    return halves.swapaxes(2, 3)
+
+  query, key, value = _query_key_value(c, x)
+  return [[pairs(query)], [pairs(key)], [value]]
+
+
+def _gate_and_up(c, x):
+  x = x.reshape(2, c.mlp_width) if x.ndim == 1 else np.moveaxis(x, 0, -1)
+  return x[0], x[1]
+
+
+def gate_apart(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Gate and up in two tensors."""
+  return [[part] for part in _gate_and_up(c, x)]
+
+
+def gate_stacked(c: TransformerConfig, x: np.ndarray) -> Views:
+  """All of the gate and then all of up, in one tensor."""
+  return [[*_gate_and_up(c, x)]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """How a file holds a module's parameters.
+
+  Attributes:
+    names: of the tensors, with `{i}` for the layer, without `.weight`.
+    layout: what stands where in them.
+    inputs_first: its matrices are `[in, out]` (GPT-2).
+    offset: what was added before it was stored.
+  """
+
+  names: tuple[str, ...]
+  layout: Callable[[TransformerConfig, np.ndarray], Views] = as_it_is
+  inputs_first: bool = False
+  offset: float = 0.0
+
+  def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
+             ) -> list[tuple[int, ...]]:
+    """Of the tensors that hold a parameter of `shape`."""
+    stand_in = np.broadcast_to(np.zeros((), np.bool_), shape)
+    return [self._shape(views, len(shape) > 1)
+            for views in self.layout(config, stand_in)]
+
+  def _shape(self, views, matrix):
+    if not matrix:
+      return (sum(view.size for view in views),)
+    columns = views[0].shape[-1]
+    shape = (sum(view.size for view in views) // columns, columns)
+    return shape[::-1] if self.inputs_first else shape
+
+  def join(self, config: TransformerConfig, shape: tuple[int, ...],
+           tensors: Iterable[StoredTensor], dtype: np.dtype) -> np.ndarray:
+    """Reads a parameter; beside it, one tensor at most is in memory."""
+    tensors = list(tensors)
+    if self.layout is as_it_is and not self.offset:
+      return tensors[0].read(dtype).astype(dtype, copy=False)
+    out = np.empty(shape, dtype)
+    for views, tensor in zip(self.layout(config, out), tensors):
+      data = tensor.read(dtype)
+      if self.offset:
+        data = data - data.dtype.type(self.offset)
+      if self.inputs_first and data.ndim > 1:
+        data = data.T
+      for view in views:
+        rows = math.prod(view.shape[:-1] if data.ndim > 1 else view.shape)
+        view[...] = data[:rows].reshape(view.shape)
+        data = data[rows:]
+    return out
+
+  def split(self, config: TransformerConfig, x: np.ndarray
+            ) -> list[np.ndarray]:
+    """The tensors that hold the parameter `x`: `join` backwards."""
+    tensors = []
+    for views in self.layout(config, x):
+      columns = (-1, views[0].shape[-1]) if x.ndim > 1 else (-1,)
+      data = np.concatenate([view.reshape(columns) for view in views])
+      if self.inputs_first and x.ndim > 1:
+        data = data.T
+      tensors.append(np.ascontiguousarray(data + data.dtype.type(self.offset)
+                                          if self.offset else data))
+    return tensors

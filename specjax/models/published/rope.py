@@ -1,0 +1,155 @@
+"""Rotary positions as published configurations describe them.
+
+The formulas are those of transformers, so that the same keys give the same
+frequencies. "dynamic" frequencies are plain ones up to the model's length, and
+longer texts are refused, so nothing is left of it.
+"""
+
+import math
+from typing import Any
+
+from specjax.models.configuration import TransformerConfig
+from specjax.models.published.keys import Keys
+from specjax.models.rotary import RopeScaling
+
+
+def read(keys: Keys, theta: str = "rope_theta",
+         fraction: str | None = None) -> dict[str, Any]:
+  """The fields of `TransformerConfig` about positions.
+
+  Args:
+    keys: of the configuration; those of transformers 5 (`rope_parameters`) and
+      before (`rope_scaling`).
+    theta: the key of the base beside them.
+    fraction: that of the rotated share of a head, where there is one.
+
+  Raises:
+    ValueError: a kind of scaling or one of its keys is not known.
+  """
+  given = dict(keys("rope_parameters") or {})
+  given = dict(keys("rope_scaling") or given)
+  base, share = given.pop("rope_theta", None), None
+  if fraction:
+    share = given.pop("partial_rotary_factor", None) or keys(fraction)
+  scaling, length = _scaling(keys, given)
+  return dict(rope_theta=float(base or keys(theta)), rope_scaling=scaling,
+              rope_fraction=share or 1.0, context_length=length)
+
+
+def read_two(keys: Keys) -> dict[str, Any]:
+  """Like `read`, of a model whose layers with a window have their own base."""
+  given = keys("rope_parameters") or {}
+  full = dict(given.get("full_attention") or {})
+  local = dict(given.get("sliding_attention") or {})
+  for name in given.keys() - {"full_attention", "sliding_attention"}:
+    keys.refuse(f"rope_parameters.{name}", given[name])
+  full.update(keys("rope_scaling") or {})
+  base = full.pop("rope_theta", None) or keys("rope_theta")
+  local_base = local.pop("rope_theta", None) or keys("rope_local_base_freq")
+  if _kind(local) != "default" or local:
+    keys.refuse("rope_parameters.sliding_attention", local)
+  scaling, length = _scaling(keys, full)
+  return dict(rope_theta=float(base), local_rope_theta=float(local_base),
+              rope_scaling=scaling, context_length=length)
+
+
+def _kind(given):
+  kind = given.pop("type", None)
+  return given.pop("rope_type", None) or kind or "default"
+
+
+def _scaling(keys, given):
+  """`(RopeScaling or None, context length)` of a dict, which it empties."""
+  kind = _kind(given)
+  length = keys.size("max_position_embeddings")
+  original = given.pop("original_max_position_embeddings", None)
+  original = keys("original_max_position_embeddings") or original or length
+  if kind in ("su", "yarn") and "short_factor" in given:  # early Phi-3
+    kind = "longrope"
+  if kind not in _KINDS:
+    keys.refuse("rope scaling", kind)
+  long = (keys.context_length or 0) > original
+  try:
+    values = _KINDS[kind](given, length / original, original, long)
+  except KeyError as e:
+    keys.refuse(f"rope scaling {kind}", f"no {e.args[0]}")
+  for name, value in given.items():
+    if value is not None:
+      keys.refuse(f"{name} of rope scaling {kind}", value)
+  # One set of factors serves all lengths, so that texts may grow.
+  return values, min(length, original) if kind == "longrope" and not long else (
+      length)
+
+
+def _none(given, ratio, original, long):
+  del ratio, original, long
+  given.pop("factor", None)
+
+
+def _linear(given, ratio, original, long):
+  del ratio, original, long
+  return RopeScaling(kind="linear", factor=given.pop("factor"))
+
+
+def _llama3(given, ratio, original, long):
+  del ratio, long
+  return RopeScaling(
+      kind="llama3", factor=given.pop("factor"), original_length=original,
+      low_frequency_factor=given.pop("low_freq_factor"),
+      high_frequency_factor=given.pop("high_freq_factor"))
+
+
+def _yarn(given, ratio, original, long):
+  del long
+  factor = given.pop("factor", None) or ratio
+  grown = lambda scale: 1 + 0.1 * scale * math.log(max(factor, 1))
+  scale, below = (given.pop(name, None)
+                  for name in ("mscale", "mscale_all_dim"))
+  by_formula = grown(scale) / grown(below) if scale and below else grown(1)
+  attention_factor = given.pop("attention_factor", None)
+  truncate = given.pop("truncate", None)
+  return RopeScaling(
+      kind="yarn", factor=factor, original_length=original,
+      beta_fast=given.pop("beta_fast", None) or 32.0,
+      beta_slow=given.pop("beta_slow", None) or 1.0,
+      truncate=truncate is None or truncate,
+      attention_factor=float(by_formula if attention_factor is None
+                             else attention_factor))
+
+
+def _longrope(given, ratio, original, long):
+  factor = given.pop("factor", None) or ratio
+  by_formula = (1.0 if factor <= 1 else
+                math.sqrt(1 + math.log(factor) / math.log(original)))
+  attention_factor = given.pop("attention_factor", None)
+  factors = [given.pop("short_factor"), given.pop("long_factor")]
+  return RopeScaling(
+      kind="longrope", factors=factors[long],
+      attention_factor=float(by_formula if attention_factor is None
+                             else attention_factor))
+
+
+_KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
+          "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+def write(c: TransformerConfig) -> dict[str, Any] | None:
+  """`rope_scaling` of a configuration: `read` backwards."""
+  s = c.rope_scaling
+  if s is None:
+    return None
+  kind = {"rope_type": s.kind}
+  if s.kind == "linear":
+    return kind | {"factor": s.factor}
+  if s.kind == "longrope":
+    return kind | {"short_factor": [*s.factors], "long_factor": [*s.factors],
+                   "attention_factor": s.attention_factor,
+                   "original_max_position_embeddings": c.context_length}
+  kind |= {"factor": s.factor,
+           "original_max_position_embeddings": s.original_length}
+  if s.kind == "llama3":
+    return kind | {"low_freq_factor": s.low_frequency_factor,
+                   "high_freq_factor": s.high_frequency_factor}
+  return kind | {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow,
+                 "truncate": s.truncate,
+                 "attention_factor": s.attention_factor}

@@ -1,0 +1,154 @@
+"""From the keys of published configurations to those of `TransformerConfig`."""
+
+from typing import Any
+
+from specjax.models.published import rope
+from specjax.models.published.keys import Keys
+
+Fields = dict[str, Any]
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _sizes(keys, epsilon="rms_norm_eps", activation="hidden_act"):
+  heads, width = keys.size("num_attention_heads"), keys.size("hidden_size")
+  return dict(
+      vocab_size=keys.size("vocab_size"), width=width,
+      layers=keys.size("num_hidden_layers"), heads=heads,
+      kv_heads=keys("num_key_value_heads", heads),
+      head_dim=keys("head_dim", width // heads),
+      mlp_width=keys.size("intermediate_size"), norm_epsilon=keys(epsilon),
+      activation=keys.choice(activation, ACTIVATIONS))
+
+
+def _biases(keys):
+  return dict.fromkeys(("qkv_bias", "out_bias"), bool(keys("attention_bias")))
+
+
+def _windows(keys, types):
+  """Windows of the layers whose type says so, by default `types`."""
+  types = keys("layer_types", types)
+  layers, size = keys.size("num_hidden_layers"), keys("sliding_window")
+  if len(types) != layers or not {*types} <= {SLIDING, FULL}:
+    keys.refuse("layer_types", types)
+  if SLIDING in types and not size:
+    keys.refuse("sliding_window", size)
+  windows = tuple(size if kind == SLIDING else 0 for kind in types)
+  return dict(windows=windows if any(windows) else ())
+
+
+def _same_window(keys):
+  size = keys("sliding_window")
+  return dict(windows=(size,) * keys.size("num_hidden_layers") if size else ())
+
+
+def _upper_windows(keys):
+  """Windows from a layer on, if they are switched on (Qwen)."""
+  layers = range(keys.size("num_hidden_layers"))
+  on, first = keys("use_sliding_window"), keys("max_window_layers")
+  types = [SLIDING if on and i >= first else FULL for i in layers]
+  given = keys("layer_types", types)
+  if not on:
+    keys("sliding_window")  # is not used
+    if SLIDING in given:
+      keys.refuse("use_sliding_window", on)
+    return {}
+  return _windows(keys, types)
+
+
+def llama(keys: Keys) -> Fields:
+  return (_sizes(keys) | rope.read(keys) | _biases(keys)
+          | dict(mlp_bias=bool(keys("mlp_bias"))))
+
+
+def mistral(keys: Keys) -> Fields:
+  return _sizes(keys) | rope.read(keys) | _same_window(keys)
+
+
+def qwen2(keys: Keys) -> Fields:
+  return (_sizes(keys) | rope.read(keys) | _upper_windows(keys)
+          | dict(qkv_bias=True))
+
+
+def qwen3(keys: Keys) -> Fields:
+  return (_sizes(keys) | rope.read(keys) | _upper_windows(keys) | _biases(keys)
+          | dict(qk_norm="head"))
+
+
+def olmo2(keys: Keys) -> Fields:
+  return (_sizes(keys) | rope.read(keys) | _biases(keys)
+          | dict(qk_norm="all", pre_norm=False, post_norm=True))
+
+
+def phi3(keys: Keys) -> Fields:
+  return (_sizes(keys) | rope.read(keys, fraction="partial_rotary_factor")
+          | _same_window(keys))
+
+
+def _norms(keys):
+  return dict(norm_plus_one=True,
+              embedding_scale=float(keys.size("hidden_size") ** 0.5))
+
+
+def gemma(keys: Keys) -> Fields:
+  # Its first configurations say "gelu" and mean that by tanh.
+  name = "hidden_activation" if keys("hidden_activation") else "hidden_act"
+  fields = _sizes(keys, activation=name)
+  if fields["activation"] == "gelu":
+    fields["activation"] = "gelu_tanh"
+  return fields | rope.read(keys) | _biases(keys) | _norms(keys)
+
+
+def _parts(keys):
+  keys("hidden_act")  # is not used
+  return (_sizes(keys, activation="hidden_activation") | _biases(keys)
+          | _norms(keys) | dict(
+              post_norm=True,
+              attention_softcap=keys("attn_logit_softcapping"),
+              logit_softcap=keys("final_logit_softcapping"),
+              query_scale=float(keys("query_pre_attn_scalar") ** -0.5)))
+
+
+def gemma2(keys: Keys) -> Fields:
+  types = [(SLIDING, FULL)[i % 2]
+           for i in range(keys.size("num_hidden_layers"))]
+  return _parts(keys) | rope.read(keys) | _windows(keys, types)
+
+
+def gemma3(keys: Keys) -> Fields:
+  period = keys("sliding_window_pattern") or keys("_sliding_window_pattern", 6)
+  types = [SLIDING if (i + 1) % period else FULL
+           for i in range(keys.size("num_hidden_layers"))]
+  return (_parts(keys) | rope.read_two(keys) | _windows(keys, types)
+          | dict(qk_norm="head"))
+
+
+def gpt2(keys: Keys) -> Fields:
+  heads, width = keys.size("n_head"), keys.size("n_embd")
+  if keys("scale_attn_by_inverse_layer_idx"):
+    keys.refuse("scale_attn_by_inverse_layer_idx", True)
+  return dict(
+      vocab_size=keys.size("vocab_size"), width=width,
+      layers=keys.size("n_layer"), heads=heads, kv_heads=heads,
+      head_dim=width // heads, mlp_width=keys("n_inner", 4 * width),
+      context_length=keys.size("n_positions"), learned_positions=True,
+      norm="layer", norm_epsilon=keys("layer_norm_epsilon"), gated=False,
+      activation=keys.choice("activation_function", ACTIVATIONS),
+      query_scale=None if keys("scale_attn_weights") else 1.0,
+      qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+def gpt_neox(keys: Keys) -> Fields:
+  for name, older in (("rope_theta", "rotary_emb_base"),
+                      ("partial_rotary_factor", "rotary_pct")):
+    if keys(name, keys(older)) != keys(older):  # some files hold both
+      keys.refuse(name, keys(name))
+  return (_sizes(keys, epsilon="layer_norm_eps")
+          | rope.read(keys, theta="rotary_emb_base", fraction="rotary_pct")
+          | _biases(keys) | dict(
+              norm="layer", gated=False, mlp_bias=True,
+              parallel_residual=bool(keys("use_parallel_residual"))))
