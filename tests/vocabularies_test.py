@@ -362,6 +362,24 @@ def test_what_is_written_follows_the_committed_text():
     assert row[len(text) - 4:len(text) - 1].argmax(-1).tolist() == new.tolist()
 
 
+@pytest.mark.parametrize("name", ["token_intersection", "string_match"])
+def test_a_drafter_that_is_not_finite_is_reported(name):
+  # Broken: a drafter whose weights are broken drafts nonsense in silence.
+  both = _List((b"a", b"b")), _List((b"b", b"a", b"ab"))
+  own, target = testing.MarkovModel(2), testing.MarkovModel(3)
+  drafter = jnp.array([[1.0, 0.0], [jnp.nan, 0.0]])  # a goes on with a
+  if name == "string_match":
+    strategy = sj.strategies.string_match(own, data.Retokenizer(*both), 2)
+  else:
+    strategy = sj.strategies.token_intersection(own, 3, gamma=2)
+    drafter = {"model": drafter, "vocabulary": data.map_vocabularies(*both)}
+  decoder = sj.Decoder(target=target, **strategy._asdict())
+  params = {"target": jnp.zeros((3, 3)), "drafter": drafter}
+  with pytest.raises(FloatingPointError, match="drafter's logits of row 1"):
+    decoder.generate(params, [[1], [0]], jax.random.key(0), max_new_tokens=1,
+                     temperature=0)
+
+
 @pytest.mark.parametrize("name,token,pieces", [
     ("TokenIntersection", 1, 3), ("StringMatch", 3, 2)])
 def test_a_text_without_room_is_not_cut(name, token, pieces):

@@ -140,7 +140,7 @@ class StringMatch:
     wanted = ~state.done & (reading.lengths > 0) & (reading.lengths <= room)
     length, logits, cache = reading_lib.caught_up(
         self.model, model, reading, wanted)
-    written, cache = self._write(model, logits, cache)
+    written, finite, cache = self._write(model, logits, cache)
 
     start = jnp.maximum(state.lengths - self.lookback, 0)
     chain = jax.pure_callback(
@@ -149,6 +149,9 @@ class StringMatch:
         _window(state.tokens, start, self.lookback), state.lengths - start,
         written, wanted)
     probs = jax.nn.one_hot(chain, self.texts.target_size)
+    # The loop reports the row: its numbers are no longer to be seen.
+    bad = (wanted & ~finite)[:, None, None]
+    probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
         common.roots(state), jnp.maximum(chain, 0), probs)
     return draft, reading.drafted(length, written, cache)
@@ -171,21 +174,32 @@ class StringMatch:
     return reading.amended(start, ids, count, state.lengths, room)
 
   def _write(self, params, logits, cache):
-    """The likeliest tokens `[B, length]`, and the cache with all but one."""
+    """The likeliest tokens.
+
+    Returns:
+      `[B, length]` ids; `[B]` bool, whether the logits were numbers; and the
+      cache with all tokens but the last.
+    """
     depth = jnp.zeros((logits.shape[0], 1), jnp.int32)
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
+    def best(logits):
+      return (jnp.argmax(logits, axis=-1).astype(jnp.int32),
+              jnp.isfinite(jnp.max(logits, axis=-1)))
+
     def extend(carry, _):
       cache, logits = carry
-      token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+      token, finite = best(logits)
       out = self.model(params, token[:, None], depth, self_only, cache)
       cache = out.cache.rollback(cache.lengths + 1)
-      return (cache, out.logits[:, 0]), token
+      return (cache, out.logits[:, 0]), (token, finite)
 
-    (cache, logits), tokens = jax.lax.scan(
+    (cache, logits), drawn = jax.lax.scan(
         extend, (cache, logits), length=self.length - 1)
-    last = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jnp.concatenate([tokens.T, last[:, None]], axis=1), cache
+    tokens, finite = jax.tree.map(
+        lambda all, last: jnp.concatenate([all, last[None]]),
+        drawn, best(logits))
+    return tokens.T, finite.all(0), cache
 
   def commit(self, params: Any, drafter: reading_lib.Reading, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
