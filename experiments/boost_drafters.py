@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import models
 import numpy as np
 
 import specjax as sj
@@ -45,7 +46,8 @@ from specjax.training import optimizers
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    "the first: small, tiny, or a directory of train_lm.py")
+    f"the first: small, tiny, {shared.PUBLISHED}")
+_DTYPE = shared.dtype()
 _DRAFTERS = flags.DEFINE_integer(
     "drafters", 2, "K, of which K - 1 are trained", 2)
 _DATA = shared.data("text whose beginnings are continued")
@@ -190,14 +192,9 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
 
 
 def main():
-  target, members, tokenizer = common.load_models(
-      _TARGET.value, [_DRAFTER.value])
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [first] = members.values()
-  if first.model.vocab_size != target.model.vocab_size:
-    raise ValueError(
-        f"--drafter has {first.model.vocab_size} tokens and the target "
-        f"{target.model.vocab_size}; give one that was trained with the "
-        "target's tokenizer")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   rows = _rows(target, tokenizer, output_dir)
   drafters = [first]

@@ -9,30 +9,57 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
   python experiments/generate.py --drafter=pass          # look-ahead tokens
   python experiments/generate.py --drafter=none          # autoregressive
 
-The output has exactly the target's law, whatever the drafter and the verifier,
-unless that is one of the lossy rules.
+A published model answers, or chats on the terminal until /quit or Ctrl-D
+(Ctrl-C stops an answer):
+
+  python experiments/generate.py --target=smollm2 --chat --prompt='Why me?'
+  python experiments/generate.py --target=smollm2 --interactive
+
+--compare then decodes again, in turn with the target alone, and prints the
+speed of both. The output has exactly the target's law, whatever the drafter and
+the verifier, unless that is one of the lossy rules.
 """
 
+import dataclasses
+import pathlib
 import sys
-import time
 
 from absl import flags
-import jax
 from lib import common
+from lib import conversation
 from lib import flags as shared
+from lib import models
+from lib import prompts
+from lib import streaming
 import numpy as np
-from tokenizers import decoders
 
 import specjax as sj
+from specjax import files
 from specjax import strategies
 from specjax.training import methods
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "the text to continue; default: standard input, or a few "
     "lines of code where that is a terminal or empty")
+_SPECIAL = flags.DEFINE_bool(
+    "special", False, "read special tokens such as <|endoftext|> in the prompt "
+    "as tokens, and not as text")
+_KEEP_LAST = flags.DEFINE_bool(
+    "keep_last", False, "a prompt that is too long keeps its last tokens, and "
+    "a chat its last exchanges")
+_CHAT = shared.chat("the prompt is a user's message, in the target's chat "
+                    "template; the answer alone is printed")
+_SYSTEM = flags.DEFINE_string(
+    "system", None, "message of the system that a chat begins with")
+_INTERACTIVE = flags.DEFINE_bool(
+    "interactive", False, "chat on the terminal, or with the lines of standard "
+    "input, --prompt the first of them")
 _TARGET = shared.target()
-_DRAFTER = shared.drafter("small, tiny, medusa, pass, none, or a directory of "
-                          "train_lm.py or train_drafter.py")
+_DRAFTER = shared.drafter(
+    f"small, tiny, medusa, pass, none, {shared.PUBLISHED}, or heads of "
+    "train_drafter.py; default: small for the bundled target, none for others",
+    None)
+_DTYPE = shared.dtype()
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
     "default: block, and target_walk for Medusa's tree")
@@ -47,33 +74,14 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "tokens", 1)
 _SEED = shared.seed("of the sampling")
 _COLOR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "colour the tokens")
+_COMPARE = flags.DEFINE_bool(
+    "compare", False, "also decode without the drafter, in turn, and print the "
+    "tokens per second of both")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "a file for the text as well, written when it is complete")
 
 _DEFAULT_PROMPT = (
     '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
-_ROUNDS_A_CALL = 2  # rounds between two looks from the host
-_GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
-
-
-class _Printer:
-  """Prints tokens as they come, in colours, never half a character."""
-
-  def __init__(self, tokenizer, colored):
-    self._stream = decoders.DecodeStream(skip_special_tokens=True)
-    self._backend = tokenizer.backend
-    self._colored = colored
-
-  def prompt(self, ids):
-    for token in ids:
-      sys.stdout.write(self._stream.step(self._backend, int(token)) or "")
-
-  def round(self, ids, accepted):
-    """The tokens of a round, the first `accepted` of them drafted."""
-    for place, token in enumerate(ids):
-      text = self._stream.step(self._backend, int(token))
-      if text and self._colored:
-        text = (_GREEN if place < accepted else _RED) + text + _PLAIN
-      sys.stdout.write(text or "")
-    sys.stdout.flush()
 
 
 def _read_prompt():
@@ -86,77 +94,118 @@ def _read_prompt():
 
 
 def _speculation():
-  """`(target model, params, strategy, tokenizer)` of the flags."""
+  """`(target, its model, params, strategy, tokenizer)` of the flags."""
   name = _DRAFTER.value
-  itself = common.drafts_for_itself(name)
-  target, members, tokenizer = common.load_models(
+  if name is None:
+    name = "small" if _TARGET.value == "bundled" else "none"
+  itself = models.drafts_for_itself(name)
+  target, members, tokenizer = models.load_models(
       _TARGET.value, [] if itself or name == "none" else [name],
-      ", ".join((*sj.zoo.DRAFTERS, *sj.zoo.HEADS, "none")))
+      ", ".join((*sj.zoo.DRAFTERS, *sj.zoo.HEADS, "none")), dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
-    target, tokenizer, heads, own, training = common.load_self_drafter(
-        name, target, tokenizer)
+    target, tokenizer, heads, own, training = models.load_self_drafter(
+        name, target, tokenizer, _DTYPE.value)
     accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
     strategy = methods.of(heads).strategy(
         heads, rule, _GAMMA.value,
         lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
-    return (*heads.attach(target.model, target.params, own), strategy,
-            tokenizer)
+    model, params = heads.attach(target.model, target.params, own)
+    return target, model, params, strategy, tokenizer
   params, strategy = {"target": target.params}, strategies.autoregressive()
   for member in members.values():
     params["drafter"] = member.params
     strategy = strategies.block_verification(member.model, _GAMMA.value)
   if rule:
     strategy = strategy._replace(verifier=rule)
-  return target.model, params, strategy, tokenizer
+  return target, target.model, params, strategy, tokenizer
+
+
+def _check_flags():
+  """Refuses what does not go together, before a model is read."""
+  chats = _CHAT.value or _INTERACTIVE.value
+  if _SYSTEM.value is not None and not chats:
+    raise ValueError("--system is the beginning of a chat; add --chat or "
+                     "--interactive, or leave it out")
+  if _SPECIAL.value and chats:
+    raise ValueError("--special is about a plain prompt, and a chat template "
+                     "has special tokens of its own; leave one of the two out")
+  if _COMPARE.value and _INTERACTIVE.value:
+    raise ValueError("--compare decodes one prompt several times and "
+                     "--interactive many once; leave one of the two out")
+  if _OUTPUT.value is not None:
+    path = pathlib.Path(_OUTPUT.value)
+    if not _OUTPUT.value or path.is_dir() or not path.parent.is_dir():
+      raise ValueError(f"--output is {_OUTPUT.value!r}, which is a directory "
+                       "or lies in none; give a file")
+
+
+def _ids(tokenizer, room):
+  """The prompt's tokens, at most `room`."""
+  text = _read_prompt()
+  if not text:
+    raise ValueError("the prompt is empty; give a text with --prompt or on "
+                     "standard input")
+  if not _CHAT.value:
+    return conversation.cut(
+        tokenizer, tokenizer.encode(text, special=_SPECIAL.value), room,
+        _KEEP_LAST.value)
+  system = [{"role": "system", "content": _SYSTEM.value}]
+  return conversation.fitting(
+      tokenizer, system * (_SYSTEM.value is not None)
+      + [{"role": "user", "content": text}], room, _KEEP_LAST.value)
+
+
+def _continue(writer, ids, printer):
+  """Prints the text after a prompt, and statistics, also on Ctrl-C."""
+  answer, state = streaming.Answer(), writer.start(ids, _MAX_NEW_TOKENS.value)
+  try:
+    if not _CHAT.value:
+      printer.prompt(ids)
+    writer.write(state, printer, answer)
+  except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or `| head`
+    print(f"\n{answer}", file=sys.stderr)
+    raise
+  print(f"\n\n{answer}")
 
 
 def main():
-  model, params, strategy, tokenizer = _speculation()
+  _check_flags()
+  target, model, params, strategy, tokenizer = _speculation()
+  prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value)
   decoder = sj.Decoder(
       target=model, **strategy._asdict(),
       transform=sj.LogitsTransform(
           temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
           top_p=_TOP_P.value, min_p=_MIN_P.value),
-      eos=tokenizer.eos)
-  text = _read_prompt()
-  if not text:
-    raise ValueError("the prompt is empty; give a text with --prompt or on "
-                     "standard input")
-  ids = tokenizer.encode(text)
-  prefill = lambda: decoder.prefill(
-      params, [ids], jax.random.key(_SEED.value),
-      limits=len(ids) + _MAX_NEW_TOKENS.value)
-  decoder.decode(params, prefill(), rounds=_ROUNDS_A_CALL)  # compile
-
+      eos=models.ends(target, tokenizer))
+  room = decoder.context_length - _MAX_NEW_TOKENS.value
+  if room < 1:
+    raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value} and the "
+                     f"context length {decoder.context_length}; ask for fewer")
+  writer = streaming.Writer(decoder, params, _SEED.value)
   colored = _COLOR.value == "always" or (
       _COLOR.value == "auto" and sys.stdout.isatty())
-  printer = _Printer(tokenizer, colored)
-  state, rounds, accepted = prefill(), 0, 0
-  start, length = time.perf_counter(), len(ids)
-
-  def statistics():
-    total, seconds = length - len(ids), time.perf_counter() - start
-    return (f"{total} tokens in {rounds} rounds: {total / max(rounds, 1):.2f} "
-            f"a round, {100 * accepted / max(total, 1):.0f} % of them drafted, "
-            f"{total / seconds:.0f} tokens/s")
-
-  try:
-    printer.prompt(ids)
-    while not bool(state.done[0]):
-      state, stats = decoder.decode(params, state, rounds=_ROUNDS_A_CALL)
-      sj.raise_if_not_finite(stats)
-      tokens = np.asarray(state.tokens[0])
-      for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
-                                  np.asarray(stats.accepted[:, 0])):
-        printer.round(tokens[length:length + emitted], drafted)
-        length += emitted
-        accepted += drafted
-      rounds += int(stats.active[:, 0].sum())
-  except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or `| head`
-    print(f"\n{statistics()}", file=sys.stderr)
-    raise
-  print(f"\n\n{statistics()}")
+  printer_of = lambda: streaming.Printer(tokenizer, colored)
+  if _INTERACTIVE.value:
+    text = conversation.chat(
+        writer, tokenizer, printer_of, room=room,
+        new_tokens=_MAX_NEW_TOKENS.value, keep_last=_KEEP_LAST.value,
+        first=_PROMPT.value, system=_SYSTEM.value)
+  else:
+    ids, printer = _ids(tokenizer, room), printer_of()
+    _continue(writer, ids, printer)
+    text = printer.text
+  if _OUTPUT.value is not None:
+    with files.atomically(_OUTPUT.value) as f:
+      f.write(text.encode())
+  if _COMPARE.value:
+    alone = dataclasses.replace(
+        decoder, target=target.model, **strategies.autoregressive()._asdict())
+    print(streaming.compare(
+        (writer, streaming.Writer(
+            alone, {"target": target.params}, _SEED.value)),
+        ids, _MAX_NEW_TOKENS.value, tokenizer))
 
 
 if __name__ == "__main__":

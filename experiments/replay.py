@@ -8,6 +8,7 @@ completed by the same command.
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
   python experiments/replay.py --evaluate_only --record=mine --verifiers=token
+  python experiments/replay.py --prompts=mt_bench=question.jsonl
 
 The rounds start where the acting verifier left off: compare the rules within
 one record, not with rollouts of their own. Writes replay.json to --output_dir;
@@ -18,12 +19,12 @@ from absl import flags
 import jax
 from lib import common
 from lib import flags as shared
+from lib import models
+from lib import prompts
 
 import specjax as sj
 from specjax import analysis
 from specjax import contract
-from specjax.data import corpora
-from specjax.data import prompts as prompts_lib
 
 _RECORD = shared.directory(
     "record", "results/replay", "directory of the record")
@@ -35,33 +36,51 @@ _ACTING = flags.DEFINE_enum(
     "acting", "token", sorted(common.VERIFIERS), "the recorded verifier")
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
+_DTYPE = shared.dtype()
 _GAMMA = shared.gamma(8)
 _TEMPERATURE = shared.temperature()
+_PROMPTS = shared.prompts()
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(8)
-_PROMPT_TOKENS = shared.prompt_tokens(96, "tokens kept of every prompt")
+_PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/replay", "for the figures as JSON")
 
+_MOST_BYTES = 2**31  # of a prompt's record
+
 
 def _record():
   """Makes the record, or completes it."""
-  target, drafters, tokenizer = common.load_models(
-      _TARGET.value, [_DRAFTER.value])
+  target, drafters, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [drafter] = drafters.values()
-  held_out = [d for d in corpora.stdlib_documents() if d.held_out]
-  texts = prompts_lib.excerpts(
-      held_out, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
+  read = prompts.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   decoder = sj.Decoder(
       target=target.model, verifier=common.VERIFIERS[_ACTING.value],
       drafter=sj.drafters.LanguageModel(model=drafter.model,
                                         gamma=_GAMMA.value),
-      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
+      eos=models.ends(target, tokenizer) if _CHAT.value else None)
+  prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length)
+  _check_size(target.model.vocab_size)
   return analysis.record(
       decoder, {"target": target.params, "drafter": drafter.params},
-      [tokenizer.encode(text)[:_PROMPT_TOKENS.value] for text in texts],
-      jax.random.key(_SEED.value), _RECORD.value,
+      read.all, jax.random.key(_SEED.value), _RECORD.value,
       max_new_tokens=_NEW_TOKENS.value)
+
+
+def _check_size(vocab_size):
+  """Refuses a prompt whose laws, of both models, would fill the memory."""
+  size = 4 * 2 * _NEW_TOKENS.value * (_GAMMA.value + 1) * vocab_size
+  if size > _MOST_BYTES:
+    raise ValueError(f"a prompt's laws take up to {size / 2**30:.1f} GiB, with "
+                     f"--new_tokens={_NEW_TOKENS.value}, --gamma="
+                     f"{_GAMMA.value} and {vocab_size} tokens, and are held at "
+                     f"once; ask for less, up to {_MOST_BYTES / 2**30:.0f} GiB")
 
 
 def _row(name, record):

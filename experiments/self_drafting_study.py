@@ -1,6 +1,6 @@
 """What is a target's own draft worth beside a small language model's?
 
-Decodes held-out prompts with every drafter and the verifiers that are made for
+Decodes prompts with every drafter and the verifiers that are made for
 its drafts, on the same target, and prints tokens per round and per pass of the
 target, what the drafter added to the target, and the measured speed-up over
 autoregressive decoding:
@@ -38,6 +38,8 @@ from absl import flags
 import jax
 from lib import common
 from lib import flags as shared
+from lib import models
+from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import self_drafting_report as report
 from lib import timing
@@ -52,6 +54,7 @@ from specjax.training import evaluation
 from specjax.training import methods
 
 _TARGET = shared.target()
+_DTYPE = shared.dtype()
 _DRAFTERS = shared.drafters(
     "drafters", "small,tiny", "language models to compare with: ")
 _HEADS = flags.DEFINE_list(
@@ -61,6 +64,9 @@ _UNTRAINED = flags.DEFINE_bool(
 _TEMPERATURE = shared.temperatures("0,1")
 _GAMMA = shared.gamma(4, "tokens of a language model")
 _NODES = shared.nodes(64)
+_PROMPTS = shared.prompts()
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(16)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(96)
@@ -78,7 +84,7 @@ class _Source:
 
   Attributes:
     name: of its figures.
-    target: a `zoo.Member`.
+    target: a `zoo.Member`, or a `Pretrained`.
     drafts: {name: strategies of one drafter}; the rollouts of the first are
       shared.
     params: of the decoder.
@@ -110,7 +116,7 @@ def _language_model(name, target, member):
 def _self_drafter(label, target, heads, params, rows, **kwargs):
   """The drafts of heads or look-ahead embeddings."""
   method = methods.of(heads)
-  accuracy = _accuracy(method, target, heads, params, rows)
+  accuracy = _accuracy(method, target, heads, params, *rows)
   compared = method.compared(
       heads, lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
   model, both = heads.attach(target.model, target.params, params)
@@ -123,27 +129,34 @@ def _self_drafter(label, target, heads, params, rows, **kwargs):
       both, common.num_parameters(params), accuracy=accuracy, **kwargs)
 
 
-def _accuracy(method, target, heads, params, rows):
-  """`[K, ranks]`: how often a guess is what the target would write."""
+def _accuracy(method, target, heads, params, rows, first):
+  """`[K, ranks]`: how often a guess is what the target would write.
+
+  The rows count from position `first` on.
+  """
   measured = evaluation.head_accuracy(
-      method.measure(target.model, heads), rows, top=_RANKS,
-      first=_PROMPT_TOKENS.value - 1)(
+      method.measure(target.model, heads), rows, top=_RANKS, first=first)(
           {"target": target.params, "drafter": params})
   return np.diff(evaluation.by_head(measured, "top")[1:], axis=1, prepend=0)
 
 
 def _written_rows(target, prompts):
-  """What a target writes after prompts at temperature 0: `[R, S + 1]`."""
+  """What a target writes after prompts at temperature 0.
+
+  Rows are of equal length, so that shorter prompts are left out and longer ones
+  lose their first tokens: the length is that which loses the fewest.
+
+  Returns:
+    `([R, S + 1], the position that predicts the first token written)`.
+  """
   decoder = common.autoregressive(target.model, temperature=0)
-  length = _PROMPT_TOKENS.value
-  full = [row for row in prompts if len(row) == length]
-  if not full:
-    raise ValueError(f"no prompt has {length} tokens; give a smaller "
-                     "--prompt_tokens")
+  length = max(map(len, prompts), key=lambda n: n * sum(
+      len(row) >= n for row in prompts))
+  full = [row[-length:] for row in prompts if len(row) >= length]
   generation = decoder.generate({"target": target.params}, full,
                                 jax.random.key(0),
                                 max_new_tokens=_NEW_TOKENS.value)
-  return np.stack(generation.tokens)
+  return np.stack(generation.tokens), length - 1
 
 
 def _sources(target, members, tokenizer, calibration):
@@ -153,12 +166,12 @@ def _sources(target, members, tokenizer, calibration):
   written = functools.cache(lambda own: _written_rows(own, calibration))
   untrained = []
   for name in _HEADS.value:
-    own, its_tokenizer, heads, params, training = common.load_self_drafter(
-        name, target, tokenizer)
-    if its_tokenizer.backend.to_str() != tokenizer.backend.to_str():
+    own, its_tokenizer, heads, params, training = models.load_self_drafter(
+        name, target, tokenizer, _DTYPE.value)
+    if not its_tokenizer.same_tokens(tokenizer):
       raise ValueError(f"the target in {name} has another tokenizer than "
                        "--target; all must read the same prompts")
-    label = common.label(name)
+    label = models.label(name)
     sources.append(_self_drafter(
         label, own, heads, params, written(own), training=training))
     if _UNTRAINED.value:
@@ -174,20 +187,20 @@ def _sources(target, members, tokenizer, calibration):
   return sources + untrained
 
 
-def _capacity(sources):
+def _capacity(sources, longest):
   """Slots that the widest draft needs, so that all caches are alike."""
   widest = max(drafts[0].drafter.num_nodes for source in sources
                for drafts in source.drafts.values())
-  return _PROMPT_TOKENS.value + _NEW_TOKENS.value + widest
+  return longest + _NEW_TOKENS.value + widest
 
 
-def _pass_seconds(sources, capacity):
+def _pass_seconds(sources, capacity, longest):
   """{draft: what a pass of its target over as many nodes takes}.
 
   Measured before anything else: a process that has run many programs is
   slower.
   """
-  used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+  used = longest + _NEW_TOKENS.value // 2
 
   @functools.cache
   def seconds(member, nodes):
@@ -198,7 +211,7 @@ def _pass_seconds(sources, capacity):
           for source in sources for name, drafts in source.drafts.items()}
 
 
-def _arms(source, temperature, capacity):
+def _arms(source, temperature, capacity, eos):
   """{(draft, rule): `rollouts.Arm`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
@@ -208,7 +221,7 @@ def _arms(source, temperature, capacity):
   def arm(strategy, observers=()):
     decoder = sj.Decoder(
         target=source.target.model, **strategy._asdict(), observers=observers,
-        transform=sj.LogitsTransform(temperature=temperature))
+        eos=eos, transform=sj.LogitsTransform(temperature=temperature))
     return rollouts.Arm(decoder, source.params, _NEW_TOKENS.value, capacity)
 
   arms = {_BASELINE: arm(strategies.autoregressive())}
@@ -278,25 +291,29 @@ def main():
     sj.LogitsTransform(temperature=temperature)
   common.given("--drafters or --heads", _DRAFTERS.value + _HEADS.value,
                "what to draft with")
-  target, members, tokenizer = common.load_models(
-      _TARGET.value, _DRAFTERS.value)
-  ids, data = common.code_prompts(
-      tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
-      _PROMPT_TOKENS.value, _SEED.value)
-  prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, _DRAFTERS.value, dtype=_DTYPE.value)
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
+      extra=_CALIBRATION_PROMPTS)
+  prompts, longest = read.all, read.longest
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
+      m.model.context_length for m in (target, *members.values())))
   print("measuring the heads' accuracies", file=sys.stderr)
-  sources = _sources(target, members, tokenizer, calibration)
-  capacity = _capacity(sources)
+  sources = _sources(target, members, tokenizer, read.extra)
+  capacity = _capacity(sources, longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   prints = [rollouts.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
-      _NEW_TOKENS.value, _SEED.value) for source in sources]
-  groups = {(one, t): (source, t, _arms(source, t, capacity))
+      _NEW_TOKENS.value, _SEED.value, eos) for source in sources]
+  groups = {(one, t): (source, t, _arms(source, t, capacity, eos))
             for t in temperatures for one, source in zip(prints, sources)}
   units = {group: [(*group, i, rollouts.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
-  pass_seconds = _pass_seconds(sources, capacity)
+  pass_seconds = _pass_seconds(sources, capacity, longest)
   runs = rollouts.run(
       [unit for mine in units.values() for unit in mine],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
@@ -314,7 +331,8 @@ def main():
   report.draw(output_dir, rows, curves)
   print(f"wrote self_drafting.csv and figures to {output_dir}")
   common.finish(output_dir, "self_drafting", {
-      "rows": rows, "paired": paired, "source": data, "curves": curves,
+      "rows": rows, "paired": paired, "source": read.source,
+      "curves": curves,
       "accuracy": {s.name: s.accuracy.tolist() for s in sources
                    if s.accuracy is not None}})
 

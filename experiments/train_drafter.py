@@ -43,6 +43,7 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import models
 import numpy as np
 
 import specjax as sj
@@ -64,6 +65,8 @@ from specjax.training import runs
 _METHODS = {method.name: method for method in methods.METHODS}
 _CURVE = "greedy_block_efficiency"  # what the learning curve is of
 _DECODED_ROWS, _DECODED_ROUNDS = 16, 32  # to measure block efficiency
+_ROW_TOKENS_DEFAULT = 512  # published contexts would not fit memory
+_MOST_BYTES = 2**31  # of the logits that a step holds at once
 
 
 def _option(option):
@@ -87,6 +90,7 @@ def _options(field):
 _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "what to train", required=True)
 _TARGET = shared.target()
+_DTYPE = shared.dtype()
 _DATA = shared.data(
     "what to train on, or self[:SOURCE], continuations that the target samples "
     "after beginnings of the source (default: stdlib)")
@@ -100,7 +104,8 @@ _HEADS_FROM = flags.DEFINE_string(
 _HEAD_OPTIONS = _options("head_options")
 _OPTIONS = _options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
-    "row_tokens", None, "tokens of a row; default: the target's context", 3)
+    "row_tokens", None, "tokens of a row; default: the target's context, at "
+    f"most {_ROW_TOKENS_DEFAULT}", 3)
 _BATCH_SIZE = shared.batch_size()
 _ACCUMULATE = flags.DEFINE_integer(
     "accumulate", 1, "parts that a step is cut into, to save memory", 1)
@@ -163,7 +168,7 @@ def _self_source():
 
 def _row_tokens(target, heads):
   longest = target.model.context_length
-  value = _ROW_TOKENS.value or longest
+  value = _ROW_TOKENS.value or min(longest, _ROW_TOKENS_DEFAULT)
   if value > longest:
     raise ValueError(f"--row_tokens is {value}; the target's context is "
                      f"{longest} tokens: give at most that many")
@@ -171,6 +176,14 @@ def _row_tokens(target, heads):
   if value < least:
     raise ValueError(f"--row_tokens is {value}; {heads.num_forecasts} heads "
                      f"need {least} at least: give longer rows")
+  part = _BATCH_SIZE.value // _ACCUMULATE.value
+  size = 4 * part * value * target.model.vocab_size
+  if size > _MOST_BYTES:
+    raise ValueError(
+        f"the logits of {part} rows of {value} tokens take "
+        f"{size / 2**30:.1f} GiB with a vocabulary of "
+        f"{target.model.vocab_size}; give a larger --accumulate (now "
+        f"{_ACCUMULATE.value}), a smaller --batch_size or shorter --row_tokens")
   return value
 
 
@@ -316,7 +329,8 @@ def _spent(output_dir, tokens_per_step, before):
 
 
 def main():
-  target, _, tokenizer = common.load_models(_TARGET.value, [])
+  target, _, tokenizer = models.load_models(
+      _TARGET.value, [], dtype=_DTYPE.value)
   method = _METHODS[_METHOD.value]
   options = _values(_OPTIONS, method.options)
   heads, params = _heads(method, target)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import models
 
 from specjax.data import batches
 from specjax.data import corpora
@@ -46,7 +47,8 @@ _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "directory for the model and its checkpoints")
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "a tokenizer.json to use; default: learn one")
+    "tokenizer", None, "a tokenizer.json to use, or a model whose tokenizer is "
+    f"used, {shared.PUBLISHED}; default: learn one")
 _VOCAB_SIZE = flags.DEFINE_integer(
     "vocab_size", 4096, "tokens of the vocabulary that is learned", 257)
 _WIDTH = flags.DEFINE_integer("width", 256, "of the residual stream", 1)
@@ -81,8 +83,8 @@ def _tokenizer(path, training_texts):
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   if not _TOKENIZER.value:
     return own or tokenizers.train(training_texts, _VOCAB_SIZE.value)
-  given = tokenizers.Tokenizer.load(_TOKENIZER.value)
-  if own and own.backend.to_str() != given.backend.to_str():
+  given = models.load_tokenizer(_TOKENIZER.value)
+  if own and not own.same_tokens(given):
     raise ValueError(f"--tokenizer is {_TOKENIZER.value} and {path} is "
                      "another; leave the flag out, or choose another "
                      "--output_dir")

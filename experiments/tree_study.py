@@ -1,6 +1,6 @@
 """What do token trees gain over chains, for the same number of nodes?
 
-Decodes held-out prompts with every method of drafting and verifying at every
+Decodes prompts with every method of drafting and verifying at every
 node budget N, the root included, and prints tokens per pass of the target and
 tokens per second. --methods calls them:
 
@@ -22,6 +22,7 @@ from the measured costs of passes, of draft levels and of a round.
 
   python experiments/tree_study.py
   python experiments/tree_study.py --budgets=8,64 --temperature=1
+  python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
 
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
 started again the study goes on there. Writes trees.csv and .json, which the
@@ -35,6 +36,8 @@ from absl import flags
 import jax
 from lib import common
 from lib import flags as shared
+from lib import models
+from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import timing
 from lib import tree_report as report
@@ -51,11 +54,15 @@ _BUDGETS = flags.DEFINE_list(
 _METHODS_WANTED = flags.DEFINE_list(
     "methods", None, "such as chain_block,specinfer,traversal; default: all")
 _TEMPERATURE = shared.temperatures("0,0.6,1")
+_PROMPTS = shared.prompts()
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(16)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(96)
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
+_DTYPE = shared.dtype()
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
@@ -63,6 +70,7 @@ _CHILDREN = 8  # ranks whose acceptance is measured
 _DEPTH = 12  # of a tree, in tokens
 _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
+_TRACED_BYTES = 2**28  # of laws that are kept at a time
 _BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
@@ -103,13 +111,13 @@ def _groups():
 class _Setting:
   """The models, and how they accept and what they cost at a temperature."""
 
-  def __init__(self, target, drafter, calibration, budgets):
-    self.target, self.drafter = target, drafter
+  def __init__(self, target, drafter, calibration, budgets, longest, eos):
+    self.target, self.drafter, self._eos = target, drafter, eos
     self.params = {"target": target.params, "drafter": drafter.params}
     self._calibration = calibration
-    limit = _PROMPT_TOKENS.value + _NEW_TOKENS.value
-    self.capacity = limit + max(budgets)
-    used = limit - _NEW_TOKENS.value // 2
+    self._limit = longest + _NEW_TOKENS.value
+    self.capacity = self._limit + max(budgets)
+    used = self._limit - _NEW_TOKENS.value // 2
     seconds = lambda member, nodes: timing.median(timing.passes(
         member.model, member.params, self.capacity, used, nodes))
     self.pass_seconds = {n: seconds(target, n) for n in (1, *budgets)}
@@ -127,7 +135,7 @@ class _Setting:
     make = lambda name: _METHODS[name](self.drafter.model, parents)
     strategy = make(name) if name else strategies.autoregressive()
     return sj.Decoder(
-        target=self.target.model, **strategy._asdict(),
+        target=self.target.model, **strategy._asdict(), eos=self._eos,
         observers=tuple(make(other).verifier for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 
@@ -140,19 +148,32 @@ class _Setting:
     star = sj.trees.full_tree((1 if name in _CHAINS else _CHILDREN,))
     decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
-                            limits=_PROMPT_TOKENS.value + _NEW_TOKENS.value)
-    _, stats, trace = decoder.decode_traced(
-        self.params, state, _CALIBRATION_ROUNDS)
+                            limits=self._limit)
     rule = contract.rule(decoder.verifier)
-    law = jax.jit(jax.vmap(jax.vmap(rule.law)))(trace.draft, trace.target_probs)
-    stop = np.asarray(law.stop, np.float64)[np.asarray(stats.active)]
-    return stop.mean(0)[1:]
+    stops_of = jax.jit(lambda *args: jax.vmap(jax.vmap(rule.law))(*args).stop)
+    rounds, stops = self._traced_rounds(decoder), []
+    for _ in range(_CALIBRATION_ROUNDS // rounds):
+      state, stats, trace = decoder.decode_traced(self.params, state, rounds)
+      stop = np.asarray(stops_of(trace.draft, trace.target_probs), np.float64)
+      stops.append(stop[np.asarray(stats.active)])
+    return np.concatenate(stops).mean(0)[1:]
+
+  def _traced_rounds(self, decoder):
+    """A divisor of the calibration's rounds whose laws do not fill memory."""
+    laws = 3 * decoder.num_nodes * len(self._calibration)  # p, q, and a rule's
+    size = 4 * laws * self.target.model.vocab_size
+    rounds = _CALIBRATION_ROUNDS
+    while rounds > 1 and rounds * size > _TRACED_BYTES:
+      rounds //= 2
+    return rounds
 
   def round_seconds(self, temperature, name, parents):
     """What a round takes besides its passes."""
     arm = rollouts.Arm(self.decoder(temperature, name, parents), self.params,
                        _NEW_TOKENS.value, self.capacity)
-    runs = [arm.decode(prompt, 0, 0) for prompt in self._calibration][1:]
+    first, *others = self._calibration
+    arm.decode(first, 0, 0)
+    runs = [arm.decode(prompt, 0, 0) for prompt in others or [first]]
     depth = max(sj.trees.depths(parents))
     rest = [run["seconds"] / run["rounds"] - self.pass_seconds[len(parents)]
             - depth * self.level_seconds for run in runs]
@@ -211,14 +232,14 @@ def _arms(setting, plans, temperature, budget):
   return arms
 
 
-def _row(runs, arm, shared, law):
+def _row(runs, num_prompts, arm, shared, law):
   """Figures of an arm: its own, and those of a law on the shared rollouts.
 
   The baseline and the choice of the dynamic program have no budget of their
   own: the runs of every budget decode them again, to the same text. All of
   these runs are timed, and the tokens of one budget's are counted.
   """
-  once = runs[:_NUM_PROMPTS.value]
+  once = runs[:num_prompts]
   others = [arms[shared] for arms in once]
   mine = [arms[arm] for arms in once]
   pace = np.array([arms[arm]["seconds"] / arms[arm]["tokens"] for arms in runs])
@@ -234,7 +255,7 @@ def _row(runs, arm, shared, law):
           "speedup": statistics.median(baseline / pace)}
 
 
-def _rows(runs, plans, temperatures, budgets):
+def _rows(runs, num_prompts, plans, temperatures, budgets):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
@@ -248,7 +269,8 @@ def _rows(runs, plans, temperatures, budgets):
       parents = plan[arm][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **_row(mine, arm, paired, law), "parents": list(parents)})
+                   **_row(mine, num_prompts, arm, paired, law),
+                   "parents": list(parents)})
   return rows
 
 
@@ -258,24 +280,28 @@ def main():
     raise ValueError("--budgets holds 1; a draft has at least one node besides "
                      "the root")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  target, drafters, tokenizer = common.load_models(
-      _TARGET.value, [_DRAFTER.value])
+  target, drafters, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   methods = sorted(name for group in _groups() for name in group)
-  ids, source = common.code_prompts(
-      tokenizer, _NUM_PROMPTS.value + _CALIBRATION_PROMPTS,
-      _PROMPT_TOKENS.value, _SEED.value)
-  prompts, calibration = ids[:_NUM_PROMPTS.value], ids[_NUM_PROMPTS.value:]
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
+      extra=_CALIBRATION_PROMPTS)
+  prompts = read.all
   [drafter] = drafters.values()
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
+      target.model.context_length, drafter.model.context_length))
   print(f"timing passes over {', '.join(map(str, budgets))} nodes",
         file=sys.stderr)
-  setting = _Setting(target, drafter, calibration, budgets)
+  setting = _Setting(target, drafter, read.extra, budgets, read.longest, eos)
   for temperature in temperatures:  # a bad one is refused early
     setting.decoder(temperature, "chain_token", (-1, 0))
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = rollouts.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
-      _NEW_TOKENS.value, _SEED.value)
+      _NEW_TOKENS.value, _SEED.value, eos)
   units = [(fingerprint, t, n, i, rollouts.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
@@ -284,12 +310,12 @@ def main():
       units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
       group_of=lambda unit: unit[1:3])
-  rows = _rows(runs, plans, temperatures, budgets)
+  rows = _rows(runs, len(prompts), plans, temperatures, budgets)
   report.print_table(rows)
   report.write(output_dir, rows)
   print(f"wrote trees.csv and two figures to {output_dir}")
   common.finish(output_dir, "trees", {
-      "rows": rows, "source": source, "pass_seconds": setting.pass_seconds,
+      "rows": rows, "source": read.source, "pass_seconds": setting.pass_seconds,
       "level_seconds": setting.level_seconds})
 
 

@@ -34,6 +34,8 @@ simulation with normal numbers. --error=0 decodes all prompts.)
   python experiments/verification_study.py --gammas=4,6,8,16 \\
     --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
   python experiments/verification_study.py --prompts=gsm8k=test.jsonl,mine.txt
+  python experiments/verification_study.py --target=smollm2 \\
+    --drafter=mine.gguf --prompts=mt_bench=question.jsonl --chat
 
 Every prompt's results are appended to runs.jsonl in --output_dir; killed and
 started again with the same models, prompts and flags, the study goes on there,
@@ -45,22 +47,19 @@ verification_speed.png.
 
 import dataclasses
 import functools
-import pathlib
-import platform
-import random
 
 from absl import flags
 from lib import common
 from lib import flags as shared
+from lib import models
 from lib import one_of
+from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import timing
 from lib import verification_report as report
 
 import specjax as sj
-from specjax import files
 from specjax.data import prompt_sets
-from specjax.data import prompts as prompts_lib
 
 _GAMMAS = shared.gammas("2,4,8,16")
 _TEMPERATURE = shared.temperatures("1")
@@ -68,14 +67,10 @@ _TOP_P = shared.top_p()
 _VERIFIERS = flags.DEFINE_list(
     "verifiers", "token,block,greedy_block",
     f"of {', '.join(common.VERIFIERS)}; token must be among them")
-_PROMPTS = flags.DEFINE_list(
-    "prompts", list(prompt_sets.EMBEDDED),
-    "prompt sets: those of the running Python (the default), NAME=PATH for a "
-    "published file or NAME for its Hugging Face copy ("
-    f"{', '.join(prompt_sets.PROMPT_SETS)}), or a .txt (prompts between blank "
-    "lines) or .jsonl file of your own")
-_FIELD = shared.field("prompt", "of a JSONL file of your own")
-_NUM_PROMPTS = shared.num_prompts(12, "prompts of every set, at most")
+_PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
     "error", 3.5, "prompts are decoded until the 95 % interval of block "
     "verification's paired gain over token verification is at most this many "
@@ -84,48 +79,13 @@ _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
 _DRAFTER = shared.drafters()
+_DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 
-def _texts(item):
-  """The texts of one entry of --prompts, its name and its source."""
-  name, _, path = item.partition("=")
-  if not path and name in prompt_sets.EMBEDDED:
-    texts, source = prompt_sets.embedded(
-        name, _NUM_PROMPTS.value, 4 * _PROMPT_TOKENS.value, _SEED.value)
-    return name, texts, source
-  if path or name in prompt_sets.PROMPT_SETS:
-    texts = prompt_sets.load(name, path or None)
-  else:
-    texts = prompts_lib.read_prompts(item, _FIELD.value)
-    name = pathlib.Path(item).stem
-  if len(texts) < 2:
-    raise ValueError(f"{path or item} holds {len(texts)} prompt; a standard "
-                     "error needs at least 2")
-  kept = random.Random(_SEED.value).sample(
-      range(len(texts)), min(_NUM_PROMPTS.value, len(texts)))
-  return name, [texts[i] for i in sorted(kept)], {"prompts": path or item}
-
-
-def _load_prompts(tokenizer):
-  """Token ids by set, and a description of their sources."""
-  prompts, sources = {}, {}
-  for item in _PROMPTS.value:
-    name, texts, sources_of_set = _texts(item)
-    if name in prompts:
-      raise ValueError(f"--prompts holds two sets named {name!r}; give each "
-                       "once")
-    prompts[name] = [
-        common.last_tokens(tokenizer.encode(text), _PROMPT_TOKENS.value)
-        for text in texts]
-    sources[name] = sources_of_set
-  return prompts, {"python": platform.python_version(),
-                   "hash": files.fingerprint(prompts), "sets": sources}
-
-
-def _arms(target, drafters, temperature, gammas, verifiers, capacity):
+def _arms(target, drafters, temperature, gammas, verifiers, capacity, eos):
   """The baseline, and an arm for every drafter, gamma and verifier.
 
   One more for every drafter has the drafts that all verifiers are judged on.
@@ -133,7 +93,7 @@ def _arms(target, drafters, temperature, gammas, verifiers, capacity):
   """
   rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
   decoder = functools.partial(
-      sj.Decoder, target=target.model, transform=sj.LogitsTransform(
+      sj.Decoder, target=target.model, eos=eos, transform=sj.LogitsTransform(
           temperature=temperature, top_p=_TOP_P.value))
   arms = {}
   for name, member in drafters.items():
@@ -231,27 +191,26 @@ def main():
                      "it: add it")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")
-  common.given("--prompts", _PROMPTS.value, "one set at least, or leave it out")
-  target, drafters, tokenizer = common.load_models(
-      _TARGET.value, _DRAFTER.value)
-  prompts, source = _load_prompts(tokenizer)
-  longest = max(len(row) for rows in prompts.values() for row in rows)
-  limit = longest + _NEW_TOKENS.value
-  capacity = limit + max(gammas) + 1
-  make_arms = lambda t: _arms(target, drafters, t, gammas, verifiers, capacity)
+  target, drafters, tokenizer = models.load_models(
+      _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  prompts = read.sets
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  capacity = read.longest + _NEW_TOKENS.value + max(gammas) + 1
+  make_arms = lambda t: _arms(
+      target, drafters, t, gammas, verifiers, capacity, eos)
   # Decoders refuse what does not fit together when they are made.
   context = min(arm.decoder.context_length for t in temperatures
                 for arm in make_arms(t).values())
-  if limit > context:
-    raise ValueError(f"{longest} tokens of a prompt and --new_tokens="
-                     f"{_NEW_TOKENS.value} exceed the context length of "
-                     f"{context}; ask for fewer")
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, context)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
-      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value)
+      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos)
   units = _units(fingerprint, temperatures, prompts)
   costs = _Costs(target, drafters, gammas, capacity)
   study_of = lambda runs, seconds=None: report.Study(
@@ -269,7 +228,8 @@ def main():
       make_arms, output_dir / "runs.jsonl", enough=enough,
       beside=costs.compiled)
 
-  _report(study_of(runs, costs.seconds()), runs, prompts, source, output_dir)
+  _report(study_of(runs, costs.seconds()), runs, prompts, read.source,
+          output_dir)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The scripts run as a user runs them, and say what is wrong in one line."""
 
+import importlib.util
+
 import pytest
 from scripts import last_line
 from scripts import run
 from scripts import run_all
 from scripts import start
+from tiny_llama import write_llama
 
 from specjax import files
 
@@ -59,8 +62,17 @@ def test_verification_study(tmp_path):
 
 
 def test_replay(tmp_path):
-  """A record is made, judged, and judged again without a model."""
+  """A record is made, judged, and judged again without a model.
+
+  Also one of a published model, which drafts for itself, on a user's prompts.
+  """
   flags = ["--num_prompts=4", "--new_tokens=48", "--gamma=3"]
+  write_llama(tmp_path / "model")
+  (tmp_path / "mine.txt").write_text("a draft token\n\nwhat is a root")
+  own = ["--target=model", "--drafter=model", "--prompts=mine.txt", "--gamma=2",
+         "--record=own", "--acting=block", "--new_tokens=6", "--output_dir=own"]
+  if importlib.util.find_spec("jinja2"):
+    own.append("--chat")
   (tmp_path / "file").touch()
   (tmp_path / "other").mkdir()
   (tmp_path / "other/record.json").write_text('{"format": 2}')
@@ -70,9 +82,14 @@ def test_replay(tmp_path):
       (["--record=file"], ["file is a file", "directory"]),
       (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
-      (["--verifiers="], ["--verifiers", "greedy_block"])]
-  made, judged, *refused = run_all("replay.py", flags, [
-      "--evaluate_only", "--verifiers=block", "--output_dir=judged"], *(
+      (["--verifiers="], ["--verifiers", "greedy_block"]),
+      (["--target=model", "--drafter=small"],
+       ["small does not fit", "vocabular"]),
+      (["--prompts=mine.txt", "--new_tokens=510"], ["510", "context length"]),
+      (["--gamma=500", "--new_tokens=400"], ["GiB", "--gamma=500"]),
+      (["--prompts=mine.txt,mine.txt"], ["two sets named 'mine'"])]
+  made, judged, published, *refused = run_all("replay.py", flags, [
+      "--evaluate_only", "--verifiers=block", "--output_dir=judged"], own, *(
           [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
   _check_refused(refused, refusals)
   study = last_line(made)
@@ -81,6 +98,9 @@ def test_replay(tmp_path):
       rows["token"]["block_efficiency"], abs=1e-6)
   assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
   assert last_line(judged)["rows"] == [rows["block"]]
+  for row in last_line(published)["rows"]:  # all is accepted, but by "typical"
+    if row["lossless"]:
+      assert row["block_efficiency"] == pytest.approx(3)
 
 
 def test_generate(tmp_path):
@@ -101,6 +121,46 @@ def test_generate(tmp_path):
     assert result["stdout"].startswith("def f(x):")
     assert "\033[31m" in result["stdout"]
     assert "a round" in result["stdout"].splitlines()[-1]
+
+
+def test_a_published_model_chats(tmp_path):
+  # Broken: published weights do not decode here, the template or its ends are
+  # left out, the answer on disk is not the one on the screen, or a prompt that
+  # is too long is cut in silence.
+  pytest.importorskip("jinja2")
+  write_llama(tmp_path / "model")
+  flags = ["--target=model", "--max_new_tokens=12", "--temperature=0"]
+  chat = [*flags, "--chat", "--prompt=what is a token?"]
+  long = [*flags, "--chat", f"--prompt={'token ' * 400}"]
+  refusals = [
+      (long, ["--keep_last", "room for 244"]),
+      ([*flags, f"--prompt={'token ' * 400}"], ["--keep_last", "244"]),
+      ([*chat, "--max_new_tokens=256"], ["256", "ask for fewer"]),
+      ([*chat, "--output=model"], ["'model'", "give a file"]),
+      ([*flags, "--system=Be brief."], ["--system", "--chat"]),
+      ([*chat, "--special"], ["--special"]),
+      ([*chat, "--drafter=small"], ["small", "vocabular"]),
+      (["--chat", "--prompt=hi"], ["--chat", "template"])]
+  plain, drafted, cut, system, talk, special, *refused = run_all(
+      "generate.py", chat, [*chat, "--drafter=model", "--compare", "--gamma=3",
+                            "--output=answer.txt"],
+      [*long, "--keep_last"], [*chat, "--system=Be brief."],
+      [*chat, "--interactive"],
+      [*flags, "--special", "--prompt=<|im_start|>user"],
+      *(wrong for wrong, _ in refusals), cwd=tmp_path)
+  answers = []
+  for found in (plain, drafted, cut, system):
+    assert found["code"] == 0, found
+    answers.append(found["stdout"].rsplit("\n\n", 1)[0])
+  # The template's tokens are read and not printed; what is drafted is the same.
+  assert answers[0] == answers[1] == (tmp_path / "answer.txt").read_text()
+  assert "<|im" not in answers[0] and "what is" not in answers[0]
+  assert answers[0] != answers[3]
+  assert "times as fast" in drafted["stdout"].splitlines()[-1]
+  assert "12 tokens in 3 rounds" in drafted["stdout"]  # the target drafts
+  assert talk["stdout"] == answers[0] + "\n" and "[12 tokens" in talk["stderr"]
+  assert special["stdout"].startswith("user")
+  _check_refused(refused, refusals)
 
 
 def _check_refused(runs, refusals):

@@ -8,11 +8,14 @@ from scripts import run_all
 
 def test_tree_study(tmp_path):
   """Every method has its row, and the tree that was chosen is reported."""
+  (tmp_path / "mine.txt").write_text(
+      "def a(x):\n\nimport os\n\nclass A:\n\nx = 1\n\n")
   study = last_line(run(
       "tree_study.py", "--budgets=4", "--temperature=1", "--num_prompts=2",
       "--methods=chain_block,traversal,top_k", "--new_tokens=16",
-      "--drafter=tiny", cwd=tmp_path))
+      "--drafter=tiny", "--prompts=mine.txt", cwd=tmp_path))
   assert study["study"] == "trees"
+  assert set(study["source"]["sets"]) == {"mine"}
   rows = {r["method"]: r for r in study["rows"]}
   assert len(rows) == len(study["rows"]) == 5
   for row in rows.values():
@@ -28,10 +31,12 @@ def test_tree_study(tmp_path):
 
 def test_self_drafting_study(tmp_path):
   """Heads are compared with a language model; rules on the same drafts."""
+  (tmp_path / "mine.txt").write_text("\n\n".join(
+      f"def f{i}(x):\n  return {'x + ' * i}1" for i in range(8)))
   study = last_line(run(
       "self_drafting_study.py", "--heads=medusa", "--nountrained",
       "--drafters=tiny", "--temperature=1", "--num_prompts=2", "--nodes=5",
-      "--new_tokens=16", cwd=tmp_path))
+      "--new_tokens=16", "--prompts=code,mine.txt", cwd=tmp_path))
   assert study["study"] == "self_drafting"
   rows = {(r["drafter"], r["verifier"]): r for r in study["rows"]}
   assert len(rows) == len(study["rows"]) == 12

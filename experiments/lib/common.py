@@ -1,4 +1,4 @@
-"""What the experiment scripts share: models by flag, errors in one line."""
+"""What the experiment scripts share: errors in one line, results in files."""
 
 import contextlib
 import csv
@@ -11,7 +11,6 @@ import pathlib
 import signal
 import sys
 from typing import Any
-from typing import NamedTuple
 
 from absl import app
 from absl import flags
@@ -20,10 +19,10 @@ import jax
 
 from lib import compilation
 from lib import flags as shared
+from lib import models
 import specjax as sj
 from specjax import files
-from specjax.data import prompt_sets
-from specjax.training import methods
+from specjax import strategies
 
 VERIFIERS = {
     "token": sj.verifiers.Token(),
@@ -40,6 +39,8 @@ TREE_VERIFIERS = {
 }
 ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
+
+load_models = models.load_models
 
 
 _HELD = contextlib.ExitStack()  # the directories of the script that runs
@@ -183,26 +184,9 @@ def numbers(flag: str, values: list[str]) -> list[float]:
                      "commas, such as 1,0.6") from None
 
 
-def last_tokens(ids: list[int], count: int) -> list[int]:
-  """The first token, which begins every text, and the last of the others."""
-  return [ids[0], *ids[1:][-(count - 1):]] if count > 1 else ids[:1]
-
-
-def code_prompts(tokenizer, count: int, tokens: int, seed: int):
-  """Held-out modules of the running Python, cut to their last tokens.
-
-  Returns:
-    `(count lists of at most `tokens` ids, where they come from)`.
-  """
-  texts, source = prompt_sets.embedded("code", count, 4 * tokens, seed)
-  return [last_tokens(tokenizer.encode(text), tokens)
-          for text in texts], source
-
-
 def autoregressive(model, temperature: float) -> sj.Decoder:
   """A decoder that writes what a model alone would, a token a pass."""
-  drafter, verifier = sj.strategies.autoregressive()
-  return sj.Decoder(target=model, drafter=drafter, verifier=verifier,
+  return sj.Decoder(target=model, **strategies.autoregressive()._asdict(),
                     transform=sj.LogitsTransform(temperature=temperature))
 
 
@@ -246,110 +230,3 @@ def verifier_names(flag: str, names: list[str]) -> list[str]:
       raise ValueError(f"{flag} holds {name!r}; choose among "
                        f"{', '.join(VERIFIERS)}")
   return list(dict.fromkeys(names))
-
-
-def label(name: str) -> str:
-  """What tables and figures call a model: the last part of its path."""
-  return os.path.basename(os.path.abspath(name))
-
-
-def load_models(target: str, drafters: list[str], choices: str = ""):
-  """The models that the flags --target and --drafter name.
-
-  Args:
-    target: "bundled", or the directory of a checkpoint with a tokenizer.
-    drafters: names of bundled drafters, or directories of checkpoints.
-    choices: what a drafter may be, for the error; default: as in `drafters`.
-
-  Returns:
-    `(target, {label: drafter}, tokenizer)`, each model a `zoo.Member`.
-
-  Raises:
-    ValueError: two drafters have the same label.
-  """
-  drafters = list(dict.fromkeys(drafters))
-  for name in drafters:
-    alike = [other for other in drafters if label(other) == label(name)]
-    if len(alike) > 1:
-      raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
-                       f"{label(name)!r}; rename a directory")
-  bundled = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
-  directory = (bundled / "target" if target == "bundled"
-               else _directory("target", target, "bundled"))
-  choices = choices or ", ".join(sj.zoo.DRAFTERS)
-  path = lambda name: (bundled / name if name in sj.zoo.DRAFTERS
-                       else _directory("drafter", name, choices))
-  load = lambda directory: sj.zoo.Member(*sj.models.load_model(directory))
-  paths = {name: path(name) for name in drafters}
-  target_member = load(directory)
-  tokenizer = sj.data.Tokenizer.load(
-      (bundled if target == "bundled" else directory) / "tokenizer.json")
-  members = {label(name): load(path) for name, path in paths.items()}
-  return target_member, members, tokenizer
-
-
-def _directory(what, name, choices):
-  """The directory that a flag names; a slip is told what there is."""
-  if not name or not pathlib.Path(name).is_dir():
-    raise ValueError(f"no {what} {name!r}; choose among {choices}, or give the "
-                     "directory of a trained one")
-  return pathlib.Path(name)
-
-
-def _heads_directory(name):
-  return (sj.zoo.heads_path(name) if name in sj.zoo.HEADS
-          else pathlib.Path(name))
-
-
-def drafts_for_itself(name: str) -> bool:
-  """Whether a name is that of heads or look-ahead embeddings."""
-  return (name in sj.zoo.HEADS
-          or bool(name) and (_heads_directory(name) / "heads.json").exists())
-
-
-class SelfDrafter(NamedTuple):
-  """Heads or look-ahead embeddings, and the target that they were made for.
-
-  Attributes:
-    target: a `zoo.Member`.
-    tokenizer: the target's.
-    heads: see `models.heads`.
-    params: of the heads.
-    training: what train_drafter.py says of its run.
-  """
-
-  target: Any
-  tokenizer: Any
-  heads: Any
-  params: Any
-  training: dict[str, Any]
-
-
-def load_self_drafter(name: str, target, tokenizer) -> SelfDrafter:
-  """Reads heads or look-ahead embeddings, and the target that they draft for.
-
-  Args:
-    name: "pass" or "medusa", those in the box, or a directory of
-      train_drafter.py.
-    target: the `zoo.Member` to draft for, unless the directory holds a target
-      that was trained together with the heads.
-    tokenizer: the target's tokenizer.
-  """
-  if name not in sj.zoo.HEADS:
-    _directory("heads", name, ", ".join(sj.zoo.HEADS))
-  directory = _heads_directory(name)
-  if (directory / "model.safetensors").exists():
-    target = sj.zoo.Member(*sj.models.load_model(directory))
-    tokenizer = sj.data.Tokenizer.load(directory / "tokenizer.json")
-  heads, params = methods.load_heads(directory, target.model)
-  path = directory / "training.json"
-  again = "run train_drafter.py again, with the same flags"
-  if not path.exists():
-    raise ValueError(f"{path} is missing, which says how good the heads are; "
-                     + again)
-  training = files.read_json(path, again)
-  accuracy = training.get("accuracy")
-  if not (isinstance(accuracy, list) and len(accuracy) > 1
-          and all(isinstance(row, list) for row in accuracy)):
-    raise ValueError(f"{path} does not say how good the heads are; {again}")
-  return SelfDrafter(target, tokenizer, heads, params, training)

@@ -10,11 +10,16 @@ What only one script takes is defined there.
 
 from absl import flags
 
+from specjax.data import prompt_sets
+
 # All nodes of a draft, the root included, are verified in one pass, for which
 # each of N nodes has a list of N ancestors and a law of V numbers.
 MOST_NODES = 512
 TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
             "draft at once and compares each with each")
+
+PUBLISHED = ("a directory (Hugging Face's or specjax's own), a .gguf file, "
+             "smollm2, or a name on the Hugging Face hub")
 
 # `--help` lists a flag with the script that asked for it, not with this file.
 flags.disclaim_key_flags()
@@ -22,19 +27,48 @@ flags.disclaim_key_flags()
 
 def target():
   """The model whose law the output follows."""
-  return flags.DEFINE_string(
-      "target", "bundled", "bundled, or a directory of train_lm.py")
+  return flags.DEFINE_string("target", "bundled", f"bundled, {PUBLISHED}")
 
 
-def drafter(help_="small, tiny, or a directory of train_lm.py"):
+def drafter(help_=f"small, tiny, {PUBLISHED}", default="small"):
   """The one language model that drafts."""
-  return flags.DEFINE_string("drafter", "small", help_)
+  return flags.DEFINE_string("drafter", default, help_)
 
 
 def drafters(name="drafter", default="small", help_=""):
   """The language models that draft, each for itself."""
   return flags.DEFINE_list(
-      name, default, f"{help_}small, tiny, or directories of train_lm.py")
+      name, default, f"{help_}small, tiny, or what --target takes")
+
+
+def dtype():
+  """Of the weights that are read."""
+  return flags.DEFINE_enum(
+      "dtype", None, ["float32", "bfloat16"],
+      "of the weights as they are computed with; default: what suits the "
+      "machine")
+
+
+def prompts(default="code"):
+  """Prompt sets; `prompts.read` reads them."""
+  return flags.DEFINE_list(
+      "prompts", default, "prompt sets: of the running Python "
+      f"({', '.join(prompt_sets.EMBEDDED)}; to copy with a request, "
+      f"{', '.join(prompt_sets.INSTRUCTED)}), NAME=PATH for a published file "
+      f"or NAME for its Hugging Face copy "
+      f"({', '.join(prompt_sets.PROMPT_SETS)}), or a .txt (prompts between "
+      "blank lines) or .jsonl file of your own")
+
+
+def prompt_field():
+  """Which part of a record is the prompt."""
+  return field("prompt", "of a JSONL file of your own")
+
+
+def chat(help_="each prompt is a user's message, in the target's chat "
+         "template; texts end where the model ends them"):
+  """Prompts as messages."""
+  return flags.DEFINE_bool("chat", False, help_)
 
 
 def gamma(default, help_="drafted tokens of a round"):
@@ -74,12 +108,13 @@ def top_p():
   return flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
 
 
-def num_prompts(default, help_="held-out modules of the running Python"):
+def num_prompts(default, help_="prompts of every set, at most"):
   """A standard error over prompts needs two."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
-def prompt_tokens(default=96, help_="longer prompts keep their last tokens"):
+def prompt_tokens(default=96, help_="longer prompts keep their last tokens; "
+                  "a chat template comes on top"):
   """Length of a prompt."""
   return flags.DEFINE_integer("prompt_tokens", default, help_, 1)
 

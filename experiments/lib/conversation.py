@@ -1,0 +1,127 @@
+"""A chat on the terminal: what the model reads of it, and the loop."""
+
+import sys
+
+from lib import prompts
+from lib import streaming
+
+_SLOTS = 1024  # of a chat; doubled when it has outgrown them
+_FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"
+
+
+def fitting(tokenizer, messages, room, keep_last):
+  """The token ids of a conversation that are at most `room`.
+
+  What is too long loses its oldest exchanges first, and then the beginning of
+  the last message; the system's message stays.
+
+  Args:
+    tokenizer: with a chat template.
+    messages: `{"role", "content"}`, the user's last.
+    room: tokens.
+    keep_last: whether anything may be lost.
+
+  Raises:
+    ValueError: it is too long.
+  """
+  system = [m for m in messages[:1] if m["role"] == "system"]
+  rest = messages[len(system):]
+  ids = tokenizer.chat(system + rest)
+  if len(ids) > room and not keep_last:
+    raise ValueError(f"the conversation has {len(ids)} tokens and there is "
+                     f"room for {room}; {_FIX}")
+  while len(ids) > room and len(rest) > 1:
+    rest = rest[2:]
+    ids = tokenizer.chat(system + rest)
+  kept = len(tokenizer.encode(rest[0]["content"], bos=False))
+  while len(ids) > room:
+    kept -= len(ids) - room
+    if kept < 1:
+      raise ValueError(f"there is room for {room} tokens, and the chat "
+                       "template alone takes more; give a smaller "
+                       "--max_new_tokens")
+    rest = [prompts.user(tokenizer, rest[0]["content"], kept)]
+    ids = tokenizer.chat(system + rest)
+  return ids
+
+
+def cut(tokenizer, ids, room, keep_last):
+  """The ids of a prompt that are at most `room`, see `fitting`.
+
+  Raises:
+    ValueError: it is too long.
+  """
+  if len(ids) > room and not keep_last:
+    raise ValueError(f"the prompt has {len(ids)} tokens and there is room for "
+                     f"{room}; {_FIX}")
+  return prompts.last_tokens(tokenizer, ids, room)
+
+
+def lines(first=None):
+  """What the user says: `first`, if any, and then a line after the other.
+
+  Ctrl-C while typing begins a new line; Ctrl-D and /quit end it.
+  """
+  if first:
+    yield first
+  while True:
+    try:
+      if sys.stdin.isatty():
+        line = input("> ")
+      else:
+        line = sys.stdin.readline()
+        if not line:
+          return
+    except EOFError:
+      return
+    except KeyboardInterrupt:
+      print()
+      continue
+    if line.strip() == "/quit":
+      return
+    if line.strip():
+      yield line.strip()
+
+
+def chat(writer, tokenizer, printer_of, *, room, new_tokens, keep_last, first,
+         system) -> str:
+  """Answers every message, with all before it in mind, until the user leaves.
+
+  Ctrl-C ends an answer, of which is kept what was said. A message that cannot
+  be answered is told in one line and forgotten.
+
+  Args:
+    writer: a `streaming.Writer`.
+    tokenizer: with a chat template.
+    printer_of: makes a `streaming.Printer`.
+    room: tokens of a conversation, at most.
+    new_tokens: of an answer, at most.
+    keep_last: see `fitting`.
+    first: what the user says before the lines of standard input, or None.
+    system: a message of the system that comes first, or None.
+
+  Returns:
+    What was said.
+  """
+  messages = [{"role": "system", "content": system}] if system else []
+  for number, line in enumerate(lines(first)):
+    messages.append({"role": "user", "content": line})
+    try:
+      ids = fitting(tokenizer, messages, room, keep_last)
+    except ValueError as e:
+      print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+      messages.pop()
+      continue
+    slots = _SLOTS
+    while slots < len(ids) + new_tokens + writer.decoder.num_nodes:
+      slots *= 2
+    printer, answer = printer_of(), streaming.Answer()
+    try:
+      state = writer.start(ids, new_tokens, number, slots)
+      writer.write(state, printer, answer)
+    except KeyboardInterrupt:  # of this answer alone
+      pass
+    print(flush=True)
+    print(f"[{answer}]", file=sys.stderr, flush=True)
+    messages.append({"role": "assistant", "content": printer.text})
+  return "".join(f"{m['role']}: {m['content']}\n" for m in messages)

@@ -1,0 +1,190 @@
+"""The models that flags name: in the box, on disk, on the hub."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from lib import flags as shared
+import specjax as sj
+from specjax import files
+from specjax.data import Tokenizer
+from specjax.data import tokenizers
+from specjax.models import Pretrained
+from specjax.training import methods
+
+_BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
+
+
+def label(name: str) -> str:
+  """What tables and figures call a model: the last part of its path."""
+  return os.path.basename(os.path.abspath(name))
+
+
+def load_models(target: str, drafters: list[str], choices: str = "", *,
+                dtype: str | None = None, same_tokens: bool = True
+                ) -> tuple[Pretrained, dict[str, Pretrained], Tokenizer]:
+  """The models that the flags --target and --drafter name.
+
+  Args:
+    target: "bundled", or what `models.load_pretrained` takes.
+    drafters: names of bundled drafters, or what `models.load_pretrained` takes.
+    choices: what a drafter may be, for the error; default: as in `drafters`.
+    dtype: of the weights; None is the library's choice.
+    same_tokens: whether drafters must read and write the target's tokens.
+
+  Returns:
+    `(target, {label: drafter}, tokenizer)`; what is named twice is loaded once.
+
+  Raises:
+    ValueError: there is no such model, the target has no tokenizer, a drafter
+      has another one, or two drafters have the same label.
+  """
+  drafters = list(dict.fromkeys(drafters))
+  for name in drafters:
+    alike = [other for other in drafters if label(other) == label(name)]
+    if len(alike) > 1:
+      raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
+                       f"{label(name)!r}; rename a directory")
+  choices = choices or ", ".join(sj.zoo.DRAFTERS)
+  paths = {name: _BUNDLED / name if name in sj.zoo.DRAFTERS
+           else _place("drafter", name, choices) for name in drafters}
+  place = (_BUNDLED / "target" if target == "bundled"
+           else _place("target", target, "bundled"))
+  load = functools.cache(functools.partial(_load, dtype=dtype))
+  model = load(place)
+  tokenizer = tokenizer_of(model, target)
+  members = {label(name): load(path) for name, path in paths.items()}
+  for name, member in members.items() if same_tokens else ():
+    _check_tokens(model, member, name)
+  return model, members, tokenizer
+
+
+def _load(place, dtype):
+  found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
+  if found.tokenizer is None and pathlib.Path(place).parent == _BUNDLED:
+    found = dataclasses.replace(found, tokenizer=Tokenizer.load(
+        _BUNDLED / "tokenizer.json"))  # all in the box share it
+  return found
+
+
+def _place(what, name, choices):
+  """The path or name that a flag gives; a slip is told what there is."""
+  path = pathlib.Path(name)
+  known = name and (path.exists() or name == "smollm2" or (
+      name.count("/") == 1 and not name.startswith((".", "/"))))
+  if not known:
+    raise ValueError(f"no {what} {name!r}; choose among {choices}, or give "
+                     f"{shared.PUBLISHED}")
+  return path if path.exists() else name
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+  """The tokenizer in a tokenizer.json, or that of a model."""
+  path = pathlib.Path(name)
+  if path.is_dir() or path.suffix == ".json":
+    return Tokenizer.load(path)
+  place = _place("tokenizer", name, "tokenizer.json files")
+  return tokenizer_of(sj.models.load_pretrained(place), name)
+
+
+def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
+  """The tokenizer of a model that reads text."""
+  if model.tokenizer is None:
+    raise ValueError(f"{name} has no tokenizer; put the tokenizer.json that it "
+                     "was trained with into its directory")
+  return model.tokenizer
+
+
+def ends(model: Pretrained, tokenizer: Tokenizer
+         ) -> tuple[int, ...] | None:
+  """The token ids that end a text: the model's own and its tokenizer's."""
+  own = model.generation.eos if model.generation else ()
+  ids = dict.fromkeys((*own, tokenizer.eos))
+  return tuple(token for token in ids if token is not None) or None
+
+
+def _check_tokens(target, drafter, name):
+  """Refuses a drafter whose token ids do not mean what the target's do.
+
+  One without a tokenizer is taken to have the target's.
+  """
+  sizes = drafter.model.vocab_size, target.model.vocab_size
+  try:
+    if drafter.tokenizer is not None:
+      tokenizers.check_same_tokens(drafter.tokenizer, target.tokenizer)
+    if sizes[0] != sizes[1]:
+      raise ValueError(f"the drafter predicts {sizes[0]} tokens and the target "
+                       f"{sizes[1]}; give another drafter")
+  except ValueError as e:
+    raise ValueError(f"{name} does not fit the target: {e}, or let generate.py "
+                     "draft across vocabularies") from None
+
+
+def _heads_directory(name):
+  return (sj.zoo.heads_path(name) if name in sj.zoo.HEADS
+          else pathlib.Path(name))
+
+
+def drafts_for_itself(name: str) -> bool:
+  """Whether a name is that of heads or look-ahead embeddings."""
+  return (name in sj.zoo.HEADS
+          or bool(name) and (_heads_directory(name) / "heads.json").exists())
+
+
+class SelfDrafter(NamedTuple):
+  """Heads or look-ahead embeddings, and the target that they were made for.
+
+  Attributes:
+    target: a `Pretrained`.
+    tokenizer: the target's.
+    heads: see `models.heads`.
+    params: of the heads.
+    training: what train_drafter.py says of its run.
+  """
+
+  target: Pretrained
+  tokenizer: Tokenizer
+  heads: Any
+  params: Any
+  training: dict[str, Any]
+
+
+def load_self_drafter(name: str, target: Pretrained,
+                      tokenizer: Tokenizer, dtype: str | None = None
+                      ) -> SelfDrafter:
+  """Reads heads or look-ahead embeddings, and the target that they draft for.
+
+  Args:
+    name: "pass" or "medusa", those in the box, or a directory of
+      train_drafter.py.
+    target: the one to draft for, unless the directory holds a target that was
+      trained together with the heads.
+    tokenizer: the target's tokenizer.
+    dtype: of the weights; None is the library's choice.
+  """
+  if name not in sj.zoo.HEADS and not pathlib.Path(name).is_dir():
+    raise ValueError(f"no heads {name!r}; choose among "
+                     f"{', '.join(sj.zoo.HEADS)}, or give a directory of "
+                     "train_drafter.py")
+  directory = _heads_directory(name)
+  if (directory / "model.safetensors").exists():
+    target = _load(directory, dtype)
+    tokenizer = tokenizer_of(target, name)
+  heads, params = methods.load_heads(
+      directory, target.model, dtype and jnp.dtype(dtype))
+  path = directory / "training.json"
+  again = "run train_drafter.py again, with the same flags"
+  if not path.exists():
+    raise ValueError(f"{path} is missing, which says how good the heads are; "
+                     + again)
+  training = files.read_json(path, again)
+  accuracy = training.get("accuracy")
+  if not (isinstance(accuracy, list) and len(accuracy) > 1
+          and all(isinstance(row, list) for row in accuracy)):
+    raise ValueError(f"{path} does not say how good the heads are; {again}")
+  return SelfDrafter(target, tokenizer, heads, params, training)

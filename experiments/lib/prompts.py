@@ -1,0 +1,138 @@
+"""What studies decode from: prompt sets as token ids, plain or as messages."""
+
+from collections.abc import Sequence
+import pathlib
+import platform
+import random
+from typing import Any
+from typing import NamedTuple
+
+from specjax import files
+from specjax.data import prompt_sets
+from specjax.data import prompts as prompts_lib
+from specjax.data import Tokenizer
+
+
+class Prompts(NamedTuple):
+  """Token ids of prompts.
+
+  Attributes:
+    sets: {name of a set: its prompts}.
+    extra: other prompts of the same sets, to measure beforehand with.
+    source: where they come from, as JSON.
+  """
+
+  sets: dict[str, list[list[int]]]
+  extra: list[list[int]]
+  source: dict[str, Any]
+
+  @property
+  def all(self) -> list[list[int]]:
+    """The prompts of all sets, one set after the other."""
+    return [row for rows in self.sets.values() for row in rows]
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest prompt, the extra ones included."""
+    return max(map(len, self.all + self.extra))
+
+
+def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
+         tokens: int, seed: int, chat: bool = False, extra: int = 0) -> Prompts:
+  """The prompt sets that the flag --prompts names.
+
+  Args:
+    tokenizer: the target's.
+    items: of the flag, see `flags.prompts`.
+    field: of a JSONL file of the user's own.
+    count: prompts of every set, at most.
+    tokens: longer prompts keep their last ones.
+    seed: of the choice.
+    chat: whether each prompt is a user's message; the tokens of the chat
+      template come on top.
+    extra: further prompts, of all sets together; fewer where a file has not
+      enough.
+
+  Raises:
+    ValueError: no set, two of one name, one with too few prompts, or a
+      tokenizer without a chat template.
+  """
+  if not items or not all(items):
+    raise ValueError(f"--prompts is {','.join(items)!r}, which names nothing "
+                     "or has an empty entry; give one set at least, or leave "
+                     "it out")
+  check_chat(tokenizer, chat)
+  if chat:
+    encode = lambda text: tokenizer.chat([user(tokenizer, text, tokens)])
+  else:
+    encode = lambda text: last_tokens(
+        tokenizer, tokenizer.encode(text), tokens)
+  sets, others, sources = {}, [], {}
+  share = -(-extra // len(items))
+  for item in items:
+    name, texts, more, where = _texts(item, field, count, share, tokens, seed)
+    if name in sets:
+      raise ValueError(f"--prompts holds two sets named {name!r}; give each "
+                       "once")
+    sets[name] = [encode(text) for text in texts]
+    others += [encode(text) for text in more]
+    sources[name] = where
+  return Prompts(sets, others, {
+      "python": platform.python_version(), "hash": files.fingerprint(sets),
+      "chat": chat, "sets": sources})
+
+
+def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
+  """The last `count` ids; a token that begins every text stays the first."""
+  first = ids[:1] if tokenizer.bos is not None and count > 0 and (
+      ids[:1] == [tokenizer.bos]) else []
+  kept = max(0, count - len(first))
+  return first + ids[max(len(first), len(ids) - kept):]
+
+
+def user(tokenizer: Tokenizer, text: str, tokens: int) -> dict[str, str]:
+  """A user's message of the last tokens of a text; no character is halved."""
+  ids = tokenizer.encode(text, bos=False)
+  if len(ids) > tokens:
+    text = tokenizer.decode(ids[len(ids) - tokens:]).lstrip("\ufffd")
+  return {"role": "user", "content": text}
+
+
+def check_chat(tokenizer: Tokenizer, chat: bool) -> None:
+  """Refuses a chat with a model that knows none."""
+  if chat and tokenizer.chat_template is None:
+    raise ValueError("--chat needs a chat template, and the target's tokenizer "
+                     "has none; leave --chat out, or give a model that was "
+                     "trained to chat")
+
+
+def check_room(longest: int, new_tokens: int, context: int) -> None:
+  """Refuses rows that are longer than the models' context."""
+  if longest + new_tokens > context:
+    raise ValueError(f"{longest} tokens of a prompt and --new_tokens="
+                     f"{new_tokens} exceed the context length of {context}; "
+                     "ask for fewer, also by --prompt_tokens")
+
+
+def _texts(item, field, count, extra, tokens, seed):
+  """A set's name, its texts, further ones, and where they come from."""
+  name, _, path = item.partition("=")
+  if not path and name in (*prompt_sets.EMBEDDED, *prompt_sets.INSTRUCTED):
+    texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
+    return name, texts[:count], texts[count:], source
+  if path or name in prompt_sets.PROMPT_SETS:
+    texts = prompt_sets.load(name, path or None)
+  else:
+    texts = prompts_lib.read_prompts(item, field)
+    name = pathlib.Path(item).stem
+  # What is measured beforehand must not be what is measured.
+  further = min(extra, len(texts) // 3)
+  count = min(count, len(texts) - further)
+  if count < 2 or (extra and not further):
+    raise ValueError(f"{path or item} holds {len(texts)} prompt"
+                     f"{'s' * (len(texts) != 1)}; a standard error needs at "
+                     f"least 2{', and one more to measure with' * bool(extra)}")
+  kept = random.Random(seed).sample(range(len(texts)), count + further)
+  pick = lambda places: [texts[i] for i in sorted(places)]
+  return name, pick(kept[:count]), pick(kept[count:]), {
+      "prompts": path or item}

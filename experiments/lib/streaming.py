@@ -1,0 +1,170 @@
+"""Text that is printed as it is decoded, and how fast that was."""
+
+import dataclasses
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import decoders
+
+import specjax as sj
+
+_ROUNDS_A_CALL = 2  # rounds between two looks from the host
+_PAIRS = 3  # of timed runs that are compared
+_GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
+
+
+class Printer:
+  """Prints tokens as they come, in colours, never half a character.
+
+  Attributes:
+    text: what was printed, without colours.
+  """
+
+  def __init__(self, tokenizer, colored):
+    self._stream = decoders.DecodeStream(skip_special_tokens=True)
+    self._backend = tokenizer.backend
+    self._colored = colored
+    self._pieces = []
+
+  @property
+  def text(self):
+    return "".join(self._pieces)
+
+  def prompt(self, ids):
+    """The tokens of a prompt, without a colour."""
+    for token in ids:
+      self._print(token, "")
+
+  def round(self, ids, accepted):
+    """The tokens of a round, the first `accepted` of them drafted."""
+    for place, token in enumerate(ids):
+      self._print(token, _GREEN if place < accepted else _RED)
+    sys.stdout.flush()
+
+  def _print(self, token, color):
+    piece = self._stream.step(self._backend, int(token))
+    if piece:
+      self._pieces.append(piece)
+      sys.stdout.write(color + piece + _PLAIN if color and self._colored
+                       else piece)
+
+
+@dataclasses.dataclass
+class Answer:
+  """What was decoded after a prompt, and in how many rounds and seconds."""
+
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  rounds: int = 0
+  drafted: int = 0
+  seconds: float = 0.0
+
+  def __str__(self):
+    total = len(self.tokens)
+    return (f"{total} tokens in {self.rounds} rounds: "
+            f"{total / max(self.rounds, 1):.2f} a round, "
+            f"{100 * self.drafted / max(total, 1):.0f} % of them drafted, "
+            f"{total / max(self.seconds, 1e-9):.0f} tokens/s")
+
+
+class Writer:
+  """A decoder, its parameters and the seed of one text after the other."""
+
+  def __init__(self, decoder, params, seed):
+    self.decoder = decoder
+    self._params, self._key = params, jax.random.key(seed)
+    self._compiled = set()
+
+  def start(self, ids, new_tokens, number=0, capacity=0):
+    """The state after a prompt; `number` tells apart texts of one seed."""
+    return self.decoder.prefill(
+        self._params, [ids], self._key, limits=len(ids) + new_tokens,
+        request_ids=[number], capacity=capacity)
+
+  def write(self, state, printer, answer):
+    """Decodes and prints a text until it ends.
+
+    Args:
+      state: of `start`; it is donated.
+      printer: a `Printer`.
+      answer: an `Answer` that is filled in as it comes, so that Ctrl-C loses
+        nothing.
+    """
+    slots = state.tokens.shape[1]
+    if slots not in self._compiled:  # what is timed compiles nothing
+      self.decoder.decode(self._params, jax.tree.map(jnp.copy, state),
+                          rounds=_ROUNDS_A_CALL)
+      self._compiled.add(slots)
+    length, start = int(state.lengths[0]), time.perf_counter()
+    while not bool(state.done[0]):
+      state, stats = self.decoder.decode(
+          self._params, state, rounds=_ROUNDS_A_CALL)
+      sj.raise_if_not_finite(stats)
+      tokens = np.asarray(state.tokens[0])
+      for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
+                                  np.asarray(stats.accepted[:, 0])):
+        new = tokens[length:length + emitted].tolist()
+        printer.round(new, drafted)
+        answer.tokens += new
+        answer.drafted += int(drafted)
+        length += emitted
+      answer.rounds += int(stats.active[:, 0].sum())
+      answer.seconds = time.perf_counter() - start
+
+  def time(self, ids, new_tokens):
+    """`(tokens, seconds)` of a text, without those of its prompt."""
+    state = jax.block_until_ready(self.start(ids, new_tokens))
+    start = time.perf_counter()
+    state, stats = jax.block_until_ready(
+        self.decoder.decode_until(self._params, state))
+    seconds = time.perf_counter() - start
+    sj.raise_if_not_finite(stats)
+    return np.asarray(state.tokens[0, len(ids):int(state.lengths[0])]), seconds
+
+
+def compare(writers, ids, new_tokens, tokenizer) -> str:
+  """Tokens per second of two decoders of one target, and their ratio, in words.
+
+  Both are warmed up and then take turns, so that they see the same machine.
+
+  Args:
+    writers: the speculative `Writer`, and one that writes a token a pass.
+    ids: of the prompt.
+    new_tokens: of the text, at most.
+    tokenizer: of the target.
+
+  Raises:
+    ValueError: at temperature 0 the two wrote different texts.
+  """
+  for writer in writers:
+    writer.time(ids, min(new_tokens, 8))
+  speeds, texts = ([], []), None
+  for _ in range(_PAIRS):
+    texts = []
+    for writer, found in zip(writers, speeds):
+      tokens, seconds = writer.time(ids, new_tokens)
+      found.append(len(tokens) / seconds)
+      texts.append(tokens.tolist())
+  if writers[0].decoder.transform.temperature == 0:
+    _check_same(*texts, tokenizer)
+  speculative, alone = map(statistics.median, speeds)
+  return (f"{speculative:.1f} tokens/s by speculation, {alone:.1f} without: "
+          f"{speculative / alone:.2f} times as fast (medians of {_PAIRS} runs "
+          "each, in turn)")
+
+
+def _check_same(speculative, alone, tokenizer):
+  """Refuses texts that differ, as those of temperature 0 must not."""
+  if speculative == alone:
+    return
+  place = next((i for i, pair in enumerate(zip(speculative, alone))
+                if pair[0] != pair[1]), min(len(speculative), len(alone)))
+  says = lambda text: repr(tokenizer.decode(text[place:place + 4]))
+  raise ValueError(
+      f"the two texts differ from token {place} on, {says(speculative)} by "
+      f"speculation and {says(alone)} without, so that their speeds are not "
+      "compared; sums of another length round otherwise, and two tokens that "
+      "are as likely can change places: try --dtype=float32")

@@ -1,0 +1,255 @@
+"""What scripts read and say: prompts of every kind, chats, models by name."""
+
+import sys
+import types
+
+import pytest
+from scripts import ROOT
+
+import specjax as sj
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import conversation  # noqa: E402
+from lib import models  # noqa: E402
+from lib import prompts  # noqa: E402
+from lib import streaming  # noqa: E402
+
+
+class _Words:
+  """A tokenizer of words that come after `bos`, with a chat template."""
+
+  chat_template = "as below"
+
+  def __init__(self, bos=None):
+    self.bos, self._words = bos, ["<s>"]
+
+  def encode(self, text, bos=True, special=False):
+    del special
+    self._words += [w for w in text.split() if w not in self._words]
+    ids = [self._words.index(word) for word in text.split()]
+    return [self.bos, *ids] if bos and self.bos is not None else ids
+
+  def decode(self, ids):
+    return " ".join(self._words[i] for i in ids)
+
+  def chat(self, messages, add_generation_prompt=True):
+    assert add_generation_prompt
+    return self.encode(" ".join(
+        f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>")
+
+
+def _message(content, role="user"):
+  return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("bos,want", [(None, [5, 6, 7]), (0, [0, 6, 7])])
+def test_last_tokens(bos, want):
+  # Broken: a text loses the token that begins every text, or, where there is
+  # none, keeps its first word as if it were one.
+  tokenizer = _Words(bos)
+  ids = [4, 5, 6, 7] if bos is None else [0, 4, 5, 6, 7]
+  assert prompts.last_tokens(tokenizer, ids, 3) == want
+  assert prompts.last_tokens(tokenizer, ids, 1) == (
+      [7] if bos is None else [0])
+  assert prompts.last_tokens(tokenizer, ids, 9) == ids
+  assert prompts.last_tokens(tokenizer, ids, 0) == []
+
+
+def test_a_message_is_cut_between_characters():
+  # Broken: a cut message begins with the second half of a character.
+  tokenizer = sj.zoo.load().tokenizer
+  text = "naïve — 語" * 20
+  cuts = [prompts.user(tokenizer, text, n)["content"] for n in range(1, 30)]
+  assert len(set(cuts)) > 5
+  assert all(text.endswith(cut) for cut in cuts)
+
+
+def _read(tokenizer, items, **options):
+  return prompts.read(tokenizer, items, **{**dict(
+      field="prompt", count=4, tokens=8, seed=1), **options})
+
+
+def test_prompts_of_every_kind(tmp_path):
+  # Broken: a study measures beforehand with the prompts that it then reports
+  # on, or reads another prompt, order or number than it says.
+  tokenizer = _Words()
+  path = tmp_path / "mine.txt"
+  path.write_text("\n\n".join(f"number {i} of them" for i in range(7)))
+  read = _read(tokenizer, [str(path)], extra=3)
+  texts = [tokenizer.decode(ids) for ids in read.all]
+  others = [tokenizer.decode(ids) for ids in read.extra]
+  assert len(texts) == 4 and len(others) == 2  # two of seven may be spared
+  assert len({*texts, *others}) == 6 and texts == sorted(texts)
+  assert _read(tokenizer, [str(path)], extra=3) == read
+
+  both = _read(tokenizer, ["code", str(path)], count=2, tokens=5, chat=True)
+  assert list(both.sets) == ["code", "mine"] and len(both.all) == 4
+  for ids in both.all:  # as a message, its template on top
+    assert tokenizer.decode(ids[:1]) == "<user>"
+    assert tokenizer.decode(ids[-1:]) == "<assistant>"
+  assert both.longest <= 7 and both.source["chat"]
+  assert set(both.source["sets"]) == {"code", "mine"}
+
+
+@pytest.mark.parametrize("items,options,words", [
+    ([], {}, ["--prompts", "leave it out"]),
+    (["code", ""], {}, ["--prompts", "empty entry"]),
+    (["code", "code"], {}, ["two sets named 'code'"]),
+    (["one.txt"], {}, ["one.txt holds 1 prompt;", "at least 2"]),
+    (["two.txt"], {"extra": 1}, ["two.txt holds 2 prompts;", "one more"]),
+    (["code"], {"chat": True}, ["--chat", "template"])])
+def test_prompts_that_are_refused(tmp_path, monkeypatch, items, options, words):
+  # Broken: a study runs on no prompts, or fails without saying which and why.
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "one.txt").write_text("alone")
+  (tmp_path / "two.txt").write_text("one\n\ntwo")
+  tokenizer = _Words()
+  tokenizer.chat_template = None
+  with pytest.raises(ValueError) as caught:
+    _read(tokenizer, items, **options)
+  for word in words:
+    assert word in str(caught.value)
+
+
+def test_a_prompt_that_leaves_no_room():
+  # Broken: the compiler runs for minutes before the length is looked at.
+  prompts.check_room(100, 28, 128)
+  with pytest.raises(ValueError, match="100 tokens.*--new_tokens=29.*128"):
+    prompts.check_room(100, 29, 128)
+
+
+def test_a_conversation_that_is_too_long():
+  # Broken: a chat that outgrows the context ends, or forgets what was said last
+  # or what the system said.
+  tokenizer = _Words()
+  messages = [_message("be brief", "system"), _message("one two"),
+              _message("three", "assistant"), _message("four five six")]
+  fit = lambda room, keep: tokenizer.decode(
+      conversation.fitting(tokenizer, messages, room, keep))
+  whole = ("<system> be brief <user> one two <assistant> three "
+           "<user> four five six <assistant>")
+  assert fit(13, False) == fit(13, True) == whole
+  with pytest.raises(ValueError, match="13 tokens.*room for 12.*--keep_last"):
+    fit(12, False)
+  assert fit(12, True) == fit(8, True) == (
+      "<system> be brief <user> four five six <assistant>")
+  assert fit(7, True) == "<system> be brief <user> five six <assistant>"
+  with pytest.raises(ValueError, match="room for 5 .*template alone"):
+    fit(5, True)
+  assert conversation.cut(tokenizer, [1, 2, 3], 2, True) == [2, 3]
+  with pytest.raises(ValueError, match="3 tokens.*room for 2.*--keep_last"):
+    conversation.cut(tokenizer, [1, 2, 3], 2, False)
+
+
+class _Stdin:
+  """Lines, and Ctrl-C where there is None."""
+
+  def __init__(self, *lines):
+    self._lines = list(lines)
+
+  def isatty(self):
+    return False
+
+  def readline(self):
+    line = self._lines.pop(0) if self._lines else ""
+    if line is None:
+      raise KeyboardInterrupt
+    return line
+
+
+class _Printer:
+  text = ""
+
+
+class _Writer:
+  """Says how many tokens it was given; Ctrl-C comes in its first answer."""
+
+  decoder = types.SimpleNamespace(num_nodes=3)
+
+  def __init__(self):
+    self.capacities = []
+
+  def start(self, ids, new_tokens, number, capacity):
+    assert number == len(self.capacities)
+    self.capacities.append(capacity)
+    return ids
+
+  def write(self, state, printer, answer):
+    printer.text = f"heard {len(state)}"
+    if len(self.capacities) == 1:
+      raise KeyboardInterrupt
+    answer.tokens += [1, 2]
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(monkeypatch, capsys):
+  # Broken: the program dies with the answer, or the chat forgets its messages,
+  # keeps one that had no answer, or reads on after /quit.
+  monkeypatch.setattr(sys, "stdin", _Stdin(
+      "\n", None, "and two\n", "far " * 20 + "\n", "/quit\n", "no\n"))
+  writer = _Writer()
+  said = conversation.chat(
+      writer, _Words(), _Printer, room=20, new_tokens=4, keep_last=False,
+      first="one", system=None)
+  assert said == ("user: one\nassistant: heard 3\n"
+                  "user: and two\nassistant: heard 9\n")
+  printed = capsys.readouterr()
+  assert "2 tokens in 0 rounds" in printed.err
+  assert "error: the conversation has 33 tokens" in printed.err
+  assert writer.capacities == [1024, 1024]  # one program for both
+
+
+def _found(tokens, vocab_size=5, eos=None):
+  tokenizer = tokens and types.SimpleNamespace(tokens=tokens, eos=3)
+  return models.Pretrained(
+      model=sj.testing.MarkovModel(vocab_size), params=None,
+      tokenizer=tokenizer,
+      generation=eos and types.SimpleNamespace(eos=eos))
+
+
+def test_the_ends_of_a_text():
+  # Broken: an answer goes on after its end, for the model has another one than
+  # its tokenizer, or several.
+  of = lambda found: models.ends(found, found.tokenizer)
+  assert of(_found("a")) == (3,)
+  assert of(_found("a", eos=(4, 3))) == (4, 3)
+  assert of(_found("a", eos=(4,))) == (4, 3)
+  nothing = _found("a")
+  nothing.tokenizer.eos = None
+  assert of(nothing) is None
+
+
+def test_a_drafter_of_other_tokens(monkeypatch):
+  # Broken: two tokenizers of equal size pass in silence, and the draft is
+  # noise; or two models that pad one vocabulary differently fail without words.
+  def check(drafter, target):
+    if drafter.tokens != target.tokens:
+      raise ValueError("the tokens differ")
+
+  monkeypatch.setattr(models.tokenizers, "check_same_tokens", check)
+  target = _found("a")
+  for drafter in (_found("a"), _found(None)):
+    models._check_tokens(target, drafter, "mine")
+  for drafter, words in ((_found("b"), "mine.*the tokens differ.*across vocab"),
+                         (_found("a", 6), "mine.*6 tokens.*5.*across vocab")):
+    with pytest.raises(ValueError, match=words):
+      models._check_tokens(target, drafter, "mine")
+
+
+@pytest.mark.parametrize("name", ["", "bundle", "a/b/c", "/a", "./b"])
+def test_a_slip_in_the_name_of_a_model(monkeypatch, tmp_path, name):
+  # Broken: a slip is looked for on the hub, and times out.
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match=f"target {name!r}.*among bundled, or "):
+    models.load_models(name, [])
+
+
+def test_compared_texts_must_be_the_same():
+  # Broken: at temperature 0 the speeds of two different texts are compared.
+  tokenizer = _Words()
+  a, b = (tokenizer.encode(text) for text in ("one two three", "one too three"))
+  streaming._check_same(a, a, tokenizer)
+  with pytest.raises(ValueError, match="token 1 on, 'two three' .*'too three'"):
+    streaming._check_same(a, b, tokenizer)
+  with pytest.raises(ValueError, match="token 2 on, '' .*'three'"):
+    streaming._check_same(a[:2], a, tokenizer)
