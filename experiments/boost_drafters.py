@@ -193,7 +193,7 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
 
 def main():
   target, members, tokenizer = models.load_models(
-      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   [first] = members.values()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   rows = _rows(target, tokenizer, output_dir)

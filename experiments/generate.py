@@ -59,6 +59,11 @@ _DRAFTER = shared.drafter(
     f"small, tiny, medusa, pass, none, {shared.PUBLISHED}, or heads of "
     "train_drafter.py; default: small for the bundled target, none for others",
     None)
+_VOCABULARY = flags.DEFINE_enum(
+    "vocabulary", "auto", ["auto", "intersection", "strings"],
+    "how a language model drafts: intersection takes its law of the tokens "
+    "that it has in common with the target, strings the text that it writes; "
+    "auto is its law, or intersection where the vocabularies differ")
 _DTYPE = shared.dtype()
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
@@ -113,9 +118,10 @@ def _speculation():
     model, params = heads.attach(target.model, target.params, own)
     return target, model, params, strategy, tokenizer
   params, strategy = {"target": target.params}, strategies.autoregressive()
-  for member in members.values():
-    params["drafter"] = member.params
-    strategy = strategies.block_verification(member.model, _GAMMA.value)
+  for label, member in members.items():
+    chain, params["drafter"] = models.chain(
+        target, member, label, _VOCABULARY.value)
+    strategy = chain(_GAMMA.value)
   if rule:
     strategy = strategy._replace(verifier=rule)
   return target, target.model, params, strategy, tokenizer

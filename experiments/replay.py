@@ -59,17 +59,17 @@ def _record():
   read = prompts.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  chain, params = models.chain(target, drafter, _DRAFTER.value)
   decoder = sj.Decoder(
-      target=target.model, verifier=common.VERIFIERS[_ACTING.value],
-      drafter=sj.drafters.LanguageModel(model=drafter.model,
-                                        gamma=_GAMMA.value),
+      target=target.model, drafter=chain(_GAMMA.value).drafter,
+      verifier=common.VERIFIERS[_ACTING.value],
       transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
   prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length)
   _check_size(target.model.vocab_size)
   return analysis.record(
-      decoder, {"target": target.params, "drafter": drafter.params},
-      read.all, jax.random.key(_SEED.value), _RECORD.value,
+      decoder, {"target": target.params, "drafter": params}, read.all,
+      jax.random.key(_SEED.value), _RECORD.value,
       max_new_tokens=_NEW_TOKENS.value)
 
 

@@ -105,11 +105,11 @@ class _Source:
 
 
 def _language_model(name, target, member):
-  drafts = tuple(strategy(member.model, _GAMMA.value) for strategy in (
-      strategies.block_verification, strategies.speculative_sampling,
-      strategies.greedy_block_verification))
+  chain, params = models.chain(target, member, name)
+  drafts = tuple(chain(_GAMMA.value)._replace(verifier=rule) for rule in (
+      sj.verifiers.Block(), sj.verifiers.Token(), sj.verifiers.GreedyBlock()))
   return _Source(name, target, {name: drafts},
-                 {"target": target.params, "drafter": member.params},
+                 {"target": target.params, "drafter": params},
                  common.num_parameters(member.params))
 
 

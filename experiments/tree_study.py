@@ -281,7 +281,7 @@ def main():
                      "the root")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   target, drafters, tokenizer = models.load_models(
-      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   methods = sorted(name for group in _groups() for name in group)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,

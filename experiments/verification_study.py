@@ -85,10 +85,11 @@ _SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 
-def _arms(target, drafters, temperature, gammas, verifiers, capacity, eos):
+def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
   """The baseline, and an arm for every drafter, gamma and verifier.
 
   One more for every drafter has the drafts that all verifiers are judged on.
+  `chains` is what `models.chain` says of every drafter.
   The rules of a draft length share a program, and all arms a reader of prompts.
   """
   rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
@@ -96,12 +97,12 @@ def _arms(target, drafters, temperature, gammas, verifiers, capacity, eos):
       sj.Decoder, target=target.model, eos=eos, transform=sj.LogitsTransform(
           temperature=temperature, top_p=_TOP_P.value))
   arms = {}
-  for name, member in drafters.items():
-    params = {"target": target.params, "drafter": member.params}
-    draft = functools.partial(sj.drafters.LanguageModel, model=member.model)
+  for name, (chain, drafter_params) in chains.items():
+    params = {"target": target.params, "drafter": drafter_params}
+    draft = lambda gamma, chain=chain: chain(gamma).drafter
     # What it reads does not depend on the draft length, nor on the rule.
     reader = rollouts.Reader(
-        decoder(drafter=draft(gamma=max(gammas)), verifier=rules.rules[0]),
+        decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
         params, capacity)
     arm = functools.partial(
         rollouts.Arm, params=params, new_tokens=_NEW_TOKENS.value,
@@ -111,7 +112,7 @@ def _arms(target, drafters, temperature, gammas, verifiers, capacity, eos):
           decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
           change=lambda state: state.replace(drafter=None))
     for gamma in gammas:
-      own = decoder(drafter=draft(gamma=gamma), verifier=rules)
+      own = decoder(drafter=draft(gamma), verifier=rules)
       for verifier in verifiers:
         arms[report.key(name, gamma, verifier)] = arm(
             own, change=_acting(rules, verifier, gamma))
@@ -197,10 +198,12 @@ def main():
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   prompts = read.sets
+  chains = {name: models.chain(target, member, name)
+            for name, member in drafters.items()}
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   capacity = read.longest + _NEW_TOKENS.value + max(gammas) + 1
   make_arms = lambda t: _arms(
-      target, drafters, t, gammas, verifiers, capacity, eos)
+      target, chains, t, gammas, verifiers, capacity, eos)
   # Decoders refuse what does not fit together when they are made.
   context = min(arm.decoder.context_length for t in temperatures
                 for arm in make_arms(t).values())

@@ -229,11 +229,11 @@ def test_a_drafter_of_other_tokens(monkeypatch):
   monkeypatch.setattr(models.tokenizers, "check_same_tokens", check)
   target = _found("a")
   for drafter in (_found("a"), _found(None)):
-    models._check_tokens(target, drafter, "mine")
+    models.check_tokens(target, drafter, "mine")
   for drafter, words in ((_found("b"), "mine.*the tokens differ.*across vocab"),
                          (_found("a", 6), "mine.*6 tokens.*5.*across vocab")):
     with pytest.raises(ValueError, match=words):
-      models._check_tokens(target, drafter, "mine")
+      models.check_tokens(target, drafter, "mine")
 
 
 @pytest.mark.parametrize("name", ["", "bundle", "a/b/c", "/a", "./b"])

@@ -1,9 +1,11 @@
 """The models that flags name: in the box, on disk, on the hub."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import os
 import pathlib
+import sys
 from typing import Any
 from typing import NamedTuple
 
@@ -12,9 +14,11 @@ import jax.numpy as jnp
 from lib import flags as shared
 import specjax as sj
 from specjax import files
+from specjax import strategies
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.models import Pretrained
+from specjax.strategies import Strategy
 from specjax.training import methods
 
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
@@ -26,7 +30,7 @@ def label(name: str) -> str:
 
 
 def load_models(target: str, drafters: list[str], choices: str = "", *,
-                dtype: str | None = None, same_tokens: bool = True
+                dtype: str | None = None, same_tokens: bool = False
                 ) -> tuple[Pretrained, dict[str, Pretrained], Tokenizer]:
   """The models that the flags --target and --drafter name.
 
@@ -35,14 +39,15 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     drafters: names of bundled drafters, or what `models.load_pretrained` takes.
     choices: what a drafter may be, for the error; default: as in `drafters`.
     dtype: of the weights; None is the library's choice.
-    same_tokens: whether drafters must read and write the target's tokens.
+    same_tokens: whether drafters must read and write the target's tokens;
+      else `chain` drafts with whatever they have.
 
   Returns:
     `(target, {label: drafter}, tokenizer)`; what is named twice is loaded once.
 
   Raises:
     ValueError: there is no such model, the target has no tokenizer, a drafter
-      has another one, or two drafters have the same label.
+      has another one that it must not have, or two have the same label.
   """
   drafters = list(dict.fromkeys(drafters))
   for name in drafters:
@@ -60,7 +65,7 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   tokenizer = tokenizer_of(model, target)
   members = {label(name): load(path) for name, path in paths.items()}
   for name, member in members.items() if same_tokens else ():
-    _check_tokens(model, member, name)
+    check_tokens(model, member, name)
   return model, members, tokenizer
 
 
@@ -108,7 +113,7 @@ def ends(model: Pretrained, tokenizer: Tokenizer
   return tuple(token for token in ids if token is not None) or None
 
 
-def _check_tokens(target, drafter, name):
+def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
   """Refuses a drafter whose token ids do not mean what the target's do.
 
   One without a tokenizer is taken to have the target's.
@@ -121,8 +126,50 @@ def _check_tokens(target, drafter, name):
       raise ValueError(f"the drafter predicts {sizes[0]} tokens and the target "
                        f"{sizes[1]}; give another drafter")
   except ValueError as e:
-    raise ValueError(f"{name} does not fit the target: {e}, or let generate.py "
-                     "draft across vocabularies") from None
+    raise ValueError(f"{name} does not fit the target: {e} (generate.py and "
+                     "verification_study.py draft across vocabularies)"
+                     ) from None
+
+
+def chain(target: Pretrained, drafter: Pretrained, name: str,
+          vocabulary: str = "auto") -> tuple[Callable[[int], Strategy], Any]:
+  """How one language model drafts chains for another, and its parameters.
+
+  Args:
+    target: the one that is drafted for.
+    drafter: the one that drafts.
+    name: the drafter's, for the reader.
+    vocabulary: "auto" takes the drafter's law where its token ids mean what the
+      target's do, and else as "intersection", what it says of the tokens that
+      both have; "strings" takes the text that it writes.
+
+  Returns:
+    `(gamma -> Strategy, params["drafter"])`.
+
+  Raises:
+    ValueError: the vocabularies differ, and the drafter has no tokenizer or no
+      token in common with the target.
+  """
+  if vocabulary == "auto":
+    try:
+      check_tokens(target, drafter, name)
+      return functools.partial(
+          strategies.block_verification, drafter.model), drafter.params
+    except ValueError:
+      if drafter.tokenizer is None:
+        raise
+  sizes = drafter.model.vocab_size, target.model.vocab_size
+  both = tokenizer_of(drafter, name), target.tokenizer
+  if vocabulary == "strings":
+    return functools.partial(
+        strategies.string_match, drafter.model,
+        sj.data.Retokenizer(*both, *sizes)), drafter.params
+  tables = sj.data.map_vocabularies(*both, *sizes)
+  print(f"{name} has {sizes[0]:,} tokens and drafts the {tables.shared:,} that "
+        f"are among the target's {sizes[1]:,}", file=sys.stderr)
+  return functools.partial(
+      strategies.token_intersection, drafter.model, sizes[1]), {
+          "model": drafter.params, "vocabulary": tables}
 
 
 def _heads_directory(name):
