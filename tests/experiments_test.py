@@ -83,8 +83,6 @@ def test_replay(tmp_path):
       (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
       (["--verifiers="], ["--verifiers", "greedy_block"]),
-      (["--target=model", "--drafter=small"],
-       ["small does not fit", "vocabular"]),
       (["--prompts=mine.txt", "--new_tokens=510"], ["510", "context length"]),
       (["--gamma=500", "--new_tokens=400"], ["GiB", "--gamma=500"]),
       (["--prompts=mine.txt,mine.txt"], ["two sets named 'mine'"])]
@@ -139,23 +137,25 @@ def test_a_published_model_chats(tmp_path):
       ([*chat, "--output=model"], ["'model'", "give a file"]),
       ([*flags, "--system=Be brief."], ["--system", "--chat"]),
       ([*chat, "--special"], ["--special"]),
-      ([*chat, "--drafter=small"], ["small", "vocabular"]),
       (["--chat", "--prompt=hi"], ["--chat", "template"])]
-  plain, drafted, cut, system, talk, special, *refused = run_all(
+  plain, drafted, across, cut, system, talk, special, *refused = run_all(
       "generate.py", chat, [*chat, "--drafter=model", "--compare", "--gamma=3",
                             "--output=answer.txt"],
+      [*chat, "--drafter=small", "--gamma=3"],
       [*long, "--keep_last"], [*chat, "--system=Be brief."],
       [*chat, "--interactive"],
       [*flags, "--special", "--prompt=<|im_start|>user"],
       *(wrong for wrong, _ in refusals), cwd=tmp_path)
   answers = []
-  for found in (plain, drafted, cut, system):
+  for found in (plain, drafted, across, cut, system):
     assert found["code"] == 0, found
     answers.append(found["stdout"].rsplit("\n\n", 1)[0])
   # The template's tokens are read and not printed; what is drafted is the same.
   assert answers[0] == answers[1] == (tmp_path / "answer.txt").read_text()
+  assert answers[0] == answers[2]
+  assert "small has 4,096 tokens and drafts the" in across["stderr"]
   assert "<|im" not in answers[0] and "what is" not in answers[0]
-  assert answers[0] != answers[3]
+  assert answers[0] != answers[4]
   assert "times as fast" in drafted["stdout"].splitlines()[-1]
   assert "12 tokens in 3 rounds" in drafted["stdout"]  # the target drafts
   assert talk["stdout"] == answers[0] + "\n" and "[12 tokens" in talk["stderr"]

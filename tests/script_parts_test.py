@@ -1,10 +1,12 @@
 """What scripts read and say: prompts of every kind, chats, models by name."""
 
+import pathlib
 import sys
 import types
 
 import pytest
 from scripts import ROOT
+from tiny_llama import write_llama
 
 import specjax as sj
 
@@ -39,6 +41,11 @@ class _Words:
         f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>")
 
 
+def _bundled():
+  return sj.data.Tokenizer.load(
+      pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
+
+
 def _message(content, role="user"):
   return {"role": role, "content": content}
 
@@ -58,7 +65,7 @@ def test_last_tokens(bos, want):
 
 def test_a_message_is_cut_between_characters():
   # Broken: a cut message begins with the second half of a character.
-  tokenizer = sj.zoo.load().tokenizer
+  tokenizer = _bundled()
   text = "naïve — 語" * 20
   cuts = [prompts.user(tokenizer, text, n)["content"] for n in range(1, 30)]
   assert len(set(cuts)) > 5
@@ -234,6 +241,23 @@ def test_a_drafter_of_other_tokens(monkeypatch):
                          (_found("a", 6), "mine.*6 tokens.*5.*across vocab")):
     with pytest.raises(ValueError, match=words):
       models.check_tokens(target, drafter, "mine")
+
+
+def test_how_a_chain_is_drafted(tmp_path, capsys):
+  # Broken: a drafter of another vocabulary is taken for one of the same, or the
+  # flag that chooses how it drafts does nothing.
+  found = lambda tokenizer, size: models.Pretrained(
+      sj.testing.MarkovModel(size), None, tokenizer, None)
+  target = found(sj.data.Tokenizer.load(write_llama(tmp_path / "model")), 330)
+  same, other = found(None, 330), found(_bundled(), 4096)
+  drafter = lambda member, *how: models.chain(
+      target, member, "mine", *how)[0](3).drafter
+  assert isinstance(drafter(same), sj.drafters.LanguageModel)
+  assert isinstance(drafter(other), sj.drafters.TokenIntersection)
+  assert "mine has 4,096 tokens" in capsys.readouterr().err
+  assert isinstance(drafter(other, "strings"), sj.drafters.StringMatch)
+  with pytest.raises(ValueError, match="mine does not fit.*331.*330"):
+    drafter(found(None, 331))
 
 
 @pytest.mark.parametrize("name", ["", "bundle", "a/b/c", "/a", "./b"])
