@@ -53,11 +53,10 @@ def prompts(default="code"):
   """Prompt sets; `prompts.read` reads them."""
   return flags.DEFINE_list(
       "prompts", default, "prompt sets: of the running Python "
-      f"({', '.join(prompt_sets.EMBEDDED)}; to copy with a request, "
-      f"{', '.join(prompt_sets.INSTRUCTED)}), NAME=PATH for a published file "
-      f"or NAME for its Hugging Face copy "
-      f"({', '.join(prompt_sets.PROMPT_SETS)}), or a .txt (prompts between "
-      "blank lines) or .jsonl file of your own")
+      f"({', '.join(prompt_sets.EMBEDDED)}), NAME=PATH for a published file or "
+      f"NAME for its Hugging Face copy ({', '.join(prompt_sets.PROMPT_SETS)}; "
+      "copy needs none), or a .txt (prompts between blank lines) or .jsonl "
+      "file of your own")
 
 
 def prompt_field():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import pathlib
 import platform
 import random
+import sys
 from typing import Any
 from typing import NamedTuple
 
@@ -74,6 +75,8 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     if name in sets:
       raise ValueError(f"--prompts holds two sets named {name!r}; give each "
                        "once")
+    if chat and name not in prompt_sets.EMBEDDED:
+      _tell_of_cuts(tokenizer, name, texts, tokens)
     sets[name] = [encode(text) for text in texts]
     others += [encode(text) for text in more]
     sources[name] = where
@@ -114,10 +117,19 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
                      "ask for fewer, also by --prompt_tokens")
 
 
+def _tell_of_cuts(tokenizer, name, texts, tokens):
+  """What a message asks for may stand at its beginning."""
+  cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
+  if cut:
+    print(f"{cut} of {len(texts)} messages of {name} lost their beginning; "
+          f"--prompt_tokens={tokens} keeps that many of their tokens",
+          file=sys.stderr)
+
+
 def _texts(item, field, count, extra, tokens, seed):
   """A set's name, its texts, further ones, and where they come from."""
   name, _, path = item.partition("=")
-  if not path and name in (*prompt_sets.EMBEDDED, *prompt_sets.INSTRUCTED):
+  if not path and name in prompt_sets.EMBEDDED:
     texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
     return name, texts[:count], texts[count:], source
   if path or name in prompt_sets.PROMPT_SETS:
