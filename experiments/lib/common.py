@@ -19,7 +19,6 @@ import jax
 
 from lib import compilation
 from lib import flags as shared
-from lib import models
 import specjax as sj
 from specjax import files
 from specjax import strategies
@@ -39,8 +38,6 @@ TREE_VERIFIERS = {
 }
 ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
-
-load_models = models.load_models
 
 
 _HELD = contextlib.ExitStack()  # the directories of the script that runs
