@@ -103,6 +103,8 @@ class Writer:
       state, stats = self.decoder.decode(
           self._params, state, rounds=_ROUNDS_A_CALL)
       sj.raise_if_not_finite(stats)
+      answer.rounds += int(stats.active[:, 0].sum())
+      answer.seconds = time.perf_counter() - start
       tokens = np.asarray(state.tokens[0])
       for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
                                   np.asarray(stats.accepted[:, 0])):
@@ -111,8 +113,6 @@ class Writer:
         answer.tokens += new
         answer.drafted += int(drafted)
         length += emitted
-      answer.rounds += int(stats.active[:, 0].sum())
-      answer.seconds = time.perf_counter() - start
 
   def time(self, ids, new_tokens):
     """`(tokens, seconds)` of a text, without those of its prompt."""
