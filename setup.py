@@ -44,6 +44,7 @@ setuptools.setup(
                  "nbclient", "nbformat", "pytest", "pytest-timeout",
                  "pytest-xdist>=3.7", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
+        "transformers": ["gguf", "torch", "transformers"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

@@ -1,0 +1,262 @@
+"""How fast is specjax beside transformers, with the same weights?
+
+On one machine, in one run, every prompt is continued in turn by
+
+  specjax                   autoregressive decoding of ours
+  specjax, DRAFTER          speculative decoding of ours with block verification
+  transformers              its `generate`
+  transformers, assisted    its assisted generation with the same drafter and
+                            its own defaults: at most 20 tokens, fewer where
+                            the drafter is unsure
+  transformers, assisted G  the same with G = --gamma tokens in every round
+
+on the CPU, in float32, one prompt at a time, with as many threads on either
+side. A time is that of one whole call, from the ids of the prompt to the last
+token, so reading the prompt is in it on both sides; compiling and a first call
+are not. Ids come from specjax's tokenizer on both sides. Without --chat no
+token ends a text, and all have --new_tokens tokens.
+
+  python experiments/against_transformers.py --target=smollm2 --chat
+  python experiments/against_transformers.py --target=big --drafter=small_one \\
+    --prompts=copy,gsm8k=test.jsonl
+
+At temperature 0 all must write the same text, and times of different texts are
+not compared: where they differ, the first difference is reported, with how far
+apart the two tokens' logits are, and the prompt is left out of the table. The
+script fails if that is more than --most_different of the prompts. (Both sides
+round, in another order, so a tie can go either way.)
+
+A ratio is of two calls on one prompt; the table has its median over prompts and
+its quartiles. Every prompt's times are appended to runs.jsonl in --output_dir;
+killed and started again with the same models, prompts and flags, the script
+goes on there. Writes against_transformers.csv and .json, which the last line of
+stdout names.
+"""
+
+import functools
+import itertools
+import sys
+
+from absl import flags
+from lib import common
+from lib import flags as shared
+from lib import generation_arms
+from lib import models
+from lib import prompts as prompts_lib
+from lib import rollouts
+import numpy as np
+
+import specjax as sj
+from specjax import prefill
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafter(f"none, small, tiny, {shared.PUBLISHED}",
+                          default="none")
+_GAMMA = shared.gamma(4)
+_PROMPTS = shared.prompts("copy")
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(12, "prompts of every set, at most")
+_PROMPT_TOKENS = shared.prompt_tokens(512)
+_NEW_TOKENS = shared.new_tokens(128)
+_TEMPERATURE = shared.temperature(0.0)
+_MOST_DIFFERENT = flags.DEFINE_float(
+    "most_different", 0.1, "share of the prompts whose texts may differ at "
+    "temperature 0", 0.0, 1.0)
+_SEED = shared.seed()
+_OUTPUT_DIR = shared.output_dir("results/against_transformers")
+
+_OURS, _THEIRS = "specjax", "transformers"
+
+
+def _our_arms(target, drafters, eos, prompts, capacity):
+  """Ours: without a drafter, and with each."""
+  shapes = {prefill.padded_length(len(row)): row for row in prompts}
+  decoder = functools.partial(
+      sj.Decoder, target=target.model, eos=eos,
+      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+  arm = functools.partial(
+      generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
+      shapes=list(shapes.values()))
+  arms = {_OURS: arm(decoder(**sj.strategies.autoregressive()._asdict()),
+                     {"target": target.params})}
+  for name, member in drafters.items():
+    strategy, own = models.chain(target, member, name)
+    arms[f"{_OURS}, {name}"] = arm(
+        decoder(**strategy(_GAMMA.value)._asdict()),
+        {"target": target.params, "drafter": own})
+  return arms
+
+
+def _assistant(target, name, member):
+  """The drafter in transformers' hands; None, and a line, where it has none."""
+  try:
+    models.check_tokens(target, member, name)
+    assistant = generation_arms.load_torch(name, member)
+    reason = "it has no such architecture"
+  except ValueError as e:
+    assistant, reason = None, str(e)
+  if assistant is None:
+    print(f"transformers does not draft with {name}: {reason}", file=sys.stderr)
+  return assistant
+
+
+def _their_arms(model, assistant, eos):
+  """Theirs: without an assistant, and with it in two ways."""
+  arm = functools.partial(
+      generation_arms.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
+      temperature=_TEMPERATURE.value, eos=eos)
+  arms = {_THEIRS: arm(_THEIRS)}
+  if assistant is not None:
+    constant = dict(num_assistant_tokens=_GAMMA.value,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0)
+    for how, drafting in (("", {}), (f" {_GAMMA.value}", constant)):
+      name = f"{_THEIRS}, assisted{how}"
+      arms[name] = arm(name, assistant=assistant, drafting=drafting)
+  return arms
+
+
+def _differences(runs, model, prompt_of, tokenizer):
+  """The first difference of each text from ours, prompt by prompt.
+
+  Args:
+    runs: {unit: {arm: what it returned}}.
+    model: of transformers; its logits say how close the two tokens are.
+    prompt_of: from a unit to (token ids, seed, request id).
+    tokenizer: ours.
+  """
+  found = []
+  for unit, arms in runs.items():
+    first = arms[_OURS]["tokens"]
+    for name, run in arms.items():
+      pairs = itertools.zip_longest(first, run["tokens"])
+      place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+      if place is None:
+        continue
+      ids = [text[place] if place < len(text) else None
+             for text in (first, run["tokens"])]
+      gap = None
+      if None not in ids:
+        logits = generation_arms.logits_after(
+            model, prompt_of(unit)[0] + first[:place])
+        gap = abs(logits[ids[0]] - logits[ids[1]])
+      found.append({
+          "prompts": unit[2], "number": unit[3], "arm": name, "token": place,
+          "tokens": [None if i is None else tokenizer.decode([i])
+                     for i in ids], "logit_gap": gap})
+  return found
+
+
+def _rows(runs, arms):
+  """A row for every prompt set and arm, then those of all sets."""
+  sets = dict.fromkeys(unit[2] for unit in runs)
+  chosen = {name: [run for unit, run in runs.items() if unit[2] == name]
+            for name in sets}
+  if len(sets) > 1:
+    chosen["all"] = list(runs.values())
+  return [_row(name, arm, mine) for name, mine in chosen.items()
+          for arm in arms]
+
+
+def _row(name, arm, runs):
+  speed = lambda run: len(run["tokens"]) / run["seconds"]
+  row = {"prompts": name, "arm": arm, "num_prompts": len(runs),
+         "tokens_per_round": sum(len(r[arm]["tokens"]) for r in runs) / sum(
+             r[arm]["rounds"] for r in runs),
+         "tokens_per_second": float(np.median([speed(r[arm]) for r in runs]))}
+  for other in (_OURS, _THEIRS):
+    quartiles = np.percentile(
+        [speed(r[arm]) / speed(r[other]) for r in runs], (50, 25, 75))
+    for end, value in zip(("", "_low", "_high"), quartiles):
+      row[f"over_{other}{end}"] = float(value)
+  return row
+
+
+def _print_table(rows):
+  wide = max(len(r["arm"]) for r in rows)
+  head = f"{'prompts':10s} {'arm':{wide}s} {'tokens/round':>12s} "
+  print(head + f"{'tokens/s':>8s} {'over specjax':>21s} "
+        f"{'over transformers':>21s}")
+  for r in rows:
+    ratios = [f"{r[f'over_{other}']:.2f} ({r[f'over_{other}_low']:.2f} to "
+              f"{r[f'over_{other}_high']:.2f})" for other in (_OURS, _THEIRS)]
+    print(f"{r['prompts']:10s} {r['arm']:{wide}s} "
+          f"{r['tokens_per_round']:12.2f} {r['tokens_per_second']:8.1f} "
+          f"{ratios[0]:>21s} {ratios[1]:>21s}")
+
+
+def _report(runs, prompt_of, model, tokenizer, arms, facts, output_dir):
+  """Prints and writes all that was measured, and fails on other texts."""
+  different = [] if _TEMPERATURE.value else _differences(
+      runs, model, prompt_of, tokenizer)
+  for d in different:
+    gap = d["logit_gap"]
+    print(f"left out: {d['prompts']} {d['number']}, token {d['token']}: "
+          f"{_OURS} {d['tokens'][0]!r}, {d['arm']} {d['tokens'][1]!r}"
+          + ("" if gap is None else f", {gap:.1e} apart"))
+  left_out = {(d["prompts"], d["number"]) for d in different}
+  kept = {unit: run for unit, run in runs.items()
+          if unit[2:4] not in left_out}
+  share = len(left_out) / len(runs)
+  rows = _rows(kept, arms) if kept else []
+  if rows:
+    _print_table(rows)
+    common.write_csv(output_dir / "against_transformers.csv", rows)
+  print(f"{len(kept)} of {len(runs)} prompts; median over prompts (quartiles)")
+  common.finish(output_dir, "against_transformers", {
+      "rows": rows, "different": different, **facts})
+  if share > _MOST_DIFFERENT.value or not kept:
+    raise ValueError(
+        f"{len(left_out)} of {len(runs)} prompts have different texts at "
+        f"temperature 0, and --most_different is {_MOST_DIFFERENT.value:g}; "
+        "the two sides do not compute the same model, or round too "
+        "differently: see the lines above the table")
+
+
+def main():
+  versions = generation_arms.prepare_torch()
+  named = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
+  target, drafters, tokenizer = models.load_models(
+      _TARGET.value, named, f"none, {', '.join(sj.zoo.DRAFTERS)}",
+      dtype="float32")
+  prompts = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  limit = prompts.longest + _NEW_TOKENS.value
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  arms = _our_arms(target, drafters, eos, prompts.all,
+                   limit + _GAMMA.value + 1)
+  context = min(arm.program.context_length for arm in arms.values())
+  prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
+  model = generation_arms.load_torch(_TARGET.value, target)
+  if model is None:
+    raise ValueError(f"transformers has no architecture for the target "
+                     f"{_TARGET.value}; choose another")
+  assistants = [_assistant(target, name, member) for name, member in zip(
+      named, drafters.values())]
+  assistant = assistants[0] if assistants else None
+  arms |= _their_arms(model, assistant, eos)
+
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  members = [target, *drafters.values()]
+  fingerprint = rollouts.fingerprint(
+      [m.params for m in members], [m.model for m in members], list(arms),
+      eos, _GAMMA.value, _NEW_TOKENS.value, versions)
+  longest = max(map(len, prompts.sets.values()))
+  units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
+            rollouts.digest(rows[i]))
+           for i in range(longest) for name, rows in prompts.sets.items()
+           if i < len(rows)]
+  prompt_of = lambda unit: (prompts.sets[unit[2]][unit[3]], unit[4], unit[3])
+  runs = rollouts.run(
+      units, prompt_of, lambda temperature: arms, output_dir / "runs.jsonl")
+  _report(runs, prompt_of, model, tokenizer, list(arms), {
+      "versions": versions, "source": prompts.source, "gamma": _GAMMA.value,
+      "target": models.label(_TARGET.value), "drafters": list(drafters),
+      "temperature": _TEMPERATURE.value, "new_tokens": _NEW_TOKENS.value},
+          output_dir)
+
+
+if __name__ == "__main__":
+  common.run(main)

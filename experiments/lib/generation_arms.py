@@ -1,0 +1,192 @@
+"""Whole calls that continue a prompt, ours and transformers', as study arms.
+
+A time is that of one call, from the ids of the prompt to the last token. Arms
+are what `rollouts.run` takes; torch and transformers are imported by those who
+need them.
+"""
+
+import functools
+import os
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+import specjax as sj
+from specjax import files
+from specjax.models import Pretrained
+from specjax.models import published
+from specjax.models.published import places
+
+_WARM_TOKENS = 8  # of the call that is not timed
+
+
+class Ours:
+  """A decoder of ours."""
+
+  def __init__(self, decoder, params, new_tokens, capacity, shapes):
+    """An arm.
+
+    Args:
+      decoder: the `Decoder`.
+      params: of its models.
+      new_tokens: tokens of a text, at most.
+      capacity: slots of a row.
+      shapes: a prompt of every length that is compiled for.
+    """
+    self.program = decoder
+    self._params, self._new_tokens = params, new_tokens
+    self._capacity, self._shapes = capacity, shapes
+
+  def compile(self, prompt):
+    """Compiles what it runs, for all lengths of prompts."""
+    del prompt
+    for one in self._shapes:
+      self._generate(one, 0, 0, 0)
+
+  def decode(self, prompt, seed, request_id):
+    """Its text of a prompt, "seconds" and "rounds"."""
+    start = time.perf_counter()
+    state, stats = self._generate(prompt, seed, request_id, self._new_tokens)
+    seconds = time.perf_counter() - start
+    sj.raise_if_not_finite(stats)
+    text = np.asarray(state.tokens)[0, len(prompt):int(state.lengths[0])]
+    return {"seconds": seconds, "rounds": int(stats.active[0]),
+            "tokens": text.tolist()}
+
+  def _generate(self, prompt, seed, request_id, new_tokens):
+    state = self.program.prefill(
+        self._params, [prompt], jax.random.key(seed),
+        limits=len(prompt) + new_tokens, request_ids=[request_id],
+        capacity=self._capacity)
+    return jax.block_until_ready(
+        self.program.decode_until(self._params, state))
+
+
+class Theirs:
+  """`generate` of transformers, with an assistant or without."""
+
+  def __init__(self, name, model, new_tokens, temperature, eos,
+               assistant=None, drafting=None):
+    """An arm.
+
+    Args:
+      name: of the arm.
+      model: of transformers.
+      new_tokens: tokens of a text, at most.
+      temperature: 0 is greedy.
+      eos: ids that end a text, or None.
+      assistant: the drafter, or None.
+      drafting: how it drafts, arguments of a `GenerationConfig`.
+    """
+    self.program = name
+    self._model, self._new_tokens = model, new_tokens
+    self._assistant, self._drafting = assistant, drafting
+    self._options = dict(do_sample=False) if temperature == 0 else dict(
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
+    if eos:
+      self._options |= dict(eos_token_id=list(eos), pad_token_id=eos[0])
+    self._passes = 0
+    model.register_forward_pre_hook(self._count)
+
+  def _count(self, *_):
+    self._passes += 1
+
+  def compile(self, prompt):
+    """Makes the call that is not timed."""
+    self._generate(prompt, 0, _WARM_TOKENS)
+
+  def decode(self, prompt, seed, request_id):
+    """Its text of a prompt, "seconds" and "rounds": passes of the target."""
+    self._passes = 0
+    start = time.perf_counter()
+    text = self._generate(prompt, seed + request_id, self._new_tokens)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "rounds": self._passes, "tokens": text}
+
+  def _generate(self, prompt, seed, new_tokens):
+    import torch
+    import transformers
+    config = transformers.GenerationConfig(
+        max_new_tokens=new_tokens, **self._options)
+    # What the makers of a model wish, such as penalties, is not compared.
+    self._model.generation_config = transformers.GenerationConfig()
+    if self._assistant is not None:
+      self._assistant.generation_config = transformers.GenerationConfig(
+          **self._drafting)
+    torch.manual_seed(seed)
+    ids = torch.tensor([prompt])
+    out = self._model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=config,
+        assistant_model=self._assistant)
+    return out[0, len(prompt):].tolist()
+
+
+def prepare_torch() -> dict[str, str | int]:
+  """Makes torch and transformers ready, with the threads that jax has.
+
+  Returns:
+    Their versions, and the threads.
+
+  Raises:
+    ValueError: one of them is missing, or jax computes elsewhere.
+  """
+  try:
+    import torch
+    import transformers
+  except ImportError as e:
+    raise ValueError(f"the package {e.name} is missing; pip install "
+                     "'specjax[transformers]'") from None
+  if jax.default_backend() != "cpu":
+    raise ValueError(f"jax computes on the {jax.default_backend()} and torch "
+                     "on the CPU; set JAX_PLATFORMS=cpu")
+  transformers.utils.logging.set_verbosity_error()
+  transformers.utils.logging.disable_progress_bar()
+  torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(
+      os, "sched_getaffinity") else os.cpu_count())
+  return {"jax": jax.__version__, "torch": torch.__version__,
+          "transformers": transformers.__version__,
+          "threads": torch.get_num_threads()}
+
+
+def load_torch(name: str, member: Pretrained):
+  """A model in transformers' hands, in float32; None: it has none like it.
+
+  What is published transformers reads itself, so that our reading is judged as
+  well; what is specjax's own is written for it.
+
+  Args:
+    name: as of the flags --target and --drafter.
+    member: the model as we loaded it.
+
+  Raises:
+    ValueError: transformers cannot read it.
+  """
+  import torch
+  import transformers
+  read = functools.partial(
+      transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+  own = name == "bundled" or name in sj.zoo.DRAFTERS
+  place = None if own else places.find(name)
+  try:
+    if place is not None and place.is_file():
+      return read(str(place.parent), gguf_file=place.name).eval()
+    if place is not None and "model_type" in files.read_json(
+        place / "config.json", "download it again"):
+      return read(str(place)).eval()
+    with tempfile.TemporaryDirectory() as directory:
+      try:
+        published.export_pretrained(directory, member.model, member.params)
+      except ValueError:
+        return None
+      return read(directory).eval()
+  except ImportError as e:
+    raise ValueError(f"transformers cannot read {name}: {e}") from None
+
+
+def logits_after(model, ids):
+  """`[V]`, the logits of the token after some, by a model of transformers."""
+  import torch
+  with torch.no_grad():
+    return model(torch.tensor([ids])).logits[0, -1].tolist()
