@@ -1,17 +1,22 @@
-"""Data that a target writes itself, for self-distillation.
+"""Data that a target writes itself, for distillation.
 
 Rows are sampled by the decoding loop, with whatever drafter and verifier: the
 law is the target's. They are kept in a directory, a file at a time, each whole
-or not there, so that sampling goes on where it was killed.
+or not there, so that sampling goes on where it was killed. `write_answers`
+keeps the laws with the text.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import functools
 import os
 import pathlib
 from typing import Any
+import zipfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 import tqdm
@@ -22,6 +27,7 @@ from specjax.files import claim
 from specjax.files import fingerprint
 
 _MANIFEST = "rows.json"
+_ROWS_A_PASS = 8  # of the pass that reads laws, for [rows, C, V] logits
 
 
 def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
@@ -104,6 +110,118 @@ def _read(path, shape):
   except (FileNotFoundError, EOFError, ValueError):
     return None
   return rows if rows.shape == shape else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answers:
+  """Texts that a target wrote, and the laws that it wrote them by.
+
+  Attributes:
+    tokens: `[R, C]` int32, prompt and answer; the rest is padding.
+    starts: `[R]` int32, tokens of the prompts.
+    lengths: `[R]` int32, tokens of prompts and answers.
+    ids: `[R, C - 1, K]` int32: at t, the K likeliest of token t + 1.
+    probs: `[R, C - 1, K]` float16, their probabilities at temperature 1.
+  """
+
+  tokens: np.ndarray
+  starts: np.ndarray
+  lengths: np.ndarray
+  ids: np.ndarray
+  probs: np.ndarray
+
+
+def write_answers(decoder: Decoder, params: Mapping[str, Any],
+                  prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+                  top: int, directory: str | os.PathLike[str], seed: int = 0,
+                  rows_per_file: int = 64) -> list[Answers]:
+  """Answers every prompt, or reads what a call before wrote.
+
+  An answer ends at the decoder's `eos`. It is a function of (seed, its number,
+  its prompt) and not of the answers beside it.
+
+  Args:
+    decoder: a `Decoder`.
+    params: of the decoder.
+    prompts: token ids of each prompt.
+    max_new_tokens: of an answer.
+    top: K, of the laws that are kept.
+    directory: of the files.
+    seed: of the sampling.
+    rows_per_file: answers that are written together.
+
+  Returns:
+    `Answers` of at most `rows_per_file` rows each, of `rows_per_file` prompts
+    after the other.
+
+  Raises:
+    ValueError: a prompt is too long, or the directory holds other answers.
+  """
+  limit = max(map(len, prompts)) + max_new_tokens
+  if limit > decoder.context_length:
+    raise ValueError(f"the longest prompt and its answer have {limit} tokens; "
+                     f"the context length is {decoder.context_length}: cut "
+                     "the prompts, or ask for shorter answers")
+  directory = pathlib.Path(directory)
+  claim(directory / _MANIFEST, {
+      "decoder": repr(decoder), "weights": fingerprint(params),
+      "prompts": fingerprint([list(map(int, p)) for p in prompts]),
+      "max_new_tokens": max_new_tokens, "top": top, "seed": seed,
+      "rows_per_file": rows_per_file}, "set of answers")
+  key = jax.random.key(seed, impl="threefry2x32")
+  answers = []
+  for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
+                         desc="answering", dynamic_ncols=True):
+    path = directory / f"answers-{start // rows_per_file:05d}.npz"
+    some = [list(p) for p in prompts[start:start + rows_per_file]]
+    read = _read_answers(path)
+    if read is None:
+      # Batches are alike in shape, so that the loop is compiled once.
+      rows = some + [some[0]] * (rows_per_file - len(some))
+      generation = decoder.generate(
+          params, rows, key, max_new_tokens=max_new_tokens,
+          request_ids=start + np.arange(rows_per_file))
+      read = _with_laws(decoder.target, params["target"],
+                        generation.tokens[:len(some)], some, limit, top)
+      with atomically(path) as f:
+        np.savez(f, **dataclasses.asdict(read))
+    answers.append(read)
+  return answers
+
+
+def _with_laws(model, params, rows, prompts, columns, top):
+  """`Answers` of rows that were written, with `columns` tokens each."""
+  lengths = np.array([len(row) for row in rows], np.int32)
+  padded = -(-len(rows) // _ROWS_A_PASS) * _ROWS_A_PASS
+  tokens = np.zeros((padded, columns), np.int32)
+  for row, text in zip(tokens, rows):
+    row[:len(text)] = text
+  laws = [_top_laws(model, top, params, tokens[i:i + _ROWS_A_PASS, :-1])
+          for i in range(0, padded, _ROWS_A_PASS)]
+  ids, probs = (np.concatenate([np.asarray(x) for x in part])[:len(rows)]
+                for part in zip(*laws))
+  return Answers(
+      tokens=tokens[:len(rows)], lengths=lengths,
+      starts=np.array([len(p) for p in prompts], np.int32),
+      ids=ids, probs=probs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _top_laws(model, top, params, tokens):
+  probs = jax.nn.softmax(model(params, tokens).logits)
+  values, ids = jax.lax.top_k(probs, top)
+  return ids, values.astype(jnp.float16)
+
+
+def _read_answers(path):
+  """The answers of a file, or None if it is missing or damaged."""
+  try:
+    with np.load(path) as f:
+      return Answers(**{
+          field.name: f[field.name] for field in dataclasses.fields(Answers)})
+  except (FileNotFoundError, EOFError, KeyError, ValueError,
+          zipfile.BadZipFile):
+    return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from specjax.training.objectives.lookahead import Lookahead
 from specjax.training.objectives.medusa import Medusa
 from specjax.training.objectives.medusa import MedusaJoint
 from specjax.training.objectives.next_token import NextToken
+from specjax.training.objectives.stored_laws import StoredLaws
 
 __all__ = [
     "Blockwise",
@@ -27,4 +28,5 @@ __all__ = [
     "MedusaJoint",
     "NextToken",
     "Objective",
+    "StoredLaws",
 ]
