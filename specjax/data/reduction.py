@@ -58,7 +58,12 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   for token in spec["added_tokens"]:
     token["id"] = new[token["content"]]
   _renumber(spec.get("post_processor"), new)
-  return tokenizer.replaced(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+  again = lambda token: None if token is None else (
+      new[tokenizer.backend.id_to_token(token)])
+  return Tokenizer(
+      tokenizers.Tokenizer.from_str(json.dumps(spec)),
+      bos=again(tokenizer.bos), eos=again(tokenizer.eos),
+      adds_bos=tokenizer.adds_bos, chat_template=tokenizer.chat_template)
 
 
 def _with_parts(token, parts, kept):
