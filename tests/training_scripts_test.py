@@ -171,3 +171,23 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
       steps * 4 * 23 for steps in (100, 120, 130)]
   assert refused["code"].startswith("error: --heads is 3 and --heads_from")
   assert not (tmp_path / "other").exists()
+
+
+def test_distill(tmp_path):
+  """A small model with a small vocabulary learns a target's laws, and drafts.
+  """
+  study = scripts.last_line(scripts.run(
+      "distill.py", "--prompts=code", "--num_prompts=8", "--rows_per_file=4",
+      "--prompt_tokens=24", "--new_tokens=16", "--vocab_size=600",
+      "--width=32", "--layers=1", "--heads=1", "--head_dim=16",
+      "--mlp_width=32", "--row_tokens=64", "--batch_size=4", "--steps=40",
+      "--warmup_steps=1", "--evaluate_every=0", "--gamma=2",
+      "--output_dir=out", cwd=tmp_path))
+  assert study["study"] == "distill" and study["answers"] == 4
+  assert study["held_out_loss"] < np.log(600)  # it has learned something
+  assert all(1 <= x <= 3 for x in study["tokens_per_round"].values())
+  assert sj.data.Tokenizer.load(tmp_path / "out").vocab_size == 600
+  text = scripts.run(
+      "generate.py", "--drafter=out", "--prompt=def f(x):", "--gamma=2",
+      "--max_new_tokens=8", cwd=tmp_path).stdout
+  assert text.startswith("def f(x):") and "a round" in text.splitlines()[-1]
