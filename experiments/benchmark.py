@@ -55,10 +55,10 @@ from specjax.training import optimizers
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
 _GAMMA = shared.gamma(4, "draft length of the rounds")
 _USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
+_TREE_NODES = shared.nodes(64, "of the trees whose laws are timed")
 _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
 _OUTPUT_DIR = shared.output_dir("results/benchmark", "for the ratios as JSON")
-_TREE_NODES = 64
 _ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
 _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
@@ -132,22 +132,23 @@ def _rounds(target, drafter, params, verifier, capacity, used):
 def _tree_law(verifier, vocab_size, batch):
   """The law of `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
-      sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES, depth=8))
+      sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
   draw = {"iid": children.iid, "conditional": children.without_replacement}.get(
       next(iter(verifier.requires), None), children.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
   # Laws about as far from each other as those of a model and its drafter.
   logits = 3 * jax.random.normal(
-      jax.random.key(1), (batch, _TREE_NODES, vocab_size))
+      jax.random.key(1), (batch, _TREE_NODES.value, vocab_size))
   near = 0.7 * logits + jax.random.normal(keys[0, 0], logits.shape)
-  counts = np.bincount(parents[1:], minlength=_TREE_NODES)
+  counts = np.bincount(parents[1:], minlength=_TREE_NODES.value)
   inner = np.flatnonzero(counts)
 
   @jax.jit
   def drafts(logits, key):
     tokens, probs = draw(
         logits[inner], tuple(counts[inner].tolist()),
-        jax.random.uniform(key, (_TREE_NODES - 1, 2)), sj.LogitsTransform())
+        jax.random.uniform(key, (_TREE_NODES.value - 1, 2)),
+        sj.LogitsTransform())
     return sj.Draft.tree(0, jnp.array(parents, jnp.int32), tokens, probs)
 
   data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits))
@@ -280,7 +281,7 @@ def _ratios(name, target, drafter_model, params, progress):
 
   ratios["tree_law"] = {}
   for batch in (1, 8):
-    verify = target_pass(small, used, _TREE_NODES, batch, steps=1)
+    verify = target_pass(small, used, _TREE_NODES.value, batch, steps=1)
     for verifier in _TREE_VERIFIERS:
       law = _tree_law(verifier, target.vocab_size, batch)
       rows = _interleaved(progress, law, verify)

@@ -101,7 +101,7 @@ def test_optimality(tmp_path):
 def test_benchmark(tmp_path):
   """Every ratio that the README quotes is there."""
   study = last_line(run("benchmark.py", "--models=bundled", "--pairs=3",
-                          "--sum_megabytes=1", cwd=tmp_path))
+                        "--nodes=8", "--sum_megabytes=1", cwd=tmp_path))
   assert study["study"] == "benchmark"
   ratios = dict(study["ratios"])
   assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}

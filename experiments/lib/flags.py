@@ -78,10 +78,9 @@ def gamma(default, help_="drafted tokens of a round"):
   return flag
 
 
-def nodes(default):
-  """Of Medusa's tree."""
-  flag = flags.DEFINE_integer(
-      "nodes", default, "of Medusa's tree, with its root", 2)
+def nodes(default, help_="of Medusa's tree, with its root"):
+  """Of a tree."""
+  flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
       flag, lambda nodes: nodes < MOST_NODES, f"give {TOO_LONG}")
   return flag
