@@ -14,7 +14,9 @@ on the CPU, in float32, one prompt at a time, with as many threads on either
 side. A time is that of one whole call, from the ids of the prompt to the last
 token, so reading the prompt is in it on both sides; compiling and a first call
 are not. Ids come from specjax's tokenizer on both sides. Without --chat no
-token ends a text, and all have --new_tokens tokens.
+token ends a text, and all have --new_tokens tokens. Run it while nothing else
+runs: torch's threads wait for each other in every product, and on two cores
+with eight busy processes it has been seen to take twenty times as long.
 
   python experiments/against_transformers.py --target=smollm2 --chat
   python experiments/against_transformers.py --target=big --drafter=small_one \\
