@@ -16,7 +16,7 @@ token, so reading the prompt is in it on both sides; compiling and a first call
 are not. Ids come from specjax's tokenizer on both sides. Without --chat no
 token ends a text, and all have --new_tokens tokens. Run it while nothing else
 runs: torch's threads wait for each other in every product, and on two cores
-with eight busy processes it has been seen to take twenty times as long.
+with eight busy processes that made it slower by far more than ours.
 
   python experiments/against_transformers.py --target=smollm2 --chat
   python experiments/against_transformers.py --target=big --drafter=small_one \\
