@@ -202,6 +202,29 @@ def test_older_configurations(name):
   assert _config(settings) == new
 
 
+@pytest.mark.parametrize("name,context,windows,kind", [
+    ("Llama 3.2", 131_072, set(), "llama3"), ("SmolLM2", 8192, set(), None),
+    ("Mistral 0.1", 32_768, {4096}, None), ("Qwen 2.5", 32_768, set(), None),
+    ("Qwen 2.5 with YaRN", 32_768, set(), "yarn"),
+    ("Qwen 3", 40_960, set(), None), ("Gemma", 8192, set(), None),
+    ("Gemma 2", 8192, {0, 4096}, None), ("Gemma 3", 32_768, {0, 512}, None),
+    ("Gemma 3 with images", 131_072, {0, 1024}, "linear"),
+    ("GPT-2", 1024, set(), None), ("Pythia", 2048, set(), None),
+    ("Phi-3 mini", 4096, {2047}, None),
+    ("Phi-4 mini", 4096, {262_144}, "longrope"),
+    ("OLMo-2", 4096, set(), None)])
+def test_keys_that_published_configurations_have(name, context, windows, kind):
+  # Broken: a harmless key of a real model is refused, or one that counts is
+  # passed over.
+  path = _GOLDEN / "configurations.json"
+  config = _config(json.loads(path.read_text())[name])
+  assert config.context_length == context
+  assert set(config.windows) == windows
+  assert (config.rope_scaling and config.rope_scaling.kind) == kind
+  untied = ("Mistral 0.1", "Pythia", "Phi-3 mini", "OLMo-2")
+  assert config.tie_embeddings == (name not in untied)
+
+
 def test_no_tensor_is_copied_twice(tmp_path):
   # Broken: a model that fits the device does not fit the memory beside it.
   model = sj.models.Transformer(sj.models.TransformerConfig(

@@ -83,7 +83,9 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
           f"{weights_path} holds {has} for {name} where {config_path.name} "
           f"asks for {wants}; the two files do not belong together")
   dtype = dtype or default_dtype()
-  params = {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
+  # Both dtypes of one tensor at a time.
+  params = {name: jnp.asarray(tensors.pop(name), dtype)
+            for name in list(tensors)}
   return model, flax.traverse_util.unflatten_dict(params, sep=".")
 
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from specjax.models.published import names
 from specjax.models.published.keys import Keys
+from specjax.models.published.readers import mapped
 from specjax.models.published.readers import StoredTensor
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
 
-_CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MB
+_CHUNK = 1 << 20  # numbers that are dequantised at once: 4 MB
 _TYPES = {
     "llama": ("llama", names.GGUF_LLAMA), "qwen2": ("qwen2", names.GGUF),
     "qwen3": ("qwen3", names.GGUF), "olmo2": ("olmo2", names.GGUF),
@@ -97,7 +98,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
   try:
     reader = gguf.GGUFReader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors}
+    tensors = {tensor.name: _stored(gguf, path, tensor)
+               for tensor in reader.tensors}
   except Exception as e:  # whatever numpy finds first in what is not there
     raise ValueError(f"{path} is truncated or no GGUF file; download it again "
                      f"({e})") from None
@@ -114,18 +116,23 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
   return GGUFFile(model_type, table, config, metadata, tensors)
 
 
-def _stored(gguf, tensor):
+def _stored(gguf, path, tensor):
   shape = tuple(int(size) for size in tensor.shape[::-1])
-  rows = tensor.data.reshape(shape[0] if len(shape) > 1 else 1, -1)
+  # The reader maps the whole file; each tensor is mapped anew, so that pages
+  # that were read do not stay.
+  kind, offset = tensor.tensor_type, int(tensor.data_offset)
+  stored_shape, stored_dtype = tensor.data.shape, tensor.data.dtype
 
   def load(dtype):
+    rows = mapped(path, offset, stored_shape, stored_dtype).reshape(
+        shape[0] if len(shape) > 1 else 1, -1)
     # In pieces: what dequantisation needs beside its result is several times
     # as large.
     out = np.empty((len(rows), shape[-1]), dtype)
     step = max(1, _CHUNK // shape[-1])
     for start in range(0, len(rows), step):
       out[start:start + step] = gguf.dequantize(
-          rows[start:start + step], tensor.tensor_type)
+          rows[start:start + step], kind)
     return out.reshape(shape)
 
   return StoredTensor(shape, np.dtype(np.float32), load)

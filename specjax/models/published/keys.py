@@ -6,7 +6,7 @@ from typing import Any
 # What training, generation, other tasks and other libraries note in it. It
 # says nothing about what the model computes.
 _HARMLESS = frozenset("""
-    _attn_implementation _attn_implementation_autoset _name_or_path
+    _attn_implementation _attn_implementation_autoset _name_or_path _num_labels
     add_bos_token architectures attention_dropout attn_implementation attn_pdrop
     auto_map bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout do_sample dtype embd_pdrop embedding_dropout eos_token_id

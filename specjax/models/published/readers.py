@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -78,8 +79,9 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     if end - begin != math.prod(shape) * dtype.itemsize:
       raise ValueError(f"{path} gives {end - begin} bytes to {name}, which is "
                        f"{dtype} {shape}; {_AGAIN}")
-    tensors[name] = StoredTensor(tuple(shape), dtype, _mapped(
-        path, 8 + length + begin, tuple(shape), dtype))
+    tensors[name] = StoredTensor(
+        tuple(shape), dtype, functools.partial(
+            _load, path, 8 + length + begin, tuple(shape), dtype))
   return tensors
 
 
@@ -95,15 +97,19 @@ def _header(path, text):
   return entries
 
 
-def _mapped(path, offset, shape, dtype):
-  def load(_):
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
-      return np.zeros(shape, dtype)
-    data = np.memmap(path, np.uint8, "r", offset=offset, shape=(size,))
-    return np.asarray(data).view(dtype).reshape(shape)
+def _load(path, offset, shape, dtype, wanted):
+  del wanted
+  return mapped(path, offset, shape, dtype)
 
-  return load
+
+def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
+           dtype: np.dtype) -> np.ndarray:
+  """Numbers as they stand in a file; their pages go with the array."""
+  size = math.prod(shape) * dtype.itemsize
+  if not size:
+    return np.zeros(shape, dtype)
+  data = np.memmap(path, np.uint8, "r", offset=offset, shape=(size,))
+  return np.asarray(data).view(dtype).reshape(shape)
 
 
 def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:

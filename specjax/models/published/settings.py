@@ -85,6 +85,9 @@ def olmo2(keys: Keys) -> Fields:
 
 
 def phi3(keys: Keys) -> Fields:
+  for name in ("interpolate_factor", "full_attn_mod"):  # of Phi-4-mini
+    if keys(name, 1) != 1:
+      keys.refuse(name, keys(name))
   return (_sizes(keys) | rope.read(keys, fraction="partial_rotary_factor")
           | _same_window(keys))
 
