@@ -100,6 +100,8 @@ def _metadata(writer, c, layers):
         c["rope_parameters"]["sliding_attention"]["rope_theta"])
     writer.add_sliding_window_pattern(
         [kind == "sliding_attention" for kind in c["layer_types"]])
+  if c["model_type"] == "gemma2":
+    writer.add_sliding_window_pattern(2)  # every second layer sees all
   if c.get("sliding_window"):
     writer.add_sliding_window(c["sliding_window"])
   for name in ("attn_logit_softcapping", "final_logit_softcapping"):
