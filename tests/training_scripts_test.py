@@ -152,11 +152,13 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   assert not (killed / "heads.safetensors").exists()
   more = [*train[1:], "--method=pass", f"--heads_from={whole}",
           "--output_dir=more"]
-  *results, refused = scripts.run_all(
+  *results, refused, too_much = scripts.run_all(
       first[0], *([*first[1:], f"--output_dir={directory}"]
                   for directory in (killed, whole)),
       [*more, "--steps=20"], [*more, "--steps=30"],
       [*train[1:], "--method=pass", "--heads=3", f"--heads_from={whole}",
+       "--output_dir=other"],
+      [*train[1:], "--method=pass", "--batch_size=100000",
        "--output_dir=other"], cwd=tmp_path)
   *studies, _, longer = map(scripts.last_line, results)  # of the same file
   for name in ("heads.safetensors", "heads.json"):
@@ -170,6 +172,9 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   assert [tokens for tokens, _ in longer["curve"][3:]] == [
       steps * 4 * 23 for steps in (100, 120, 130)]
   assert refused["code"].startswith("error: --heads is 3 and --heads_from")
+  # Published vocabularies are large: their logits would fill the memory.
+  assert "100000 rows of 24 tokens take 2.3 GiB" in too_much["code"]
+  assert "--accumulate" in too_much["code"]
   assert not (tmp_path / "other").exists()
 
 

@@ -19,7 +19,7 @@ TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
             "draft at once and compares each with each")
 
 PUBLISHED = ("a directory (Hugging Face's or specjax's own), a .gguf file, "
-             "smollm2, or a name on the Hugging Face hub")
+             "smollm2, or OWNER/NAME on the Hugging Face hub")
 
 # `--help` lists a flag with the script that asked for it, not with this file.
 flags.disclaim_key_flags()
