@@ -506,4 +506,6 @@ def test_export_script(tmp_path):
   _params_equal(found.params, tiny.params, rtol=0, atol=0)
   assert found.tokenizer.same_tokens(tokenizer)
   assert found.tokenizer.encode("a") == tokenizer.encode("a")
+  # transformers puts before a text what the file says.
+  assert found.tokenizer.backend.encode("a").ids == tokenizer.encode("a")
   assert found.generation.eos == (tokenizer.eos,)
