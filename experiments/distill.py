@@ -42,6 +42,7 @@ from specjax.training import optimizers
 from specjax.training import runs
 
 _TARGET = shared.target()
+_DTYPE = shared.dtype()
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -87,7 +88,7 @@ class LawRows:
   """
 
   answers: distillation.Answers
-  map: vocabularies.VocabularyMap
+  map: vocabularies.VocabularyMap  # of numpy arrays
   columns: int
 
   def __len__(self):
@@ -95,18 +96,17 @@ class LawRows:
 
   def row(self, index: int) -> dict[str, np.ndarray]:
     """One row of a batch, see `StoredLaws`."""
-    a, offsets = self.answers, np.asarray(self.map.offsets)
+    a, offsets, twins = self.answers, self.map.offsets, self.map.twins
     text = a.tokens[index, :a.lengths[index]]
     counts = offsets[text + 1] - offsets[text]
     ends = np.cumsum(counts)
     pieces = np.repeat(offsets[text] - (ends - counts), counts) + np.arange(
         ends[-1])
-    read = np.asarray(self.map.pieces)[pieces][:self.columns]
+    read = self.map.pieces[pieces][:self.columns]
     # The law of token t + 1 is learned where the last piece of t is read.
     t = np.arange(max(a.starts[index] - 1, 0), len(text) - 1)
     t = t[(counts[t] > 0) & (ends[t] <= self.columns)]
     at = ends[t] - 1
-    twins = np.append(np.asarray(self.map.twins), self.map.draft_size)
     own = lambda ids: np.where(
         twins[ids] < self.map.draft_size, twins[ids], -1)
     top = a.ids[index, t]
@@ -170,14 +170,14 @@ def _vocabulary(tokenizer, answers, size):
   return reduction.reduced(tokenizer, counts, _VOCAB_SIZE.value)
 
 
-def _tokens_per_round(target, drafter, vocabulary, params, prompts):
+def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
   """Of block verification, at temperatures 0 and 1."""
   found = {}
   for temperature in (0.0, 1.0):
     decoder = sj.Decoder(
         target=target.model, **strategies.token_intersection(
             drafter, target.model.vocab_size, _GAMMA.value)._asdict(),
-        transform=sj.LogitsTransform(temperature=temperature))
+        transform=sj.LogitsTransform(temperature=temperature), eos=eos)
     measured = evaluation.block_efficiency(decoder, prompts, rounds=16)({
         "target": target.params,
         "drafter": {"model": params, "vocabulary": vocabulary}})
@@ -186,7 +186,11 @@ def _tokens_per_round(target, drafter, vocabulary, params, prompts):
 
 
 def main():
-  target, _, tokenizer = models.load_models(_TARGET.value, [])
+  target, _, tokenizer = models.load_models(
+      _TARGET.value, [], dtype=_DTYPE.value)
+  if _ROW_TOKENS.value > target.model.context_length:
+    raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
+                     f"context has {target.model.context_length}; give fewer")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   learned, measured = _answers(target, tokenizer, output_dir)
   own = _vocabulary(tokenizer, learned, target.model.vocab_size)
@@ -197,7 +201,8 @@ def main():
       heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
       mlp_width=_MLP_WIDTH.value,
       context_length=target.model.context_length))
-  rows, held_out = (LawRows(answers, vocabulary, _ROW_TOKENS.value)
+  tables = jax.tree.map(np.asarray, vocabulary)
+  rows, held_out = (LawRows(answers, tables, _ROW_TOKENS.value)
                     for answers in (learned, measured))
   lengths = runs.claim_run(output_dir, {
       "drafter": repr(drafter), "answers": fingerprint(learned.tokens),
@@ -209,12 +214,18 @@ def main():
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
   objective = objectives.StoredLaws(model=drafter)
-  held_out = held_out.rows(np.arange(len(held_out)))
-  measure = jax.jit(lambda params: objective(params, {}, held_out, None))
+  measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
 
   def evaluate(params):
-    loss, metrics = measure({"drafter": params["drafter"]})
-    return {"held_out_loss": loss, "held_out_acceptance": metrics["acceptance"]}
+    found, weights = [], []
+    for start in range(0, len(held_out), _BATCH_SIZE.value):
+      batch = held_out.rows(np.arange(
+          start, min(start + _BATCH_SIZE.value, len(held_out))))
+      loss, metrics = measure({"drafter": params["drafter"]}, batch)
+      found.append((float(loss), float(metrics["acceptance"])))
+      weights.append(batch["weights"].sum())
+    loss, acceptance = np.average(found, axis=0, weights=weights)
+    return {"held_out_loss": loss, "held_out_acceptance": acceptance}
 
   trained = loop.Trainer(
       objective=objective, optimizer=optimizers.muon(runs.schedule(
@@ -233,7 +244,8 @@ def main():
   params = loop.cast(saved, sj.models.default_dtype())
   prompts = [text[:n] for text, n in zip(measured.tokens, measured.starts)]
   found = {name: float(x) for name, x in evaluate({"drafter": params}).items()}
-  tokens = _tokens_per_round(target, drafter, vocabulary, params, prompts[:16])
+  tokens = _tokens_per_round(target, models.ends(target, tokenizer), drafter,
+                             vocabulary, params, prompts[:16])
   print(f"{common.num_parameters(params):,} parameters, {own.vocab_size} "
         f"tokens, of which the target has {vocabulary.shared}")
   print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "

@@ -27,7 +27,7 @@ from specjax.files import claim
 from specjax.files import fingerprint
 
 _MANIFEST = "rows.json"
-_ROWS_A_PASS = 8  # of the pass that reads laws, for [rows, C, V] logits
+_MOST_LOGITS = 2**27  # of the pass that reads laws, [rows, C, V]: 512 MB
 
 
 def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
@@ -192,12 +192,13 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
 def _with_laws(model, params, rows, prompts, columns, top):
   """`Answers` of rows that were written, with `columns` tokens each."""
   lengths = np.array([len(row) for row in rows], np.int32)
-  padded = -(-len(rows) // _ROWS_A_PASS) * _ROWS_A_PASS
+  size = max(1, min(len(rows), _MOST_LOGITS // (columns * model.vocab_size)))
+  padded = -(-len(rows) // size) * size
   tokens = np.zeros((padded, columns), np.int32)
   for row, text in zip(tokens, rows):
     row[:len(text)] = text
-  laws = [_top_laws(model, top, params, tokens[i:i + _ROWS_A_PASS, :-1])
-          for i in range(0, padded, _ROWS_A_PASS)]
+  laws = [_top_laws(model, top, params, tokens[i:i + size, :-1])
+          for i in range(0, padded, size)]
   ids, probs = (np.concatenate([np.asarray(x) for x in part])[:len(rows)]
                 for part in zip(*laws))
   return Answers(
