@@ -1,8 +1,8 @@
 """What do token trees gain over chains, for the same number of nodes?
 
-Decodes prompts with every method of drafting and verifying at every
-node budget N, the root included, and prints tokens per pass of the target and
-tokens per second. --methods calls them:
+Decodes prompts with every method of drafting and verifying at every node budget
+N, the root included, and prints tokens per pass of the target and tokens per
+second. --methods calls them:
 
   chain_token, chain_block   one chain of N - 1 tokens
   specinfer                  i.i.d. children, multi-round rejection
@@ -301,7 +301,7 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = rollouts.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
-      _NEW_TOKENS.value, _SEED.value, eos)
+      _NEW_TOKENS.value, _SEED.value, eos, read.extra, read.longest)
   units = [(fingerprint, t, n, i, rollouts.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,

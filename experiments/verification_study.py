@@ -20,14 +20,14 @@ and prints for each
                      costs are predicted, acceptance is not
 
 The CSV says of these costs what passes timed alone explain (verify_ms, gamma
-times draft_ms) and what they do not (overhead_ms). No figure of the first three
-tosses a coin: given the draft, the expected number
-of accepted tokens is known exactly (Rao-Blackwell). Errors treat a prompt, over
-all its seeds, as one observation; intervals are of 95 %. Prompts are decoded,
-as many of every set, until the interval of block verification's paired gain is
-narrower than --error. (Stopping when an estimated error is small makes the
-intervals a little too narrow: they hold in 93 to 94 % of the cases in a
-simulation with normal numbers. --error=0 decodes all prompts.)
+times draft_ms) and what they do not (overhead_ms). None of the first three
+figures tosses a coin: given the draft, the expected number of accepted tokens
+is known exactly (Rao-Blackwell). Errors treat a prompt, over all its seeds, as
+one observation; intervals are of 95 %. Prompts are decoded, as many of every
+set, until the interval of block verification's paired gain is narrower than
+--error. (Stopping when an estimated error is small makes the intervals a little
+too narrow: they hold in 93 to 94 % of the cases in a simulation with normal
+numbers. --error=0 decodes all prompts.)
 
   python experiments/verification_study.py
   python experiments/verification_study.py --error=0
@@ -133,8 +133,8 @@ def _acting(rules, verifier, gamma):
 class _Costs:
   """Seconds of the passes that a round is made of, timed alone."""
 
-  def __init__(self, target, drafters, gammas, capacity):
-    used = _PROMPT_TOKENS.value + _NEW_TOKENS.value // 2
+  def __init__(self, target, drafters, gammas, capacity, longest):
+    used = longest + _NEW_TOKENS.value // 2
     passes = lambda member, tokens: functools.cache(functools.partial(
         timing.passes, member.model, member.params, capacity, used, tokens))
     self._verify = {gamma: passes(target, gamma + 1) for gamma in gammas}
@@ -215,7 +215,7 @@ def main():
       [m.params for m in members], [m.model for m in members], list(drafters),
       gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos)
   units = _units(fingerprint, temperatures, prompts)
-  costs = _Costs(target, drafters, gammas, capacity)
+  costs = _Costs(target, drafters, gammas, capacity, read.longest)
   study_of = lambda runs, seconds=None: report.Study(
       runs, list(drafters), gammas, verifiers, seconds)
 

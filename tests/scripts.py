@@ -1,6 +1,8 @@
 """Runs the scripts of `experiments/` as a user does."""
 
+import contextlib
 import csv
+import importlib
 import json
 import os
 import pathlib
@@ -8,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+
+from absl import flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -81,6 +85,23 @@ for flag_set in json.loads(sys.argv[3]):
                 "stderr": err.getvalue()})
 print(json.dumps(found))
 """
+
+
+@contextlib.contextmanager
+def imported(script):
+  """The module of `experiments/<script>`, in this process; its flags leave it.
+
+  `lib.common.run` gives them their values.
+  """
+  before = set(flags.FLAGS)
+  name = pathlib.Path(script).stem
+  try:
+    yield importlib.import_module(name)
+  finally:
+    sys.modules.pop(name, None)
+    for flag in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, flag)
+    flags.FLAGS.unparse_flags()
 
 
 def start_and_kill(script, *flags, output_dir, step):

@@ -1,0 +1,68 @@
+"""What studies measure beforehand, up to where the first program is made."""
+
+import sys
+
+import pytest
+from scripts import imported
+from scripts import ROOT
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import common  # noqa: E402
+from lib import models  # noqa: E402
+
+
+def _error(study, *flags):
+  """The line that a study ends with."""
+  with pytest.raises(SystemExit) as caught:
+    common.run(study.main, [study.__name__, *flags])
+  return caught.value.code
+
+
+class _Setting:
+  """Of a study that measures nothing."""
+
+  params = None
+
+  def __init__(self, *_):
+    pass
+
+  def decoder(self, *_):
+    pass
+
+
+def test_trees_belong_to_the_prompts_they_were_measured_on(
+    tmp_path, monkeypatch):
+  # Broken: a study of other prompts takes the trees of the first one's.
+  def plans(setting, temperatures, budgets, path):
+    raise ValueError(path.name)
+
+  for name in "ab":
+    (tmp_path / f"{name}.txt").write_text(
+        "\n\n".join(f"{name} = {i}" for i in range(6)))
+  with imported("tree_study.py") as study:
+    monkeypatch.setattr(study, "_Setting", _Setting)
+    monkeypatch.setattr(study, "_plans", plans)
+    first, again, other = (
+        _error(study, f"--prompts={tmp_path / name}.txt", "--drafter=tiny",
+               f"--output_dir={tmp_path / 'out'}") for name in "aab")
+  assert first.startswith("error: plan-") and first == again != other
+
+
+def test_passes_are_timed_over_the_cache_that_is_decoded(tmp_path, monkeypatch):
+  # Broken: a study of short prompts, or of messages, which have a template
+  # around them, reports the passes of another length.
+  def passes(model, params, capacity, used, nodes):
+    raise ValueError(f"{used} of {capacity} slots")
+
+  (tmp_path / "mine.txt").write_text("a = 1\n\nimport os")
+  with imported("verification_study.py") as study:
+    monkeypatch.setattr(study.timing, "passes", passes)
+    monkeypatch.setattr(study.rollouts, "run",
+                        lambda *_, beside, **__: beside[0]())
+    found = _error(study, f"--prompts={tmp_path / 'mine.txt'}", "--gammas=3",
+                   "--new_tokens=16", "--drafter=tiny",
+                   f"--output_dir={tmp_path / 'out'}")
+  tokenizer = models.load_tokenizer(models._BUNDLED / "tokenizer.json")
+  longest = max(len(tokenizer.encode(text)) for text in ("a = 1", "import os"))
+  assert found == f"error: {longest + 8} of {longest + 20} slots"
