@@ -1,7 +1,7 @@
 """What is a target's own draft worth beside a small language model's?
 
-Decodes prompts with every drafter and the verifiers that are made for
-its drafts, on the same target, and prints tokens per round and per pass of the
+Decodes prompts with every drafter and the verifiers that are made for its
+drafts, on the same target, and prints tokens per round and per pass of the
 target, what the drafter added to the target, and the measured speed-up over
 autoregressive decoding:
 
@@ -84,7 +84,7 @@ class _Source:
 
   Attributes:
     name: of its figures.
-    target: a `zoo.Member`, or a `Pretrained`.
+    target: a `Pretrained`, or another pair of `model` and `params`.
     drafts: {name: strategies of one drafter}; the rollouts of the first are
       shared.
     params: of the decoder.
