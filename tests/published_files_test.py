@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import run_all
+import tokenizers
 
 import specjax as sj
 from specjax.models import load_pretrained
@@ -234,6 +235,28 @@ def test_tokenizer_that_does_not_fit(copy):
   target = copy("llama_tied")
   shutil.copy(pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json", target)
   _refuses(target, "4096 tokens", "48")
+
+
+def _with_tokenizer(target, *added, **conventions):
+  """Writes a tokenizer of 48 characters and some added tokens."""
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+      vocab={chr(65 + i): i for i in range(48)}, merges=[]))
+  for content, special in added:
+    backend.add_tokens([tokenizers.AddedToken(content, special=special)])
+  backend.save(str(target / "tokenizer.json"))
+  (target / "tokenizer_config.json").write_text(json.dumps(conventions))
+
+
+def test_special_tokens_beyond_the_embeddings(copy):
+  # Broken: Gemma 3, whose token for images has no embedding in the models of
+  # text, is refused; or so is not what a text can give.
+  target = copy("llama_tied")
+  _with_tokenizer(target, ("<image_soft_token>", True))
+  assert load_pretrained(target).tokenizer.vocab_size == 49
+  _with_tokenizer(target, ("<image_soft_token>", True), ("<tool>", False))
+  _refuses(target, "50 tokens", "48")
+  _with_tokenizer(target, ("</s>", True), eos_token="</s>")
+  _refuses(target, "49 tokens", "48")
 
 
 @pytest.mark.slow

@@ -159,10 +159,18 @@ def _generation(directory, config):
 
 
 def _check_tokenizer(place, found):
-  size, limit = found.model.vocab_size, found.tokenizer
-  if limit is not None and limit.vocab_size > size:
+  """Refuses a tokenizer whose texts have ids beyond the embeddings.
+
+  Special tokens of other models may be beyond them (Gemma 3's of images, the
+  padding that some add to Llama 2): no text has them.
+  """
+  size, tokenizer = found.model.vocab_size, found.tokenizer
+  if tokenizer is None or tokenizer.vocab_size <= size:
+    return
+  unused = tokenizer.control_tokens.keys() - {tokenizer.bos, tokenizer.eos}
+  if max(set(tokenizer.backend.get_vocab().values()) - unused) >= size:
     raise ValueError(
-        f"the tokenizer of {place} has {limit.vocab_size} tokens and its "
+        f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its "
         f"weights have embeddings for {size}; the two do not belong together")
 
 
