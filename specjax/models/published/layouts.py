@@ -123,9 +123,10 @@ class Stored:
       return tensors[0].read(dtype).astype(dtype, copy=False)
     out = np.empty(shape, dtype)
     for views, tensor in zip(self.layout(config, out), tensors):
-      data = tensor.read(dtype)
-      if self.offset:
-        data = data - data.dtype.type(self.offset)
+      if self.offset:  # rounded once, after the difference
+        data = tensor.read(np.float32).astype(np.float32) - self.offset
+      else:
+        data = tensor.read(dtype)
       if self.inputs_first and data.ndim > 1:
         data = data.T
       for view in views:
@@ -143,6 +144,7 @@ class Stored:
       data = np.concatenate([view.reshape(columns) for view in views])
       if self.inputs_first and x.ndim > 1:
         data = data.T
-      tensors.append(np.ascontiguousarray(data + data.dtype.type(self.offset)
-                                          if self.offset else data))
+      if self.offset:
+        data = (data.astype(np.float32) + self.offset).astype(x.dtype)
+      tensors.append(np.ascontiguousarray(data))
     return tensors
