@@ -1,5 +1,6 @@
 """Text that is printed as it is decoded, and how fast that was."""
 
+import codecs
 import dataclasses
 import statistics
 import sys
@@ -8,7 +9,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import decoders
 
 import specjax as sj
 
@@ -20,14 +20,19 @@ _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 class Printer:
   """Prints tokens as they come, in colours, never half a character.
 
+  The bytes of the tokens are put together here, for the library's stream
+  decodes the text so far again and again, and fails where bytes that are no
+  character change it: some vocabularies replace every byte around them.
+
   Attributes:
     text: what was printed, without colours.
   """
 
   def __init__(self, tokenizer, colored):
-    self._stream = decoders.DecodeStream(skip_special_tokens=True)
-    self._backend = tokenizer.backend
+    self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+    self._tokenizer = tokenizer
     self._colored = colored
+    self._begun = False
     self._pieces = []
 
   @property
@@ -46,11 +51,20 @@ class Printer:
     sys.stdout.flush()
 
   def _print(self, token, color):
-    piece = self._stream.step(self._backend, int(token))
+    piece = self._characters.decode(self._bytes(int(token)))
     if piece:
       self._pieces.append(piece)
       sys.stdout.write(color + piece + _PLAIN if color and self._colored
                        else piece)
+
+  def _bytes(self, token):
+    """Those of a token; the first of a text may lose the space before it."""
+    found = self._tokenizer.token_bytes(token)
+    if self._begun or not found:
+      return found
+    self._begun = True
+    first = self._tokenizer.decode([token]).encode()
+    return first if found.startswith(b" ") and found.endswith(first) else found
 
 
 @dataclasses.dataclass
@@ -95,8 +109,8 @@ class Writer:
     """
     slots = state.tokens.shape[1]
     if slots not in self._compiled:  # what is timed compiles nothing
-      self.decoder.decode(self._params, jax.tree.map(jnp.copy, state),
-                          rounds=_ROUNDS_A_CALL)
+      jax.block_until_ready(self.decoder.decode(
+          self._params, jax.tree.map(jnp.copy, state), rounds=_ROUNDS_A_CALL))
       self._compiled.add(slots)
     length, start = int(state.lengths[0]), time.perf_counter()
     while not bool(state.done[0]):
@@ -114,9 +128,10 @@ class Writer:
         answer.drafted += int(drafted)
         length += emitted
 
-  def time(self, ids, new_tokens):
+  def time(self, ids, new_tokens, capacity=0):
     """`(tokens, seconds)` of a text, without those of its prompt."""
-    state = jax.block_until_ready(self.start(ids, new_tokens))
+    state = jax.block_until_ready(
+        self.start(ids, new_tokens, capacity=capacity))
     start = time.perf_counter()
     state, stats = jax.block_until_ready(
         self.decoder.decode_until(self._params, state))
@@ -139,8 +154,9 @@ def compare(writers, ids, new_tokens, tokenizer) -> str:
   Raises:
     ValueError: at temperature 0 the two wrote different texts.
   """
-  for writer in writers:
-    writer.time(ids, min(new_tokens, 8))
+  for writer in writers:  # a short text, by the program of the long ones
+    writer.time(ids, min(new_tokens, 8),
+                len(ids) + new_tokens + writer.decoder.num_nodes)
   speeds, texts = ([], []), None
   for _ in range(_PAIRS):
     texts = []
