@@ -166,7 +166,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(hidden_act="relu"), ["relu", "hidden_act", "silu"]),
     ("llama_tied", dict(hidden_size=None), ["hidden_size", "whole number"]),
     ("llama_tied", dict(quantization_config={"bits": 4}),
-     ["quantization_config", "bits"]),
+     ["quantization_config", "bits", "take weights that are not quantised"]),
     ("llama_tied", dict(num_local_experts=8), ["num_local_experts", "8"]),
     ("llama_tied", dict(rope_parameters=dict(rope_type="spiral")),
      ["spiral", "rope"]),
@@ -180,6 +180,29 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(tie_word_embeddings=False), ["lm_head", "no tensor"]),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["inverse_layer"]),
     ("gemma3", dict(layer_types=["full_attention"]), ["layer_types"]),
+    ("gemma3", dict(layer_types=3), ["layer_types", "3"]),
+    ("gemma3", dict(sliding_window=5.0), ["sliding_window", "5.0"]),
+    ("gemma3", dict(query_pre_attn_scalar=None), ["query_pre_attn_scalar"]),
+    ("gemma3", dict(rope_parameters=dict(full_attention="x")),
+     ["full_attention", "'x'"]),
+    ("llama_tied", dict(rms_norm_eps=None), ["rms_norm_eps", "a number"]),
+    ("llama_tied", dict(rope_parameters=None, rope_theta=None),
+     ["rope_theta", "a number"]),
+    ("llama_tied", dict(rope_scaling=[1]), ["rope_scaling", "[1]"]),
+    ("llama_tied", dict(rope_scaling="yarn"), ["rope_scaling", "'yarn'"]),
+    ("llama_tied", dict(rope_scaling=dict(rope_type="linear", factor=None)),
+     ["no factor"]),
+    ("llama_tied", dict(rope_scaling=dict(rope_type="linear", factor="2")),
+     ["factor", "'2'"]),
+    ("llama_tied", dict(rope_scaling=dict(
+        rope_type="longrope", short_factor=[1], long_factor=None)),
+     ["no long_factor"]),
+    ("llama_tied", dict(rope_scaling=dict(
+        rope_type="longrope", short_factor=[1], long_factor=3)),
+     ["long_factor", "3"]),
+    ("llama_tied", dict(is_causal=False), ["is_causal", "False"]),
+    ("llama_tied", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+    ("mistral", dict(sliding_window_size=6), ["sliding_window_size", "6"]),
     ("qwen2_windows", dict(use_sliding_window=False), ["use_sliding_window"])])
 def test_what_is_not_understood_is_refused(copy, name, settings, words):
   # Broken: a model is loaded that computes something else than its makers say.

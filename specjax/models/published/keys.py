@@ -7,27 +7,40 @@ from typing import Any
 # says nothing about what the model computes.
 _HARMLESS = frozenset("""
     _attn_implementation _attn_implementation_autoset _name_or_path _num_labels
-    add_bos_token architectures attention_dropout attn_implementation attn_pdrop
-    auto_map bos_token_id cache_implementation chunk_size_feed_forward
-    classifier_dropout do_sample dtype embd_pdrop embedding_dropout eos_token_id
-    finetuning_task gradient_checkpointing hidden_dropout id2label
-    initializer_range is_decoder is_llama_config keys_to_ignore_at_inference
-    label2id max_length min_length model_type n_ctx num_labels output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type
-    reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict
+    add_bos_token architectures attention_dropout attention_probs_dropout_prob
+    attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+    custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout hidden_dropout_prob id2label initializer_range is_decoder
+    is_llama_config keys_to_ignore_at_inference label2id length_penalty
+    max_length max_sequence_length min_length model_type n_ctx
+    no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past
+    output_scores pad_token_id predict_special_tokens prefix pretraining_tp
+    problem_type remove_invalid_values reorder_and_upcast_attn
+    repetition_penalty resid_pdrop return_dict return_dict_in_generate
     sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params
-    temperature tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version unk_token_id unsloth_fixed
-    unsloth_version use_cache
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
+# What changes nothing only where it has this value, or that of another key.
+_PLAIN = {"is_causal": True, "partial_rotary_factor": 1}
+_TWINS = {"sliding_window_size": "sliding_window"}
+_ADVICE = {"quantization_config": "take weights that are not quantised, or a "
+                                  "GGUF file"}
 
 
 class Keys:
   """A configuration that remembers which of its keys were asked for.
 
   Attributes:
+    source: what errors call it.
     context_length: the tokens that the caller wants to be possible, or None.
     asked: the keys that were asked for.
   """
@@ -39,12 +52,12 @@ class Keys:
 
     Args:
       given: its keys and values.
-      source: what errors call it.
+      source: see the class.
       defaults: values of keys that it may leave out.
       context_length: see the class.
     """
     self._given, self._defaults = given, defaults or {}
-    self._source = source
+    self.source = source
     self.context_length = context_length
     self.asked: set[str] = set()
 
@@ -54,45 +67,87 @@ class Keys:
     value = self._given.get(name, self._defaults.get(name))
     return otherwise if value is None else value
 
-  def size(self, name: str) -> int:
-    """A whole number that must be there.
+  def size(self, name: str, otherwise: int | None = None) -> int:
+    """A whole number that must be there, unless there is another one.
 
     Raises:
       ValueError: it is missing, or something else.
     """
-    value = self(name)
+    value = self(name, otherwise)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise ValueError(f"{self._source} has {value!r} for {name}; a whole "
-                       "number of at least 1 is needed")
+      self._needs(name, value, "a whole number of at least 1")
     return value
 
-  def choice(self, name: str, choices: Mapping[Any, Any]) -> Any:
+  def number(self, name: str, otherwise: float | None = None) -> float:
+    """A number that must be there, unless there is another one.
+
+    Raises:
+      ValueError: it is missing, or something else.
+    """
+    value = self(name, otherwise)
+    if not is_number(value):
+      self._needs(name, value, "a number")
+    return value
+
+  def mapping(self, name: str) -> dict[str, Any]:
+    """Keys and values, of which there may be none.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = self(name, {})
+    if not isinstance(value, Mapping):
+      self._needs(name, value, "an object of keys and values")
+    return dict(value)
+
+  def _needs(self, name, value, what):
+    raise ValueError(f"{self.source} has {_short(value)} for {name}; {what} is "
+                     "needed")
+
+  def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
     """What a value stands for.
 
     Raises:
       ValueError: it is none of `choices`.
     """
     value = self(name)
-    if value not in choices:
-      raise ValueError(f"{self._source} has {value!r} for {name}; specjax "
-                       f"knows {', '.join(map(str, choices))}")
+    if not isinstance(value, str) or value not in choices:
+      raise ValueError(f"{self.source} has {_short(value)} for {name}; specjax "
+                       f"knows {', '.join(choices)}")
     return choices[value]
 
   def refuse(self, name: str, value: Any) -> None:
     """Raises a `ValueError` about a value that is not understood."""
-    text = repr(value)
-    text = text if len(text) < 60 else text[:60] + "..."
+    advice = _ADVICE.get(
+        name, "use another model, or take the key out if it does not")
     raise ValueError(
-        f"{self._source} has {text} for {name}, which specjax does not know "
-        "for this architecture and which may change what the model computes; "
-        "use another model, or take the key out if it does not")
+        f"{self.source} has {_short(value)} for {name}, which specjax does not "
+        "know for this architecture and which may change what the model "
+        f"computes; {advice}")
 
   def refuse_others(self) -> None:
     """Raises a `ValueError` if a key was neither asked for nor is harmless.
 
-    A key that is off (null, false, 0 or empty) changes nothing.
+    A key that is off (null, false, 0 or empty) changes nothing, but for those
+    that must be on.
     """
     for name, value in self._given.items():
-      if (name not in self.asked and name not in _HARMLESS
-          and value not in _OFF):
+      if name in self.asked or name in _HARMLESS:
+        continue
+      if name in _PLAIN:
+        plain = value is None or value == _PLAIN[name]
+      else:
+        plain = value in _OFF or (
+            name in _TWINS and value == self(_TWINS[name]))
+      if not plain:
         self.refuse(name, value)
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is an int or a float."""
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value):
+  text = repr(value)
+  return text if len(text) < 60 else text[:60] + "..."

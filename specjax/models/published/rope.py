@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from specjax.models.configuration import TransformerConfig
+from specjax.models.published.keys import is_number
 from specjax.models.published.keys import Keys
 from specjax.models.rotary import RopeScaling
 
@@ -26,31 +27,51 @@ def read(keys: Keys, theta: str = "rope_theta",
   Raises:
     ValueError: a kind of scaling or one of its keys is not known.
   """
-  given = dict(keys("rope_parameters") or {})
-  given = dict(keys("rope_scaling") or given)
-  base, share = given.pop("rope_theta", None), None
+  given = keys.mapping("rope_parameters")
+  given = _checked(keys, keys.mapping("rope_scaling") or given)
+  base = given.pop("rope_theta", None) or keys.number(theta)
+  share = given.pop("partial_rotary_factor", None)
   if fraction:
-    share = given.pop("partial_rotary_factor", None) or keys(fraction)
+    share = share or keys.number(fraction, 1.0)
+  elif share not in (None, 1):
+    keys.refuse("partial_rotary_factor", share)
   scaling, length = _scaling(keys, given)
-  return dict(rope_theta=float(base or keys(theta)), rope_scaling=scaling,
+  return dict(rope_theta=float(base), rope_scaling=scaling,
               rope_fraction=share or 1.0, context_length=length)
 
 
 def read_two(keys: Keys) -> dict[str, Any]:
   """Like `read`, of a model whose layers with a window have their own base."""
-  given = keys("rope_parameters") or {}
-  full = dict(given.get("full_attention") or {})
-  local = dict(given.get("sliding_attention") or {})
+  given = keys.mapping("rope_parameters")
   for name in given.keys() - {"full_attention", "sliding_attention"}:
     keys.refuse(f"rope_parameters.{name}", given[name])
-  full.update(keys("rope_scaling") or {})
-  base = full.pop("rope_theta", None) or keys("rope_theta")
-  local_base = local.pop("rope_theta", None) or keys("rope_local_base_freq")
+  parts = Keys(given, keys.source)
+  full, local = (_checked(keys, part) for part in (
+      parts.mapping("full_attention") | keys.mapping("rope_scaling"),
+      parts.mapping("sliding_attention")))
+  base = full.pop("rope_theta", None) or keys.number("rope_theta")
+  local_base = (local.pop("rope_theta", None)
+                or keys.number("rope_local_base_freq"))
   if _kind(local) != "default" or local:
     keys.refuse("rope_parameters.sliding_attention", local)
   scaling, length = _scaling(keys, full)
   return dict(rope_theta=float(base), local_rope_theta=float(local_base),
               rope_scaling=scaling, context_length=length)
+
+
+def _checked(keys, given):
+  """A dict of rope scaling without its nulls, if its values are of a kind."""
+  given = {name: value for name, value in given.items() if value is not None}
+  for name, value in given.items():
+    if name in ("type", "rope_type"):
+      good = isinstance(value, str)
+    elif name in ("short_factor", "long_factor"):
+      good = isinstance(value, list) and all(map(is_number, value))
+    else:
+      good = name == "truncate" or is_number(value)
+    if not good:
+      keys.refuse(f"{name} of rope scaling", value)
+  return given
 
 
 def _kind(given):
@@ -63,7 +84,7 @@ def _scaling(keys, given):
   kind = _kind(given)
   length = keys.size("max_position_embeddings")
   original = given.pop("original_max_position_embeddings", None)
-  original = keys("original_max_position_embeddings") or original or length
+  original = keys.size("original_max_position_embeddings", original or length)
   if kind in ("su", "yarn") and "short_factor" in given:  # early Phi-3
     kind = "longrope"
   if kind not in _KINDS:
@@ -74,8 +95,7 @@ def _scaling(keys, given):
   except KeyError as e:
     keys.refuse(f"rope scaling {kind}", f"no {e.args[0]}")
   for name, value in given.items():
-    if value is not None:
-      keys.refuse(f"{name} of rope scaling {kind}", value)
+    keys.refuse(f"{name} of rope scaling {kind}", value)
   # One set of factors serves all lengths, so that texts may grow.
   return values, min(length, original) if kind == "longrope" and not long else (
       length)

@@ -19,9 +19,10 @@ def _sizes(keys, epsilon="rms_norm_eps", activation="hidden_act"):
   return dict(
       vocab_size=keys.size("vocab_size"), width=width,
       layers=keys.size("num_hidden_layers"), heads=heads,
-      kv_heads=keys("num_key_value_heads", heads),
-      head_dim=keys("head_dim", width // heads),
-      mlp_width=keys.size("intermediate_size"), norm_epsilon=keys(epsilon),
+      kv_heads=keys.size("num_key_value_heads", heads),
+      head_dim=keys.size("head_dim", width // heads),
+      mlp_width=keys.size("intermediate_size"),
+      norm_epsilon=keys.number(epsilon),
       activation=keys.choice(activation, ACTIVATIONS))
 
 
@@ -32,29 +33,34 @@ def _biases(keys):
 def _windows(keys, types):
   """Windows of the layers whose type says so, by default `types`."""
   types = keys("layer_types", types)
-  layers, size = keys.size("num_hidden_layers"), keys("sliding_window")
-  if len(types) != layers or not {*types} <= {SLIDING, FULL}:
+  layers = keys.size("num_hidden_layers")
+  if not isinstance(types, list) or len(types) != layers or any(
+      kind not in (SLIDING, FULL) for kind in types):
     keys.refuse("layer_types", types)
-  if SLIDING in types and not size:
-    keys.refuse("sliding_window", size)
-  windows = tuple(size if kind == SLIDING else 0 for kind in types)
-  return dict(windows=windows if any(windows) else ())
+  keys("sliding_window")  # need not be there if no layer has one
+  if SLIDING not in types:
+    return {}
+  size = keys.size("sliding_window")
+  return dict(windows=tuple(
+      size if kind == SLIDING else 0 for kind in types))
 
 
 def _same_window(keys):
-  size = keys("sliding_window")
-  return dict(windows=(size,) * keys.size("num_hidden_layers") if size else ())
+  if not keys("sliding_window"):
+    return {}
+  return dict(windows=(keys.size("sliding_window"),)
+              * keys.size("num_hidden_layers"))
 
 
 def _upper_windows(keys):
   """Windows from a layer on, if they are switched on (Qwen)."""
   layers = range(keys.size("num_hidden_layers"))
-  on, first = keys("use_sliding_window"), keys("max_window_layers")
+  on, first = keys("use_sliding_window"), keys.number("max_window_layers", 0)
   types = [SLIDING if on and i >= first else FULL for i in layers]
   given = keys("layer_types", types)
   if not on:
     keys("sliding_window")  # is not used
-    if SLIDING in given:
+    if given != types:
       keys.refuse("use_sliding_window", on)
     return {}
   return _windows(keys, types)
@@ -113,7 +119,7 @@ def _parts(keys):
               post_norm=True,
               attention_softcap=keys("attn_logit_softcapping"),
               logit_softcap=keys("final_logit_softcapping"),
-              query_scale=float(keys("query_pre_attn_scalar") ** -0.5)))
+              query_scale=float(keys.size("query_pre_attn_scalar") ** -0.5)))
 
 
 def gemma2(keys: Keys) -> Fields:
@@ -123,7 +129,8 @@ def gemma2(keys: Keys) -> Fields:
 
 
 def gemma3(keys: Keys) -> Fields:
-  period = keys("sliding_window_pattern") or keys("_sliding_window_pattern", 6)
+  period = keys.size("sliding_window_pattern",
+                     keys.size("_sliding_window_pattern", 6))
   types = [SLIDING if (i + 1) % period else FULL
            for i in range(keys.size("num_hidden_layers"))]
   return (_parts(keys) | rope.read_two(keys) | _windows(keys, types)
@@ -137,9 +144,9 @@ def gpt2(keys: Keys) -> Fields:
   return dict(
       vocab_size=keys.size("vocab_size"), width=width,
       layers=keys.size("n_layer"), heads=heads, kv_heads=heads,
-      head_dim=width // heads, mlp_width=keys("n_inner", 4 * width),
+      head_dim=width // heads, mlp_width=keys.size("n_inner", 4 * width),
       context_length=keys.size("n_positions"), learned_positions=True,
-      norm="layer", norm_epsilon=keys("layer_norm_epsilon"), gated=False,
+      norm="layer", norm_epsilon=keys.number("layer_norm_epsilon"), gated=False,
       activation=keys.choice("activation_function", ACTIVATIONS),
       query_scale=None if keys("scale_attn_weights") else 1.0,
       qkv_bias=True, out_bias=True, mlp_bias=True)
