@@ -10,7 +10,7 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
   python experiments/generate.py --drafter=none          # autoregressive
 
 A published model answers, or chats on the terminal until /quit or Ctrl-D
-(Ctrl-C stops an answer):
+(Ctrl-C stops an answer, /reset forgets what was said):
 
   python experiments/generate.py --target=smollm2 --chat --prompt='Why me?'
   python experiments/generate.py --target=smollm2 --interactive
@@ -21,7 +21,6 @@ the verifier, unless that is one of the lossy rules.
 """
 
 import dataclasses
-import pathlib
 import sys
 
 from absl import flags
@@ -83,7 +82,8 @@ _COMPARE = flags.DEFINE_bool(
     "compare", False, "also decode without the drafter, in turn, and print the "
     "tokens per second of both")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "a file for the text as well, written when it is complete")
+    "output", None, "a file for the text as well, written when it is complete "
+    "or Ctrl-C ends it, and of a chat after every answer")
 
 _DEFAULT_PROMPT = (
     '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
@@ -140,10 +140,15 @@ def _check_flags():
     raise ValueError("--compare decodes one prompt several times and "
                      "--interactive many once; leave one of the two out")
   if _OUTPUT.value is not None:
-    path = pathlib.Path(_OUTPUT.value)
-    if not _OUTPUT.value or path.is_dir() or not path.parent.is_dir():
-      raise ValueError(f"--output is {_OUTPUT.value!r}, which is a directory "
-                       "or lies in none; give a file")
+    common.output_file("--output", _OUTPUT.value)
+
+
+def _keep(text):
+  """Writes what was said so far to --output, if it is given."""
+  if _OUTPUT.value is not None:
+    with files.atomically(
+        common.output_file("--output", _OUTPUT.value)) as f:
+      f.write(text.encode())
 
 
 def _ids(tokenizer, room):
@@ -157,9 +162,10 @@ def _ids(tokenizer, room):
         tokenizer, tokenizer.encode(text, special=_SPECIAL.value), room,
         _KEEP_LAST.value)
   system = [{"role": "system", "content": _SYSTEM.value}]
-  return conversation.fitting(
+  ids, _ = conversation.fitting(
       tokenizer, system * (_SYSTEM.value is not None)
       + [{"role": "user", "content": text}], room, _KEEP_LAST.value)
+  return ids
 
 
 def _continue(writer, ids, printer):
@@ -171,7 +177,10 @@ def _continue(writer, ids, printer):
     writer.write(state, printer, answer)
   except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or `| head`
     print(f"\n{answer}", file=sys.stderr)
+    if answer.tokens:
+      _keep(printer.text)
     raise
+  _keep(printer.text)
   print(f"\n\n{answer}")
 
 
@@ -194,17 +203,13 @@ def main():
       _COLOR.value == "auto" and sys.stdout.isatty())
   printer_of = lambda: streaming.Printer(tokenizer, colored)
   if _INTERACTIVE.value:
-    text = conversation.chat(
+    conversation.chat(
         writer, tokenizer, printer_of, room=room,
         new_tokens=_MAX_NEW_TOKENS.value, keep_last=_KEEP_LAST.value,
-        first=_PROMPT.value, system=_SYSTEM.value)
+        first=_PROMPT.value, system=_SYSTEM.value, keep=_keep)
   else:
-    ids, printer = _ids(tokenizer, room), printer_of()
-    _continue(writer, ids, printer)
-    text = printer.text
-  if _OUTPUT.value is not None:
-    with files.atomically(_OUTPUT.value) as f:
-      f.write(text.encode())
+    ids = _ids(tokenizer, room)
+    _continue(writer, ids, printer_of())
   if _COMPARE.value:
     alone = dataclasses.replace(
         decoder, target=target.model, **strategies.autoregressive()._asdict())

@@ -1,14 +1,17 @@
 """What scripts read and say: prompts of every kind, chats, models by name."""
 
 import json
+import os
 import pathlib
 import sys
 import types
 from typing import NamedTuple
 
+from absl import flags
 import jax
 import jax.numpy as jnp
 import pytest
+from scripts import imported
 from scripts import ROOT
 from tiny_llama import write_llama
 
@@ -16,6 +19,7 @@ import specjax as sj
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import common  # noqa: E402
 from lib import conversation  # noqa: E402
 from lib import models  # noqa: E402
 from lib import prompts  # noqa: E402
@@ -137,8 +141,12 @@ def test_a_conversation_that_is_too_long():
   tokenizer = _Words()
   messages = [_message("be brief", "system"), _message("one two"),
               _message("three", "assistant"), _message("four five six")]
-  fit = lambda room, keep: tokenizer.decode(
-      conversation.fitting(tokenizer, messages, room, keep))
+
+  def fit(room, keep):
+    ids, read = conversation.fitting(tokenizer, messages, room, keep)
+    assert tokenizer.chat(read) == ids  # what is lost is lost for good
+    return tokenizer.decode(ids)
+
   whole = ("<system> be brief <user> one two <assistant> three "
            "<user> four five six <assistant>")
   assert fit(13, False) == fit(13, True) == whole
@@ -157,11 +165,9 @@ def test_a_conversation_that_is_too_long():
 class _Stdin:
   """Lines, and Ctrl-C where there is None."""
 
-  def __init__(self, *lines):
+  def __init__(self, *lines, terminal=True):
     self._lines = list(lines)
-
-  def isatty(self):
-    return False
+    self.isatty = lambda: terminal
 
   def readline(self):
     line = self._lines.pop(0) if self._lines else ""
@@ -180,10 +186,10 @@ class _Writer:
   decoder = types.SimpleNamespace(num_nodes=3)
 
   def __init__(self):
-    self.capacities = []
+    self.numbers, self.capacities = [], []
 
   def start(self, ids, new_tokens, number, capacity):
-    assert number == len(self.capacities)
+    self.numbers.append(number)
     self.capacities.append(capacity)
     return ids
 
@@ -194,21 +200,90 @@ class _Writer:
     answer.tokens += [1, 2]
 
 
+def _talk(monkeypatch, stdin, writer=None, **options):
+  """What is kept of a chat, after every answer."""
+  monkeypatch.setattr(sys, "stdin", stdin)
+  kept = []
+  try:
+    conversation.chat(
+        writer or _Writer(), _Words(), _Printer, **dict(
+            room=20, new_tokens=4, keep_last=False, first=None, system=None,
+            keep=kept.append) | options)
+  except KeyboardInterrupt:
+    kept.append("stopped")
+  return kept
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_chat(monkeypatch, capsys):
   # Broken: the program dies with the answer, or the chat forgets its messages,
   # keeps one that had no answer, or reads on after /quit.
-  monkeypatch.setattr(sys, "stdin", _Stdin(
-      "\n", None, "and two\n", "far " * 20 + "\n", "/quit\n", "no\n"))
   writer = _Writer()
-  said = conversation.chat(
-      writer, _Words(), _Printer, room=20, new_tokens=4, keep_last=False,
-      first="one", system=None)
-  assert said == ("user: one\nassistant: heard 3\n"
-                  "user: and two\nassistant: heard 9\n")
+  kept = _talk(monkeypatch, _Stdin(
+      "\n", None, "and two\n", "far " * 20 + "\n", "/quit\n", "no\n"),
+      writer, first="one")
+  first = "user: one\nassistant: heard 3\n"
+  assert kept == [first, first + "user: and two\nassistant: heard 9\n"]
   printed = capsys.readouterr()
   assert "2 tokens in 0 rounds" in printed.err
   assert "error: the conversation has 33 tokens" in printed.err
   assert writer.capacities == [1024, 1024]  # one program for both
+  assert len(set(writer.numbers)) == 2  # each with draws of its own
+
+
+def test_where_nobody_types(monkeypatch, capsys):
+  # Broken: Ctrl-C does not end a chat that reads a file, or what was answered
+  # by then is lost.
+  pipe = lambda *lines: _Stdin(*lines, terminal=False)
+  assert _talk(monkeypatch, pipe("one\n", "two\n")) == [
+      "user: one\nassistant: heard 3\n", "stopped"]
+  assert _talk(monkeypatch, pipe(None, "one\n")) == ["stopped"]
+  # Nothing was said, so that a file of an earlier chat stays.
+  assert _talk(monkeypatch, pipe()) == []
+  assert capsys.readouterr().out == ""
+  assert _talk(monkeypatch, _Stdin()) == []  # Ctrl-D
+  assert capsys.readouterr().out == "> \n"
+
+
+def test_a_chat_that_is_full(monkeypatch, capsys):
+  # Broken: a chat that has outgrown the context can only be ended, or renders
+  # in every turn what it lost long ago; an empty system message is left out.
+  lines = ("a b c d\n", "e f g h\n", "/reset\n", "i j\n")
+  kept = _talk(monkeypatch, _Stdin(*lines), room=10, system="")
+  assert "room for 10" in (said := capsys.readouterr().err)
+  assert "/reset begins a new one" in said
+  assert kept[-1] == (
+      "system: \nuser: a b c d\nassistant: heard 7\n"
+      "user: i j\nassistant: heard 5\n")
+  rendered = []
+  chat = _Words.chat
+  monkeypatch.setattr(_Words, "chat", lambda self, messages: (
+      rendered.append(len(messages)), chat(self, messages))[1])
+  kept = _talk(monkeypatch, _Stdin(*("a b c d\n",) * 4), room=10,
+               keep_last=True)
+  assert kept[-1].count("user: a b c d") == 4  # lost to the model alone
+  assert max(rendered) == 3
+
+
+def test_ctrl_c_keeps_what_was_written(tmp_path, capsys):
+  # Broken: a text that is stopped is lost, or one that never began replaces the
+  # file of another.
+  path = tmp_path / "text"
+  path.write_text("old")
+  writer = _Writer()
+  writer.start = lambda ids, new_tokens: ids
+  with imported("generate.py") as generate:
+    flags.FLAGS(["generate.py", f"--output={path}", "--chat"])
+    for tokens, want in (([], "old"), ([5], "hello")):
+
+      def stopped(state, printer, answer, tokens=tokens):
+        printer.text, answer.tokens = "hello", tokens
+        raise KeyboardInterrupt
+
+      writer.write = stopped
+      with pytest.raises(KeyboardInterrupt):
+        generate._continue(writer, [1, 2], _Printer())
+      assert path.read_text() == want
+  assert "1 tokens" in capsys.readouterr().err
 
 
 def _found(tokens, vocab_size=5, eos=None):
@@ -363,3 +438,23 @@ def test_the_warm_up_is_awaited(monkeypatch):
                  jnp.array([True]))
   streaming.Writer(decoder, None, 0).write(state, None, streaming.Answer())
   assert done == ["warm"]
+
+
+def test_an_output_that_is_no_file(tmp_path, monkeypatch):
+  # Broken: a pipe, a device or a link is replaced by a file, or that nothing
+  # can be written is found out when all is decoded.
+  of = lambda path: common.output_file("--output", str(path))
+  (tmp_path / "there").touch()
+  (tmp_path / "link").symlink_to("there")
+  assert of(tmp_path / "link") == of(tmp_path / "there")
+  assert of(tmp_path / "new") == (tmp_path / "new").resolve()
+  os.mkfifo(tmp_path / "pipe")
+  for path, words in (
+      ("", "'', which is a directory"), (tmp_path, "which is a directory"),
+      (tmp_path / "no/file", "lies in none"), ("/dev/null", "no regular file"),
+      (tmp_path / "pipe", "no regular file.*would be replaced")):
+    with pytest.raises(ValueError, match=f"^--output is .*{words}"):
+      of(path)
+  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  with pytest.raises(ValueError, match="may not be written to"):
+    of(tmp_path / "new")

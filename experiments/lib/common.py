@@ -143,6 +143,33 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   return pathlib.Path(path)
 
 
+def output_file(flag: str, path: str) -> pathlib.Path:
+  """The file that a flag names, which can be written when its time has come.
+
+  A file that is written whole takes the place of what is there, so that must
+  be a file as well; a symbolic link stays, and its file is replaced.
+
+  Args:
+    flag: such as "--output".
+    path: of the flag.
+
+  Raises:
+    ValueError: it names no file, or one that may not be written.
+  """
+  file = pathlib.Path(path).resolve()
+  if not path or file.is_dir() or not file.parent.is_dir():
+    raise ValueError(f"{flag} is {path!r}, which is a directory or lies in "
+                     "none; give a file")
+  if file.exists() and not file.is_file():
+    raise ValueError(f"{flag} is {path!r}, which is no regular file and would "
+                     "be replaced by one; give a file, or leave it out and "
+                     "redirect standard output")
+  if not os.access(file.parent, os.W_OK):
+    raise ValueError(f"{flag} is {path!r}, and {file.parent} may not be "
+                     "written to; choose another place")
+  return file
+
+
 def given(flag: str, values: list[str], fix: str) -> list[str]:
   """The entries of a list flag, of which there must be some.
 

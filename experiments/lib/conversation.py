@@ -7,10 +7,11 @@ from lib import streaming
 
 _SLOTS = 1024  # of a chat; doubled when it has outgrown them
 _FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"
+_RESET = "; /reset begins a new one"
 
 
-def fitting(tokenizer, messages, room, keep_last):
-  """The token ids of a conversation that are at most `room`.
+def fitting(tokenizer, messages, room, keep_last, fix=_FIX):
+  """What of a conversation is read: token ids that are at most `room`.
 
   What is too long loses its oldest exchanges first, and then the beginning of
   the last message; the system's message stays.
@@ -20,6 +21,10 @@ def fitting(tokenizer, messages, room, keep_last):
     messages: `{"role", "content"}`, the user's last.
     room: tokens.
     keep_last: whether anything may be lost.
+    fix: what the user may do otherwise.
+
+  Returns:
+    `(ids, the messages that they are of)`.
 
   Raises:
     ValueError: it is too long.
@@ -29,7 +34,7 @@ def fitting(tokenizer, messages, room, keep_last):
   ids = tokenizer.chat(system + rest)
   if len(ids) > room and not keep_last:
     raise ValueError(f"the conversation has {len(ids)} tokens and there is "
-                     f"room for {room}; {_FIX}")
+                     f"room for {room}; {fix}")
   while len(ids) > room and len(rest) > 1:
     rest = rest[2:]
     ids = tokenizer.chat(system + rest)
@@ -42,7 +47,7 @@ def fitting(tokenizer, messages, room, keep_last):
                        "--max_new_tokens")
     rest = [prompts.user(tokenizer, rest[0]["content"], kept)]
     ids = tokenizer.chat(system + rest)
-  return ids
+  return ids, system + rest
 
 
 def cut(tokenizer, ids, room, keep_last):
@@ -60,7 +65,8 @@ def cut(tokenizer, ids, room, keep_last):
 def lines(first=None):
   """What the user says: `first`, if any, and then a line after the other.
 
-  Ctrl-C while typing begins a new line; Ctrl-D and /quit end it.
+  Ctrl-D and /quit end it. Ctrl-C while typing begins a new line; where nobody
+  types, it ends the program.
   """
   if first:
     yield first
@@ -73,8 +79,11 @@ def lines(first=None):
         if not line:
           return
     except EOFError:
+      print()  # the shell's prompt gets a line of its own
       return
     except KeyboardInterrupt:
+      if not sys.stdin.isatty():
+        raise
       print()
       continue
     if line.strip() == "/quit":
@@ -84,11 +93,12 @@ def lines(first=None):
 
 
 def chat(writer, tokenizer, printer_of, *, room, new_tokens, keep_last, first,
-         system) -> str:
+         system, keep):
   """Answers every message, with all before it in mind, until the user leaves.
 
-  Ctrl-C ends an answer, of which is kept what was said. A message that cannot
-  be answered is told in one line and forgotten.
+  On a terminal, Ctrl-C ends an answer, of which is kept what was said;
+  elsewhere it ends the chat. A message that cannot be answered is told in one
+  line and forgotten, and /reset forgets all but the system's.
 
   Args:
     writer: a `streaming.Writer`.
@@ -96,21 +106,23 @@ def chat(writer, tokenizer, printer_of, *, room, new_tokens, keep_last, first,
     printer_of: makes a `streaming.Printer`.
     room: tokens of a conversation, at most.
     new_tokens: of an answer, at most.
-    keep_last: see `fitting`.
+    keep_last: see `fitting`; what is lost is not read again.
     first: what the user says before the lines of standard input, or None.
     system: a message of the system that comes first, or None.
-
-  Returns:
-    What was said.
+    keep: called after every answer with all that was said so far.
   """
-  messages = [{"role": "system", "content": system}] if system else []
+  beginning = [{"role": "system", "content": system}] * (system is not None)
+  said, messages = [*beginning], [*beginning]
   for number, line in enumerate(lines(first)):
-    messages.append({"role": "user", "content": line})
+    if line == "/reset":
+      messages = [*beginning]
+      continue
+    asked = {"role": "user", "content": line}
     try:
-      ids = fitting(tokenizer, messages, room, keep_last)
+      ids, messages = fitting(
+          tokenizer, [*messages, asked], room, keep_last, _FIX + _RESET)
     except ValueError as e:
       print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
-      messages.pop()
       continue
     slots = _SLOTS
     while slots < len(ids) + new_tokens + writer.decoder.num_nodes:
@@ -119,9 +131,13 @@ def chat(writer, tokenizer, printer_of, *, room, new_tokens, keep_last, first,
     try:
       state = writer.start(ids, new_tokens, number, slots)
       writer.write(state, printer, answer)
-    except KeyboardInterrupt:  # of this answer alone
-      pass
+    except KeyboardInterrupt:
+      if not sys.stdin.isatty():
+        raise
+    finally:
+      answered = {"role": "assistant", "content": printer.text}
+      said += [asked, answered]
+      messages = [*messages, answered]
+      keep("".join(f"{m['role']}: {m['content']}\n" for m in said))
     print(flush=True)
     print(f"[{answer}]", file=sys.stderr, flush=True)
-    messages.append({"role": "assistant", "content": printer.text})
-  return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
