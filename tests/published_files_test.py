@@ -21,6 +21,7 @@ import tokenizers
 import specjax as sj
 from specjax.models import load_pretrained
 from specjax.models.published import export_pretrained
+from specjax.models.published import gguf as published_gguf
 from specjax.models.published import readers
 
 
@@ -80,7 +81,8 @@ def test_names_without_prefix_and_of_a_model_with_images(tmp_path):
       new = "language_model.model."
       tensors["vision_tower.x.weight"] = np.zeros((2, 3), np.float32)
       settings = {"model_type": "gemma3", "text_config": settings,
-                  "vision_config": {"hidden_size": 3}}
+                  "vision_config": {"hidden_size": 3}, "eos_token_id": [1, 9]}
+      del settings["text_config"]["eos_token_id"]
     tensors = {key.replace(prefix, new): x for key, x in tensors.items()}
     tensors["h.0.attn.bias"] = np.ones((1, 4, 4), bool)  # a mask
     _write_safetensors(target / "model.safetensors", tensors)
@@ -88,6 +90,8 @@ def test_names_without_prefix_and_of_a_model_with_images(tmp_path):
     again = load_pretrained(target, dtype=jnp.float32)
     assert again.model == found.model
     params_equal(again.params, found.params, rtol=0, atol=0)
+    if name == "gemma3":  # said beside the text's settings, and not in them
+      assert again.generation.eos == (1, 9)
 
 
 def test_copy_of_a_tied_head(copy):
@@ -251,6 +255,94 @@ def test_damaged_gguf(tmp_path):
   writer.write_tensors_to_file()
   writer.close()
   _refuses(path, "'mamba'", "gptneox")
+
+
+def _edited_gguf(path, name, change):
+  """A recorded model as a GGUF file, of which `change` edits the writer."""
+  gguf = pytest.importorskip("gguf")
+  from golden import gguf_writer
+
+  class Writer(gguf.GGUFWriter):
+
+    def write_header_to_file(self, *args, **kwargs):
+      change(self)
+      super().write_header_to_file(*args, **kwargs)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(gguf, "GGUFWriter", Writer)
+    gguf_writer.write(GOLDEN / name, path)
+  return path
+
+
+def test_ends_of_a_gguf(tmp_path):
+  # Broken: a chat does not stop where llama.cpp stops, or a text that only
+  # looks like an end is one.
+  tokens = [chr(65 + i) for i in range(48)]
+  tokens[5:9] = "<end_of_turn>", "<|im_end|>", "<|other|>", "AB"
+  kinds = [1] * 48
+  kinds[5] = kinds[7] = 3
+
+  def change(writer):
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["A B"])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    writer.add_uint32("tokenizer.ggml.eom_token_id", 4)
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 20)
+
+  assert load_pretrained(_edited_gguf(
+      tmp_path / "m.gguf", "llama_tied", change)).generation == (
+          sj.models.published.GenerationDefaults(
+              eos=(2, 3, 4, 5), temperature=0.5, top_k=20))
+
+
+@pytest.mark.parametrize("name,key,value,refused", [
+    ("llama_tied", "rope.scaling.attn_factor", 1.0, False),
+    ("llama_tied", "rope.scaling.attn_factor", 1.5, True),
+    ("llama_linear", "rope.scaling.attn_factor", 1.5, True),
+    ("llama_llama3", "rope.scaling.factor", 2.0, True)])
+def test_rope_keys_of_a_gguf(tmp_path, name, key, value, refused):
+  # Broken: what stretches the positions is asked for and then not used.
+  path = _edited_gguf(tmp_path / "m.gguf", name, lambda writer: (
+      writer.add_float32(f"llama.{key}", value)))
+  if refused:
+    _refuses(path, key, str(value))
+  else:
+    assert published_gguf.open_gguf(path).config == published_gguf.open_gguf(
+        _edited_gguf(path, name, lambda writer: None)).config
+
+
+def test_windows_of_the_first_phi_3_files(tmp_path):
+  # Broken: Phi-3 mini sees all where llama.cpp and transformers let it see
+  # 2,047 tokens.
+  def change(writer):
+    values = writer.kv_data[0]
+    values["phi3.block_count"].value = 32
+    values["phi3.context_length"].value = 4096
+    del values["phi3.attention.sliding_window"]
+
+  path = _edited_gguf(tmp_path / "m.gguf", "phi3", change)
+  assert published_gguf.open_gguf(path).config["sliding_window"] == 2047
+
+
+def test_types_of_a_gguf_that_are_not_known(tmp_path):
+  # Broken: a file of a newer quantisation is called truncated.
+  gguf = pytest.importorskip("gguf")
+  path = tmp_path / "m.gguf"
+  for kind, words in ((gguf.GGMLQuantizationType.Q8_K, ["Q8_K"]),
+                      (999, ["999", "--upgrade gguf"])):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor_info("x", (256,), np.dtype(np.float32), 1024, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    path.write_bytes(path.read_bytes() + bytes(2048))
+    _refuses(path, *words)
 
 
 def test_tokenizer_that_does_not_fit(copy):

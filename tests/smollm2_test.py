@@ -81,4 +81,5 @@ def test_prompts_are_the_recorded_ids(smollm2, expected):
             for messages in smollm2_prompts.CONVERSATIONS]
   for found, case in zip(ids, expected):
     assert found == case["prompt"].tolist()
-  assert smollm2.generation.eos == (2,)
+  # <|im_end|>, and the <|endoftext|> that parts its documents.
+  assert smollm2.generation.eos == (2, 0)

@@ -59,6 +59,10 @@ _RENAMED = {
 # llama.cpp tells the models whose queries are scaled by the width by their
 # layers; the file does not say it.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
+# Control tokens that end a text in llama.cpp, whatever else the file says.
+_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|im_end|>",
+         "<|endoftext|>", "<|end_of_text|>")
+_CONTROL = 3  # type of a token
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight",
             "rope_factors_long.weight")
 
@@ -101,8 +105,21 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     tensors = {tensor.name: _stored(gguf, path, tensor)
                for tensor in reader.tensors}
   except Exception as e:  # whatever numpy finds first in what is not there
+    if "GGMLQuantizationType" in str(e):
+      raise ValueError(
+          f"{path} has a tensor of a type that the installed package gguf does "
+          f"not know ({e}): pip install --upgrade gguf") from None
     raise ValueError(f"{path} is truncated or no GGUF file; download it again "
                      f"({e})") from None
+  for kind in {tensor.tensor_type for tensor in reader.tensors}:
+    try:
+      gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8),
+                      kind)
+    except NotImplementedError:
+      raise ValueError(
+          f"{path} has tensors of the type {kind.name}, which the package gguf "
+          "does not turn into numbers; take another quantisation of the model"
+      ) from None
   kind = metadata.get("general.architecture")
   if kind not in _TYPES:
     raise ValueError(f"{path} is of the architecture {kind!r}; specjax reads "
@@ -114,6 +131,19 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
   tensors = {name: tensor for name, tensor in tensors.items()
              if name not in _FACTORS}
   return GGUFFile(model_type, table, config, metadata, tensors)
+
+
+def ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+  """The tokens that end a text: those that are named so, and those of chats."""
+  key = "tokenizer.ggml."
+  named = [metadata.get(f"{key}{kind}_token_id")
+           for kind in ("eos", "eot", "eom")]
+  tokens, types = (metadata.get(key + name, ())
+                   for name in ("tokens", "token_type"))
+  chats = [i for i, (token, kind) in enumerate(zip(tokens, types))
+           if kind == _CONTROL and token in _ENDS]
+  return tuple(dict.fromkeys(
+      token for token in (*named, *chats) if token is not None))
 
 
 def _stored(gguf, path, tensor):
@@ -158,6 +188,11 @@ def _config(source, kind, model_type, metadata, tensors):
   if model_type in _SCALED_BY_WIDTH:
     config["query_pre_attn_scalar"] = (
         width // heads if layers == _SCALED_BY_WIDTH[model_type] else head_dim)
+  if (model_type == "phi3" and layers in (32, 40)
+      and keys.size("context_length") == 4096):
+    # Phi-3 mini and medium: their first files left it out, and llama.cpp has
+    # put it in since.
+    config.setdefault("sliding_window", 2047)
   pattern = keys("attention.sliding_window_pattern")
   if pattern:
     slides = (lambda i: pattern[i]) if isinstance(pattern, list) else (
@@ -185,23 +220,29 @@ def _config(source, kind, model_type, metadata, tensors):
 
 def _rope_scaling(keys, tensors):
   """The keys about it."""
-  kind = keys("rope.scaling.type", "none")
+  kind = keys("rope.scaling.type", "linear")  # as in llama.cpp
   length = keys.size("context_length")
-  original = keys("rope.scaling.original_context_length")
-  factor = keys("rope.scaling.factor")
-  total = keys("rope.scaling.attn_factor")
   numbers = [tensors[name].read().tolist() if name in tensors else None
              for name in _FACTORS]
+  # Each branch asks for what it uses, so that the rest is refused.
   if numbers[0]:  # frequencies are divided by them, at all lengths (Llama 3)
+    if kind not in ("none", "linear"):
+      keys.refuse("rope.scaling.type", kind)
     return dict(rope_scaling=dict(
         rope_type="longrope", short_factor=numbers[0], long_factor=numbers[0],
         attention_factor=1.0, original_max_position_embeddings=length))
+  original = keys("rope.scaling.original_context_length")
   if numbers[1]:
+    if kind not in ("none", "linear", "longrope"):
+      keys.refuse("rope.scaling.type", kind)
     return dict(original_max_position_embeddings=original, rope_scaling=dict(
         rope_type="longrope", short_factor=numbers[1], long_factor=numbers[2],
-        attention_factor=total))
-  if kind == "none" or factor is None:
-    if kind not in ("none", "linear"):
+        attention_factor=keys("rope.scaling.attn_factor")))
+  if kind == "none":
+    return {}
+  factor = keys("rope.scaling.factor")
+  if factor is None:
+    if kind != "linear":
       keys.refuse("rope.scaling.type", kind)
     return {}
   if kind == "yarn":

@@ -30,7 +30,8 @@ _HARMLESS = frozenset("""
 """.split())
 _OFF = (None, False, 0, "", [], {})
 # What changes nothing only where it has this value, or that of another key.
-_PLAIN = {"is_causal": True, "partial_rotary_factor": 1}
+_PLAIN = {"is_causal": True, "partial_rotary_factor": 1,
+          "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
 _TWINS = {"sliding_window_size": "sliding_window"}
 _ADVICE = {"quantization_config": "take weights that are not quantised, or a "
                                   "GGUF file"}

@@ -102,9 +102,7 @@ def _from_gguf(path, dtype, context_length):
   meta = file.metadata
   tokenizer = (Tokenizer.from_gguf(meta)
                if "tokenizer.ggml.tokens" in meta else None)
-  ends = [meta.get(f"tokenizer.ggml.{kind}_token_id")
-          for kind in ("eos", "eot", "eom")]
-  ends = tuple(dict.fromkeys(end for end in ends if end is not None))
+  ends = gguf.ends(meta)
   sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
       ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
   given = ends or any(value is not None for value in sampling.values())
@@ -125,7 +123,10 @@ def _from_directory(directory, dtype, context_length):
   tensors = readers.open_directory(directory)
   text, model_type = config, config.get("model_type")
   if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
-    text, model_type = config["text_config"], "gemma3_text"
+    text, model_type = dict(config["text_config"]), "gemma3_text"
+    for name in ("eos_token_id", "tie_word_embeddings"):
+      if text.get(name) is None:
+        text[name] = config.get(name)
     tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
                if not _WITH_IMAGES.match(name)}
   if model_type not in ARCHITECTURES:
