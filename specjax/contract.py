@@ -67,7 +67,8 @@ CAPABILITIES = {
     "conditional": "every row of `probs` is the law of its token given what "
                    "came before it, as `Draft` asks",
     "autoregressive": "q depends on the context alone, not on where the draft "
-                      "began",
+                      "began; whether a row is padding may depend on its "
+                      "position, not on the tokens before it",
 }
 
 

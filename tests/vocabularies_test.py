@@ -200,10 +200,11 @@ _NOTHING = 3  # a token without pieces
 
 
 @functools.cache
-def _enumerated(kind, prompt, depth):
+def _enumerated(kind, prompt, depth, room):
   """A pair of models: p of every context, and q' of what the drafter reads.
 
-  A context comes after the token `prompt`; with `_NOTHING` a text is empty.
+  A context comes after the token `prompt`; with `_NOTHING` a text is empty. A
+  text of more than `room` tokens is lost.
 
   The drafter's model has another law after every text of its own tokens; in
   some it gives a common token no chance, or none of them.
@@ -224,7 +225,7 @@ def _enumerated(kind, prompt, depth):
               * 5 ** jnp.arange(ids.shape[1])).sum(-1)
     law = translation.common_law(
         jnp.asarray(table)[number % len(table)], vocabulary, _PLAIN, None)
-    return law * (count > 0)[:, None]
+    return law * ((count > 0) & (count <= room))[:, None]
 
   q = []
   with jax.enable_x64(True):
@@ -261,8 +262,9 @@ def test_exact_for_every_rule(rule):
   # on more than the target's tokens, which greedy block verification does not
   # forgive. All drafts, over two rounds.
   compiled = exact.Compiled(rule)
-  for kind, prompt in (("dense", _NOTHING), ("dense", 0), ("mixed", 2)):
-    found = _two_rounds(compiled, _enumerated(kind, prompt, 7))
+  for kind, prompt, room in (("dense", _NOTHING, 99), ("dense", 0, 99),
+                             ("mixed", 2, 99), ("dense", 0, 2)):
+    found = _two_rounds(compiled, _enumerated(kind, prompt, 7, room))
     assert not found.defects
     assert found.total_variation < 1e-12
     assert (found.expected_accepted > 0.05) == (prompt != _NOTHING)
@@ -271,7 +273,7 @@ def test_exact_for_every_rule(rule):
 def test_padding_in_place_of_a_law_is_seen():
   # Broken: the proof above cannot see why a row without a common token has to
   # have a law: greedy block verification would be biased.
-  p, q = _enumerated("dense", 0, 7)
+  p, q = _enumerated("dense", 0, 7, 99)
   some = np.random.default_rng(1)
   q = [table * (some.random((len(table), 1)) > 0.3) for table in q]
   found = _two_rounds(sj.verifiers.GreedyBlock(), exact.Pair(p, q))
@@ -384,26 +386,33 @@ def test_a_drafter_that_is_not_finite_is_reported(name):
     ("TokenIntersection", 1, 3), ("StringMatch", 3, 2)])
 def test_a_text_without_room_is_not_cut(name, token, pieces):
   # Broken: tokens are written over others where the drafter's cache is full,
-  # or a row stops, or its text changes. Of the first two rows one has more
-  # pieces than columns, and one outgrows its room.
+  # a row stops, or may not grow, where the drafter's context ends, or its text
+  # changes. Of the first two rows one has more pieces than columns, and one
+  # outgrows its room. The drafter knows as many positions as its context has.
   case = contributions.DRAFTERS[name]()
   small = dataclasses.replace(case.drafter.model, config=dataclasses.replace(
-      case.drafter.model.config, context_length=40))
+      case.drafter.model.config, context_length=24, learned_positions=True))
   decoder = lambda drafter: sj.Decoder(
       target=case.model, drafter=drafter, verifier=case.rule,
       transform=sj.LogitsTransform(temperature=0))
-  prompts = [[token] * (36 // pieces), [token] * (30 // pieces), [1, 2],
+  prompts = [[token] * (36 // pieces), [token] * (18 // pieces), [1, 2],
              [0, 3, 2, 1, 4, 3]]
-  arguments = case.parameters, prompts, jax.random.key(0)
-  more = dict(eos=[None, (), (2, 4), 4])
+  params, own = case.parameters, case.parameters["drafter"]
+  positions = {"positions": 0.02 * jax.random.normal(
+      jax.random.key(1), (24, small.config.width))}
+  params = {**params, "drafter": (
+      {**own, "model": own["model"] | positions} if "model" in own
+      else own | positions)}
+  arguments = params, prompts, jax.random.key(0)
+  more = dict(eos=[None, (), (2, 4), None])
   want = decoder(sj.drafters.Empty()).generate(
-      *arguments, max_new_tokens=14, **more)
+      *arguments, max_new_tokens=30, **more)
   drafter = dataclasses.replace(case.drafter, model=small, expansion=1)
-  got = decoder(drafter).generate(*arguments, max_new_tokens=14, **more)
+  got = decoder(drafter).generate(*arguments, max_new_tokens=30, **more)
   for a, b in zip(got.tokens, want.tokens):
     np.testing.assert_array_equal(a, b)
   accepted = np.asarray(got.stats.accepted)
   assert accepted[0] == 0 and accepted[3] > 0
   read = decoder(drafter).prefill(
-      *arguments, limits=[len(row) + 14 for row in prompts], **more).drafter
-  assert read.lengths[0] > 40 and read.lengths[1] == 30
+      *arguments, limits=[len(row) + 30 for row in prompts], **more).drafter
+  assert read.lengths[0] > 24 and read.lengths[1] == 18

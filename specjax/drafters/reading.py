@@ -22,9 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax.prefill import padded_length
 from specjax.prefill import read_prompt
+from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.types import Verdict
 
 _PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
 
@@ -84,6 +88,37 @@ class Reading:
             row, new, at, 0))
     return self.replace(tokens=put(self.tokens, ids, length),
                         fed=length + ids.shape[1] - 1, cache=cache)
+
+
+class Reader:
+  """What the drafters that keep a `Reading` share.
+
+  They have a `model`, a `gamma` and an `expansion`, see `TokenIntersection`.
+  """
+
+  model: ModelFn
+  gamma: int
+  expansion: int
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  def commit(self, params: Any, drafter: Reading, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Reading:
+    """Nothing: the next `propose` reads what was committed."""
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def _room(self, capacity):
+    """Draft tokens of a row's text; capacity is that of the decoder."""
+    return min(self.expansion * capacity, self.model.context_length)
+
+  def _columns(self, prompt):
+    """For `begun`; of a prompt that is lost no more than that is read."""
+    return padded_length(min(self.expansion * prompt.tokens.shape[1],
+                             self._room(prompt.capacity)))
 
 
 def slots_needed(room: int, gamma: int) -> int:

@@ -37,20 +37,18 @@ from specjax import contract
 from specjax.data.retokenization import Retokenizer
 from specjax.drafters import common
 from specjax.drafters import reading as reading_lib
-from specjax.prefill import padded_length
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 
 _PIECES = 32  # draft tokens that there is room for, for each new target token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StringMatch:
+class StringMatch(reading_lib.Reader):
   """Proposes the target's tokens of a text that another model wrote.
 
   `params["drafter"]` are the parameters of the model. A row drafts nothing
@@ -91,14 +89,6 @@ class StringMatch:
           f"tokenizer {self.texts.draft_size}; give Retokenizer draft_size="
           f"{self.model.vocab_size}, or the model's own tokenizer")
 
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "StringMatch":
     """The same drafter: it needs no transform.
 
@@ -113,11 +103,11 @@ class StringMatch:
            ) -> reading_lib.Reading:
     """The prompt in the drafter's tokens, read."""
     del prefill_output
-    batch, columns = prompt.tokens.shape
-    width = padded_length(self.expansion * columns)
+    width = self._columns(prompt)
     ids, count = jax.pure_callback(
         functools.partial(self.texts.prompts, width),
-        _ids_and_counts(batch, width), prompt.tokens, prompt.lengths)
+        _ids_and_counts(len(prompt.tokens), width), prompt.tokens,
+        prompt.lengths)
     return reading_lib.begun(
         self.model, params["drafter"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.length)
@@ -140,7 +130,7 @@ class StringMatch:
     wanted = ~state.done & (reading.lengths > 0) & (reading.lengths <= room)
     length, logits, cache = reading_lib.caught_up(
         self.model, model, reading, wanted)
-    written, finite, cache = self._write(model, logits, cache)
+    written, finite, cache = self._write(model, logits, cache, room)
 
     start = jnp.maximum(state.lengths - self.lookback, 0)
     chain = jax.pure_callback(
@@ -173,23 +163,24 @@ class StringMatch:
     count = jnp.where(count <= width, count, room + 1)
     return reading.amended(start, ids, count, state.lengths, room)
 
-  def _write(self, params, logits, cache):
+  def _write(self, params, logits, cache, room):
     """The likeliest tokens.
 
     Returns:
-      `[B, length]` ids; `[B]` bool, whether the logits were numbers; and the
-      cache with all tokens but the last.
+      `[B, length]` ids; `[B]` bool, whether the logits were numbers, as far as
+      there is room; and the cache with all tokens but the last.
     """
     depth = jnp.zeros((logits.shape[0], 1), jnp.int32)
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
-    def best(logits):
-      return (jnp.argmax(logits, axis=-1).astype(jnp.int32),
-              jnp.isfinite(jnp.max(logits, axis=-1)))
+    def best(logits, cache):
+      # What a model says beyond its context need not be a number.
+      finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
 
     def extend(carry, _):
       cache, logits = carry
-      token, finite = best(logits)
+      token, finite = best(logits, cache)
       out = self.model(params, token[:, None], depth, self_only, cache)
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0]), (token, finite)
@@ -198,24 +189,12 @@ class StringMatch:
         extend, (cache, logits), length=self.length - 1)
     tokens, finite = jax.tree.map(
         lambda all, last: jnp.concatenate([all, last[None]]),
-        drawn, best(logits))
+        drawn, best(logits, cache))
     return tokens.T, finite.all(0), cache
-
-  def commit(self, params: Any, drafter: reading_lib.Reading, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> reading_lib.Reading:
-    """Nothing: the next `propose` reads what was committed."""
-    del params, draft, verdict, target_output, count
-    return drafter
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
     return contract.param_specs(self.model, axis, size)
-
-  def _room(self, capacity):
-    """Draft tokens of a row's text; capacity is that of the decoder."""
-    return min(self.expansion * capacity, self.model.context_length)
-
 
 def _window(tokens, start, size):
   """`[B, size]`, the columns of `tokens` from `start [B]` on."""

@@ -44,7 +44,6 @@ from specjax import contract
 from specjax.drafters import common
 from specjax.drafters import reading as reading_lib
 from specjax.drafters import translation
-from specjax.prefill import padded_length
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
@@ -53,11 +52,10 @@ from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenIntersection:
+class TokenIntersection(reading_lib.Reader):
   """Samples gamma common tokens from a model with another vocabulary.
 
   `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
@@ -65,7 +63,8 @@ class TokenIntersection:
 
   A row drafts nothing where its text, in the drafter's tokens, is empty or
   does not fit: `expansion` times the slots of a row, the model's context, and
-  of a prompt `expansion` times its columns.
+  of a prompt `expansion` times its columns. So a row may be longer than the
+  model's context: there is no `context_length`.
 
   Attributes:
     model: a `ModelFn` over the drafter's vocabulary.
@@ -94,16 +93,8 @@ class TokenIntersection:
     common.check_at_least("expansion", self.expansion, 1)
 
   @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
   def num_coins(self) -> int:
     return COINS_A_DRAW * self.gamma
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "TokenIntersection":
@@ -126,7 +117,7 @@ class TokenIntersection:
     own = params["drafter"]
     vocabulary = own["vocabulary"]
     self._check(vocabulary)
-    width = padded_length(self.expansion * prompt.tokens.shape[1])
+    width = self._columns(prompt)
 
     def expanded(tokens, length):
       has_bos = tokens[0] == vocabulary.first[0]
@@ -205,21 +196,10 @@ class TokenIntersection:
     ids, count = jax.vmap(spelled)(new, state.lengths - reading.seen)
     return reading.amended(reading.lengths, ids, count, state.lengths, room)
 
-  def commit(self, params: Any, drafter: reading_lib.Reading, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> reading_lib.Reading:
-    """Nothing: the next `propose` reads what was committed."""
-    del params, draft, verdict, target_output, count
-    return drafter
-
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`; the tables are on every device."""
     return {"model": contract.param_specs(self.model, axis, size),
             "vocabulary": PartitionSpec()}
-
-  def _room(self, capacity):
-    """Draft tokens of a row's text; capacity is that of the decoder."""
-    return min(self.expansion * capacity, self.model.context_length)
 
   def _check(self, vocabulary):
     for part, has, wants in (
