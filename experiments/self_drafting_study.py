@@ -159,10 +159,16 @@ def _written_rows(target, prompts):
   return np.stack(generation.tokens), length - 1
 
 
-def _sources(target, members, tokenizer, calibration):
-  """Every `_Source` that the flags ask for, the untrained heads last."""
-  sources = [_language_model(name, target, member)
-             for name, member in members.items()]
+def _sources(target, sources, tokenizer, calibration):
+  """Every `_Source` that the flags ask for, the untrained heads last.
+
+  Args:
+    target: the one that is drafted for.
+    sources: those of language models.
+    tokenizer: the target's.
+    calibration: prompts to measure heads with.
+  """
+  sources = list(sources)
   written = functools.cache(lambda own: _written_rows(own, calibration))
   untrained = []
   for name in _HEADS.value:
@@ -299,10 +305,14 @@ def main():
       extra=_CALIBRATION_PROMPTS)
   prompts, longest = read.all, read.longest
   eos = models.ends(target, tokenizer) if _CHAT.value else None
+  sources = [_language_model(name, target, member)
+             for name, member in members.items()]
   prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
-      m.model.context_length for m in (target, *members.values())))
+      [target.model.context_length, *(
+          contract.context_length(drafts[0].drafter) for source in sources
+          for drafts in source.drafts.values())]))
   print("measuring the heads' accuracies", file=sys.stderr)
-  sources = _sources(target, members, tokenizer, read.extra)
+  sources = _sources(target, sources, tokenizer, read.extra)
   capacity = _capacity(sources, longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

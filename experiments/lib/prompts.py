@@ -113,8 +113,9 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
   """Refuses rows that are longer than the models' context."""
   if longest + new_tokens > context:
     raise ValueError(f"{longest} tokens of a prompt and --new_tokens="
-                     f"{new_tokens} exceed the context length of {context}; "
-                     "ask for fewer, also by --prompt_tokens")
+                     f"{new_tokens} exceed the context length of {context}, "
+                     "the target's or that of a drafter with its tokens; ask "
+                     "for fewer, also by --prompt_tokens")
 
 
 def _tell_of_cuts(tokenizer, name, texts, tokens):
