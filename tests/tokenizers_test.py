@@ -186,12 +186,16 @@ def test_what_is_saved_is_loaded(tmp_path):
 @pytest.mark.parametrize("files, match", [
     (dict(config={"eos_token": "</s>"}), "'</s>' is the eos_token beside"),
     (dict(config=[1]), "tokenizer_config.json holds a JSON list"),
-], ids=["token", "json"])
+    (dict(config={"chat_template": {"a": "b"}}), "chat_template in .* a dict"),
+    (dict(config={"chat_template": [{"template": "b"}]}), "items have not all"),
+    (dict(config={"chat_template": ["b"]}), "chat_template.*'name'"),
+], ids=["token", "json", "dict", "nameless", "text"])
 def test_files_that_contradict_each_other(tmp_path, files, match):
   # Broken: a sequence never ends, for its end is no token.
   path = _directory(tmp_path / "model", _byte_level(), **files)
-  with pytest.raises(ValueError, match=match):
+  with pytest.raises(ValueError, match=match) as e:
     tokenizers.Tokenizer.load(path)
+  assert "\n" not in str(e.value)
 
 
 def test_tokens_that_do_not_exist():
@@ -245,6 +249,38 @@ def test_pieces_that_are_special_tokens():
   single = library.Tokenizer(models.WordLevel({"$": 0, "a": 1}))
   with pytest.raises(ValueError, match="'\\$', which is the special token"):
     tokenizers.Tokenizer(single, eos=0).encode("$")
+
+
+def test_a_text_that_is_not_utf8():
+  # Broken: a prompt of bytes that are not UTF-8 ends in a traceback.
+  tokenizer = tokenizers.Tokenizer(_byte_level(), bos=0, eos=0,
+                                   chat_template=_CHATML)
+  calls = [lambda text: tokenizer.encode(text, special=True),
+           tokenizer.encode, lambda text: tokenizer.encode_stream(["a", text])]
+  if importlib.util.find_spec("jinja2"):
+    calls.append(lambda text: tokenizer.chat(_user(text)))
+  for call in calls:
+    with pytest.raises(ValueError, match="not UTF-8: character 2 .*'.udcff'"):
+      call("ab\udcff")
+
+
+def test_the_unknown_token_of_bytes():
+  # Broken: a tokenizer of bytes, such as GPT-2's, calls the end of a text its
+  # unknown token, so that a user's message may end the conversation.
+  value = json.loads(_byte_level_json())
+  value["model"]["unk_token"] = "<|im_end|>"
+  value["model"]["vocab"] |= {"<|im_start|>": 270, "<|im_end|>": 271}
+  for text in (json.dumps(value), json.dumps(value | {
+      "pre_tokenizer": None, "normalizer": {"type": "ByteLevel"}})):
+    tokenizer = tokenizers.Tokenizer(
+        library.Tokenizer.from_str(text), bos=0, eos=0, chat_template=_CHATML)
+    assert set(tokenizer.control_tokens) == {0, 270, 271}
+  if importlib.util.find_spec("jinja2"):
+    assert tokenizer.chat(_user("a<|im_end|>b")).count(271) == 1
+  # What is unknown to others does come from texts.
+  words = tokenizers.Tokenizer(_word_piece())
+  assert set(words.control_tokens) == {1, 2}
+  assert words.encode("draft \u2603", bos=False) == [3, 0]
 
 
 @pytest.mark.parametrize("make", [
@@ -361,6 +397,16 @@ def test_gguf_byte_level():
       "abc") == [token["a"], token["b"], token["c"]]
 
 
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_gguf_tokens_that_end_a_turn(name):
+  # Broken: a user's text has the token that ends a turn, for the file calls it
+  # one that any text may have.
+  tokenizer = tokenizers.Tokenizer.from_gguf(_gguf(**{f"{name}_token_id": 2}))
+  assert 2 in tokenizer.control_tokens
+  assert 2 not in tokenizer.encode("a<think>")
+  assert tokenizer.encode("<think>", special=True) == [2]
+
+
 @pytest.mark.parametrize("changes, match", [
     (dict(pre="unheard-of"), "'unheard-of'; known are default, gpt-2"),
     (dict(pre=None), "pre-tokenizer is None; known are"),
@@ -369,6 +415,7 @@ def test_gguf_byte_level():
     (dict(tokens=["a", "b", "a"]), "1 of the GGUF file's 3 tokens are there"),
     (dict(token_type=[1]), "262 tokens and 1 values of token_type"),
     (dict(eos_token_id=262), "its eos is token 262"),
+    (dict(eot_token_id=262), "its eot is token 262"),
     (dict(merges=["a zz"]), "merges do not fit its tokens"),
     (dict(model="llama"), "no tokenizer.ggml.scores"),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")

@@ -29,6 +29,8 @@ import json
 import re
 from typing import Any
 
+from specjax.data import token_bytes
+
 _SOUND = (3, 1, 6)  # the first jinja2 without known ways out of its sandbox
 _EXTRA = "pip install -U 'specjax[chat]'"
 
@@ -49,6 +51,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
     raise ValueError("the tokenizer has no chat template; give a model that "
                      "was trained to chat, or the prompt as plain text")
   messages = _checked(messages)
+  _changed(messages, token_bytes.check_text)
   names = {name: tokenizer.special_tokens[token]
            for name, token in (("bos_token", tokenizer.bos),
                                ("eos_token", tokenizer.eos))

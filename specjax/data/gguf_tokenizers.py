@@ -21,6 +21,7 @@ from tokenizers import processors
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _UNUSED = 5
+_ENDS = ("eos", "eot", "eom")
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
@@ -101,6 +102,9 @@ def read(metadata: Mapping[str, Any]
         "tokenizer.json")
   _check(data, tokens)
   types = list(data.get("token_type", [_NORMAL] * len(tokens)))
+  for name in _ENDS:  # of a text, a turn, a message: no text may have them
+    if f"{name}_token_id" in data:
+      types[data[f"{name}_token_id"]] = _CONTROL
   build, bos, eos = ((_byte_level, None, None) if kind == "gpt2"
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
@@ -132,7 +136,7 @@ def _check(data, tokens) -> None:
     if count != len(tokens):
       raise ValueError(f"the GGUF file has {len(tokens)} tokens and {count} "
                        f"values of {name}; convert the model again")
-  for name in ("bos", "eos"):
+  for name in ("bos", *_ENDS):
     token = data.get(f"{name}_token_id", 0)
     if not 0 <= token < len(tokens):
       raise ValueError(f"the GGUF file has {len(tokens)} tokens and says that "

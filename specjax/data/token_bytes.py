@@ -23,6 +23,23 @@ def alphabet() -> dict[str, int]:
           | {chr(256 + i): byte for i, byte in enumerate(others)})
 
 
+def check_text(text: str) -> None:
+  """Refuses a text that no bytes stand for: it has half of a character.
+
+  Such halves, lone surrogates, are what Python makes of bytes on the command
+  line that are not UTF-8, and JSON of "\\ud83d" alone.
+
+  Raises:
+    ValueError: it says where the first one is.
+  """
+  try:
+    text.encode()
+  except UnicodeEncodeError as e:
+    raise ValueError(
+        f"the text is not UTF-8: character {e.start} is {text[e.start]!r}, "
+        "which is half of one; save it as UTF-8, or take that out") from None
+
+
 def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
           ) -> list[bytes]:
   """The bytes of each token.

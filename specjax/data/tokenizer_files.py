@@ -150,6 +150,16 @@ def _chat_template(directory, config) -> str | None:
   template = config.get("chat_template") or _json(
       directory / "chat_template.json").get("chat_template")
   if isinstance(template, list):  # several, by name
-    template = {item["name"]: item["template"] for item in template}
-    template = template.get("default", next(iter(template.values()), None))
+    by_name = {item.get("name"): item.get("template")
+               for item in template if isinstance(item, dict)}
+    if len(by_name) < len(template) or not all(
+        isinstance(text, str) for item in by_name.items() for text in item):
+      raise ValueError(f"the chat_template in {directory} is a list whose "
+                       "items have not all a 'name' and a 'template' of their "
+                       f"own; {_FIX}")
+    template = by_name.get("default", next(iter(by_name.values()), None))
+  if not isinstance(template, str | None):
+    raise ValueError(f"the chat_template in {directory} is a "
+                     f"{type(template).__name__}; it must be a text, or a list "
+                     f"of dicts with a 'name' and a 'template': {_FIX}")
   return template

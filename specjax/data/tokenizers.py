@@ -141,11 +141,19 @@ class Tokenizer:
   def control_tokens(self) -> dict[int, str]:
     """The special tokens but the one for unknown characters, by id.
 
-    That one, where there is any, may come from a text; these may not.
+    That one, where there is any, may come from a text; these may not. Models
+    of bytes, which know every character, may name one that they never need,
+    such as the end of a text, as GPT-2 does.
     """
+    strange = "\U0010ffff"  # a character that no vocabulary has
+    before, words = self.backend.normalizer, self.backend.pre_tokenizer
+    if before:  # BERT's removes it
+      strange = before.normalize_str(strange) or strange
+    pieces = ([piece for piece, _ in words.pre_tokenize_str(strange)]
+              if words else [strange])
     try:
-      unknown = {token.id for token in self.backend.model.tokenize(
-          "\U0010ffff")}  # a character that no vocabulary has
+      unknown = {token.id for piece in pieces
+                 for token in self.backend.model.tokenize(piece)}
     except Exception:  # the library's, where the model knows no such token
       unknown = set()
     return {token: text for token, text in self.special_tokens.items()
@@ -164,8 +172,10 @@ class Tokenizer:
         `bos` that the text begins with is enough.
 
     Raises:
-      ValueError: a character of the text is a special token, to the tokenizer.
+      ValueError: a character of the text is a special token, to the tokenizer,
+        or half of one.
     """
+    token_bytes.check_text(text)
     if special:
       ids = self.parser.encode(text, add_special_tokens=False).ids
     else:
@@ -194,18 +204,25 @@ class Tokenizer:
       add_generation_prompt: end where the model's answer begins.
 
     Raises:
-      ValueError: there is no template, it fails, `jinja2` is missing, or
-        contents and template together would make a special token.
+      ValueError: there is no template, it fails, `jinja2` is missing, a
+        content has half of a character, or contents and template together would
+        make a special token.
     """
     return chat.encode(self, messages, add_generation_prompt)
 
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
-    """All texts as one array: each after one `bos`, or `eos`, uint32."""
+    """All texts as one array: each after one `bos`, or `eos`, uint32.
+
+    Raises:
+      ValueError: there is neither, or see `encode`.
+    """
     between = self.eos if self.bos is None else self.bos
     if between is None:
       raise ValueError("the tokenizer has neither bos nor eos to part "
                        "documents; name one in its tokenizer_config.json")
     texts = list(texts)
+    for text in texts:
+      token_bytes.check_text(text)
     encodings = self.backend.encode_batch(texts, add_special_tokens=False)
     return np.concatenate([
         np.asarray([between, *self._plain(text, encoding)], np.uint32)
