@@ -98,11 +98,16 @@ def _read_prompt():
   return piped.removesuffix("\n") or _DEFAULT_PROMPT
 
 
+def _drafter():
+  """What --drafter names."""
+  if _DRAFTER.value is None:
+    return "small" if _TARGET.value == "bundled" else "none"
+  return _DRAFTER.value
+
+
 def _speculation():
   """`(target, its model, params, strategy, tokenizer)` of the flags."""
-  name = _DRAFTER.value
-  if name is None:
-    name = "small" if _TARGET.value == "bundled" else "none"
+  name = _drafter()
   itself = models.drafts_for_itself(name)
   target, members, tokenizer = models.load_models(
       _TARGET.value, [] if itself or name == "none" else [name],
@@ -136,11 +141,30 @@ def _check_flags():
   if _SPECIAL.value and chats:
     raise ValueError("--special is about a plain prompt, and a chat template "
                      "has special tokens of its own; leave one of the two out")
-  if _COMPARE.value and _INTERACTIVE.value:
-    raise ValueError("--compare decodes one prompt several times and "
-                     "--interactive many once; leave one of the two out")
+  if _COMPARE.value:
+    _check_compare()
+  name = _drafter()
+  if _VOCABULARY.value != "auto" and (
+      name == "none" or models.drafts_for_itself(name)):
+    raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
+                     f"language model drafts, and --drafter is {name}, which "
+                     "has the target's tokens; leave --vocabulary out")
   if _OUTPUT.value is not None:
     common.output_file("--output", _OUTPUT.value)
+
+
+def _check_compare():
+  if _INTERACTIVE.value:
+    raise ValueError("--compare decodes one prompt several times and "
+                     "--interactive many once; leave one of the two out")
+  if _drafter() == "none":
+    raise ValueError("--compare sets a drafter against the target alone, and "
+                     "--drafter is none; name one")
+  rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
+  if rule and not rule.lossless and _TEMPERATURE.value == 0:
+    raise ValueError("--compare needs the same text twice at temperature 0, "
+                     f"and --verifier={_VERIFIER.value} is lossy; choose "
+                     "another, or a temperature above 0")
 
 
 def _keep(text):
