@@ -10,14 +10,12 @@ computes what it does. Then `transformers.AutoModelForCausalLM` and
 """
 
 import json
-import pathlib
 
 from absl import flags
-import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import models
 
-import specjax as sj
 from specjax.models.published import export_pretrained
 
 _MODEL = flags.DEFINE_string(
@@ -32,17 +30,10 @@ _DTYPE = flags.DEFINE_enum(
 
 def main() -> None:
   """Loads, and writes."""
-  bundled = pathlib.Path(sj.zoo.__file__).parent
-  names = {"bundled": "target", **{name: name for name in sj.zoo.DRAFTERS}}
-  name = _MODEL.value
-  found = sj.models.load_pretrained(
-      bundled / names[name] if name in names else name, dtype=jnp.float32)
-  tokenizer = found.tokenizer
-  if name in names:  # one file for all three
-    tokenizer = sj.data.Tokenizer.load(bundled / "tokenizer.json")
+  found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
   architecture = export_pretrained(
-      directory, found.model, found.params, tokenizer=tokenizer,
+      directory, found.model, found.params, tokenizer=found.tokenizer,
       generation=found.generation, dtype=_DTYPE.value)
   size = common.num_parameters(found.params)
   print(f"{size:,} parameters as {architecture}, {_DTYPE.value}, in "

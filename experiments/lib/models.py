@@ -69,6 +69,21 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   return model, members, tokenizer
 
 
+def load_model(name: str, dtype: str | None = None) -> Pretrained:
+  """One model, in the box or not; it may have no tokenizer.
+
+  Args:
+    name: "bundled", a bundled drafter, or what `models.load_pretrained` takes.
+    dtype: of the weights; None is the library's choice.
+
+  Raises:
+    ValueError: there is no such model.
+  """
+  boxed = {"bundled": "target", **{name: name for name in sj.zoo.DRAFTERS}}
+  return _load(_BUNDLED / boxed[name] if name in boxed
+               else _place("model", name, ", ".join(boxed)), dtype)
+
+
 def _load(place, dtype):
   found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
   if found.tokenizer is None and pathlib.Path(place).parent == _BUNDLED:
