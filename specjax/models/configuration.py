@@ -22,7 +22,7 @@ class TransformerConfig:
     layers: L.
     heads: query heads.
     kv_heads: key-value heads, a divisor of `heads`.
-    head_dim: width of one head, even.
+    head_dim: width of one head; as much of it as is rotated must be even.
     mlp_width: inner width of the MLP.
     context_length: longest sequence the model was made for, in tokens.
     rope_theta: base of the rotary frequencies.

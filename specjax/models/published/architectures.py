@@ -52,7 +52,20 @@ class Architecture:
     fields = self.read(keys)
     tied = keys("tie_word_embeddings", self.tied or not has_head)
     keys.refuse_others()
-    return TransformerConfig(**fields, tie_embeddings=bool(tied))
+    return without_idle_windows(
+        TransformerConfig(**fields, tie_embeddings=bool(tied)))
+
+
+def without_idle_windows(config: TransformerConfig) -> TransformerConfig:
+  """The same model; windows that no text can reach beyond cost time.
+
+  Where layers with a window rotate by another base, they keep it.
+  """
+  if config.local_rope_theta is not None:
+    return config
+  windows = tuple(size if size < config.context_length else 0
+                  for size in config.windows)
+  return dataclasses.replace(config, windows=windows if any(windows) else ())
 
 
 _SILU = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e4)

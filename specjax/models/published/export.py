@@ -19,6 +19,7 @@ from specjax.models.published import names
 from specjax.models.published import readers
 from specjax.models.published import rope
 from specjax.models.published.architectures import ARCHITECTURES
+from specjax.models.published.architectures import without_idle_windows
 from specjax.models.published.keys import Keys
 from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.settings import ACTIVATIONS
@@ -49,7 +50,8 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
     The architecture, such as "llama".
 
   Raises:
-    ValueError: no published architecture computes what this model does.
+    ValueError: no published architecture computes what this model does, or
+      `dtype` does not hold its weights.
   """
   model_type, config = express(model.config)
   architecture = ARCHITECTURES[model_type]
@@ -84,7 +86,7 @@ def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
   Raises:
     ValueError: there are none.
   """
-  plain = dataclasses.replace(config, features=())
+  plain = without_idle_windows(dataclasses.replace(config, features=()))
   keys = _keys(plain)
   for name, architecture in ARCHITECTURES.items():
     if architecture.even_width and plain.width % plain.heads:
@@ -160,8 +162,18 @@ def _write_weights(path, architecture, config, params, dtype):
   with atomically(path) as f:
     f.write(len(text).to_bytes(8, "little") + text)
     for stored, x in places:
-      for tensor in stored.split(config, np.asarray(x).astype(dtype)):
+      for tensor in stored.split(config, _cast(np.asarray(x), dtype)):
         f.write(tensor.tobytes())
+
+
+def _cast(x, dtype):
+  with np.errstate(over="ignore"):
+    out = x.astype(dtype)
+  if not np.isfinite(out).all():
+    raise ValueError(f"the weights do not fit {dtype.name}, in which some of "
+                     "them are infinite or no numbers; write them in float32 "
+                     "or bfloat16")
+  return out
 
 
 def _write_tokenizer(directory, tokenizer, length):

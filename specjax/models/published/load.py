@@ -13,6 +13,7 @@ from specjax.models.checkpoint import load_model
 from specjax.models.published import gguf
 from specjax.models.published import readers
 from specjax.models.published.architectures import ARCHITECTURES
+from specjax.models.published.architectures import without_idle_windows
 from specjax.models.published.keys import Keys
 from specjax.models.published.parameters import fill
 from specjax.models.published.places import find
@@ -112,12 +113,12 @@ def _from_gguf(path, dtype, context_length):
 
 def _from_directory(directory, dtype, context_length):
   config_path = directory / "config.json"
-  tokenizer = (Tokenizer.load(directory)
-               if (directory / "tokenizer.json").is_file() else None)
   if not config_path.is_file():
     raise ValueError(f"{directory} has no config.json; give the directory of a "
                      "model, or a .gguf file")
   config = read_json(config_path, "download it again")
+  tokenizer = (Tokenizer.load(directory)
+               if (directory / "tokenizer.json").is_file() else None)
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
   tensors = readers.open_directory(directory)
@@ -186,5 +187,6 @@ def _shortened(place, found, context_length):
   params = dict(found.params)
   if config.learned_positions:
     params["positions"] = params["positions"][:context_length]
-  config = dataclasses.replace(config, context_length=context_length)
+  config = without_idle_windows(
+      dataclasses.replace(config, context_length=context_length))
   return dataclasses.replace(found, model=Transformer(config), params=params)
