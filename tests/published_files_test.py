@@ -23,6 +23,7 @@ import specjax as sj
 from specjax.models import load_pretrained
 from specjax.models.published import export_pretrained
 from specjax.models.published import gguf as published_gguf
+from specjax.models.published import load as published_load
 from specjax.models.published import readers
 
 
@@ -157,16 +158,20 @@ def test_hub(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(
       snapshot_download=snapshot_download))
   assert load_pretrained("someone/llama").model == loaded("llama").model
-  taken, left = (lambda file, patterns=patterns: any(
-      fnmatch.fnmatch(file, pattern) for pattern in patterns)
-                 for patterns in asked[0])
+  # The golden one has no tokenizer; nothing of its weights is fetched or read.
+  monkeypatch.setattr(published_load, "fill", None)
+  assert sj.models.load_tokenizer("someone/llama") is None
   offered = ["config.json", "model-00001-of-00002.safetensors", "model.bin",
              "consolidated.safetensors", "consolidated.00.pth", "model.py",
              "onnx/config.json", "original/model.safetensors",
              "tokenizer.model", "chat_template.jinja"]
-  assert [file for file in offered if taken(file) and not left(file)] == [
-      "config.json", "model-00001-of-00002.safetensors", "tokenizer.model",
-      "chat_template.jinja"]
+  weights = ["model-00001-of-00002.safetensors"]
+  for patterns, more in zip(asked, (weights, []), strict=True):
+    taken, left = (lambda file, patterns=patterns: any(
+        fnmatch.fnmatch(file, pattern) for pattern in patterns)
+                   for patterns in patterns)
+    assert [file for file in offered if taken(file) and not left(file)] == [
+        "config.json", *more, "tokenizer.model", "chat_template.jinja"]
   _refuses("someone/lama", "someone/lama", "404 not found")
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
   _refuses("someone/llama", "specjax[hub]")
@@ -314,10 +319,11 @@ def test_ends_of_a_gguf(tmp_path):
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 20)
 
-  assert load_pretrained(_edited_gguf(
-      tmp_path / "m.gguf", "llama_tied", change)).generation == (
-          sj.models.published.GenerationDefaults(
-              eos=(2, 3, 4, 5), temperature=0.5, top_k=20))
+  path = _edited_gguf(tmp_path / "m.gguf", "llama_tied", change)
+  found = load_pretrained(path)
+  assert found.generation == sj.models.published.GenerationDefaults(
+      eos=(2, 3, 4, 5), temperature=0.5, top_k=20)
+  assert sj.models.load_tokenizer(path).same_tokens(found.tokenizer)
 
 
 @pytest.mark.parametrize("name,key,value,refused", [

@@ -6,6 +6,7 @@ from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.published import GenerationDefaults
 from specjax.models.published import load_pretrained
+from specjax.models.published import load_tokenizer
 from specjax.models.published import Pretrained
 from specjax.models.rotary import RopeScaling
 from specjax.models.transformer import default_dtype
@@ -21,5 +22,6 @@ __all__ = [
     "default_dtype",
     "load_model",
     "load_pretrained",
+    "load_tokenizer",
     "save_model",
 ]

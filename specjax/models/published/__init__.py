@@ -3,6 +3,7 @@
 from specjax.models.published.export import export_pretrained
 from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.load import load_pretrained
+from specjax.models.published.load import load_tokenizer
 from specjax.models.published.load import Pretrained
 
 __all__ = [
@@ -10,4 +11,5 @@ __all__ = [
     "Pretrained",
     "export_pretrained",
     "load_pretrained",
+    "load_tokenizer",
 ]

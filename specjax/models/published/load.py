@@ -93,6 +93,29 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
   return _shortened(place, found, context_length)
 
 
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+  """A model's tokenizer, without its weights; None where it has none.
+
+  Args:
+    path: as `load_pretrained`.
+
+  Raises:
+    ValueError: there is no such model, or its tokenizer is broken.
+  """
+  place = find(os.fspath(path), weights=False)
+  meta = gguf.open_gguf(place).metadata if place.is_file() else None
+  return _tokenizer(place, meta)
+
+
+def _tokenizer(place, metadata=None):
+  """That of a directory, or of a GGUF file with these metadata."""
+  if metadata is not None:
+    return (Tokenizer.from_gguf(metadata)
+            if "tokenizer.ggml.tokens" in metadata else None)
+  return (Tokenizer.load(place)
+          if (place / "tokenizer.json").is_file() else None)
+
+
 def _from_gguf(path, dtype, context_length):
   file = gguf.open_gguf(path)
   architecture = ARCHITECTURES[file.model_type]
@@ -101,13 +124,11 @@ def _from_gguf(path, dtype, context_length):
       keys, "output.weight" in file.tensors))
   params = fill(model, file.table, file.tensors, dtype, str(path))
   meta = file.metadata
-  tokenizer = (Tokenizer.from_gguf(meta)
-               if "tokenizer.ggml.tokens" in meta else None)
   ends = gguf.ends(meta)
   sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
       ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
   given = ends or any(value is not None for value in sampling.values())
-  return Pretrained(model, params, tokenizer, GenerationDefaults(
+  return Pretrained(model, params, _tokenizer(path, meta), GenerationDefaults(
       eos=ends, **sampling) if given else None)
 
 
@@ -117,8 +138,7 @@ def _from_directory(directory, dtype, context_length):
     raise ValueError(f"{directory} has no config.json; give the directory of a "
                      "model, or a .gguf file")
   config = read_json(config_path, "download it again")
-  tokenizer = (Tokenizer.load(directory)
-               if (directory / "tokenizer.json").is_file() else None)
+  tokenizer = _tokenizer(directory)
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
   tensors = readers.open_directory(directory)

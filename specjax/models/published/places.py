@@ -12,10 +12,16 @@ _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
 # The same weights under other names, and what subfolders have.
 _NOT_FROM_HUB = ("consolidated*", "*/*")
+_WEIGHTS = ("*.safetensors",)
 
 
-def find(name: str) -> pathlib.Path:
-  """The directory or the GGUF file that a name stands for."""
+def find(name: str, weights: bool = True) -> pathlib.Path:
+  """The directory or the GGUF file that a name stands for.
+
+  Args:
+    name: of the model.
+    weights: whether they are wanted; else nothing of them is downloaded.
+  """
   path = pathlib.Path(name)
   if name in _PACKAGED and not path.exists():
     package, command = _PACKAGED[name]
@@ -35,10 +41,10 @@ def find(name: str) -> pathlib.Path:
     raise ValueError(f"no model at {name!r}; give a directory, a .gguf file, "
                      f"{', '.join(_PACKAGED)}, or a name on the Hugging Face "
                      "hub")
-  return _from_hub(name)
+  return _from_hub(name, weights)
 
 
-def _from_hub(name):
+def _from_hub(name, weights):
   try:
     import huggingface_hub
   except ImportError:
@@ -47,7 +53,7 @@ def _from_hub(name):
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(
         name, allow_patterns=list(_FROM_HUB),
-        ignore_patterns=list(_NOT_FROM_HUB)))
+        ignore_patterns=[*_NOT_FROM_HUB, *([] if weights else _WEIGHTS)]))
   except Exception as e:  # of the library, of the network, of the disk
     reason = " ".join(str(e).split())[:200]
     raise ValueError(f"no directory {name}, and the Hugging Face hub does not "
