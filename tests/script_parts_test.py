@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import sys
 import types
 from typing import NamedTuple
@@ -333,11 +334,37 @@ def test_how_a_chain_is_drafted(tmp_path, capsys):
   drafter = lambda member, *how: models.chain(
       target, member, "mine", *how)[0](3).drafter
   assert isinstance(drafter(same), sj.drafters.LanguageModel)
+  assert "mine has no tokenizer; its 330" in capsys.readouterr().err
   assert isinstance(drafter(other), sj.drafters.TokenIntersection)
   assert "mine has 4,096 tokens" in capsys.readouterr().err
   assert isinstance(drafter(other, "strings"), sj.drafters.StringMatch)
-  with pytest.raises(ValueError, match="mine does not fit.*331.*330"):
+  with pytest.raises(ValueError, match="mine does not.*331.*330.*tokenizer"):
     drafter(found(None, 331))
+
+
+def test_scripts_that_draft_across_vocabularies():
+  # Broken: who has such a drafter is not told of a script that takes it.
+  drafting = {path.name for path in (ROOT / "experiments").glob("*.py")
+              if "models.chain(" in path.read_text()}
+  assert set(re.findall(r"\w+\.py", models._ACROSS)) == drafting
+
+
+def test_models_of_one_name():
+  # Broken: two models of the hub share a row, or a directory is to be renamed
+  # where there is none.
+  with pytest.raises(ValueError, match="a/x and b/x both 'x'; leave one out"):
+    models.load_models("bundled", ["a/x", "b/x"])
+
+
+def test_a_tokenizer_is_read_without_weights(tmp_path, monkeypatch):
+  # Broken: the weights of a large model are read for its tokenizer alone.
+  monkeypatch.setattr(sj.models, "load_pretrained", None)
+  monkeypatch.setattr(
+      sj.models, "load_tokenizer",
+      lambda name: None if name == "a/none" else _bundled())
+  assert models.load_tokenizer("a/model").same_tokens(_bundled())
+  with pytest.raises(ValueError, match="a/none has no tokenizer"):
+    models.load_tokenizer("a/none")
 
 
 @pytest.mark.parametrize("name", ["", "bundle", "a/b/c", "/a", "./b"])

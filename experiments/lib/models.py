@@ -21,6 +21,9 @@ from specjax.models import Pretrained
 from specjax.strategies import Strategy
 from specjax.training import methods
 
+_ACROSS = ("against_transformers.py, generate.py, replay.py, "
+           "self_drafting_study.py and verification_study.py draft across "
+           "vocabularies")
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
 
 
@@ -54,7 +57,8 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     alike = [other for other in drafters if label(other) == label(name)]
     if len(alike) > 1:
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
-                       f"{label(name)!r}; rename a directory")
+                       f"{label(name)!r}; leave one out, or put it into a "
+                       "directory of another name")
   choices = choices or ", ".join(sj.zoo.DRAFTERS)
   paths = {name: _BUNDLED / name if name in sj.zoo.DRAFTERS
            else _place("drafter", name, choices) for name in drafters}
@@ -66,6 +70,7 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   members = {label(name): load(path) for name, path in paths.items()}
   for name, member in members.items() if same_tokens else ():
     check_tokens(model, member, name)
+    _tell_of_tokens(member, name)
   return model, members, tokenizer
 
 
@@ -109,15 +114,19 @@ def load_tokenizer(name: str) -> Tokenizer:
   if path.is_dir() or path.suffix == ".json":
     return Tokenizer.load(path)
   place = _place("tokenizer", name, "tokenizer.json files")
-  return tokenizer_of(sj.models.load_pretrained(place), name)
+  return _present(sj.models.load_tokenizer(place), name)
 
 
 def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
   """The tokenizer of a model that reads text."""
-  if model.tokenizer is None:
+  return _present(model.tokenizer, name)
+
+
+def _present(tokenizer, name):
+  if tokenizer is None:
     raise ValueError(f"{name} has no tokenizer; put the tokenizer.json that it "
                      "was trained with into its directory")
-  return model.tokenizer
+  return tokenizer
 
 
 def ends(model: Pretrained, tokenizer: Tokenizer
@@ -134,16 +143,27 @@ def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
   One without a tokenizer is taken to have the target's.
   """
   sizes = drafter.model.vocab_size, target.model.vocab_size
-  try:
-    if drafter.tokenizer is not None:
-      tokenizers.check_same_tokens(drafter.tokenizer, target.tokenizer)
+  unfit = f"{name} does not fit the target: "
+  other = f"the drafter predicts {sizes[0]} tokens and the target {sizes[1]}"
+  if drafter.tokenizer is None:
     if sizes[0] != sizes[1]:
-      raise ValueError(f"the drafter predicts {sizes[0]} tokens and the target "
-                       f"{sizes[1]}; give another drafter")
+      raise ValueError(f"{unfit}{other}, and it has no tokenizer; put the "
+                       "tokenizer.json that it was trained with into its "
+                       f"directory, or give another drafter ({_ACROSS})")
+    return
+  try:
+    tokenizers.check_same_tokens(drafter.tokenizer, target.tokenizer)
+    if sizes[0] != sizes[1]:
+      raise ValueError(f"{other}; give another drafter")
   except ValueError as e:
-    raise ValueError(f"{name} does not fit the target: {e} (generate.py and "
-                     "verification_study.py draft across vocabularies)"
-                     ) from None
+    raise ValueError(f"{unfit}{e} ({_ACROSS})") from None
+
+
+def _tell_of_tokens(drafter, name):
+  """What cannot be checked must not pass in silence."""
+  if drafter.tokenizer is None:
+    print(f"{name} has no tokenizer; its {drafter.model.vocab_size:,} tokens "
+          "are taken to be the target's", file=sys.stderr)
 
 
 def chain(target: Pretrained, drafter: Pretrained, name: str,
@@ -168,6 +188,7 @@ def chain(target: Pretrained, drafter: Pretrained, name: str,
   if vocabulary == "auto":
     try:
       check_tokens(target, drafter, name)
+      _tell_of_tokens(drafter, name)
       return functools.partial(
           strategies.block_verification, drafter.model), drafter.params
     except ValueError:
