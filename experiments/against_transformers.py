@@ -35,6 +35,7 @@ goes on there. Writes against_transformers.csv and .json, which the last line of
 stdout names.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -74,18 +75,16 @@ _OURS, _THEIRS = "specjax", "transformers"
 def _our_arms(target, drafters, eos, prompts, capacity):
   """Ours: without a drafter, and with each."""
   shapes = {prefill.padded_length(len(row)): row for row in prompts}
-  decoder = functools.partial(
-      sj.Decoder, target=target.model, eos=eos,
-      transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+  alone = dataclasses.replace(
+      common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
   arm = functools.partial(
       generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       shapes=list(shapes.values()))
-  arms = {_OURS: arm(decoder(**sj.strategies.autoregressive()._asdict()),
-                     {"target": target.params})}
+  arms = {_OURS: arm(alone, {"target": target.params})}
   for name, member in drafters.items():
     strategy, own = models.chain(target, member, name)
     arms[f"{_OURS}, {name}"] = arm(
-        decoder(**strategy(_GAMMA.value)._asdict()),
+        dataclasses.replace(alone, **strategy(_GAMMA.value)._asdict()),
         {"target": target.params, "drafter": own})
   return arms
 
@@ -94,13 +93,10 @@ def _assistant(target, name, member):
   """The drafter in transformers' hands; None, and a line, where it has none."""
   try:
     models.check_tokens(target, member, name)
-    assistant = generation_arms.load_torch(name, member)
-    reason = "it has no such architecture"
+    return generation_arms.load_torch(name, member)
   except ValueError as e:
-    assistant, reason = None, str(e)
-  if assistant is None:
-    print(f"transformers does not draft with {name}: {reason}", file=sys.stderr)
-  return assistant
+    print(f"transformers does not draft: {e}", file=sys.stderr)
+    return None
 
 
 def _their_arms(model, assistant, eos):
@@ -232,9 +228,6 @@ def main():
   context = min(arm.program.context_length for arm in arms.values())
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
   model = generation_arms.load_torch(_TARGET.value, target)
-  if model is None:
-    raise ValueError(f"transformers has no architecture for the target "
-                     f"{_TARGET.value}; choose another")
   assistants = [_assistant(target, name, member) for name, member in zip(
       named, drafters.values())]
   assistant = assistants[0] if assistants else None

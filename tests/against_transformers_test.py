@@ -13,6 +13,7 @@ import tiny_llama
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import generation_arms  # noqa: E402
+from lib import models  # noqa: E402
 
 _MISSING = [name for name in ("torch", "transformers")
             if importlib.util.find_spec(name) is None]
@@ -23,6 +24,18 @@ def test_a_missing_package_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "torch", None)
   with pytest.raises(ValueError, match=r"torch is missing.*\[transformers\]"):
     generation_arms.prepare_torch()
+
+
+@pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}")
+def test_why_a_model_is_not_compared():
+  # Broken: whatever is wrong, the reader is told that the architecture is.
+  def export(directory, model, params):
+    raise ValueError("the layers differ")
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(generation_arms.published, "export_pretrained", export)
+    with pytest.raises(ValueError, match="small cannot be.*the layers differ"):
+      generation_arms.load_torch("small", models.Pretrained(*[None] * 4))
 
 
 @pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}")

@@ -166,12 +166,12 @@ def test_hub(tmp_path, monkeypatch):
              "onnx/config.json", "original/model.safetensors",
              "tokenizer.model", "chat_template.jinja"]
   weights = ["model-00001-of-00002.safetensors"]
-  for patterns, more in zip(asked, (weights, []), strict=True):
-    taken, left = (lambda file, patterns=patterns: any(
-        fnmatch.fnmatch(file, pattern) for pattern in patterns)
-                   for patterns in patterns)
-    assert [file for file in offered if taken(file) and not left(file)] == [
-        "config.json", *more, "tokenizer.model", "chat_template.jinja"]
+  matches = lambda file, patterns: any(
+      fnmatch.fnmatch(file, pattern) for pattern in patterns)
+  for (allowed, ignored), more in zip(asked, (weights, []), strict=True):
+    assert [file for file in offered
+            if matches(file, allowed) and not matches(file, ignored)] == [
+                "config.json", *more, "tokenizer.model", "chat_template.jinja"]
   _refuses("someone/lama", "someone/lama", "404 not found")
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
   _refuses("someone/llama", "specjax[hub]")

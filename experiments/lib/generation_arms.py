@@ -151,7 +151,7 @@ def prepare_torch() -> dict[str, str | int]:
 
 
 def load_torch(name: str, member: Pretrained):
-  """A model in transformers' hands, in float32; None: it has none like it.
+  """A model in transformers' hands, in float32.
 
   What is published transformers reads itself, so that our reading is judged as
   well; what is specjax's own is written for it.
@@ -161,7 +161,7 @@ def load_torch(name: str, member: Pretrained):
     member: the model as we loaded it.
 
   Raises:
-    ValueError: transformers cannot read it.
+    ValueError: transformers cannot read it, or has none like it.
   """
   import torch
   import transformers
@@ -178,8 +178,9 @@ def load_torch(name: str, member: Pretrained):
     with tempfile.TemporaryDirectory() as directory:
       try:
         published.export_pretrained(directory, member.model, member.params)
-      except ValueError:
-        return None
+      except ValueError as e:
+        raise ValueError(f"{name} cannot be written for transformers: {e}"
+                         ) from None
       return read(directory).eval()
   except ImportError as e:
     raise ValueError(f"transformers cannot read {name}: {e}") from None
