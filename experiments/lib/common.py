@@ -1,5 +1,6 @@
 """What the experiment scripts share: errors in one line, results in files."""
 
+from collections.abc import Sequence
 import contextlib
 import csv
 import errno
@@ -170,7 +171,7 @@ def output_file(flag: str, path: str) -> pathlib.Path:
   return file
 
 
-def given(flag: str, values: list[str], fix: str) -> list[str]:
+def given(flag: str, values: Sequence[str], fix: str) -> Sequence[str]:
   """The entries of a list flag, of which there must be some.
 
   Args:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 from typing import NamedTuple
 
+from lib import common
 from specjax import files
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
@@ -58,10 +59,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     ValueError: no set, two of one name, one with too few prompts, or a
       tokenizer without a chat template.
   """
-  if not items or not all(items):
-    raise ValueError(f"--prompts is {','.join(items)!r}, which names nothing "
-                     "or has an empty entry; give one set at least, or leave "
-                     "it out")
+  common.given("--prompts", items, "one set at least, or leave it out")
   check_chat(tokenizer, chat)
   if chat:
     encode = lambda text: tokenizer.chat([user(tokenizer, text, tokens)])

@@ -89,7 +89,6 @@ PROMPT_SETS = {s.name: s for s in (
     PromptSet(name="mt_bench", title="MT-bench", fields=("turns", "prompt"),
               hf_id="HuggingFaceH4/mt_bench_prompts", hf_split="train"),
     PromptSet(name="copy", title="copy", fields=("prompt",),
-              published="specjax/data/copy_prompts.py",
               shipped=copy_prompts.PROMPTS),
 )}
 

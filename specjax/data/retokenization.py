@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax.data.vocabularies import NO_TOKEN
 from specjax.data.vocabularies import ReadsText
 from specjax.data.vocabularies import special_pairs
 from specjax.data.vocabularies import Vocabulary
 from specjax.data.vocabularies import whole_characters
-
-_NO_TOKEN = -1
 
 
 class Retokenizer:
@@ -190,7 +189,7 @@ class Retokenizer:
         self.as_target(row, past[:k])[:gamma] if wants else []
         for past, k, row, wants in zip(
             *map(_lists, (before, held, drafted, wanted)))
-    ], gamma, _NO_TOKEN)[0]
+    ], gamma, NO_TOKEN)[0]
 
 
 def _last_text(vocabulary, ids):

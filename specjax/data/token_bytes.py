@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's name of one
 
 
 def alphabet() -> dict[str, int]:
@@ -105,7 +105,7 @@ def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
               if step.get("type") == "WordPiece"]
 
   def of(text):
-    byte = _BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+    byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
     if byte:
       return bytes([int(byte[1], 16)])
     for prefix in prefixes:

@@ -12,7 +12,6 @@ that travel with the weights (Timor et al. 2025, arXiv:2502.05202).
 import codecs
 from collections.abc import Mapping
 import hashlib
-import re
 from typing import Any
 from typing import Protocol
 
@@ -21,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's
-_NO_TOKEN = -1
+from specjax.data import token_bytes
+
+NO_TOKEN = -1
 
 
 class ReadsText(Protocol):
@@ -114,7 +114,7 @@ class Vocabulary:
                      if name and not self.texts[i]}
     self.ids, fallbacks = {}, {}
     for i, text in enumerate(self.texts):
-      is_byte = len(text) == 1 and _BYTE_FALLBACK.fullmatch(names[i] or "")
+      is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(names[i] or "")
       if text:
         (fallbacks if is_byte else self.ids).setdefault(text, i)
     self.ids = fallbacks | self.ids
@@ -276,7 +276,7 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
       to_target=ids(to_target), twins=ids(twins), doubles=ids(doubles),
       offsets=ids(np.cumsum([0, *counts])),
       pieces=ids(np.concatenate([np.zeros(0), *spellings])),
-      first=ids([_NO_TOKEN if vocabulary.bos is None else vocabulary.bos
+      first=ids([NO_TOKEN if vocabulary.bos is None else vocabulary.bos
                  for vocabulary in (target, drafter)]),
       longest=max(counts))
 
