@@ -6,6 +6,7 @@ tensors' names are the paths of the parameter tree, joined by dots.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -14,11 +15,13 @@ from typing import Any
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import safetensors
-import safetensors.numpy
+import numpy as np
 
-from specjax.files import atomically
+from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
+from specjax.models.safetensors_files import open_safetensors
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 
@@ -35,14 +38,13 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  tensors = {
-      name: jax.device_get(jnp.asarray(x, dtype or x.dtype)) for name, x in
-      flax.traverse_util.flatten_dict(params, sep=".").items()}
-  config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
-  for name, data in (("model.safetensors", safetensors.numpy.save(tensors)),
-                     ("config.json", config.encode())):
-    with atomically(directory / name) as f:
-      f.write(data)
+  flat = flax.traverse_util.flatten_dict(params, sep=".")
+  write_safetensors(
+      directory / "model.safetensors",
+      {name: (x.shape, dtype or x.dtype) for name, x in flat.items()},
+      (np.asarray(x).astype(dtype or x.dtype) for x in flat.values()))
+  write_json(directory / "config.json", dataclasses.asdict(model.config),
+             indent=2)
 
 
 def load_model(directory: str | os.PathLike[str], dtype: Any = None
@@ -71,7 +73,7 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   except (json.JSONDecodeError, TypeError) as e:
     raise ValueError(f"{config_path} is not a model configuration: {e}"
                      ) from None
-  tensors = _fused(config, read_tensors(weights_path))
+  tensors = _fused(config, open_safetensors(weights_path))
   model = Transformer(config)
   expected = flax.traverse_util.flatten_dict(
       jax.eval_shape(model.init, jax.random.key(0)), sep=".")
@@ -83,9 +85,9 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
           f"{weights_path} holds {has} for {name} where {config_path.name} "
           f"asks for {wants}; the two files do not belong together")
   dtype = dtype or default_dtype()
-  # Both dtypes of one tensor at a time.
-  params = {name: jnp.asarray(tensors.pop(name), dtype)
-            for name in list(tensors)}
+  # A copy that is waited for: the file's pages are given back.
+  params = {name: jnp.array(tensor.read(), dtype).block_until_ready()
+            for name, tensor in tensors.items()}
   return model, flax.traverse_util.unflatten_dict(params, sep=".")
 
 
@@ -95,31 +97,27 @@ def _fused(config, tensors):
       ("query", config.heads), ("key", config.kv_heads),
       ("value", config.kv_heads))}
   shapes |= dict.fromkeys(("gate", "up"), (config.width, config.mlp_width))
+  shapes |= {"qkv": (config.width, config.kv_heads, config.group + 2,
+                     config.head_dim),
+             "gate_up": (config.width, 2, config.mlp_width)}
   by_head = lambda x: x.reshape(len(x), config.kv_heads, -1, config.head_dim)
   joins = {
-      ("qkv", "query", "key", "value"): lambda parts: jnp.concatenate(
+      ("qkv", "query", "key", "value"): lambda parts: np.concatenate(
           [by_head(x) for x in parts], axis=2),
-      ("gate_up", "gate", "up"): lambda parts: jnp.stack(parts, axis=1)}
+      ("gate_up", "gate", "up"): lambda parts: np.stack(parts, axis=1)}
   tensors = dict(tensors)
   for layer in {name.split(".")[0] for name in tensors}:
     for (joined, *parts), join in joins.items():
       names = [f"{layer}.{part}.kernel" for part in parts]
       if all(name in tensors and tensors[name].shape == shapes[part]
              for name, part in zip(names, parts)):
-        tensors[f"{layer}.{joined}.kernel"] = join(
-            [tensors.pop(name) for name in names])
+        parts = [tensors.pop(name) for name in names]
+        tensors[f"{layer}.{joined}.kernel"] = StoredTensor(
+            shapes[joined], parts[0].dtype,
+            functools.partial(_joined, parts, join))
   return tensors
 
 
-def read_tensors(path: pathlib.Path) -> dict[str, jax.Array]:
-  """All tensors of a safetensors file by name, in their own dtypes.
-
-  Raises:
-    ValueError: the file is truncated, or no safetensors file.
-  """
-  try:
-    with safetensors.safe_open(path, framework="flax") as f:
-      return {name: f.get_tensor(name) for name in f.keys()}
-  except safetensors.SafetensorError as e:
-    raise ValueError(f"{path} is truncated or not a safetensors file: {e}"
-                     ) from None
+def _joined(parts, join, dtype):
+  del dtype
+  return join([part.read() for part in parts])

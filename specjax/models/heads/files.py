@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import safetensors.numpy
 
 from specjax.files import atomically
-from specjax.models import checkpoint
 from specjax.models.heads.base import Heads
 from specjax.models.heads.base import Params
 from specjax.models.heads.blockwise import BlockwiseHeads
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
+from specjax.models.safetensors_files import open_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 
@@ -86,7 +86,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
         f"the heads in {directory} were trained for a target of {trained_for}; "
         f"this one has {_described(_sizes(target))}: give the target that they "
         "were trained for, or train others with train_drafter.py")
-  tensors = checkpoint.read_tensors(weights_path)
+  tensors = open_safetensors(weights_path)
   expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
                             jax.random.key(0))
   shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
@@ -95,7 +95,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
         f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
         f"for {shapes(expected)}; the two files do not belong together")
   dtype = dtype or default_dtype()
-  return heads, {name: jnp.asarray(x, dtype) for name, x in tensors.items()}
+  return heads, {name: jnp.array(x.read(), dtype)
+                 for name, x in tensors.items()}
 
 
 def _sizes(target: Transformer):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from typing import Any
@@ -12,7 +11,6 @@ import flax.traverse_util
 import numpy as np
 
 from specjax.data.tokenizers import Tokenizer
-from specjax.files import atomically
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.published import names
@@ -25,6 +23,7 @@ from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.settings import ACTIVATIONS
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
+from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
 
 
@@ -145,25 +144,17 @@ def _keys(c):
 
 
 def _write_weights(path, architecture, config, params, dtype):
-  """A safetensors file; its header needs the shapes alone."""
-  code = {np.dtype(value): key for key, value in readers.DTYPES.items()}[dtype]
   [head] = architecture.names["head"].names
-  header, end, places = {"__metadata__": {"format": "pt"}}, 0, []
+  kinds, places = {}, []
   for parameter, x in params.items():
     stored, parts = names.locate(architecture.names, parameter)
     for name, shape in zip(parts, stored.shapes(config, x.shape)):
-      start, end = end, end + math.prod(shape) * dtype.itemsize
       prefix = "" if name == f"{head}.weight" else architecture.prefix
-      header[prefix + name] = {"dtype": code, "shape": shape,
-                               "data_offsets": [start, end]}
+      kinds[prefix + name] = shape, dtype
     places.append((stored, x))
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  with atomically(path) as f:
-    f.write(len(text).to_bytes(8, "little") + text)
-    for stored, x in places:
-      for tensor in stored.split(config, _cast(np.asarray(x), dtype)):
-        f.write(tensor.tobytes())
+  write_safetensors(path, kinds, (
+      tensor for stored, x in places
+      for tensor in stored.split(config, _cast(np.asarray(x), dtype))))
 
 
 def _cast(x, dtype):

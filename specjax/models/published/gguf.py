@@ -15,10 +15,10 @@ import numpy as np
 
 from specjax.models.published import names
 from specjax.models.published.keys import Keys
-from specjax.models.published.readers import mapped
-from specjax.models.published.readers import StoredTensor
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
+from specjax.models.safetensors_files import mapped
+from specjax.models.safetensors_files import StoredTensor
 
 _CHUNK = 1 << 20  # numbers that are dequantised at once: 4 MB
 _TYPES = {

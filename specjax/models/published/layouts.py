@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from specjax.models.configuration import TransformerConfig
-from specjax.models.published.readers import StoredTensor
+from specjax.models.safetensors_files import StoredTensor
 
 Views = list[list[np.ndarray]]
 

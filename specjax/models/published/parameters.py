@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.published import names
-from specjax.models.published import readers
+from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import Transformer
 
 _AGAIN = "download it again"
 
 
 def fill(model: Transformer, table: names.Table,
-         tensors: Mapping[str, readers.StoredTensor], dtype: np.dtype,
-         source: str) -> dict[str, Any]:
+         tensors: Mapping[str, StoredTensor], dtype: np.dtype, source: str
+         ) -> dict[str, Any]:
   """The parameters of a model, from tensors that are all used.
 
   Args:

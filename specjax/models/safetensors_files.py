@@ -1,0 +1,135 @@
+"""Safetensors files, read and written one tensor at a time."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.files import atomically
+
+_AGAIN = "it is truncated or no safetensors file: download it again"
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16,
+    "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor that is in a file until it is read.
+
+  Attributes:
+    shape: its sizes.
+    dtype: of its numbers, once read.
+    load: see `read`.
+  """
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  load: Callable[[np.dtype], np.ndarray]
+
+  def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+    """The numbers.
+
+    Args:
+      dtype: if they have to be computed, they come in this one; what can be
+        looked at in the file comes in its own dtype.
+    """
+    return self.load(np.dtype(dtype or self.dtype))
+
+
+def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
+  """The tensors of a safetensors file.
+
+  Only the header is read. A tensor is mapped into memory while it is in use,
+  and its pages are given back with it.
+
+  Raises:
+    ValueError: the file is truncated, or no safetensors file.
+  """
+  size = path.stat().st_size
+  with open(path, "rb") as f:
+    length = int.from_bytes(f.read(8), "little")
+    if not 2 <= length <= size - 8:
+      raise ValueError(f"{path} has {size} bytes and should begin with a "
+                       f"header of {length}; {_AGAIN}")
+    header = f.read(length)
+  entries = _header(path, header)
+  tensors = {}
+  for name, entry in entries.items():
+    dtype, shape, (begin, end) = (
+        entry[key] for key in ("dtype", "shape", "data_offsets"))
+    if dtype not in DTYPES:
+      raise ValueError(f"{path} holds {name} as {dtype}; specjax reads "
+                       f"{', '.join(DTYPES)}: take weights that are not "
+                       "quantised, or a GGUF file")
+    dtype = np.dtype(DTYPES[dtype])
+    if end > size - 8 - length:
+      raise ValueError(f"{path} ends before its tensor {name}; {_AGAIN}")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+      raise ValueError(f"{path} gives {end - begin} bytes to {name}, which is "
+                       f"{dtype} {shape}; {_AGAIN}")
+    tensors[name] = StoredTensor(
+        tuple(shape), dtype, functools.partial(
+            _load, path, 8 + length + begin, tuple(shape), dtype))
+  return tensors
+
+
+def _header(path, text):
+  """The entries of a safetensors header, by name."""
+  try:
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    for entry in entries.values():
+      entry["dtype"], entry["shape"], *entry["data_offsets"]  # are there
+  except (ValueError, AttributeError, KeyError, TypeError):
+    raise ValueError(f"the header of {path} cannot be read; {_AGAIN}") from None
+  return entries
+
+
+def _load(path, offset, shape, dtype, wanted):
+  del wanted
+  return mapped(path, offset, shape, dtype)
+
+
+def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
+           dtype: np.dtype) -> np.ndarray:
+  """Numbers as they stand in a file; their pages go with the array."""
+  size = math.prod(shape) * dtype.itemsize
+  if not size:
+    return np.zeros(shape, dtype)
+  data = np.memmap(path, np.uint8, "r", offset=offset, shape=(size,))
+  return np.asarray(data).view(dtype).reshape(shape)
+
+
+def write_safetensors(path: str | os.PathLike[str],
+                      kinds: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+                      arrays: Iterable[np.ndarray]) -> None:
+  """Writes a safetensors file, whole or not at all.
+
+  Args:
+    path: of the file.
+    kinds: shape and dtype of each tensor, by name.
+    arrays: the tensors in this order; one at a time is asked for.
+  """
+  codes = {np.dtype(value): key for key, value in DTYPES.items()}
+  header, end = {"__metadata__": {"format": "pt"}}, 0
+  for name, (shape, dtype) in kinds.items():
+    start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+    header[name] = {"dtype": codes[np.dtype(dtype)], "shape": shape,
+                    "data_offsets": [start, end]}
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  with atomically(path) as f:
+    f.write(len(text).to_bytes(8, "little") + text)
+    for array in arrays:
+      f.write(array.tobytes())
