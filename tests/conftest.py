@@ -43,7 +43,8 @@ def _compiler_knows(flag):
   for path in pathlib.Path(spec.origin).parent.glob("libjax_common.*"):
     with open(path, "rb") as f:
       code = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-      return code.find(flag.encode()) >= 0
+      # Without the end it may be the name of a field that is no flag any more.
+      return code.find(flag.encode() + b"\0") >= 0
   return False
 
 
