@@ -57,8 +57,7 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     alike = [other for other in drafters if label(other) == label(name)]
     if len(alike) > 1:
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
-                       f"{label(name)!r}; leave one out, or put it into a "
-                       "directory of another name")
+                       f"{label(name)!r}; leave one out, or rename a directory")
   choices = choices or ", ".join(sj.zoo.DRAFTERS)
   paths = {name: _BUNDLED / name if name in sj.zoo.DRAFTERS
            else _place("drafter", name, choices) for name in drafters}
