@@ -1,0 +1,80 @@
+"""What bfloat16 costs on this machine: the linear layers of a decoder alone.
+
+The layers of SmolLM2's shape (134M parameters, 106M of them here), as
+`models.Transformer` multiplies them. Prints milliseconds, medians of 11, for
+float32 and for bfloat16 with products in bfloat16, in float32, and in float32
+with a lone row fed twice (README, "Published models"; run it alone):
+
+  python experiments/runs/bfloat16.py
+"""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+_LAYERS, _WIDTH, _INNER, _HEADS = 30, 576, 1536, (3, 5, 64)
+_TIMES = 11
+
+
+def _weights(dtype):
+  layer = dict(qkv=(_WIDTH, *_HEADS), out=(_WIDTH, _WIDTH),
+               gate_up=(_WIDTH, 2, _INNER), down=(_INNER, _WIDTH))
+  return [{name: jnp.ones(shape, dtype) for name, shape in layer.items()}
+          for _ in range(_LAYERS)]
+
+
+def _layers(product):
+  """A function that reads all weights, one layer after the other."""
+  def run(weights, x):
+    for layer in weights:
+      qkv = product(x, layer["qkv"]).reshape(*x.shape[:2], -1)
+      x = x + product(qkv[..., :_WIDTH], layer["out"])
+      gate, up = jnp.moveaxis(product(x, layer["gate_up"]), 2, 0)
+      x = x + product(gate * up, layer["down"])
+    return x
+
+  return jax.jit(run)
+
+
+def _in_own_type(x, kernel):
+  return jnp.tensordot(x, kernel, 1)
+
+
+def _in_float32(x, kernel):
+  out = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())),
+                            preferred_element_type=jnp.float32)
+  return out.astype(x.dtype)
+
+
+def _twice(x, kernel):
+  rows = x.shape[1]
+  return _in_float32(jnp.concatenate([x, x], axis=1), kernel)[:, :rows]
+
+
+def _milliseconds(function, *args):
+  jax.block_until_ready(function(*args))
+  seconds = []
+  for _ in range(_TIMES):
+    start = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    seconds.append(time.perf_counter() - start)
+  return 1e3 * statistics.median(seconds)
+
+
+def main():
+  for name, dtype, product, sizes in (
+      ("float32", jnp.float32, _in_float32, (1, 2, 5, 9, 17)),
+      ("bfloat16 in bfloat16", jnp.bfloat16, _in_own_type, (1, 2, 5)),
+      ("bfloat16 in float32", jnp.bfloat16, _in_float32, (1, 2, 5, 9, 17)),
+      ("the same, fed twice", jnp.bfloat16, _twice, (1,))):
+    weights, run = _weights(dtype), _layers(product)
+    found = {size: _milliseconds(
+        run, weights, jnp.ones((1, size, _WIDTH), dtype)) for size in sizes}
+    print(f"{name:22s}", "  ".join(
+        f"{size}: {ms:6.1f}" for size, ms in found.items()))
+
+
+if __name__ == "__main__":
+  main()
