@@ -147,10 +147,8 @@ def _answers(target, tokenizer, output_dir):
     raise ValueError(f"there are {len(prompts.all)} prompts, and the answers "
                      f"to {_ROWS_A_FILE.value} are held out; give at least "
                      f"{2 * _ROWS_A_FILE.value}, or lower --rows_per_file")
-  drafter, verifier = strategies.autoregressive()
-  decoder = sj.Decoder(
-      target=target.model, drafter=drafter, verifier=verifier,
-      transform=sj.LogitsTransform(temperature=1.0),
+  decoder = dataclasses.replace(
+      common.autoregressive(target.model, 1.0),
       eos=models.ends(target, tokenizer))
   order = np.random.default_rng(_SEED.value).permutation(len(prompts.all))
   answers = distillation.write_answers(
