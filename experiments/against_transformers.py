@@ -49,11 +49,10 @@ from lib import prompts as prompts_lib
 from lib import rollouts
 import numpy as np
 
-import specjax as sj
 from specjax import prefill
 
 _TARGET = shared.target()
-_DRAFTER = shared.drafter(f"none, small, tiny, {shared.PUBLISHED}",
+_DRAFTER = shared.drafter(f"none, small, tiny, smol, {shared.PUBLISHED}",
                           default="none")
 _GAMMA = shared.gamma(4)
 _PROMPTS = shared.prompts("copy")
@@ -216,7 +215,7 @@ def main():
   versions = generation_arms.prepare_torch()
   named = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
   target, drafters, tokenizer = models.load_models(
-      _TARGET.value, named, f"none, {', '.join(sj.zoo.DRAFTERS)}",
+      _TARGET.value, named, f"none, {', '.join(models.DRAFTERS)}",
       dtype="float32")
   prompts = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,

@@ -46,7 +46,7 @@ from specjax.training import optimizers
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"the first: small, tiny, {shared.PUBLISHED}")
+    f"the first: small, tiny, smol, {shared.PUBLISHED}")
 _DTYPE = shared.dtype()
 _DRAFTERS = flags.DEFINE_integer(
     "drafters", 2, "K, of which K - 1 are trained", 2)

@@ -19,7 +19,7 @@ from lib import models
 from specjax.models.published import export_pretrained
 
 _MODEL = flags.DEFINE_string(
-    "model", "bundled", "bundled, small, tiny, smollm2, a directory of "
+    "model", "bundled", "bundled, small, tiny, smol, smollm2, a directory of "
     "train_lm.py or of a published model, a .gguf file, or a name on the "
     "Hugging Face hub")
 _OUTPUT_DIR = shared.output_dir(None, "for the files")

@@ -55,8 +55,9 @@ _INTERACTIVE = flags.DEFINE_bool(
     "input, --prompt the first of them")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, medusa, pass, none, {shared.PUBLISHED}, or heads of "
-    "train_drafter.py; default: small for the bundled target, none for others",
+    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, or heads of "
+    "train_drafter.py; default: small for the bundled target, smol for "
+    "smollm2, none for others",
     None)
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
@@ -101,7 +102,7 @@ def _read_prompt():
 def _drafter():
   """What --drafter names."""
   if _DRAFTER.value is None:
-    return "small" if _TARGET.value == "bundled" else "none"
+    return {"bundled": "small", "smollm2": "smol"}.get(_TARGET.value, "none")
   return _DRAFTER.value
 
 
@@ -111,7 +112,7 @@ def _speculation():
   itself = models.drafts_for_itself(name)
   target, members, tokenizer = models.load_models(
       _TARGET.value, [] if itself or name == "none" else [name],
-      ", ".join((*sj.zoo.DRAFTERS, *sj.zoo.HEADS, "none")), dtype=_DTYPE.value)
+      ", ".join((*models.DRAFTERS, *sj.zoo.HEADS, "none")), dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
     target, tokenizer, heads, own, training = models.load_self_drafter(

@@ -49,14 +49,17 @@ def _compiler_knows(flag):
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most programs compile for longer than they run, so they are optimised little;
-# `scripts.environment` leaves even that out. What depends on how the compiler
-# rounds is tested with its usual settings, in lossless_test.py.
+# Most programs compile for longer than they run, so they are not optimised.
+# What depends on how the compiler rounds is tested with its usual settings, in
+# lossless_test.py.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                             + " --xla_backend_optimization_level=1")
+                             + " --xla_backend_optimization_level=0")
   if _compiler_knows("xla_cpu_use_fusion_emitters"):  # half of the time
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+  # Small programs are not worth splitting between threads.
+  if _compiler_knows("xla_cpu_parallel_codegen_split_count"):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # Tracing makes millions of small objects that stay: looking for garbage among
 # them over and over takes an eighth of the time.
 gc.set_threshold(200_000, 20, 50)

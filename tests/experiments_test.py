@@ -105,7 +105,7 @@ def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
   flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always",
            "--gamma=3"]
-  names = "choose among small, tiny, pass, medusa, none, or give"
+  names = "choose among small, tiny, smol, pass, medusa, none, or give"
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
@@ -197,7 +197,7 @@ _REFUSED = [
     (["--prompts=piqa=other.jsonl"], ["other.jsonl", "PIQA", "'goal'"]),
     (["--verifiers=block"], ["--verifiers", "token"]),
     (["--verifiers=token,blok"], ["blok", "greedy_block"]),
-    (["--drafter=nowhere"], ["nowhere", "small, tiny", "directory"]),
+    (["--drafter=nowhere"], ["nowhere", "small, tiny, smol", "directory"]),
     (["--drafter=small,mine/small"], ["small and mine/small", "rename"]),
     (["--drafter="], ["--drafter", "small"]),
     (["--prompts="], ["--prompts", "leave it out"]),

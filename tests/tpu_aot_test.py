@@ -3,8 +3,8 @@
 libtpu compiles for a described topology on any machine. It reads its
 environment when it is loaded, so each program is compiled in a process of its
 own: this file run as a script, which prints one line of JSON. The compiler's
-answers are kept with the compiled code of the other tests, for it takes a
-minute and a half.
+answers are kept with the compiled code of the other tests, for it takes half a
+minute.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ _CAPACITY = 256
 # straight-line code: a sum over the program would add up all the branches of
 # a switch, of which one runs.
 _ONE_BUCKET = 128
-_FEW_LAYERS = 8
+_SHARE = 8  # layers are alike: an eighth of a deep model's is compiled
+_DEEP = 16  # layers
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|"
     r"collective-permute)(?:-start)?\(")
@@ -184,8 +185,7 @@ def _compile(name):
   from specjax.models.configuration import TransformerConfig
   from specjax.models.transformer import Transformer
 
-  config, drafter, dtype, mesh_shape = _PAIRS[name]
-  drafter = Transformer(TransformerConfig(**drafter))
+  target, drafter, dtype, mesh_shape = _PAIRS[name]
   devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
 
@@ -194,12 +194,16 @@ def _compile(name):
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)),
       jax.eval_shape(model.init, key))
 
-  def parts(layers):
-    target = Transformer(TransformerConfig(**config | {"layers": layers}))
+  def parts(share):
+    target_model, drafter_model = (
+        Transformer(TransformerConfig(
+            **config | {"layers": config["layers"] // share}))
+        for config in (target, drafter))
     decoder = sj.Decoder(
-        target=target, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.LanguageModel(model=drafter, gamma=_GAMMA))
-    return decoder, {"target": weights(target), "drafter": weights(drafter)}
+        target=target_model, verifier=sj.verifiers.Block(),
+        drafter=sj.drafters.LanguageModel(model=drafter_model, gamma=_GAMMA))
+    return decoder, {"target": weights(target_model),
+                     "drafter": weights(drafter_model)}
 
   def state_shapes(decoder, params, capacity):
     def start(params, key):
@@ -211,7 +215,8 @@ def _compile(name):
           eos=jnp.full((_BATCH, 1), -1, jnp.int32),
           target_cache=decoder.target.init_cache(
               params["target"], _BATCH, capacity),
-          drafter=drafter.init_cache(params["drafter"], _BATCH, capacity))
+          drafter=decoder.drafter.model.init_cache(
+              params["drafter"], _BATCH, capacity))
 
     return jax.eval_shape(start, params, key)
 
@@ -222,7 +227,9 @@ def _compile(name):
         x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(put, (params, state), shardings), shardings[1]
 
-  decoder, params = parts(config["layers"])
+  share = _SHARE if target["layers"] > _DEEP else 1
+  held, _ = placed(*parts(1), _CAPACITY)
+  decoder, params = parts(share)
   (placed_params, state), state_sharding = placed(decoder, params, _CAPACITY)
   caches = (state.target_cache, state.drafter)
   traced = jax.jit(
@@ -230,9 +237,9 @@ def _compile(name):
       out_shardings=(state_sharding, None)).trace(placed_params, state)
   report = {"round": _report(traced, _shapes((placed_params, caches)),
                              _shard_bytes(state))}
+  report["round"]["held"] = _shard_bytes(held)
+  report["round"]["share"] = share
 
-  # Layers are alike: a few say what a pass reads, and compile sooner.
-  decoder, params = parts(min(config["layers"], _FEW_LAYERS))
   (placed_params, state), state_sharding = placed(decoder, params, _ONE_BUCKET)
   cache, rows = state.target_cache, state.lengths.sharding
   block = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
@@ -279,14 +286,16 @@ def report(request):
 def test_round_fits_a_chip_and_updates_its_state_in_place(report):
   """Else the state is copied every round, or does not fit beside the weights.
 
-  Sizes are those of one chip.
+  Sizes are those of one chip. What the compiled layers need besides weights
+  and state is taken as often as the model has as many.
   """
   for part in report.values():
-    peak = (part["arguments"] + part["temporaries"] + part["outputs"]
-            - part["aliased"] + part["code"])
-    assert peak < _HBM, part
     assert part["aliased"] >= part["state"], part
-    assert part["temporaries"] < 0.1 * _HBM, part
+    assert part["temporaries"] < 0.1 * _HBM / part.get("share", 1), part
+  whole = report["round"]
+  rest = (whole["temporaries"] + whole["outputs"] - whole["aliased"]
+          + whole["code"])
+  assert whole["held"] + whole["share"] * rest < _HBM, whole
 
 
 def test_round_stays_on_the_device_in_32_bits(report):

@@ -30,7 +30,7 @@ def target():
   return flags.DEFINE_string("target", "bundled", f"bundled, {PUBLISHED}")
 
 
-def drafter(help_=f"small, tiny, {PUBLISHED}", default="small"):
+def drafter(help_=f"small, tiny, smol, {PUBLISHED}", default="small"):
   """The one language model that drafts."""
   return flags.DEFINE_string("drafter", default, help_)
 
@@ -38,7 +38,7 @@ def drafter(help_=f"small, tiny, {PUBLISHED}", default="small"):
 def drafters(name="drafter", default="small", help_=""):
   """The language models that draft, each for itself."""
   return flags.DEFINE_list(
-      name, default, f"{help_}small, tiny, or what --target takes")
+      name, default, f"{help_}small, tiny, smol, or what --target takes")
 
 
 def dtype():

@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 
+from lib import models
 import specjax as sj
 from specjax import files
 from specjax.models import Pretrained
@@ -167,7 +168,7 @@ def load_torch(name: str, member: Pretrained):
   import transformers
   read = functools.partial(
       transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-  own = name == "bundled" or name in sj.zoo.DRAFTERS
+  own = name == "bundled" or name in models.DRAFTERS
   place = None if own else places.find(name)
   try:
     if place is not None and place.is_file():

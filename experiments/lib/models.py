@@ -25,6 +25,7 @@ _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "self_drafting_study.py and verification_study.py draft across "
            "vocabularies")
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
+DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
 
 
 def label(name: str) -> str:
@@ -58,8 +59,8 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     if len(alike) > 1:
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
                        f"{label(name)!r}; leave one out, or rename a directory")
-  choices = choices or ", ".join(sj.zoo.DRAFTERS)
-  paths = {name: _BUNDLED / name if name in sj.zoo.DRAFTERS
+  choices = choices or ", ".join(DRAFTERS)
+  paths = {name: _BUNDLED / name if name in DRAFTERS
            else _place("drafter", name, choices) for name in drafters}
   place = (_BUNDLED / "target" if target == "bundled"
            else _place("target", target, "bundled"))
@@ -83,7 +84,7 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
   Raises:
     ValueError: there is no such model.
   """
-  boxed = {"bundled": "target", **{name: name for name in sj.zoo.DRAFTERS}}
+  boxed = {"bundled": "target", **{name: name for name in DRAFTERS}}
   return _load(_BUNDLED / boxed[name] if name in boxed
                else _place("model", name, ", ".join(boxed)), dtype)
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The models in the box (specjax/models/zoo/CARD.md): the target, both language
-# models that draft for it, its look-ahead embeddings and its Medusa heads. Hours
-# on two cores. RUNS is where they go.
+# models that draft for it, its look-ahead embeddings and its Medusa heads, and
+# the drafter for SmolLM2. Hours on two cores. RUNS is where they go, DATA where
+# the published files of smol_prompts.py lie.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/zoo}
+: "${DATA:?give the directory of the published files}"
 
 python experiments/train_lm.py --output_dir="$runs/target" \
   --steps=2900 --decay_fraction=0.655 --evaluate_every=0
@@ -25,3 +27,11 @@ python experiments/train_drafter.py --method=medusa \
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
+
+python experiments/runs/smol_prompts.py "$DATA" > "$runs/smol.jsonl"
+python experiments/distill.py --target=smollm2 --chat \
+  --prompts="$runs/smol.jsonl" --num_prompts=40000 --prompt_tokens=128 \
+  --new_tokens=160 --rows_per_file=512 --row_tokens=320 --batch_size=32 \
+  --vocab_size=8192 --width=256 --layers=3 --heads=4 --kv_heads=1 \
+  --mlp_width=512 --steps=14000 --evaluate_every=1000 --checkpoint_every=4000 \
+  --output_dir="$runs/smol"

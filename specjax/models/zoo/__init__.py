@@ -1,6 +1,7 @@
 """The trained models in the box, no network needed.
 
-A target, two small drafters, and what the target drafts for itself with.
+A target, two small drafters, and what the target drafts for itself with; and a
+drafter for SmolLM2-135M-Instruct, which is not in the box.
 
 `CARD.md` beside this file says what they were trained on, by which command,
 and how good they are.
@@ -16,6 +17,7 @@ from specjax.models.transformer import Transformer
 
 _DIRECTORY = pathlib.Path(__file__).parent
 DRAFTERS = ("small", "tiny")
+FOR_SMOLLM2 = ("smol",)
 HEADS = ("pass", "medusa")
 
 
@@ -38,6 +40,15 @@ class Pair:
 
 def heads_path(name: str) -> pathlib.Path:
   """The directory of one of `HEADS`, for `models.heads.load_heads`."""
+  return _DIRECTORY / name
+
+
+def model_path(name: str) -> pathlib.Path:
+  """The directory of a language model, for `models.load_pretrained`.
+
+  Args:
+    name: "target", or one of `DRAFTERS` or `FOR_SMOLLM2`.
+  """
   return _DIRECTORY / name
 
 

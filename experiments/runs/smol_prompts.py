@@ -1,0 +1,72 @@
+"""Writes the prompts that the drafter `smol` was trained with, as JSONL.
+
+  python experiments/runs/smol_prompts.py DATA > prompts.jsonl
+
+DATA is a directory of published files: gsm8k_train.jsonl, arena_hard.jsonl,
+piqa_valid.jsonl, webquestions_test.json, chatgpt_prompts.csv,
+wikitext2_valid.txt, wikitext2_test.txt, tinystories_2MiB.txt, and
+python_code_corpus.txt, functions of TheAlgorithms/Python. None of the prompts
+that README measures with is among them.
+"""
+
+import csv
+import json
+import pathlib
+import random
+import re
+import sys
+
+_CODE = (
+    (8, "Complete this Python function:\n\n{}"),
+    (8, "{}"),
+    (14, "Rename the variables in this code to better names and write it "
+         "again:\n\n{}"),
+    (14, "Write a docstring and tests for this function:\n\n{}"),
+    (14, "Explain what this code does:\n\n{}"))
+_TEXT = (
+    "Summarise this text in one sentence and quote its most important part: {}",
+    "What is this text about? {}", "Tell me more about this: {}")
+_STORIES = (
+    "Continue this story: {}", "Write a short story like this one: {}",
+    "Summarise this story in two sentences and quote its key sentence: {}")
+
+
+def _in_turn(asks, texts):
+  """The texts, asked about in turn."""
+  return [asks[i % len(asks)].format(text) for i, text in enumerate(texts)]
+
+
+def prompts(data: pathlib.Path) -> list[str]:
+  """All prompts, in a fixed order."""
+  rng = random.Random(1)
+  lines = lambda name: map(json.loads, open(data / name, encoding="utf-8"))
+  found = [row["question"] for row in lines("gsm8k_train.jsonl")]
+  found += [row["turns"][0]["content"] for row in lines("arena_hard.jsonl")] * 3
+  goals = [row["goal"] for row in lines("piqa_valid.jsonl")]
+  found += goals + ["How do I do this? " + goal for goal in goals[:900]]
+  questions = json.loads((data / "webquestions_test.json").read_text("utf-8"))
+  found += [row["qText"] for row in questions]
+  with open(data / "chatgpt_prompts.csv", encoding="utf-8") as f:
+    found += [row["prompt"] for row in csv.DictReader(f)] * 3
+  functions = re.findall(
+      r"(?m)^def [^\n]*\n(?:[ \t]+[^\n]*\n|\n)+",
+      (data / "python_code_corpus.txt").read_text("utf-8"))
+  rng.shuffle(functions)
+  for i, function in enumerate(functions):
+    kept, ask = _CODE[i % len(_CODE)]
+    found.append(ask.format("\n".join(function.strip().split("\n")[:kept])))
+  found += _in_turn(_TEXT, [
+      part.strip() for name in ("wikitext2_valid.txt", "wikitext2_test.txt")
+      for part in (data / name).read_text("utf-8").split("\n")
+      if 200 < len(part) < 500])
+  stories = [part.strip() for part in (data / "tinystories_2MiB.txt").read_text(
+      "utf-8").split("<|endoftext|>") if len(part.strip()) > 200]
+  rng.shuffle(stories)
+  found += _in_turn(_STORIES, [story[:450] for story in stories[:1500]])
+  rng.shuffle(found)
+  return found * 2  # each is answered twice
+
+
+if __name__ == "__main__":
+  for prompt in prompts(pathlib.Path(sys.argv[1])):
+    print(json.dumps({"prompt": prompt}))
