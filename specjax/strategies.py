@@ -35,7 +35,8 @@ from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import Verifier
 
-_BLOCK, _TRAVERSAL = verifiers.Block(), verifiers.Traversal()
+_TOKEN, _BLOCK = verifiers.Token(), verifiers.Block()
+_TRAVERSAL = verifiers.Traversal()
 
 
 class Strategy(NamedTuple):
@@ -443,6 +444,72 @@ def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
   """
   return Strategy(drafters.Lookahead(
       embeddings=embeddings, folded=folded, count=count), verifier)
+
+
+def prompt_lookup(gamma: int, max_ngram: int = 3,
+                  verifier: Verifier = _TOKEN) -> Strategy:
+  """A copy of what followed the last tokens earlier in the row.
+
+  Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), called
+  n-gram speculation elsewhere. It needs no parameters.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> target = sj.testing.MarkovModel(4)
+  >>> table = 50 * jax.numpy.roll(jax.numpy.eye(4), 1, axis=1)  # 0, 1, 2, 3, 0
+  >>> decoder = sj.Decoder(target=target, **prompt_lookup(gamma=7)._asdict())
+  >>> text = decoder.generate({"target": table}, [[0, 1, 2, 3, 0]],
+  ...                         jax.random.key(0), max_new_tokens=16)
+  >>> text.tokens[0].tolist()[-5:], int(text.stats.active[0])  # rounds
+  ([0, 1, 2, 3, 0], 2)
+
+  Args:
+    gamma: tokens that are copied.
+    max_ngram: last tokens that are looked for, at most.
+    verifier: a rule for chains; all accept the same of such drafts.
+  """
+  return Strategy(drafters.NGram(gamma=gamma, max_ngram=max_ngram), verifier)
+
+
+def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
+         verifier: Verifier = _TOKEN) -> Strategy:
+  """A copy out of texts that come with the prompt, such as retrieved ones.
+
+  Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
+  as `context={"reference": drafters.reference_texts(...)}`.
+
+  >>> drafters.reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
+  [[5, 6, 7, -1, 5, 8, -1], [-1, -1, -1, -1, -1, -1, -1]]
+  >>> llma(gamma=8).drafter.num_nodes
+  9
+
+  Args:
+    gamma: tokens that are copied.
+    max_ngram: last tokens that are looked for, at most.
+    own_text: whether the row's own text is searched as well.
+    verifier: a rule for chains; all accept the same of such drafts.
+  """
+  return Strategy(drafters.Reference(
+      gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)
+
+
+def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
+  """A tree of what the target found likely after the same tokens before.
+
+  Luo et al. 2024 (arXiv:2408.08696). It needs no parameters.
+
+  >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes
+  7
+  >>> token_recycling().verifier
+  TargetWalk()
+
+  Args:
+    parents: N entries, the tree with its root; default:
+      `drafters.recycling_tree()`.
+  """
+  parents = None if parents is None else tuple(parents)
+  return Strategy(
+      drafters.Recycling(parents=parents), verifiers.TargetWalk())
 
 
 def _tree(model, parents, proposal, verifier):

@@ -24,7 +24,10 @@ from specjax.drafters import DynamicTree
 from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
+from specjax.drafters import NGram
 from specjax.drafters import Paths
+from specjax.drafters import Recycling
+from specjax.drafters import Reference
 from specjax.drafters import StringMatch
 from specjax.drafters import TokenIntersection
 from specjax.drafters import TreeLanguageModel
@@ -275,6 +278,13 @@ def _features(dynamic):
       params={**pair().params, "drafter": own})
 
 
+def _references():
+  text = sj.drafters.reference_texts([[[3, 0, 2, 4], [1, 1, 2, 0, 2, 0]]])
+  return Contributed(
+      Reference(gamma=3, own_text=True, vocab_size=VOCAB), sj.verifiers.Token(),
+      context=lambda rows: {"reference": np.tile(text, (rows, 1))})
+
+
 def _reference():
   text = [3, 0, 2, 4, 1, 1, 2, 0, -1]
   return Contributed(
@@ -331,6 +341,12 @@ DRAFTERS = {
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),
     "TokenIntersection": _token_intersection,
     "StringMatch": _string_match,
+    "NGram": lambda: Contributed(
+        NGram(gamma=3, vocab_size=VOCAB), sj.verifiers.Block()),
+    "Reference": _references,
+    "Recycling": lambda: Contributed(
+        Recycling(parents=UNEVEN, vocab_size=VOCAB), sj.verifiers.TargetWalk(),
+        params={"target": pair().params["target"]}),
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

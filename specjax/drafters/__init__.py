@@ -11,11 +11,17 @@ from specjax.drafters.empty import Empty
 from specjax.drafters.language_model import LanguageModel
 from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.ngram import NGram
+from specjax.drafters.ngram import Reference
+from specjax.drafters.ngram import reference_texts
 from specjax.drafters.paths import Paths
+from specjax.drafters.recycling import Recycling
+from specjax.drafters.recycling import recycling_tree
 from specjax.drafters.string_match import StringMatch
 from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["Blockwise", "DynamicTree", "DynamicTreeState", "Empty",
-           "LanguageModel", "Lookahead", "Medusa", "Paths", "StringMatch",
-           "TokenIntersection", "TreeLanguageModel"]
+           "LanguageModel", "Lookahead", "Medusa", "NGram", "Paths",
+           "Recycling", "Reference", "StringMatch", "TokenIntersection",
+           "TreeLanguageModel", "recycling_tree", "reference_texts"]

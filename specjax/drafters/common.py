@@ -1,5 +1,7 @@
 """What the drafters share: the root, and a model's cache between rounds."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -21,6 +23,24 @@ def root_only(state: DecodeState, vocab_size: int) -> Draft:
   tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
   probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
   return jax.vmap(Draft.chain)(root, tokens, probs)
+
+
+def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
+            vocab_size: int) -> Draft:
+  """The batch of drafts that propose what they are given with certainty.
+
+  Args:
+    state: the `DecodeState`.
+    parents: N entries, of every row's tree.
+    tokens: `[B, N - 1]` int32 of the nodes below the root; an id outside of
+      [0, V) is padding.
+    vocab_size: V.
+  """
+  parents = jnp.array(parents, jnp.int32)
+  known = (tokens >= 0) & (tokens < vocab_size)
+  probs = jax.nn.one_hot(jnp.where(known, tokens, -1), vocab_size)
+  tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
+  return jax.vmap(tree)(roots(state), jnp.where(known, tokens, 0), probs)
 
 
 def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
