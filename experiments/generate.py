@@ -7,6 +7,7 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
   cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
   python experiments/generate.py --drafter=medusa        # the target's heads
   python experiments/generate.py --drafter=pass          # look-ahead tokens
+  python experiments/generate.py --draft_vocabulary=1024 # a smaller head
   python experiments/generate.py --drafter=none          # autoregressive
 
 A published model answers, or chats on the terminal until /quit or Ctrl-D
@@ -64,6 +65,8 @@ _VOCABULARY = flags.DEFINE_enum(
     "how a language model drafts: intersection takes its law of the tokens "
     "that it has in common with the target, strings the text that it writes; "
     "auto is its law, or intersection where the vocabularies differ")
+_DRAFT_VOCABULARY = shared.draft_vocabulary()
+_VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
@@ -125,6 +128,10 @@ def _speculation():
     return target, model, params, strategy, tokenizer
   params, strategy = {"target": target.params}, strategies.autoregressive()
   for label, member in members.items():
+    if _DRAFT_VOCABULARY.value:
+      member = models.narrowed(
+          member, member.tokenizer or tokenizer, label,
+          _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
     chain, params["drafter"] = models.chain(
         target, member, label, _VOCABULARY.value)
     strategy = chain(_GAMMA.value)
@@ -150,6 +157,11 @@ def _check_flags():
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
+  if _DRAFT_VOCABULARY.value and (
+      name == "none" or models.drafts_for_itself(name)):
+    raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
+                     f"language model that drafts, and --drafter is {name}; "
+                     "leave it out, or name a language model")
   if _OUTPUT.value is not None:
     common.output_file("--output", _OUTPUT.value)
 

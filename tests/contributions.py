@@ -278,6 +278,14 @@ def _features(dynamic):
       params={**pair().params, "drafter": own})
 
 
+def _vocabulary_subset():
+  model = sj.models.VocabularySubset(pair().drafter)
+  own = model.parameters(pair().params["drafter"], [0, 2, 3])
+  return Contributed(
+      LanguageModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
+      params={**pair().params, "drafter": own})
+
+
 def _references():
   text = sj.drafters.reference_texts([[[3, 0, 2, 4], [1, 1, 2, 0, 2, 0]]])
   return Contributed(
@@ -347,6 +355,7 @@ DRAFTERS = {
     "Recycling": lambda: Contributed(
         Recycling(parents=UNEVEN, vocab_size=VOCAB), sj.verifiers.TargetWalk(),
         params={"target": pair().params["target"]}),
+    "VocabularySubset": _vocabulary_subset,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

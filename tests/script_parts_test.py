@@ -342,6 +342,23 @@ def test_how_a_chain_is_drafted(tmp_path, capsys):
     drafter(found(None, 331))
 
 
+def test_a_drafter_with_a_smaller_head(tmp_path, capsys):
+  # Broken: --draft_vocabulary keeps tokens that texts do not have, forgets the
+  # end of a text, or the drafter is refused as one of other tokens.
+  target, members, tokenizer = models.load_models("bundled", ["tiny"])
+  (tmp_path / "texts.txt").write_text("import os\n" * 9 + "import sys\n")
+  drafter = models.narrowed(members["tiny"], tokenizer, "tiny", 4,
+                            str(tmp_path / "texts.txt"))
+  said = capsys.readouterr().err  # all tokens but one of the thirty
+  assert "4 of its 4,096 tokens, which are 96.7%" in said
+  ids = set(drafter.params["ids"].tolist())
+  assert {tokenizer.eos, *tokenizer.encode("import os\n", bos=False)} <= ids
+  chain, own = models.chain(target, drafter, "tiny")
+  assert chain(3).drafter.model is drafter.model and own is drafter.params
+  with pytest.raises(ValueError, match="5000 and tiny has 4096 tokens"):
+    models.narrowed(drafter, tokenizer, "tiny", 5000)
+
+
 def test_scripts_that_draft_across_vocabularies():
   # Broken: who has such a drafter is not told of a script that takes it.
   drafting = {path.name for path in (ROOT / "experiments").glob("*.py")
@@ -495,6 +512,8 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
     (["--vocabulary=strings", "--drafter=none"], "--drafter is none, which"),
     (["--vocabulary=strings", "--drafter=medusa"], "is medusa, which has the"),
     (["--vocabulary=intersection", "--drafter=pass"], "is pass, which has"),
+    (["--draft_vocabulary=9", "--drafter=none"], "=9 is.*--drafter is none"),
+    (["--draft_vocabulary=9", "--drafter=pass"], "drafts.*--drafter is pass"),
     (["--output=/dev/null"], "no regular file")])
 def test_flags_that_do_not_go_together(given, words):
   # Broken: a comparison of a thing with itself, or of texts that differ, fails

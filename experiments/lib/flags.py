@@ -41,6 +41,21 @@ def drafters(name="drafter", default="small", help_=""):
       name, default, f"{help_}small, tiny, smol, or what --target takes")
 
 
+def draft_vocabulary():
+  """FR-Spec's smaller head; `models.narrowed` makes it."""
+  return flags.DEFINE_integer(
+      "draft_vocabulary", None, "tokens that a language model drafts, the most "
+      "frequent of --vocabulary_data; default: all", 1)
+
+
+def vocabulary_data():
+  """Text that tokens are counted in."""
+  return flags.DEFINE_string(
+      "vocabulary_data", "stdlib-no-tests", "texts that say which tokens are "
+      "frequent, 2 million characters of them: what --data of train_lm.py "
+      "takes")
+
+
 def dtype():
   """Of the weights that are read."""
   return flags.DEFINE_enum(

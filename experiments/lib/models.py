@@ -10,11 +10,13 @@ from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from lib import flags as shared
 import specjax as sj
 from specjax import files
 from specjax import strategies
+from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.models import Pretrained
@@ -24,6 +26,7 @@ from specjax.training import methods
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "self_drafting_study.py and verification_study.py draft across "
            "vocabularies")
+_COUNTED = 2_000_000  # characters of text that tokens are counted in
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
 
@@ -206,6 +209,45 @@ def chain(target: Pretrained, drafter: Pretrained, name: str,
   return functools.partial(
       strategies.token_intersection, drafter.model, sizes[1]), {
           "model": drafter.params, "vocabulary": tables}
+
+
+def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str, size: int,
+             source: str = "stdlib-no-tests") -> Pretrained:
+  """The drafter with a head of its most frequent tokens (FR-Spec).
+
+  Args:
+    drafter: a language model.
+    tokenizer: whose tokens it has.
+    name: the drafter's, for the reader.
+    size: tokens that it can still draft; the ends of a text are among them.
+    source: of `corpora.read_documents`, the texts in which they are counted.
+
+  Raises:
+    ValueError: the drafter has not so many tokens.
+  """
+  vocab_size = drafter.model.vocab_size
+  if size > vocab_size:
+    raise ValueError(f"--draft_vocabulary is {size} and {name} has "
+                     f"{vocab_size} tokens; give fewer than these")
+  counts = np.zeros(vocab_size, np.int64)
+  characters = 0
+  # By their hashes, so that those that are read are a sample of all.
+  for document in sorted(corpora.read_documents(source),
+                         key=lambda document: document.digest):
+    text = document.text[:_COUNTED - characters]
+    ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
+    counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    characters += len(text)
+    if characters == _COUNTED:
+      break
+  always = [end for end in ends(drafter, tokenizer) or () if end < vocab_size]
+  ids = sj.models.frequent_tokens(counts, size, always)
+  print(f"{name} drafts {size:,} of its {vocab_size:,} tokens, which are "
+        f"{counts[ids].sum() / max(counts.sum(), 1):.1%} of {source}",
+        file=sys.stderr)
+  model = sj.models.VocabularySubset(drafter.model)
+  return dataclasses.replace(
+      drafter, model=model, params=model.parameters(drafter.params, ids))
 
 
 def _heads_directory(name):

@@ -11,6 +11,8 @@ from specjax.models.published import Pretrained
 from specjax.models.rotary import RopeScaling
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.models.vocabulary_subset import frequent_tokens
+from specjax.models.vocabulary_subset import VocabularySubset
 
 __all__ = [
     "GenerationDefaults",
@@ -18,8 +20,10 @@ __all__ = [
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
+    "VocabularySubset",
     "adapters",
     "default_dtype",
+    "frequent_tokens",
     "load_model",
     "load_pretrained",
     "load_tokenizer",

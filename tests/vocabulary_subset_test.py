@@ -1,0 +1,80 @@
+"""Drafters whose head has some of the tokens: FR-Spec."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import testing
+from specjax.models import frequent_tokens
+from specjax.models import vocabulary_subset
+from specjax.models import VocabularySubset
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_small_head_has_the_large_ones_numbers(tied):
+  # Broken: a column is that of another token, so that drafts are noise, or a
+  # token without a column has a chance, so that q is wrong.
+  pair = testing.tiny_pair(7, tie_embeddings=tied)
+  model, ids = VocabularySubset(pair.target), [5, 0, 3]
+  params = model.parameters(pair.params["target"], ids)
+  tokens = jnp.array([[1, 6, 2, 4], [0, 3, 5, 5]])
+  out, want = (jax.jit(m)(p, tokens) for m, p in (
+      (model, params), (pair.target, pair.params["target"])))
+  np.testing.assert_allclose(
+      out.logits[..., ids], want.logits[..., ids], rtol=1e-5, atol=1e-5)
+  assert (out.logits[..., [1, 2, 4, 6]] == -jnp.inf).all()
+  np.testing.assert_array_equal(out.hidden, want.hidden)
+  at = jnp.array([[2], [0]])
+  np.testing.assert_allclose(
+      model.logits_at(params, out, at)[:, 0],
+      out.logits[jnp.arange(2), at[:, 0]], rtol=1e-5, atol=1e-5)
+  specs = model.param_specs("model", 1)
+  assert jax.tree.structure(params).num_leaves == len(jax.tree.leaves(
+      specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)))
+
+
+@pytest.mark.parametrize("ids,words", [
+    ([], "one token id at least"), ([0.5], "float64"), ([1, 5], "holds 5"),
+    ([-1, 2], "holds -1"), ([2, 1, 2], "holds 2 twice")])
+def test_a_head_of_no_tokens(ids, words):
+  # Broken: an id is wrapped or clamped, and another token is drafted.
+  pair = testing.tiny_pair(5)
+  with pytest.raises(ValueError, match=words):
+    VocabularySubset(pair.target).parameters(pair.params["target"], ids)
+
+
+def test_a_model_without_its_last_state_has_no_small_head():
+  # Broken: the head reads the wrong hidden state.
+  model = testing.tiny_pair(5, features=(0,)).target
+  with pytest.raises(ValueError, match="'final'.*features"):
+    VocabularySubset(model)
+
+
+def test_frequent_tokens():
+  # Broken: rare tokens are kept in place of frequent ones, or an end of text
+  # that must be there is left out.
+  counts = [4, 0, 9, 4, 1]
+  assert frequent_tokens(counts, 2).tolist() == [0, 2]
+  assert frequent_tokens(counts, 3).tolist() == [0, 2, 3]
+  assert frequent_tokens(counts, 2, always=(1,)).tolist() == [1, 2]
+
+
+def test_the_example_runs():
+  # Broken: the first thing that a reader pastes does not work.
+  found = doctest.testmod(vocabulary_subset)
+  assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("make,words", [
+    (lambda: VocabularySubset(testing.MarkovModel(3)), "is a MarkovModel"),
+    (lambda: frequent_tokens([1, 2], 3), "size is 3.*2 of the vocab"),
+    (lambda: frequent_tokens([1, 2, 3], 1, always=(0, 1)), "size is 1.*from 2"),
+    (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always holds 5"),
+    (lambda: frequent_tokens([[1, 2]], 1), r"shape \(1, 2\)")])
+def test_settings_that_make_no_sense(make, words):
+  # Broken: a slip is drafted with, or told in an error of the compiler.
+  with pytest.raises(ValueError, match=words):
+    make()
