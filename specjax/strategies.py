@@ -512,6 +512,44 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
       drafters.Recycling(parents=parents), verifiers.TargetWalk())
 
 
+def suffix_decoding(gamma: int, proposal: str = "certain",
+                    verifier: Verifier = _BLOCK) -> Strategy:
+  """What followed the last tokens where they stood before, by its counts.
+
+  SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
+  is not in the paper: of certain drafts all rules accept as much, and of drawn
+  ones block verification accepts most.
+
+  >>> suffix_decoding(gamma=8).drafter.num_coins  # certain
+  0
+  >>> suffix_decoding(gamma=8, proposal="sampled").drafter.num_coins
+  16
+
+  Args:
+    gamma: drafted tokens of a round, at most.
+    proposal: "certain" or "sampled".
+    verifier: a rule for chains.
+  """
+  return Strategy(drafters.Suffix(gamma=gamma, proposal=proposal), verifier)
+
+
+def rest(nodes: int = 64, gamma: int = 10) -> Strategy:
+  """What follows the last tokens in a corpus, as a tree of frequent prefixes.
+
+  REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
+  see `experiments/build_datastore.py`.
+
+  >>> rest().drafter.num_nodes, rest().verifier
+  (64, TargetWalk())
+
+  Args:
+    nodes: N, the root included.
+    gamma: tokens of the longest path.
+  """
+  return Strategy(drafters.Retrieval(nodes=nodes, gamma=gamma),
+                  verifiers.TargetWalk())
+
+
 def _tree(model, parents, proposal, verifier):
   drafter = drafters.TreeLanguageModel(
       model=model, parents=tuple(parents), proposal=proposal)

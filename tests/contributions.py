@@ -19,6 +19,7 @@ import numpy as np
 import specjax as sj
 from specjax import kv_cache
 from specjax import testing
+from specjax.data import datastores
 from specjax.drafters import Blockwise
 from specjax.drafters import DynamicTree
 from specjax.drafters import LanguageModel
@@ -28,7 +29,9 @@ from specjax.drafters import NGram
 from specjax.drafters import Paths
 from specjax.drafters import Recycling
 from specjax.drafters import Reference
+from specjax.drafters import Retrieval
 from specjax.drafters import StringMatch
+from specjax.drafters import Suffix
 from specjax.drafters import TokenIntersection
 from specjax.drafters import TreeLanguageModel
 from specjax.models import heads as heads_lib
@@ -143,6 +146,20 @@ def _string_match():
       StringMatch, sj.verifiers.TargetWalk(), [2, 0, 1, 0, 3, 4],
       lambda own: own, lookback=3,
       texts=sj.data.Retokenizer(DRAFT_TOKENS, WRITTEN_TOKENS))
+
+
+@functools.cache
+def store():
+  """A datastore of random documents, with every pair of tokens."""
+  rng = np.random.default_rng(0)
+  return jax.device_put(datastores.index(
+      [rng.integers(VOCAB, size=n) for n in (1, 40, 7, 200)], VOCAB, depth=4))
+
+
+def _counted(cls, rule, **kwargs):
+  drafter = cls(gamma=3, max_matches=8, vocab_size=VOCAB, **kwargs)
+  return Contributed(drafter, rule, params={**pair().params,
+                                            "drafter": store()})
 
 
 # Short and correct examples; CONTRIBUTING.md has most of them.
@@ -356,6 +373,14 @@ DRAFTERS = {
         Recycling(parents=UNEVEN, vocab_size=VOCAB), sj.verifiers.TargetWalk(),
         params={"target": pair().params["target"]}),
     "VocabularySubset": _vocabulary_subset,
+    "Suffix certain": lambda: _counted(
+        Suffix, sj.verifiers.TargetWalk(), max_depth=6),
+    "Suffix sampled": lambda: _counted(
+        Suffix, sj.verifiers.Block(), max_depth=6, proposal="sampled"),
+    "Retrieval tree": lambda: _counted(
+        Retrieval, sj.verifiers.TargetWalk(), max_match=4, nodes=8),
+    "Retrieval sampled": lambda: _counted(
+        Retrieval, sj.verifiers.Block(), max_match=4, proposal="sampled"),
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

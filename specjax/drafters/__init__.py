@@ -1,7 +1,7 @@
 """Drafters: how tokens are proposed; one file each.
 
-`common`, `growth`, `children`, `forecasts`, `reading` and `translation` hold
-what several of them share.
+`common`, `growth`, `children`, `continuations`, `forecasts`, `matches`,
+`reading` and `translation` hold what several of them share.
 """
 
 from specjax.drafters.blockwise import Blockwise
@@ -17,11 +17,14 @@ from specjax.drafters.ngram import reference_texts
 from specjax.drafters.paths import Paths
 from specjax.drafters.recycling import Recycling
 from specjax.drafters.recycling import recycling_tree
+from specjax.drafters.retrieval import Retrieval
 from specjax.drafters.string_match import StringMatch
+from specjax.drafters.suffix import Suffix
 from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["Blockwise", "DynamicTree", "DynamicTreeState", "Empty",
            "LanguageModel", "Lookahead", "Medusa", "NGram", "Paths",
-           "Recycling", "Reference", "StringMatch", "TokenIntersection",
-           "TreeLanguageModel", "recycling_tree", "reference_texts"]
+           "Recycling", "Reference", "Retrieval", "StringMatch", "Suffix",
+           "TokenIntersection", "TreeLanguageModel", "recycling_tree",
+           "reference_texts"]
