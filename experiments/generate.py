@@ -128,10 +128,8 @@ def _speculation():
     return target, model, params, strategy, tokenizer
   params, strategy = {"target": target.params}, strategies.autoregressive()
   for label, member in members.items():
-    if _DRAFT_VOCABULARY.value:
-      member = models.narrowed(
-          member, member.tokenizer or tokenizer, label,
-          _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
+    member = models.narrowed(member, tokenizer, label, _DRAFT_VOCABULARY.value,
+                             _VOCABULARY_DATA.value)
     chain, params["drafter"] = models.chain(
         target, member, label, _VOCABULARY.value)
     strategy = chain(_GAMMA.value)

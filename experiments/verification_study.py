@@ -79,6 +79,8 @@ _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
 _DRAFTER = shared.drafters()
+_DRAFT_VOCABULARY = shared.draft_vocabulary()
+_VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
@@ -198,6 +200,9 @@ def main():
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   prompts = read.sets
+  drafters = {name: models.narrowed(
+      member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
+              for name, member in drafters.items()}
   chains = {name: models.chain(target, member, name)
             for name, member in drafters.items()}
   eos = models.ends(target, tokenizer) if _CHAT.value else None

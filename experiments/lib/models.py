@@ -211,21 +211,25 @@ def chain(target: Pretrained, drafter: Pretrained, name: str,
           "model": drafter.params, "vocabulary": tables}
 
 
-def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str, size: int,
-             source: str = "stdlib-no-tests") -> Pretrained:
+def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
+             size: int | None, source: str = "stdlib-no-tests") -> Pretrained:
   """The drafter with a head of its most frequent tokens (FR-Spec).
 
   Args:
     drafter: a language model.
-    tokenizer: whose tokens it has.
+    tokenizer: the target's, for a drafter without one of its own.
     name: the drafter's, for the reader.
     size: tokens that it can still draft; the ends of a text are among them.
+      None: all.
     source: of `corpora.read_documents`, the texts in which they are counted.
 
   Raises:
     ValueError: the drafter has not so many tokens.
   """
+  if size is None:
+    return drafter
   vocab_size = drafter.model.vocab_size
+  tokenizer = drafter.tokenizer or tokenizer
   if size > vocab_size:
     raise ValueError(f"--draft_vocabulary is {size} and {name} has "
                      f"{vocab_size} tokens; give fewer than these")
