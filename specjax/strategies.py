@@ -28,6 +28,7 @@ from specjax import drafters
 from specjax import trees
 from specjax import verifiers
 from specjax.data import Retokenizer
+from specjax.drafters import stop_rules
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import MedusaHeads
@@ -37,6 +38,7 @@ from specjax.types import Verifier
 
 _TOKEN, _BLOCK = verifiers.Token(), verifiers.Block()
 _TRAVERSAL = verifiers.Traversal()
+_STOP = stop_rules.Adaptive()
 
 
 class Strategy(NamedTuple):
@@ -87,6 +89,30 @@ def block_verification(model: ModelFn, gamma: int) -> Strategy:
     gamma: drafted tokens of a round.
   """
   return speculative_sampling(model, gamma)._replace(verifier=_BLOCK)
+
+
+def early_stopping(model: ModelFn, gamma: int,
+                   stop: stop_rules.StopRule = _STOP,
+                   verifier: Verifier = _BLOCK) -> Strategy:
+  """The same chain, ended early where a rule expects a rejection.
+
+  Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; the others
+  are in `drafters.stop_rules`.
+
+  >>> from specjax import testing
+  >>> rule = drafters.stop_rules.Confidence(threshold=0.4)
+  >>> drafter, _ = early_stopping(testing.MarkovModel(7), gamma=4, stop=rule)
+  >>> drafter.stop.threshold, drafter.autoregressive
+  (0.4, False)
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round, at most.
+    stop: the rule.
+    verifier: a rule for chains whose drafter need not be autoregressive.
+  """
+  return Strategy(drafters.LanguageModel(model=model, gamma=gamma, stop=stop),
+                  verifier)
 
 
 def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:

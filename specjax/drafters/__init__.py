@@ -1,9 +1,11 @@
 """Drafters: how tokens are proposed; one file each.
 
 `common`, `growth`, `children`, `continuations`, `forecasts`, `matches`,
-`reading` and `translation` hold what several of them share.
+`reading` and `translation` hold what several of them share; `stop_rules` end
+chains while they are drafted.
 """
 
+from specjax.drafters import stop_rules
 from specjax.drafters.blockwise import Blockwise
 from specjax.drafters.dynamic_tree import DynamicTree
 from specjax.drafters.dynamic_tree import DynamicTreeState
@@ -27,4 +29,4 @@ __all__ = ["Blockwise", "DynamicTree", "DynamicTreeState", "Empty",
            "LanguageModel", "Lookahead", "Medusa", "NGram", "Paths",
            "Recycling", "Reference", "Retrieval", "StringMatch", "Suffix",
            "TokenIntersection", "TreeLanguageModel", "recycling_tree",
-           "reference_texts"]
+           "reference_texts", "stop_rules"]

@@ -95,19 +95,61 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
     The logits `[B, V]` of the token after the root, and the cache with all
     committed tokens, the root included.
   """
-  batch = state.lengths.shape[0]
+  logits, _, cache = read_last(model, params, state, cache, size)
+  return logits, cache
+
+
+def read_last(model: ModelFn, params, state: DecodeState, cache, size: int):
+  """`feed_last` with the hidden state `[B, F]` of the root between the two."""
+  start = jnp.maximum(state.lengths - size, 0)
   # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
-  start = jnp.maximum(state.lengths - size, 0)
   last = (state.lengths - 1 - start)[:, None]
+  out = _feed(model, params, state, cache, start, size)
+  logits = contract.logits_at(model, params, out, last)
+  hidden = jnp.take_along_axis(out.hidden, last[..., None], axis=1)
+  return logits[:, 0], hidden[:, 0], out.cache.rollback(state.lengths)
+
+
+def catch_up(model: ModelFn, params, state: DecodeState, cache,
+             since: jax.Array, size: int = 16):
+  """Reads what rounds without a draft have added, a block at a time.
+
+  Args:
+    model: a `ModelFn`.
+    params: its parameters.
+    state: the `DecodeState`; rows that are done are not waited for.
+    cache: the model's, which holds the first `since [B]` committed tokens.
+    since: see above.
+    size: tokens of a block.
+
+  Returns:
+    The cache, which lacks the last two committed tokens at most: what
+    `feed_last` of two tokens makes up for.
+  """
+  missing = jnp.where(state.done, 0, state.lengths - 2 - since)
+
+  def read(carry):
+    i, cache = carry
+    # The last block ends with the text, and so stays within the capacity.
+    start = jnp.minimum(since + i * size, state.lengths - size)
+    out = _feed(model, params, state, cache, jnp.maximum(start, 0), size)
+    return i + 1, out.cache
+
+  carry = jnp.zeros((), jnp.int32), cache
+  return jax.lax.while_loop(
+      lambda carry: carry[0] * size < jnp.max(missing), read, carry)[1]
+
+
+def _feed(model, params, state, cache, start, size):
+  """A pass over `size` tokens of the text from `start [B]` on."""
+  batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
-  out = model(
+  return model(
       params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
       jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
       cache.rollback(start))
-  logits = contract.logits_at(model, params, out, last)
-  return logits[:, 0], out.cache.rollback(state.lengths)
 
 
 def keep_path(cache, slots, path, size: int, count):

@@ -3,16 +3,20 @@
 Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax import contract
 from specjax import topology
 from specjax.drafters import common
+from specjax.drafters import stop_rules
 from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
@@ -25,6 +29,19 @@ from specjax.types import Prompt
 from specjax.types import Verdict
 
 
+@struct.dataclass
+class Stopping:
+  """The state of a `LanguageModel` with a stop rule.
+
+  Attributes:
+    cache: the model's.
+    rule: what the rule remembers, leaves `[B, ...]`.
+  """
+
+  cache: Any
+  rule: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModel:
   """Samples gamma tokens from a model with a cache of its own.
@@ -34,27 +51,38 @@ class LanguageModel:
   the last drafted token was never fed, and after any other outcome feeding it
   again changes nothing, so catching up needs no branch.
 
+  With a stop rule chains end early, row by row; when all rows have stopped, the
+  passes that are left are not made.
+
   Attributes:
     model: a `ModelFn` over the target's vocabulary.
     gamma: drafted tokens of a round, at least 0.
     transform: of the model's logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
+    stop: one of `drafters.stop_rules`; None: all chains have gamma tokens. If
+      the rule has parameters, `params["drafter"]` is `{"model": parameters of
+      the model, "stop": the rule's}`.
   """
 
   model: ModelFn
   gamma: int
   transform: LogitsTransform | None = None
+  stop: stop_rules.StopRule | None = None
 
   chain = True
   iid = True
   conditional = True
-  autoregressive = True
   proposal = "iid"
 
   def __post_init__(self):
     if self.gamma < 0 or self.gamma != int(self.gamma):
       raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
                        "at least 0: 0 drafts nothing")
+
+  @property
+  def autoregressive(self) -> bool:
+    # With a stop rule the tokens before it decide whether a row is padding.
+    return self.stop is None
 
   @property
   def num_nodes(self) -> int:
@@ -80,9 +108,26 @@ class LanguageModel:
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The cache after the prompt."""
+    """The cache after the prompt, and what the stop rule remembers."""
     del prefill_output
-    return read_prompt(self.model, params["drafter"], prompt).cache
+    cache = read_prompt(self.model, self._split(params)[0], prompt).cache
+    if self.stop is None:
+      return cache
+    rows = prompt.lengths.shape
+    return Stopping(cache=cache, rule=jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (*rows, *jnp.shape(x))),
+        self.stop.init()))
+
+  def _split(self, params):
+    """The parameters of the model, and those of the stop rule."""
+    own = params["drafter"]
+    if self.stop is None or not self.stop.has_params:
+      return own, None
+    if not (isinstance(own, Mapping) and {"model", "stop"} <= set(own)):
+      raise ValueError(
+          f"the stop rule {type(self.stop).__name__} has parameters; give "
+          "params['drafter'] = {'model': ..., 'stop': ...}")
+    return own["model"], own["stop"]
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
@@ -98,6 +143,8 @@ class LanguageModel:
     """
     if self.gamma == 0:
       return common.root_only(state, self.model.vocab_size), state.drafter
+    if self.stop is not None:
+      return self._propose_until(params, coins, state)
     params = params["drafter"]
     batch = state.lengths.shape[0]
 
@@ -130,12 +177,80 @@ class LanguageModel:
     parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
     return Draft(tokens=tokens, parents=parents, probs=probs), cache
 
+  def _propose_until(self, params, coins, state):
+    """`propose` with a stop rule: a loop that ends when all rows have."""
+    params, own = self._split(params)
+    rows = jnp.arange(state.lengths.shape[0])
+    logits, hidden, cache = common.read_last(
+        self.model, params, state, state.drafter.cache, size=2)
+    u = coins.reshape(len(rows), self.gamma, COINS_A_DRAW)
+
+    def ask(node, law, hidden, token, going, memory):
+      seen = stop_rules.Seen(
+          place=jnp.full_like(token, node - 1), probs=law, hidden=hidden,
+          token=token)
+      return stop_rules.ask(self.stop, own, seen, going, memory)
+
+    def draw(node, logits, hidden, tokens, probs, going, memory):
+      law = self.transform(logits, state.temperature)
+      if not self.stop.keeps:
+        going, memory = ask(node, law, hidden, tokens[:, node - 1], going,
+                            memory)
+      reported = jnp.where(going[:, None], law, 0)
+      token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
+      if self.stop.keeps:
+        going, memory = ask(node, law, hidden, token, going, memory)
+      return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
+              going, memory)
+
+    def extend(carry):
+      node, cache, tokens, *drawn = carry
+      last = jax.lax.dynamic_slice_in_dim(tokens, node - 1, 1, axis=1)
+      out = self.model(params, last, jnp.zeros_like(last),
+                       jnp.ones((len(rows), 1, 1), bool), cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (node + 1, cache,
+              *draw(node, out.logits[:, 0], out.hidden[:, 0], tokens, *drawn))
+
+    tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    probs = jnp.zeros((len(rows), self.num_nodes, self.model.vocab_size))
+    first = draw(1, logits, hidden, tokens, probs, *stop_rules.begun(
+        self.stop, state.drafter.rule, ~state.done))
+    _, cache, tokens, probs, _, _ = jax.lax.while_loop(
+        lambda carry: (carry[0] <= self.gamma) & jnp.any(carry[4]), extend,
+        (jnp.full((), 2, jnp.int32), cache, *first))
+    parents = jnp.tile(topology.chain(self.gamma), (len(rows), 1))
+    return (Draft(tokens=tokens, parents=parents, probs=probs),
+            state.drafter.replace(cache=cache))
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Reads what rounds without a draft added; see `specjax.contract`."""
+    if self.stop is None:
+      return common.catch_up(
+          self.model, params["drafter"], state, state.drafter, since)
+    cache = common.catch_up(self.model, self._split(params)[0], state,
+                            state.drafter.cache, since)
+    return state.drafter.replace(cache=cache)
+
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Nothing: the next `propose` rolls the cache back by itself."""
-    del params, draft, verdict, target_output, count
-    return drafter
+    """What the stop rule learns from the round.
+
+    The cache stays: the next `propose` rolls it back by itself.
+    """
+    del params, target_output
+    if self.stop is None or not jax.tree.leaves(drafter.rule):
+      return drafter
+    drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
+    learn = functools.partial(self.stop.commit, gamma=self.gamma)
+    new = jax.vmap(learn)(drafter.rule, drafted.astype(jnp.int32),
+                          verdict.num_accepted)
+    keep = lambda new, old: jax.vmap(jnp.where)(count > 0, new, old)
+    return drafter.replace(rule=jax.tree.map(keep, new, drafter.rule))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.contract`."""
-    return contract.param_specs(self.model, axis, size)
+    """The model's, see `specjax.contract`; a stop rule's are everywhere."""
+    specs = contract.param_specs(self.model, axis, size)
+    if self.stop is None or not self.stop.has_params:
+      return specs
+    return {"model": specs, "stop": PartitionSpec()}

@@ -12,6 +12,7 @@ from specjax.exact import drafts
 from specjax.exact import enumeration
 from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
+from specjax.exact import stopping
 from specjax.exact import trees as trees_lib
 from specjax.exact.compiled import Compiled
 from specjax.exact.optima import full_information_optimum
@@ -120,7 +121,8 @@ class Certificate:
 
 def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
             seeds=(0,), kinds=KINDS, dtype="float64", drafting=None,
-            trees=None, schemes=None, thorough=True) -> Certificate:
+            trees=None, schemes=None, thorough=True, stop=None
+            ) -> Certificate:
   """Proves a verifier lossless on small models, or shows where it is not.
 
   Two vocabularies are the least worth trying where there is time: with V = 2
@@ -154,6 +156,12 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
       the rule requires an autoregressive drafter; float32; models too large
       for all of their texts, with a tree of 10 nodes where `trees` is left to
       the rule; many rounds of a rule with state.
+    stop: what ends the chains that are drafted, a `drafters.stop_rules.
+      StopRule`, as it is before its first round and with the rows of q as
+      hidden states; or any function `(probs [gamma, V], tokens [gamma]) ->
+      length []` that says how many tokens of a chain are submitted, in jax: one
+      that looks at tokens and then drops them is seen. It is tried on the small
+      models, and there are no trees.
 
   Returns:
     A `Certificate`; print it.
@@ -174,10 +182,14 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   if not gammas or min(gammas) < 1:
     raise ValueError(f"gammas is {gammas}; every draft length must be at "
                      "least 1")
+  if trees and stop is not None:
+    raise ValueError("stop ends chains, and trees are given; leave one of the "
+                     "two out")
+  ended = None if stop is None else stopping.kept_by(stop)
   if trees and drafting not in (None, "autoregressive"):
     raise ValueError(f"drafting is {drafting!r}; trees are drafted by schemes: "
                      "leave one of the two out")
-  if trees is None and ("chain" in rule.requires
+  if trees is None and ("chain" in rule.requires or stop is not None
                         or drafting not in (None, "autoregressive")):
     trees = ()
   by_default = trees is None
@@ -192,7 +204,7 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
               and vocab_size**(2 * gamma + 1) > _TWO_ROUNDS)
       small += _on_chains(compiled, vocab_size, (gamma,), kinds, seeds,
                           1 if once else some_rounds, dtype,
-                          drafting or "autoregressive", padded_to)
+                          drafting or "autoregressive", padded_to, ended)
   expected = [1 + one.outcome.expected_accepted for one in small]
   bounds = [1 + full_information_optimum(
       random_pair(one.witness["kind"], one.witness["vocab_size"],
@@ -208,7 +220,8 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
     if drafting is None and "autoregressive" not in rule.requires:
       more += _on_chains(
           compiled, **most, kinds=telling, dtype=dtype, drafting="product",
-          rounds=some_rounds if rule.remembers else 1, padded_to=padded_to)
+          rounds=some_rounds if rule.remembers else 1, padded_to=padded_to,
+          ended=ended)
     more += _padded(compiled, **most, kinds=telling, dtype=dtype)
     if dtype == "float64":
       more += _in_float32(compiled, **most, kinds=telling, trees=trees,
@@ -235,13 +248,13 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
 
 
 def _on_chains(compiled, vocab_size, gammas, kinds, seeds, rounds, dtype,
-               drafting, padded_to=0) -> Iterator[_Found]:
-  """Small models, all drafts of every length."""
+               drafting, padded_to=0, ended=None) -> Iterator[_Found]:
+  """Small models, all drafts of every length, or `ended` by a rule."""
   for gamma, kind, seed in itertools.product(gammas, kinds, seeds):
     depth = enumeration.depth_of(compiled.rule, gamma, rounds)
     outcome = enumeration.enumerate_chains(
         compiled, random_pair(kind, vocab_size, depth, seed), gamma, rounds,
-        dtype, drafting, padded_to)
+        dtype, drafting, padded_to, ended)
     witness = dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
                    rounds=rounds)
     if drafting != "autoregressive":

@@ -112,6 +112,17 @@ class Drafts:
     drafts.tokens[:, real:] = token
     return drafts
 
+  def cut(self, kept) -> "Drafts":
+    """Chains of which `kept [n]` tokens stay; what follows is padding.
+
+    A draft stays as many times as there were chains that end as it does, with
+    the weight of each.
+    """
+    stays = np.arange(self.tokens.shape[1]) <= np.reshape(kept, (-1, 1))
+    return dataclasses.replace(
+        self, tokens=np.where(stays, self.tokens, 0),
+        probs=np.where(stays[..., None], self.probs, 0))
+
 
 def chains(q, contexts, gamma: int, product: bool = False) -> Drafts:
   """Every chain of gamma tokens from every context.

@@ -71,8 +71,8 @@ def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
 
 
 def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
-                     dtype="float64", drafting="autoregressive", nodes: int = 0
-                     ) -> Outcome:
+                     dtype="float64", drafting="autoregressive", nodes: int = 0,
+                     ended=None) -> Outcome:
   """The exact law of what decoding with chain drafts emits.
 
   A rule without state runs for `rounds` rounds, after which the target
@@ -92,14 +92,16 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
       the round starts, as independent heads draft.
     nodes: size to which drafts are padded, see `enumerate_trees`; default:
       none is.
+    ended: what ends the chains, `stopping.kept_by` a rule; default: nothing.
   """
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
                      f"{', '.join(DRAFTING)}")
   product = drafting == "product"
   nodes = max(nodes, gamma + 1)
-  scheme = lambda q, contexts: drafts.chains(
-      q, contexts, gamma, product).padded(nodes)
+  ended = ended or (lambda drafts: drafts)
+  scheme = lambda q, contexts: ended(drafts.chains(
+      q, contexts, gamma, product)).padded(nodes)
   return enumerate_drafts(verifier, pair, scheme, nodes, gamma, rounds, dtype)
 
 
