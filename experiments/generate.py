@@ -74,6 +74,10 @@ _VERIFIER = flags.DEFINE_enum(
 _GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
                       "or look-ahead tokens for it")
 _NODES = shared.nodes(16)
+_CONTROLLER = flags.DEFINE_bool(
+    "controller", False, "choose the length of the drafts before every round, "
+    "up to --gamma or --nodes and down to none, by what rounds cost here; the "
+    "first time this is measured")
 _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
 _TOP_P = shared.top_p()
@@ -150,6 +154,9 @@ def _check_flags():
   if _COMPARE.value:
     _check_compare()
   name = _drafter()
+  if _CONTROLLER.value and name == "none":
+    raise ValueError("--controller chooses the length of drafts, and --drafter "
+                     "is none; name one, or leave --controller out")
   if _VOCABULARY.value != "auto" and (
       name == "none" or models.drafts_for_itself(name)):
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
@@ -233,6 +240,9 @@ def main():
   if room < 1:
     raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value} and the "
                      f"context length {decoder.context_length}; ask for fewer")
+  if _CONTROLLER.value:
+    decoder = dataclasses.replace(
+        decoder, controller=sj.costs.measured(decoder, params))
   writer = streaming.Writer(decoder, params, _SEED.value)
   colored = _COLOR.value == "always" or (
       _COLOR.value == "auto" and sys.stdout.isatty())
@@ -247,7 +257,8 @@ def main():
     _continue(writer, ids, printer_of())
   if _COMPARE.value:
     alone = dataclasses.replace(
-        decoder, target=target.model, **strategies.autoregressive()._asdict())
+        decoder, target=target.model, controller=None,
+        **strategies.autoregressive()._asdict())
     print(streaming.compare(
         (writer, streaming.Writer(
             alone, {"target": target.params}, _SEED.value)),

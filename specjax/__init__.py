@@ -2,6 +2,7 @@
 
 from specjax import analysis
 from specjax import contract
+from specjax import costs
 from specjax import data
 from specjax import drafters
 from specjax import exact
@@ -12,6 +13,7 @@ from specjax import testing
 from specjax import topology
 from specjax import trees
 from specjax import verifiers
+from specjax.controller import Controller
 from specjax.decoder import Decoder
 from specjax.decoder import Generation
 from specjax.decoder import raise_if_not_finite
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Controller",
     "DecodeState",
     "Decoder",
     "Draft",
@@ -52,6 +55,7 @@ __all__ = [
     "Verifier",
     "analysis",
     "contract",
+    "costs",
     "data",
     "drafters",
     "exact",

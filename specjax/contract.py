@@ -33,6 +33,12 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
              state.temperature[:, None])`.
   context_length
              longest sequence that it can draft for; default: no limit.
+  gamma      as a field, the tokens of a chain: a controller replaces it. The
+             state must have the same form for every length.
+  catch_up   `(params, state, since) -> drafter`: its state after reading what
+             rounds in which a controller let it rest have added to the
+             `since [B]` tokens that it had read. In such a round `commit` gets
+             a draft of the root alone. A drafter with a model needs it.
   proposal   a word for how its tokens are drawn, for tables and readers.
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of

@@ -11,8 +11,10 @@ import numpy as np
 
 from specjax import checks
 from specjax import contract
+from specjax import ladder as ladder_lib
 from specjax import prefill as prefill_lib
 from specjax import rounds as rounds_lib
+from specjax.controller import Controller
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Drafter
@@ -57,6 +59,10 @@ class Decoder:
       reported in `RoundStats`, never acted on.
     eos: the token id that ends a row, or several of them, or None; for every
       row unless `prefill` is given others.
+    controller: chooses the length of the drafts before every round, down to
+      none, see `specjax.controller`; None: it is the drafter's. With one, the
+      text of a row at a temperature above 0 depends on the rows beside it; its
+      law does not.
     debug: whether the numbers of every round are checked: that laws sum to 1,
       that the rows of q are laws, that a chain is one, that commits stay
       within the capacity. It costs time; a `ValueError` names the part. (A
@@ -87,6 +93,7 @@ class Decoder:
   observers: tuple[Verifier, ...] = ()
   eos: int | tuple[int, ...] | None = None
   debug: bool = False
+  controller: Controller | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "observers", tuple(self.observers))
@@ -100,9 +107,11 @@ class Decoder:
     for one in (rule, *observers):
       contract.check_pair(one, drafter)
     # No field: two decoders are equal if what they were made of is.
-    object.__setattr__(self, "_round", rounds_lib.Round(
+    one = rounds_lib.Round(
         target=self.target, drafter=drafter, rule=rule, transform=shared,
-        observers=tuple(observers), debug=self.debug))
+        observers=tuple(observers), debug=self.debug)
+    object.__setattr__(self, "_round", one if self.controller is None else
+                       ladder_lib.ladder(one, self.controller))
 
   def _check_target(self):
     vocab_size = self.target.vocab_size

@@ -21,6 +21,7 @@ from specjax import sampling
 from specjax import topology
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
+from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import Prompt
@@ -87,9 +88,14 @@ class Round:
       state: of the loop.
       coins: `[B, count]` of this round, the verdict's first.
     """
+    draft, drafter = self.propose(params, state, coins)
+    return self.judge(params, state, coins, draft, drafter)
+
+  def judge(self, params: Any, state: DecodeState, coins: jax.Array,
+            draft: Draft, drafter: Any
+            ) -> tuple[DecodeState, RoundStats, Trace]:
+    """The part of a round that comes after `propose`, whose results it gets."""
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
-    draft, drafter = self._propose(
-        params, state, coins[:, sampling.VERDICT_COINS:])
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = topology.depths_of(ancestors)
     output = self.target(params["target"], draft.tokens, depths, ancestors,
@@ -152,9 +158,15 @@ class Round:
   def _is_chain(self) -> bool:
     return "chain" in contract.capabilities(self.drafter)
 
-  def _propose(self, params, state, coins):
-    """The drafts and the drafter's state, from coins or from keys."""
-    if contract.num_coins(self.drafter) is None:
+  def propose(self, params: Any, state: DecodeState, coins: jax.Array
+              ) -> tuple[Draft, Any]:
+    """The drafts and the drafter's state, from coins or from keys.
+
+    Of the coins of a round those that it needs are taken, see `__call__`.
+    """
+    count = contract.num_coins(self.drafter)
+    coins = coins[:, sampling.VERDICT_COINS:][:, :count]
+    if count is None:
       fold_in = jax.vmap(jax.random.fold_in, (0, 0))
       coins = jax.vmap(jax.random.fold_in, (0, None))(
           fold_in(state.keys, state.rounds), _KEY_NUMBER)

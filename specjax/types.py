@@ -193,6 +193,7 @@ class DecodeState:
     drafter: the drafter's own state.
     verifier: the verifier's own state.
     context: the prompt's, constant.
+    controller: the controller's own state.
   """
 
   tokens: jax.Array
@@ -207,6 +208,7 @@ class DecodeState:
   drafter: Any = None
   verifier: Any = None
   context: Any = None
+  controller: Any = None
 
 
 @struct.dataclass

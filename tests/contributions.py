@@ -30,6 +30,7 @@ from specjax.drafters import Paths
 from specjax.drafters import Recycling
 from specjax.drafters import Reference
 from specjax.drafters import Retrieval
+from specjax.drafters import stop_rules
 from specjax.drafters import StringMatch
 from specjax.drafters import Suffix
 from specjax.drafters import TokenIntersection
@@ -73,6 +74,7 @@ class Contributed:
     target: the model; None: that of `pair`.
     params: of the decoder; None: those of `pair`.
     context: from a number of rows to what the drafter reads of each.
+    controller: of the decoder.
   """
 
   drafter: Any
@@ -80,6 +82,7 @@ class Contributed:
   target: Any = None
   params: Any = None
   context: Any = lambda rows: None
+  controller: Any = None
 
   @property
   def model(self):
@@ -333,6 +336,12 @@ DRAFTERS = {
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
     "LanguageModel": lambda: Contributed(
         _lm(LanguageModel, gamma=3), sj.verifiers.GreedyBlock()),
+    "LanguageModel with a stop rule": lambda: Contributed(
+        _lm(LanguageModel, gamma=3, stop=stop_rules.Adaptive(threshold=0.7)),
+        sj.verifiers.Block()),
+    "LanguageModel with a controller": lambda: Contributed(
+        _lm(LanguageModel, gamma=3), sj.verifiers.Block(),
+        controller=sj.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "TreeLanguageModel iid": lambda: Contributed(
         _lm(TreeLanguageModel, parents=UNEVEN, proposal="iid"),
         sj.verifiers.KSeq()),

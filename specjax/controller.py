@@ -1,0 +1,196 @@
+"""How long to draft, decided before every round, down to not at all.
+
+  choose a length  ->  propose  ->  verify what was drafted  ->  learn
+
+A draft pays where its accepted tokens are worth the time of the longer round.
+The controller keeps, for every row, how often the i-th drafted token was
+accepted of late, and takes the length that makes the most tokens per second of
+the batch (goodput, as SmartSpec: Liu et al. 2024, arXiv:2406.14066). The choice
+depends on the past alone, so that every rule without a state stays exact.
+
+A batch has one length, for its rows share one pass: rows for which it is too
+long lose nothing by it. So with a controller the text of a row at a temperature
+above 0 depends on the rows beside it. Its law does not.
+
+What it may lose is bounded. A row has a purse, in tokens of decoding without
+drafts: each token that is emitted puts 1 + `risk` into it and each round takes
+out what it cost, so that rounds that pay fill it. A draft is made only if the
+purse can bear that nothing of it is accepted. If the measured seconds are
+right, n tokens of a row never take longer than (1 + risk) n + `credit` tokens
+take without drafts; what `risk` buys is that drafting is tried again, however
+long it did not pay.
+"""
+
+import dataclasses
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import DecodeState
+from specjax.types import RoundStats
+
+_PRIOR_ROUNDS = 2.0  # how much what is believed of a place counts
+_REST = 0.95  # of what was seen, kept in a round without a draft
+_MOST = 16.0  # tokens in a purse: how much of a gain may be lost again
+
+
+@struct.dataclass
+class ControllerState:
+  """What the controller knows of every row.
+
+  Attributes:
+    reached: `[B, G]` float32, recent rounds whose draft was to be i tokens long
+      at least, and accepted up to token i - 1; G is the longest length.
+    accepted: `[B, G]` float32, those of them that accepted token i too.
+    purse: `[B]` float32, tokens.
+    needed: `[B]` float32, of the time that drafts of the length chosen would
+      have added to these rounds, the part that was needed: where less was
+      drafted less is verified.
+    known: `[B]` int32, committed tokens that the drafter has surely read.
+  """
+
+  reached: jax.Array
+  accepted: jax.Array
+  purse: jax.Array
+  needed: jax.Array
+  known: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Controller:
+  """Chooses the length of the drafts of a batch, see the top of this file.
+
+  Each length is a compiled program of its own. With length 0 nothing is
+  proposed and one token is verified; where a draft turns out shorter than was
+  allowed, because an n-gram has no match or a stop rule ended it, no more is
+  verified than the next length needs.
+
+  Attributes:
+    lengths: lengths to choose from, increasing from 0. The drafter must have a
+      field `gamma`, or lengths must be (0, its own length).
+    seconds: of a whole round with each of the lengths and this batch size; only
+      their ratios count.
+    reading: seconds that the drafter needs to read a token that was committed
+      without it, before it drafts again.
+    prior: the share of drafted tokens that is accepted, before any was seen.
+    memory: of what was seen, kept in a round with a draft, in [0, 1).
+    risk: share of the time that may be spent on drafts that do not pay.
+    credit: tokens that may be lost on such drafts at the beginning.
+  """
+
+  lengths: tuple[int, ...] = (0, 2, 4, 8)
+  seconds: tuple[float, ...]
+  reading: float = 0.0
+  prior: float = 0.5
+  memory: float = 0.9
+  risk: float = 0.03
+  credit: float = 1.0
+
+  def __post_init__(self):
+    for name in ("lengths", "seconds"):
+      object.__setattr__(self, name, tuple(getattr(self, name)))
+    lengths, steps = self.lengths, np.diff(self.lengths)
+    if len(lengths) < 2 or lengths[0] != 0 or (steps <= 0).any() or any(
+        length != int(length) for length in lengths):
+      raise ValueError(f"lengths is {lengths}; give whole numbers that "
+                       "increase from 0, at least two: 0 is no draft")
+    if len(self.seconds) != len(lengths) or not all(
+        0 < s < float("inf") for s in self.seconds):
+      raise ValueError(f"seconds is {self.seconds}; give a number above 0 for "
+                       f"each of the {len(lengths)} lengths")
+    for name, most in (("prior", 1), ("memory", 1), ("risk", None),
+                       ("credit", _MOST), ("reading", None)):
+      value = getattr(self, name)
+      if not 0 <= value or (most is not None and value > most):
+        limit = "at least 0" if most is None else f"in [0, {most:g}]"
+        raise ValueError(f"{name} is {value}; it must be {limit}")
+
+  @property
+  def costs(self) -> np.ndarray:
+    """`[K]`, the time of a round of each length over that of one token."""
+    # A longer round that was measured to be faster was measured badly.
+    return np.maximum.accumulate(
+        np.array(self.seconds) / self.seconds[0]).astype(np.float32)
+
+  def init(self, lengths: jax.Array) -> ControllerState:
+    """The state after prompts of `lengths [B]`."""
+    rows, longest = lengths.shape[0], self.lengths[-1]
+    zeros = jnp.zeros((rows, longest), jnp.float32)
+    full = lambda value: jnp.full((rows,), value, jnp.float32)
+    return ControllerState(
+        reached=zeros, accepted=zeros, purse=full(self.credit),
+        needed=full(0), known=lengths - 1)
+
+  def survival(self, own: ControllerState) -> jax.Array:
+    """`[B, G]`, the probability that at least i tokens of a draft are accepted.
+
+    The product of each place's share of accepted tokens. What is believed of a
+    place before it was seen is what is known of the place before it: deep
+    places are reached seldom, and drafts that survived so far go on.
+    """
+    believed, shares = jnp.full_like(own.purse, self.prior), []
+    for i in range(self.lengths[-1]):
+      believed = ((own.accepted[:, i] + _PRIOR_ROUNDS * believed)
+                  / (own.reached[:, i] + _PRIOR_ROUNDS))
+      shares.append(believed)
+    return jnp.cumprod(jnp.stack(shares, axis=1), axis=1)
+
+  def choose(self, state: DecodeState) -> jax.Array:
+    """`[]` int32, the index of the length that the batch drafts now."""
+    own, active = state.controller, ~state.done
+    mean = lambda x: jnp.sum(jnp.where(active, x, 0)) / jnp.maximum(
+        jnp.sum(active), 1)
+    # A row emits no more than its limit allows.
+    place = jnp.arange(self.lengths[-1] + 1)
+    left = (state.limits - state.lengths)[:, None]
+    tokens = jnp.pad(self.survival(own), ((0, 0), (1, 0)), constant_values=1)
+    tokens = jnp.cumsum(jnp.where(place < left, tokens, 0), axis=1)
+    tokens = jnp.sum(jnp.where(active[:, None], tokens, 0), axis=0)
+    tokens = tokens[jnp.array(self.lengths)]
+    added = jnp.asarray(self.costs) - 1
+    late = self._late(state) * (jnp.arange(len(self.lengths)) > 0)
+    # Every draft reaches its first token: so many rounds are counted.
+    share = mean((own.needed + _PRIOR_ROUNDS)
+                 / (own.reached[:, 0] + _PRIOR_ROUNDS))
+    goodput = tokens / (1 + share * added + late)
+    affordable = (added + late <= mean(own.purse)).at[0].set(True)
+    return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
+
+  def _late(self, state):
+    """Time to read what the drafter has missed, in tokens, `[]`."""
+    missed = jnp.where(
+        state.done, 0, state.lengths - 2 - state.controller.known)
+    return jnp.maximum(jnp.max(missed), 0) * (self.reading / self.seconds[0])
+
+  def learn(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
+            chosen: jax.Array, verified: jax.Array) -> ControllerState:
+    """The state after a round; rows that are done keep theirs.
+
+    Args:
+      state: before the round.
+      stats: of the round.
+      lengths: `[B]`, committed tokens after it.
+      chosen: `[]` int32, what `choose` returned.
+      verified: `[]` int32, the index of the length that was verified.
+    """
+    own, costs = state.controller, jnp.asarray(self.costs)
+    drafted = chosen > 0
+    place = jnp.arange(1, self.lengths[-1] + 1)
+    taken = stats.accepted[:, None]
+    reached = (place <= jnp.array(self.lengths)[chosen]) & (taken >= place - 1)
+    kept = jnp.where(drafted, self.memory, _REST)
+    added = costs[chosen] - 1
+    needed = jnp.where(added > 0, (costs[verified] - 1)
+                       / jnp.where(added > 0, added, 1), 1)
+    cost = costs[verified] + jnp.where(drafted, self._late(state), 0)
+    purse = own.purse + (1 + self.risk) * stats.emitted - cost
+    new = ControllerState(
+        reached=kept * own.reached + reached,
+        accepted=kept * own.accepted + (reached & (taken >= place)),
+        purse=jnp.minimum(purse, _MOST).astype(jnp.float32),
+        needed=kept * own.needed + jnp.where(drafted, needed, 0),
+        known=jnp.where(drafted, lengths - 2, own.known))
+    keep = lambda new, old: jax.vmap(jnp.where)(state.done, old, new)
+    return jax.tree.map(keep, new, own)

@@ -1,0 +1,267 @@
+"""Rounds of several draft lengths, of which a controller chooses one.
+
+A `Ladder` stands where a `Round` does, in the same loops. Each rung is a round
+with a draft of another length; the lowest proposes nothing and verifies the
+root alone, which is decoding without drafts.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import contract
+from specjax.controller import Controller
+from specjax.drafters import common
+from specjax.rounds import Round
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import RoundStats
+from specjax.types import Trace
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resting:
+  """A drafter in a round in which it drafts nothing.
+
+  Attributes:
+    drafter: whose state it keeps up.
+    vocab_size: V.
+  """
+
+  drafter: Drafter
+  vocab_size: int
+
+  num_nodes = 1
+  num_coins = 0
+  iid = True
+  conditional = True
+  autoregressive = True
+
+  @property
+  def chain(self) -> bool:
+    return "chain" in contract.capabilities(self.drafter)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The drafter's."""
+    return self.drafter.init(params, prompt, prefill_output)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """The root alone."""
+    del params, coins
+    return common.root_only(state, self.vocab_size), state.drafter
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The drafter's."""
+    return self.drafter.commit(
+        params, drafter, draft, verdict, target_output, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+  """Rounds that differ in the length of their drafts, shortest first.
+
+  Attributes:
+    rungs: a `Round` for each of the controller's lengths.
+    controller: chooses one before every round.
+  """
+
+  rungs: tuple[Round, ...]
+  controller: Controller
+
+  @property
+  def drafter(self) -> Drafter:
+    """That of the longest drafts."""
+    return self.rungs[-1].drafter
+
+  def start(self, *arguments: Any) -> DecodeState:
+    """As `Round.start`."""
+    state = self.rungs[-1].start(*arguments)
+    return state.replace(controller=self.controller.init(state.lengths))
+
+  def toss(self, state: DecodeState, rounds: int) -> jax.Array:
+    """As `Round.toss`, enough for the longest draft."""
+    return self.rungs[-1].toss(state, rounds)
+
+  def __call__(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats, Trace]:
+    """As a `Round`; stats and trace have the size of the longest draft."""
+    before = state
+    # Each under a jit of its own, so that shapes and program share a trace.
+    propose = [jax.jit(lambda *args, one=one: one.propose(*args))
+               for one in self.rungs]
+    judge = [jax.jit(lambda *args, one=one: one.judge(*args))
+             for one in self.rungs]
+    chosen = self.controller.choose(state)
+
+    draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
+    _, *blank = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
+
+    def verified(i, state, draft, drafter):
+      state, stats, trace = judge[i](params, state, coins, draft, drafter)
+      return state, _padded(stats, trace, blank[0])
+
+    def rest(carry):
+      state = carry[0]
+      draft, drafter = propose[0](params, state, coins)
+      return *verified(0, state, draft, drafter), jnp.zeros((), jnp.int32)
+
+    def drafted(carry):
+      state, found, _ = carry
+      state = self._caught_up(params, state)
+
+      def proposed(i, carry):
+        draft, drafter = propose[i](
+            params, state.replace(drafter=carry[1]), coins)
+        return _padded_draft(draft, self.drafter.num_nodes), drafter
+
+      carry = _blank(blank[1].draft), state.drafter
+      for i in range(1, len(self.rungs)):
+        carry = _once(chosen == i, lambda c, i=i: proposed(i, c), carry)
+      draft, drafter = carry
+      size = self._needed(draft, state.done, chosen)
+      carry = state.replace(drafter=drafter), found
+      for i, one in enumerate(self.rungs):
+        short = jax.tree.map(lambda x, n=one.drafter.num_nodes: x[:, :n], draft)
+        carry = _once(size == i, lambda c, i=i, short=short: verified(
+            i, c[0], short, c[0].drafter), carry)
+      return *carry, size
+
+    carry = state, tuple(map(_blank, blank)), jnp.zeros((), jnp.int32)
+    carry = _once(chosen == 0, rest, carry)
+    state, (stats, trace), size = _once(chosen > 0, drafted, carry)
+    learned = self.controller.learn(before, stats, state.lengths, chosen, size)
+    return state.replace(controller=learned), stats, trace
+
+  def _caught_up(self, params, state):
+    """The state whose drafter has read what was committed without it."""
+    drafter = self.drafter
+    if not hasattr(drafter, "catch_up"):
+      return state
+    return state.replace(drafter=drafter.catch_up(
+        params, state, state.controller.known))
+
+  def _needed(self, draft, done, chosen):
+    """`[]` int32, the lowest rung that holds all that was drafted."""
+    if not has_gamma(self.drafter):  # look-ahead positions look like padding
+      return chosen
+    some = jnp.any(draft.probs > 0, axis=-1)
+    place = jnp.arange(some.shape[1])
+    last = jnp.max(jnp.where(some & ~done[:, None], place, 0))
+    lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
+    return jnp.sum(last > lengths, dtype=jnp.int32)
+
+
+def ladder(one: Round, controller: Controller) -> Ladder:
+  """The ladder of a round, whose drafter is bound.
+
+  Raises:
+    ValueError: the rule has a state, which is made for drafts of one length;
+      the drafter cannot draft that many tokens, or has a model that cannot
+      catch up with rounds in which it did not draft.
+  """
+  if one.rule.has_state:
+    raise ValueError(
+        f"{one.rule.name} has a state that is made for drafts of one length, "
+        "and a controller varies it; choose a rule without, such as Block")
+  name = type(one.drafter).__name__
+  if _has_model(one.drafter) and not hasattr(one.drafter, "catch_up"):
+    raise ValueError(
+        f"{name} has a model with a cache, which a controller leaves out of "
+        "some rounds, and no method `catch_up`; leave the controller out, or "
+        "see specjax.contract")
+  rungs = [dataclasses.replace(one, drafter=Resting(
+      drafter=one.drafter, vocab_size=one.target.vocab_size))]
+  for length in controller.lengths[1:]:
+    drafter = _of_length(one, length)
+    contract.check_pair(one.rule, drafter)
+    rungs.append(dataclasses.replace(one, drafter=drafter))
+  return Ladder(tuple(rungs), controller)
+
+
+def _of_length(one, length):
+  """The drafter of a round with drafts of `length` tokens."""
+  drafter, name = one.drafter, type(one.drafter).__name__
+  if drafter.num_nodes == length + 1:
+    return drafter
+  if not has_gamma(drafter):
+    raise ValueError(
+        f"{name} drafts {drafter.num_nodes - 1} tokens and has no field "
+        f"`gamma`, and the controller's lengths hold {length}; give "
+        f"lengths=(0, {drafter.num_nodes - 1})")
+  drafter = contract.bind(
+      dataclasses.replace(drafter, gamma=length), one.target, one.transform)
+  if drafter.num_nodes != length + 1:
+    raise ValueError(
+        f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "
+        f"nodes and not of {length + 1}; leave {length} out of the lengths")
+  return drafter
+
+
+def has_gamma(drafter):
+  """Whether the length of a drafter's chains is a field of it."""
+  return dataclasses.is_dataclass(drafter) and any(
+      f.name == "gamma" for f in dataclasses.fields(drafter))
+
+
+def _has_model(part):
+  """Whether a drafter holds a model with a cache, however deep."""
+  if hasattr(part, "init_cache"):
+    return True
+  if isinstance(part, tuple | list):
+    return any(map(_has_model, part))
+  return dataclasses.is_dataclass(part) and any(
+      _has_model(getattr(part, f.name)) for f in dataclasses.fields(part))
+
+
+def _once(wanted, function, carry):
+  """`function(carry)` if it is wanted.
+
+  A loop of at most one step: `lax.cond` copies what it passes through, and
+  would do so with every cache.
+  """
+  return jax.lax.while_loop(
+      lambda loop: loop[0],
+      lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
+
+
+def _blank(shapes):
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _padded(stats, trace, like):
+  """Stats and trace of a rung, in the size of those of the longest draft."""
+  nodes = like.survival.shape[2]
+  # Checks name the size of the draft; all rungs have the same ones in order.
+  checks = stats.checks and dict(zip(like.checks, stats.checks.values()))
+  return stats.replace(
+      survival=_longer(stats.survival, nodes, axis=2), checks=checks), Trace(
+          draft=_padded_draft(trace.draft, nodes),
+          target_probs=_longer(trace.target_probs, nodes),
+          verdict=trace.verdict.replace(
+              path=_longer(trace.verdict.path, nodes)))
+
+
+def _longer(x, size, axis=1):
+  """`x` with zeros after its end, up to `size` along an axis."""
+  pads = [(0, 0)] * x.ndim
+  pads[axis] = 0, size - x.shape[axis]
+  return jnp.pad(x, pads)
+
+
+def _padded_draft(draft, nodes):
+  """A draft with padding up to N = `nodes`, in line after its last node."""
+  order = jnp.arange(-1, nodes - 1, dtype=draft.parents.dtype)
+  count = draft.parents.shape[1]
+  parents = _longer(draft.parents, nodes)
+  return Draft(tokens=_longer(draft.tokens, nodes),
+               parents=jnp.where(jnp.arange(nodes) < count, parents, order),
+               probs=_longer(draft.probs, nodes))
