@@ -175,7 +175,7 @@ class Recycling:
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    node = jnp.arange(self.num_nodes)
+    node = jnp.arange(draft.tokens.shape[1])  # in a round of rest, the root
     drafted = jnp.take_along_axis(
         draft.probs, draft.tokens[..., None], axis=2)[..., 0] > 0
     real = (drafted | (node == 0)) & (count > 0)[:, None]
