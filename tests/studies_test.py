@@ -112,3 +112,25 @@ def test_benchmark(tmp_path):
   assert set(ratios) == {"bandwidth", "round_overhead", "allocation",
                          "block_over_token", "autoregressive_loop"}
   assert all(value > 0 for value in ratios.values())
+
+
+def test_free_drafts_study(tmp_path):
+  """Drafts of copies gain tokens, noise gains none, and all texts are one."""
+  (tmp_path / "mine.txt").write_text("\n\n".join(
+      f"def f{i}(x):\n  return x + {i}\n" * 6 for i in range(2)))
+  study = last_line(run(
+      "free_drafts_study.py", "--drafter=ngram,noise|ngram", "--nocontroller",
+      "--transformers=no", "--num_prompts=2", "--new_tokens=24", "--gamma=4",
+      "--prompts=mine.txt", cwd=tmp_path))
+  assert study["study"] == "free_drafts" and study["different"] == 0
+  rows = {row["drafter"]: row for row in study["rows"]}
+  assert list(rows) == ["none", "ngram", "noise|ngram"]
+  assert rows["none"]["tokens_per_round"] == 1 == rows["none"]["speedup"]
+  assert rows["ngram"]["tokens_per_round"] > 2
+  assert rows["ngram"]["verifier"] == "token" and rows["ngram"]["speedup"] > 0
+  # There is always noise, and so the n-grams have no turn.
+  assert rows["noise|ngram"]["tokens_per_round"] < 1.2
+  results = tmp_path / "results/free_drafts"
+  assert (results / "free_drafts.csv").read_text().count("\n") == 4
+  for name in ("tokens", "speedup"):
+    assert (results / f"free_drafts_{name}.png").stat().st_size > 10_000

@@ -69,7 +69,7 @@ class Theirs:
   """`generate` of transformers, with an assistant or without."""
 
   def __init__(self, name, model, new_tokens, temperature, eos,
-               assistant=None, drafting=None):
+               assistant=None, drafting=None, lookup=None):
     """An arm.
 
     Args:
@@ -80,12 +80,15 @@ class Theirs:
       eos: ids that end a text, or None.
       assistant: the drafter, or None.
       drafting: how it drafts, arguments of a `GenerationConfig`.
+      lookup: tokens that are drafted by prompt lookup, or None.
     """
     self.program = name
     self._model, self._new_tokens = model, new_tokens
     self._assistant, self._drafting = assistant, drafting
     self._options = dict(do_sample=False) if temperature == 0 else dict(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
+    if lookup:
+      self._options |= dict(prompt_lookup_num_tokens=lookup)
     if eos:
       self._options |= dict(eos_token_id=list(eos), pad_token_id=eos[0])
     self._passes = 0

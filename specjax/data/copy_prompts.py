@@ -236,9 +236,10 @@ _TEXTS = (
     "Nobody knows who had put the coin there, or why.",
 )
 
-PROMPTS = (
-    *(f"Rename the variable `{old}` to `{new}` in this code and change nothing "
-      f"else:\n\n```python\n{code}```" for old, new, code in _RENAMES),
-    *("Summarise this text in one sentence, and then quote its key sentence "
-      f"word for word:\n\n{text}" for text in _TEXTS),
-)
+RENAME = tuple(
+    f"Rename the variable `{old}` to `{new}` in this code and change nothing "
+    f"else:\n\n```python\n{code}```" for old, new, code in _RENAMES)
+SUMMARISE = tuple(
+    "Summarise this text in one sentence, and then quote its key sentence "
+    f"word for word:\n\n{text}" for text in _TEXTS)
+PROMPTS = RENAME + SUMMARISE

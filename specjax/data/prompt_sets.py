@@ -3,7 +3,8 @@
 The first eight are the tasks of "Block Verification Accelerates Speculative
 Decoding" (https://arxiv.org/abs/2403.10444, Table 1), under its titles. Prompts
 are the bare questions and documents: no instruction and no chat template is
-added. "copy" is our own and ships with specjax.
+added. "copy" is our own and ships with specjax, as do its halves "rename" and
+"summarise".
 """
 
 import ast
@@ -90,6 +91,10 @@ PROMPT_SETS = {s.name: s for s in (
               hf_id="HuggingFaceH4/mt_bench_prompts", hf_split="train"),
     PromptSet(name="copy", title="copy", fields=("prompt",),
               shipped=copy_prompts.PROMPTS),
+    PromptSet(name="rename", title="rename", fields=("prompt",),
+              shipped=copy_prompts.RENAME),
+    PromptSet(name="summarise", title="summarise", fields=("prompt",),
+              shipped=copy_prompts.SUMMARISE),
 )}
 
 _SOURCES = {

@@ -1,0 +1,250 @@
+"""What drafts cost nothing to train, and what they are worth.
+
+Every prompt is continued in turn without a draft and with each drafter, alone
+and with a controller that chooses the length of its drafts, down to none. At
+temperature 0 all texts must be the same. Where torch is installed, transformers
+decodes the same prompts with the same weights, by `generate` and by its prompt
+lookup.
+
+  python experiments/free_drafts_study.py
+  python experiments/free_drafts_study.py --target=smollm2 --chat \\
+    --prompts=rename,summarise,gsm8k=test.jsonl --temperature=0,1
+
+Drafters (--drafter, any number of them):
+
+  ngram           copies of the row's own text (prompt lookup)
+  suffix          the most frequent continuations of its suffixes
+  sampled_suffix  drawn from the counts of these continuations
+  recycling       a tree of what the target found likely before
+  rest            a tree of frequent continuations in a --datastore
+  noise           tokens of equal probability, to see what drafts cost
+  a|b             a, and b in rows where a has no draft
+  others          language models, as in the other studies
+
+A speed is that of one whole call, from the ids of the prompt to the last token;
+a ratio is of two calls on one prompt, and the table has medians over prompts.
+Killed and started again, the study goes on where it was. Writes
+free_drafts.csv, .json and two figures; run it while nothing else runs.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+
+from absl import flags
+from lib import common
+from lib import flags as shared
+from lib import free_drafts
+from lib import generation_arms
+from lib import models
+from lib import prompts as prompts_lib
+from lib import rollouts
+from lib import style
+import numpy as np
+
+import specjax as sj
+from specjax import analysis
+from specjax import prefill
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafters(
+    default="ngram,suffix,recycling",
+    help_=f"{', '.join(free_drafts.NAMES)}, a|b, ")
+_GAMMA = shared.gamma(8)
+_CONTROLLER = flags.DEFINE_bool(
+    "controller", True, "also with a controller of the length of drafts, whose "
+    "costs are measured the first time")
+_DATASTORE = flags.DEFINE_string(
+    "datastore", None, "file of build_datastore.py")
+_TRANSFORMERS = flags.DEFINE_enum(
+    "transformers", "auto", ["auto", "yes", "no"],
+    "compare with transformers; auto: where it is installed")
+_PROMPTS = shared.prompts("rename,summarise,code,prose")
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(6, "prompts of every set, at most")
+_PROMPT_TOKENS = shared.prompt_tokens(384)
+_NEW_TOKENS = shared.new_tokens(96)
+_TEMPERATURE = shared.temperatures("0")
+_SEED = shared.seed()
+_DTYPE = shared.dtype()
+_OUTPUT_DIR = shared.output_dir("results/free_drafts")
+
+_ALONE, _THEIRS, _LOOKUP = "none", "transformers", "transformers, prompt lookup"
+_LOOKUP_TOKENS = 10  # as its documentation has it
+_CONTROLLED = ", controller"
+
+
+def _our_arms(target, drafters, temperature, eos, prompts, capacity):
+  """{drafter: arm}, the one without a draft first."""
+  shapes = {prefill.padded_length(len(row)): row for row in prompts}
+  arm = functools.partial(
+      generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
+      shapes=list(shapes.values()))
+  alone = dataclasses.replace(
+      common.autoregressive(target.model, temperature), eos=eos)
+  arms = {_ALONE: arm(alone, {"target": target.params})}
+  for name, (strategy, own) in drafters.items():
+    decoder = dataclasses.replace(alone, **strategy._asdict())
+    params = {"target": target.params, "drafter": own}
+    arms[name] = arm(decoder, params)
+    if _CONTROLLER.value:
+      controller = sj.costs.measured(
+          decoder, params, used=int(np.median([len(row) for row in prompts])))
+      arms[name + _CONTROLLED] = arm(
+          dataclasses.replace(decoder, controller=controller), params)
+  return arms
+
+
+def _their_arms(target, temperature, eos):
+  """transformers alone and with its prompt lookup; none without it."""
+  if _TRANSFORMERS.value == "no" or (
+      _TRANSFORMERS.value == "auto"
+      and importlib.util.find_spec("transformers") is None):
+    return {}
+  generation_arms.prepare_torch()
+  arm = functools.partial(
+      generation_arms.Theirs, model=_torch_model(target),
+      new_tokens=_NEW_TOKENS.value, temperature=temperature, eos=eos)
+  return {_THEIRS: arm(_THEIRS), _LOOKUP: arm(_LOOKUP, lookup=_LOOKUP_TOKENS)}
+
+
+@functools.cache
+def _torch_model(target):
+  return generation_arms.load_torch(_TARGET.value, target)
+
+
+def _row(prompts, temperature, name, rule, runs):
+  """Figures of a drafter on the prompts of a set."""
+  mine = [run[name] for run in runs]
+  tokens, error = analysis.ratio_estimate(
+      [len(run["tokens"]) for run in mine], [run["rounds"] for run in mine])
+  row = {"target": models.label(_TARGET.value), "prompts": prompts,
+         "temperature": temperature, "drafter": name, "verifier": rule,
+         "num_prompts": len(runs), "tokens_per_round": tokens,
+         "stderr": error}
+  speed = lambda run: len(run["tokens"]) / run["seconds"]
+  for column, other in (("speedup", _ALONE),
+                        ("speedup_over_transformers", _THEIRS),
+                        ("speedup_over_prompt_lookup", _LOOKUP)):
+    if other not in runs[0]:
+      continue
+    ratios = [speed(run[name]) / speed(run[other]) for run in runs]
+    row[column], row[f"{column}_low"], row[f"{column}_high"] = (
+        float(x) for x in np.percentile(ratios, (50, 25, 75)))
+  return row
+
+
+def _agreeing(runs):
+  """The runs whose texts are one at temperature 0, and how many are not."""
+  same = {unit: arms for unit, arms in runs.items() if unit[1] > 0 or len(
+      {tuple(run["tokens"]) for run in arms.values()}) == 1}
+  return same, len(runs) - len(same)
+
+
+def _rows(runs, sets, temperatures, rules):
+  """A row for every set, all of them, temperature and drafter."""
+  rows = []
+  for temperature in temperatures:
+    mine = {unit: run for unit, run in runs.items() if unit[1] == temperature}
+    for name in (*sets, *(("all",) if len(sets) > 1 else ())):
+      some = [run for unit, run in mine.items() if name in ("all", unit[2])]
+      rows += [_row(name, temperature, arm, rules.get(arm, ""), some)
+               for arm in (some[0] if some else ())]
+  return rows
+
+
+def _print_table(rows):
+  wide = max(len(row["drafter"]) for row in rows)
+  theirs = "speedup_over_prompt_lookup" in rows[0]
+  print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>14s} "
+        f"{'speed over none':>21s}"
+        + f" {'over prompt lookup':>21s}" * theirs)
+  quartiles = lambda row, column: (
+      f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
+      f"{row[f'{column}_high']:.2f})")
+  for row in rows:
+    print(f"{row['prompts']:10s} {row['temperature']:3g} "
+          f"{row['drafter']:{wide}s} {row['tokens_per_round']:6.2f} ± "
+          f"{row['stderr']:4.2f}  {quartiles(row, 'speedup'):>21s}"
+          + (f" {quartiles(row, 'speedup_over_prompt_lookup'):>21s}"
+             if theirs else ""))
+
+
+def _draw(rows, output_dir):
+  """Tokens of a round, and speed over decoding without drafts."""
+  temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+  for column, title in (("tokens_per_round", "tokens of a round"),
+                        ("speedup", "speed over decoding without drafts")):
+    figure, axes = style.panels(len(temperatures), width=7.0)
+    for panel, temperature in zip(axes[:, 0], temperatures):
+      mine = [row for row in rows if row["temperature"] == temperature
+              and row["drafter"] != _ALONE]
+      names = list(dict.fromkeys(row["drafter"] for row in mine))
+      sets = list(dict.fromkeys(row["prompts"] for row in mine))
+      for i, (name, color) in enumerate(zip(names, style.shades(len(names)))):
+        at = np.arange(len(sets)) + 0.8 * (i + 0.5) / len(names) - 0.4
+        panel.bar(at, [row[column] for row in mine if row["drafter"] == name],
+                  0.8 / len(names), label=name, color=color)
+      panel.axhline(1, color="black", linewidth=0.8)
+      panel.set_xticks(range(len(sets)), sets)
+      panel.set(ylabel=title, title=f"temperature {temperature:g}")
+    end = column.split("_")[0]
+    style.save(figure, output_dir / f"free_drafts_{end}.png")
+
+
+def main():
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
+                            "as ngram"))
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, free_drafts.language_models(names),
+      ", ".join((*free_drafts.NAMES, *models.DRAFTERS)), dtype=_DTYPE.value)
+  drafters = {name: free_drafts.method(
+      name, _GAMMA.value, target, members, _DATASTORE.value) for name in names}
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  nodes = max(strategy.drafter.num_nodes for strategy, _ in drafters.values())
+  capacity = read.longest + _NEW_TOKENS.value + nodes
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
+                         target.model.context_length)
+
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  make_arms = lambda temperature: {
+      **_our_arms(target, drafters, temperature, eos, read.all, capacity),
+      **_their_arms(target, temperature, eos)}
+  fingerprint = rollouts.fingerprint(
+      [m.params for m in (target, *members.values())], names, eos,
+      _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value, _DATASTORE.value,
+      _TRANSFORMERS.value)
+  units = [(fingerprint, t, name, i, _SEED.value, rollouts.digest(rows[i]))
+           for t in temperatures
+           for i in range(max(map(len, read.sets.values())))
+           for name, rows in read.sets.items() if i < len(rows)]
+  runs = rollouts.run(
+      units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
+      make_arms, output_dir / "runs.jsonl")
+  kept, different = _agreeing(runs)
+  rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
+           for name, (strategy, _) in drafters.items()
+           for end in ("", _CONTROLLED)}
+  rows = _rows(kept, list(read.sets), temperatures, rules)
+  if different:
+    print(f"{different} of {len(runs)} prompts were left out: at temperature 0 "
+          "their texts differ, by how the models round", file=sys.stderr)
+  if different > len(runs) / 4:
+    raise ValueError(f"{different} of {len(runs)} prompts have different texts "
+                     "at temperature 0; the arms do not compute the same model")
+  _print_table(rows)
+  common.write_csv(output_dir / "free_drafts.csv", rows)
+  _draw(rows, output_dir)
+  common.finish(output_dir, "free_drafts", {
+      "rows": rows, "source": read.source, "gamma": _GAMMA.value,
+      "different": different})
+
+
+if __name__ == "__main__":
+  common.run(main)
