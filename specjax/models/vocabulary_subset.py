@@ -3,9 +3,11 @@
 FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). A model that drafts spends much of
 its time in the product with an LM head of V columns, most of which are hardly
 ever the answer. Here the product has r columns, those of the tokens that texts
-have most often, and the other tokens' logits are -inf. So their q is 0, which
-is what the drafter reports, and every rule stays exact; a token without a
-column is only never drafted.
+have most often, and the other tokens' logits are so low that their q is 0. That
+is what the drafter reports, so that every rule stays exact; a token without a
+column is only never drafted. Where a transform bans all tokens that have one,
+the others are equally likely: a draft is not worth much there, but it has a
+law.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
 from specjax.types import Cache
 from specjax.types import ModelOutput
+
+_NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,7 @@ class VocabularySubset:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; logits of other tokens are -inf."""
+    """One pass, as in `ModelFn`; other tokens' logits are all the same."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # The model's own logits are not used, and so not computed.
@@ -105,7 +109,7 @@ class VocabularySubset:
     """`[B, K, V]`, the rows `at [B, K]` of the logits of a pass."""
     small = {**params["model"], self._head: params["head"]}
     some = self.model.logits_at(small, output, at)
-    none = jnp.full((*some.shape[:-1], self.vocab_size), -jnp.inf, some.dtype)
+    none = jnp.full((*some.shape[:-1], self.vocab_size), _NEVER, some.dtype)
     return none.at[..., params["ids"]].set(
         some, indices_are_sorted=True, unique_indices=True)
 
