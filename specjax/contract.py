@@ -39,6 +39,11 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
              rounds in which a controller let it rest have added to the
              `since [B]` tokens that it had read. In such a round `commit` gets
              a draft of the root alone. A drafter with a model needs it.
+  follow     `() -> drafter`: the same drafter for a loop whose text does not go
+             on as it drafted it: tokens are taken back, those of others are
+             committed, rounds pass in which it is not asked, and `commit` gets
+             drafts of others. Default: it works inside and beside others
+             (`Cascade`, `Fallback`, `Merge`) only if it has no state.
   proposal   a word for how its tokens are drawn, for tables and readers.
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
@@ -252,6 +257,19 @@ def bind(drafter: Drafter, target: ModelFn, transform: LogitsTransform
   bound = drafter.bind(target, transform)
   check_drafter(bound)
   return bound
+
+
+def follow(drafter: Drafter) -> Drafter:
+  """The drafter for a text that does not go on as it drafted it.
+
+  Raises:
+    ValueError: what it returned is no drafter.
+  """
+  if not hasattr(drafter, "follow"):
+    return drafter
+  found = drafter.follow()
+  check_drafter(found)
+  return found
 
 
 def param_specs(part: ModelFn | Drafter, axis: str, size: int) -> Any:

@@ -6,7 +6,6 @@ also that of recursive rejection sampling, and no rule accepts more.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -49,7 +48,7 @@ class TargetWalk:
     del state
     nodes = target_probs.shape[0]
     node = jnp.arange(nodes)
-    same = _same_text(draft)
+    same = tree.same_text(draft)
     known = jnp.diagonal(same)
     first = jnp.where(known, jnp.argmax(same, axis=-1), node)
     parent = jnp.where(node > 0, first[draft.parents], 0)
@@ -67,17 +66,3 @@ class TargetWalk:
     return Law(
         stop=jnp.where(counts | (node == 0), text * outside, 0),
         next_token=residual.normalised(rest, target_probs))
-
-
-def _same_text(draft):
-  """`[N, N]` bool: the paths to both nodes are real and spell the same."""
-  nodes = draft.tokens.shape[0]
-  real = tree.drafted_probs(draft) > 0
-  same = (draft.tokens[:, None] == draft.tokens) & real[:, None] & real
-  same = same.at[0, 0].set(True)
-  up = jnp.maximum(draft.parents, 0)
-  # The distance that is compared doubles, and no loop runs on the device.
-  for _ in range(math.ceil(math.log2(nodes))):
-    same = same & same[up][:, up]
-    up = up[up]
-  return same

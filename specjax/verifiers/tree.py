@@ -5,6 +5,8 @@ the vocabulary is done one node at a time, on rows that stay in a cache: the
 laws of all nodes together are read twice and written once.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +30,20 @@ def elder_siblings(parents: jax.Array) -> jax.Array:
 def children(parents: jax.Array) -> jax.Array:
   """`[N, N]` bool: row i marks the children of node i."""
   return jnp.arange(parents.shape[0])[:, None] == parents
+
+
+def same_text(draft: Draft) -> jax.Array:
+  """`[N, N]` bool: the paths to both nodes are real and spell the same."""
+  nodes = draft.tokens.shape[0]
+  real = drafted_probs(draft) > 0
+  same = (draft.tokens[:, None] == draft.tokens) & real[:, None] & real
+  same = same.at[0, 0].set(True)
+  up = jnp.maximum(draft.parents, 0)
+  # The distance that is compared doubles, and no loop runs on the device.
+  for _ in range(math.ceil(math.log2(nodes))):
+    same = same & same[up][:, up]
+    up = up[up]
+  return same
 
 
 def over_marked(marked: jax.Array, factors: jax.Array) -> jax.Array:
