@@ -125,6 +125,10 @@ class Recycling:
           "tree")
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
+  def follow(self) -> "Recycling":
+    """It learns from any draft, see `specjax.contract`."""
+    return self
+
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
     """The table of every row, `[B, V, K]`.
@@ -175,12 +179,14 @@ class Recycling:
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    node = jnp.arange(draft.tokens.shape[1])  # in a round of rest, the root
+    # The root in a round of rest, and beside others the draft of all.
+    nodes = draft.tokens.shape[1]
+    node = jnp.arange(nodes)
     drafted = jnp.take_along_axis(
         draft.probs, draft.tokens[..., None], axis=2)[..., 0] > 0
     real = (drafted | (node == 0)) & (count > 0)[:, None]
     accepted = (verdict.path[:, None] == node[:, None]).any(-1)
-    order = node + self.num_nodes * accepted
+    order = node + nodes * accepted
     same = draft.tokens[:, :, None] == draft.tokens[:, None]
     # A scatter to one place from several nodes would be in no known order.
     later = same & real[:, None] & (order[:, None] > order[:, :, None])
