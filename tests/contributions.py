@@ -21,10 +21,13 @@ from specjax import kv_cache
 from specjax import testing
 from specjax.data import datastores
 from specjax.drafters import Blockwise
+from specjax.drafters import Cascade
 from specjax.drafters import DynamicTree
+from specjax.drafters import Fallback
 from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
+from specjax.drafters import Merge
 from specjax.drafters import NGram
 from specjax.drafters import Paths
 from specjax.drafters import Recycling
@@ -320,6 +323,34 @@ def _reference():
       context=lambda rows: {"reference": np.tile(text, (rows, 1))})
 
 
+def _cascade():
+  """Of three stages."""
+  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  return Contributed(
+      Cascade(model=middle.drafter, drafter=NGram(gamma=2), gamma=3),
+      sj.verifiers.GreedyBlock(),
+      params={**pair().params,
+              "drafter": {"target": middle.params["drafter"]}})
+
+
+def _fallback():
+  """N-grams, which often have nothing, and a language model."""
+  return Contributed(
+      Fallback(first=NGram(gamma=2, min_ngram=2),
+               second=_lm(LanguageModel, gamma=3)), sj.verifiers.Block(),
+      params={**pair().params, "drafter": (None, pair().params["drafter"])})
+
+
+def _merge():
+  """Drawn tokens, certain ones, and a certain tree that remembers."""
+  return Contributed(
+      Merge(drafters=(_lm(LanguageModel, gamma=2), NGram(gamma=2),
+                      Recycling(parents=(-1, 0, 0, 1)))),
+      sj.verifiers.Traversal(),
+      params={**pair().params, "drafter": (
+          pair().params["drafter"], None, None)})
+
+
 def _stage():
   middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
   inner = sj.Decoder(
@@ -390,6 +421,9 @@ DRAFTERS = {
         Retrieval, sj.verifiers.TargetWalk(), max_match=4, nodes=8),
     "Retrieval sampled": lambda: _counted(
         Retrieval, sj.verifiers.Block(), max_match=4, proposal="sampled"),
+    "Cascade": _cascade,
+    "Fallback": _fallback,
+    "Merge": _merge,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

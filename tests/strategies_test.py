@@ -24,10 +24,13 @@ _TARGET = Transformer(TransformerConfig(
 _HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
 _TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
 _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
+_DRAFTER = sj.drafters.LanguageModel(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
-          "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS)}
+          "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
+          "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
+          "members": (_DRAFTER, _DRAFTER)}
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
 _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from specjax import contract
 from specjax import topology
 from specjax.drafters import common
+from specjax.drafters import following
 from specjax.drafters import stop_rules
 from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
@@ -105,6 +106,10 @@ class LanguageModel:
     """
     common.check_vocabulary(self.model, target)
     return dataclasses.replace(self, transform=self.transform or transform)
+
+  def follow(self) -> following.Following:
+    """The same drafter for any text, see `specjax.contract`."""
+    return following.Following(drafter=self)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:

@@ -1,0 +1,125 @@
+"""A drafter, and another one for the rows where the first has nothing.
+
+Such as n-grams where they match and a language model where not, as in
+SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
+al. 2024, arXiv:2411.10666), which fall back to a trained drafter.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters import common
+from specjax.drafters import parts
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fallback(parts.Parts):
+  """Takes the first drafter's draft, or else the second's, row by row.
+
+  The law stays right because the choice gives no drafted token away: whether
+  the first drafter has a draft at all is decided before it draws a token, as
+  every drafter must, and how many tokens it has is asked only of one that draws
+  nothing, whose draft is a function of what is committed.
+
+  In a round where every row has a first draft the second drafter is not asked,
+  and catches up when it is. So `params["drafter"]` is a pair, and a drafter
+  with a state needs `follow`, see `specjax.contract`.
+
+  Attributes:
+    first: the drafter that is preferred, such as `NGram`.
+    second: the one for the other rows. It may be a `Fallback` too.
+    min_tokens: drafted tokens that the first must have, at least 1; more than
+      1 only if it draws nothing (`num_coins` 0).
+  """
+
+  first: Drafter
+  second: Drafter
+  min_tokens: int = 1
+
+  proposal = "fallback"
+
+  def __post_init__(self):
+    common.check_at_least("min_tokens", self.min_tokens, 1)
+
+  @property
+  def drafters(self) -> tuple[Drafter, ...]:
+    return self.first, self.second
+
+  @property
+  def chain(self) -> bool:
+    return self.all_are("chain")
+
+  @property
+  def iid(self) -> bool:
+    return self.all_are("iid")
+
+  @property
+  def num_nodes(self) -> int:
+    return max(self.first.num_nodes, self.second.num_nodes)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: one of the two does not fit the target, or `min_tokens` asks
+        how many tokens were drawn.
+    """
+    first, second = self.bound(target, transform)
+    if self.min_tokens > 1 and getattr(first, "num_coins", None) != 0:
+      raise ValueError(
+          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
+          "draws its tokens, so that their number may tell of them; leave "
+          "min_tokens at 1, or put a drafter that draws nothing first")
+    if self.min_tokens >= max(first.num_nodes, 2):
+      raise ValueError(
+          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
+          f"drafts at most {first.num_nodes - 1}; choose at most that")
+    return dataclasses.replace(self, first=first, second=second)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, tuple[Any, Any]]:
+    """Drafts for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, (state of the first, state of the second))`, batched.
+    """
+    draft, first = self.asked(0, params, coins, state)
+    lacking = parts.real_nodes(draft).sum(-1) < self.min_tokens
+    ask = lambda: self.asked(1, params, coins, state)
+    shapes = jax.eval_shape(ask)[0]
+    nothing = lambda: (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        state.drafter[1])
+    other, second = jax.lax.cond(
+        jnp.any(lacking & ~state.done), ask, nothing)
+    pick = lambda mine, others: jnp.where(
+        lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
+    draft = jax.tree.map(
+        pick, self._padded(draft), self._padded(other))
+    return draft.replace(
+        tokens=draft.tokens.at[:, 0].set(common.roots(state)),
+        parents=draft.parents.at[:, 0].set(-1)), (first, second)
+
+  def _padded(self, draft):
+    """The draft with padding after its last node, as long as the longer."""
+    nodes = draft.tokens.shape[1]
+    more = self.num_nodes - nodes
+    below = jnp.arange(nodes - 1, self.num_nodes - 1, dtype=jnp.int32)
+    return Draft(
+        tokens=jnp.pad(draft.tokens, ((0, 0), (0, more))),
+        parents=jnp.concatenate([draft.parents, jnp.tile(
+            below, (draft.parents.shape[0], 1))], axis=1),
+        probs=jnp.pad(draft.probs, ((0, 0), (0, more), (0, 0))))

@@ -1,0 +1,318 @@
+"""Drafters made of drafters: cascades, fallbacks and merges.
+
+`contribution_test.py` has the laws of their output. Here are the laws of their
+drafts, one by one, and what they cost.
+"""
+
+import dataclasses
+import sys
+import types
+
+from contributions import VOCAB
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import ROOT
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import Cascade
+from specjax.drafters import common
+from specjax.drafters import Empty
+from specjax.drafters import Fallback
+from specjax.drafters import LanguageModel
+from specjax.drafters import Merge
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import compositions  # noqa: E402
+
+_GAMMA, _ROUNDS, _COLUMNS = 3, 7, 64
+_LENGTHS, _TEMPERATURES = (1, 2, 9, 18), (0.0, 0.6, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sometimes:
+  """Drafts the two ids after the root's, but not at multiples of 3 tokens."""
+
+  vocab_size: int
+  num_nodes = 3
+  chain = iid = conditional = True  # it takes keys and does not use them
+
+  def init(self, params, prompt, prefill_output):
+    return None
+
+  def propose(self, params, keys, state):
+    root = common.roots(state)
+    tokens = (root[:, None] + jnp.arange(1, 3)) % self.vocab_size
+    none = state.lengths[:, None] % 3 == 0
+    probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)
+    return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return None
+
+
+class _CertainlySometimes(_Sometimes):
+  num_coins = 0
+
+
+@struct.dataclass
+class _Sums:
+  """What `_Memory` keeps of every token: a number `[B, C]`."""
+
+  values: jax.Array
+  lengths: jax.Array
+
+  def put(self, new):
+    return self.replace(values=jax.vmap(
+        lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+            row, new, at, 0))(self.values, new, self.lengths))
+
+  def commit(self, path, count):
+    kept = jnp.take_along_axis(
+        self.values, self.lengths[:, None] + path, axis=1)
+    return self.put(kept).rollback(self.lengths + count)
+
+  def rollback(self, lengths):
+    return self.replace(lengths=lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+  """A model whose law depends on every token before and on its place.
+
+  Its parameters are `[V, 7]`; it compiles faster than a transformer.
+  """
+
+  vocab_size: int = VOCAB
+  context_length: int = 256
+
+  def init_cache(self, params, batch, capacity):
+    return _Sums(jnp.zeros((batch, capacity)), jnp.zeros((batch,), jnp.int32))
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    assert ancestors.shape[1] == ancestors.shape[2]  # whole blocks alone
+    new = params[tokens, (cache.lengths[:, None] + depths) % 7]
+    old = jnp.arange(cache.values.shape[1]) < cache.lengths[:, None]
+    total = jnp.sum(jnp.where(old, cache.values, 0), axis=1, keepdims=True)
+    logits = self.logits(total + jnp.sum(
+        jnp.where(ancestors, new[:, None], 0), axis=-1))
+    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache.put(new))
+
+  def logits(self, sums):
+    return jnp.cos(sums[..., None] * jnp.arange(1, self.vocab_size + 1))
+
+  def after(self, params, text):
+    """The logits after a text, without a cache."""
+    return np.asarray(self.logits(params[text, np.arange(len(text)) % 7].sum()))
+
+
+_MODEL = _Memory()
+
+
+def _params(noise):
+  rng = np.random.default_rng(0)
+  size = (VOCAB, 7)
+  return (rng.normal(size=size) + noise * rng.normal(size=size)).astype(
+      np.float32)
+
+
+def _composed(name):
+  """A drafter, its parameters, and of each drafted node those of its law."""
+  own, worse = _params(0.2), _params(0.4)
+  sometimes = _Sometimes(vocab_size=VOCAB)
+  if name == "cascade":  # of four stages
+    inner = Cascade(model=_MODEL, drafter=sometimes, gamma=2)
+    return Cascade(model=_MODEL, drafter=inner, gamma=_GAMMA), {
+        "target": own, "drafter": {"target": worse, "drafter": None}}, [own] * 3
+  if name == "fallback":
+    second = Cascade(
+        model=_MODEL, gamma=_GAMMA, verifier=sj.verifiers.GreedyBlock(),
+        drafter=LanguageModel(model=_MODEL, gamma=2), tail=True)
+    return Fallback(first=sometimes, second=second), (
+        None, {"target": own, "drafter": worse}), [own] * 3 + [worse] * 2
+  return Merge(drafters=(
+      LanguageModel(model=_MODEL, gamma=_GAMMA),
+      _CertainlySometimes(vocab_size=VOCAB))), (own, None), [own] * 3
+
+
+@pytest.mark.parametrize("name", ["cascade", "fallback", "merge"])
+def test_every_draft_has_the_law_that_it_says(name):
+  # Broken: after a rejection, or after another drafter's tokens, a stage's
+  # cache holds another text than the row does; tokens and laws are shifted;
+  # an inner temperature is not the row's; a greedy cascade does not draft what
+  # its model alone would.
+  drafter, own, nodes = _composed(name)
+  decoder = sj.Decoder(
+      target=_MODEL, drafter=drafter, debug=True,
+      verifier=(sj.verifiers.Traversal if name == "merge" else
+                sj.verifiers.Block)())
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(VOCAB, size=n).tolist() for n in _LENGTHS
+             for _ in _TEMPERATURES]
+  temperatures = np.tile(_TEMPERATURES, len(_LENGTHS)).astype(np.float32)
+  params = {"target": _params(0.0), "drafter": own}
+  state = decoder.prefill(params, prompts, jax.random.key(0), limits=_COLUMNS,
+                          temperature=temperatures)
+  state, stats, traces = decoder.decode_traced(params, state, _ROUNDS)
+  sj.raise_if_not_finite(stats)
+  lengths = np.array([len(prompt) for prompt in prompts])
+  starts = lengths + np.cumsum(stats.emitted, axis=0) - stats.emitted
+  tokens, draft = np.asarray(state.tokens), traces.draft
+  drafted, probs = np.asarray(draft.tokens), np.asarray(draft.probs)
+  found, want = [], []
+  for r, b in np.ndindex(starts.shape):
+    if name == "fallback" and starts[r, b] % 3:
+      continue  # the first drafter's
+    for i, weights in enumerate(nodes):
+      text = [*tokens[b, :starts[r, b]], *drafted[r, b, 1:i + 1]]
+      want.append((_MODEL.after(weights, text), temperatures[b]))
+      found.append((probs[r, b, i + 1], drafted[r, b, i + 1]))
+  laws, drawn = map(np.array, zip(*found))
+  logits, temperatures = map(np.array, zip(*want))
+  want = sj.LogitsTransform(temperature=None)(logits, temperatures)
+  assert len(laws) > 50
+  np.testing.assert_allclose(laws, want, atol=1e-4)
+  # At temperature 0 these are the likeliest tokens.
+  assert (laws[np.arange(len(laws)), drawn] > 0).all()
+  accepted = np.asarray(stats.accepted)  # all kinds of rounds were met
+  assert accepted.min() == 0 and accepted.max() >= _GAMMA
+  if name == "fallback":
+    assert (accepted[starts % 3 > 0] > 0).sum() > 3
+  if name == "merge":
+    assert (np.asarray(traces.verdict.path) > len(nodes)).sum() > 3
+
+
+_MARKOV = testing.MarkovModel(VOCAB)
+
+
+def _table(seed):
+  return 3 * _MARKOV.init(jax.random.key(seed))
+
+
+def _decoder(drafter, rule=None):
+  return sj.Decoder(target=_MARKOV, drafter=drafter,
+                    verifier=rule or sj.verifiers.Block())
+
+
+def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
+  # Broken: a round costs more passes of the small model than it must; rows that
+  # are done, or nearly so, are waited for.
+  def rounds(drafter, own, limits):
+    params = {"target": _table(0),
+              "drafter": {"target": _table(0), "drafter": own}}
+    decoder = _decoder(Cascade(model=_MARKOV, drafter=drafter, gamma=5))
+    state = decoder.prefill(params, [[1], [2, 3]], jax.random.key(0),
+                            limits=limits)
+    state, _, traces = decoder.decode_traced(params, state, 1)
+    assert (np.asarray(state.drafter.rounds) == state.drafter.rounds[0]).all()
+    real = (np.asarray(traces.draft.probs)[0, :, 1:].sum(-1) > 0).sum(-1)
+    return int(state.drafter.rounds[0]), real.tolist()
+
+  assert rounds(Empty(), None, [40, 40]) == (5, [5, 5])
+  assert rounds(Empty(), None, [4, 2]) == (3, [3, 0])
+  assert rounds(Empty(), None, [1, 2]) == (0, [0, 0])
+  # A perfect drafter: 3 tokens a round.
+  perfect = LanguageModel(model=_MARKOV, gamma=2)
+  assert rounds(perfect, _table(0), [40, 40]) == (2, [5, 5])
+
+
+def test_the_second_drafter_is_asked_only_where_the_first_has_nothing():
+  # Broken: n-grams that match save nothing, or a row gets the wrong draft.
+  drafter = Fallback(first=_CertainlySometimes(vocab_size=VOCAB),
+                     second=LanguageModel(model=_MARKOV, gamma=1), min_tokens=2)
+  params = {"target": _table(0), "drafter": (None, _table(1))}
+  decoder = _decoder(drafter)
+  assert drafter.num_nodes == 3
+  for other, asked in (([3, 4], False), ([3, 4, 0], True)):
+    state = decoder.prefill(params, [[1, 2], other], jax.random.key(0),
+                            limits=40)
+    before = np.asarray(state.drafter[1].fed)
+    state, _, traces = decoder.decode_traced(params, state, 1)
+    assert (np.asarray(state.drafter[1].fed) > before).all() == asked
+    real = np.asarray(traces.draft.probs)[0, :, 1:].sum(-1) > 0
+    assert real.tolist() == [[True, True], [True, not asked]]
+    np.testing.assert_array_equal(traces.draft.tokens[0, 0], [2, 3, 4])
+
+
+def test_equal_beginnings_are_one_path():
+  # Broken: what two drafters draft after the same tokens hangs below nodes of
+  # which one can never be accepted.
+  oracle = testing.OracleDrafter(gamma=3)
+  table = 50 * jnp.eye(VOCAB)[jnp.array([1, 2, 4, 0, 3])]  # 0, 1, 2, 4, 3
+  drafts = (jnp.array([[0, 1, 2, 3]]), jnp.array([[0, 1, 2, 4]]))
+  params = {"target": table, "drafter": drafts}
+  decoder = _decoder(Merge(drafters=(oracle, oracle)), sj.verifiers.Recursive())
+  state = decoder.prefill(params, [[0]], jax.random.key(0), limits=20,
+                          temperature=0)
+  state, stats, traces = decoder.decode_traced(params, state, 1)
+  assert traces.draft.parents[0, 0].tolist() == [-1, 0, 1, 2, 0, 1, 2]
+  assert state.tokens[0, :5].tolist() == [0, 1, 2, 4, 3]
+  assert stats.accepted[0, 0] == 3
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: Cascade(model=_MARKOV, drafter=Empty(), gamma=0), "gamma is 0"),
+    (lambda: Cascade(
+        model=_MARKOV, drafter=Empty(), gamma=2,
+        verifier=sj.verifiers.Typical()), "Typical, which is lossy"),
+    (lambda: _decoder(Cascade(
+        model=testing.MarkovModel(3), drafter=Empty(), gamma=2)),
+     "drafter has 3 tokens and the target 5"),
+    (lambda: _decoder(Cascade(
+        model=_MARKOV, gamma=2, drafter=sj.drafters.TreeLanguageModel(
+            model=_MARKOV, parents=(-1, 0, 0)))), "Block is exact only"),
+    (lambda: _decoder(Fallback(
+        first=LanguageModel(model=_MARKOV, gamma=3), second=Empty(),
+        min_tokens=2)), "LanguageModel draws its tokens"),
+    (lambda: _decoder(Fallback(
+        first=_CertainlySometimes(vocab_size=VOCAB), second=Empty(),
+        min_tokens=3)), "drafts at most 2"),
+    (lambda: Merge(drafters=(Empty(),)), "there are 1 drafters"),
+    (lambda: _decoder(Merge(drafters=(Empty(), Empty()))), "is chain"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_does_not_go_together_is_refused(make, message):
+  # Broken: a pair of parts runs that is not exact, or means something else.
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+@pytest.mark.parametrize("drafter, own, message", [
+    (Fallback(first=Empty(), second=sj.drafters.TreeLanguageModel(
+        model=_MARKOV, parents=(-1, 0))), (None, 1),
+     "TreeLanguageModel has a state and no `follow"),
+    (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
+    (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
+], ids=["state", "tuple", "mapping"])
+def test_wrong_parameters_and_states_are_refused(drafter, own, message):
+  # Broken: a cache of another text is read in silence, or a part gets the
+  # parameters of another.
+  own = jax.tree.map(lambda x: _table(0), own)
+  with pytest.raises(ValueError, match=message):
+    _decoder(drafter).prefill({"target": _table(0), "drafter": own}, [[1]],
+                              jax.random.key(0), limits=9)
+
+
+def test_what_a_flag_composes():
+  # Broken: a stage drafts for the wrong one, or gets another's parameters.
+  model = types.SimpleNamespace(model=_MARKOV, tokenizer=None, params="s")
+  loaded = {"small": model,
+            "tiny": types.SimpleNamespace(**{**vars(model), "params": "t"})}
+  name = "ngram|tiny|ngram+tiny+small"
+  assert compositions.composes(name) and compositions.composes("ngram")
+  assert not compositions.composes("small")
+  assert compositions.members(name) == ["tiny", "small"]
+  strategy, params = compositions.strategy(name, 7, model, loaded)
+  assert params == (None, ("t", {"target": "s", "drafter": {
+      "target": "t", "drafter": None}}))
+  stages = strategy.drafter.second.second
+  assert [stages.gamma, stages.drafter.gamma,
+          stages.drafter.drafter.gamma] == [7, 4, 2]
+  assert isinstance(_decoder(strategy.drafter), sj.Decoder)
+  for bad, message in (("tiny+ngram", "write ngram first"),
+                       ("ngram|", "lacks a name"), ("+tiny", "lacks a name")):
+    with pytest.raises(ValueError, match=message):
+      compositions.members(bad)
