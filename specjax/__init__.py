@@ -1,6 +1,7 @@
 """specjax: speculative decoding as probability laws, in JAX."""
 
 from specjax import analysis
+from specjax import constraints
 from specjax import contract
 from specjax import costs
 from specjax import data
@@ -54,6 +55,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "analysis",
+    "constraints",
     "contract",
     "costs",
     "data",

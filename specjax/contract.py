@@ -30,7 +30,9 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
   bind       `(target, transform) -> drafter`: the drafter specialised to a
              target, or a `ValueError` where the two do not fit. The transform
              takes the temperature of each row: `transform(logits,
-             state.temperature[:, None])`.
+             state.temperature[:, None])`. A drafter that follows its own
+             paths by `transform.constraints` and `state.constraints`
+             (`specjax.constraints.base`) drafts nothing that these forbid.
   context_length
              longest sequence that it can draft for; default: no limit.
   gamma      as a field, the tokens of a chain: a controller replaces it. The

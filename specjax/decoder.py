@@ -14,6 +14,7 @@ from specjax import contract
 from specjax import ladder as ladder_lib
 from specjax import prefill as prefill_lib
 from specjax import rounds as rounds_lib
+from specjax.constraints import base as constraints_lib
 from specjax.controller import Controller
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -125,6 +126,7 @@ class Decoder:
     if self.transform.temperature is None:
       raise ValueError("the decoder's transform has temperature None; give the "
                        "temperature of rows that name none")
+    constraints_lib.check_target(self.transform.constraints, vocab_size)
 
   def _eos_ids(self, name, eos) -> tuple[int, ...]:
     """The ids of one row's `eos`, all of them tokens."""
@@ -146,6 +148,17 @@ class Decoder:
     """Longest sequence that both models were made for, in tokens."""
     return min(self.target.context_length,
                contract.context_length(self._round.drafter))
+
+  @property
+  def changes_law(self) -> tuple[str, ...]:
+    """Names of what gives the output another law than a model of its own has.
+
+    A target may say `changes_law = True`, and every constraint does. The law is
+    then that of autoregressive decoding with the same parts.
+    """
+    parts = [self.target] if getattr(self.target, "changes_law", False) else []
+    return tuple(type(part).__name__
+                 for part in (*parts, *self.transform.constraints))
 
   def prefill(self, params: Any, prompts: Sequence[Sequence[int]],
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
@@ -176,7 +189,8 @@ class Decoder:
     Raises:
       ValueError: a prompt is empty, or longer than its limit; a limit exceeds
         the context length; a token id, a request id or a temperature is out of
-        range; a leaf of the context has another number of rows.
+        range; a leaf of the context has another number of rows; a constraint
+        cannot be fulfilled.
     """
     tokens, lengths = self._checked_prompts(prompts)
     limits = self._checked_limits(limits, lengths)
@@ -189,13 +203,16 @@ class Decoder:
     needed = max(int(limits.max()) + self.num_nodes,
                  tokens.shape[1], capacity)
     capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    eos = self._eos_rows(eos, len(lengths))
+    constraints_lib.check_rows(
+        self.transform.constraints, limits - lengths, eos)
     # The context is copied, for the loop will donate it.
     prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
                     capacity=capacity, context=jax.tree.map(jnp.array, context))
     return rounds_lib.start(
         self._round, params, prompt, jnp.asarray(limits), keys,
         jnp.asarray(self._temperatures(temperature, len(lengths))),
-        jnp.asarray(self._eos_rows(eos, len(lengths))))
+        jnp.asarray(eos))
 
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,

@@ -19,6 +19,7 @@ from specjax import contract
 from specjax import prefill
 from specjax import sampling
 from specjax import topology
+from specjax.constraints import base as constraints_lib
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -66,12 +67,16 @@ class Round:
     verifier = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))),
         self.rule.initial_state(self.drafter.num_nodes - 1))
+    tokens = jnp.pad(prompt.tokens, ((0, 0), (0, prompt.capacity - columns)))
     return DecodeState(
-        tokens=jnp.pad(prompt.tokens, ((0, 0), (0, prompt.capacity - columns))),
+        tokens=tokens,
         lengths=prompt.lengths, limits=limits, done=prompt.lengths >= limits,
         keys=keys, rounds=jnp.zeros_like(prompt.lengths),
         temperature=temperature, eos=eos, target_cache=output.cache,
-        drafter=drafter, verifier=verifier, context=prompt.context)
+        drafter=drafter, verifier=verifier, context=prompt.context,
+        constraints=constraints_lib.start(
+            self.transform.constraints, tokens, prompt.lengths, limits, eos,
+            self.target.vocab_size))
 
   def toss(self, state: DecodeState, rounds: int) -> jax.Array:
     """`[rounds, B, count]`, the coins of the next rounds, see `coins`."""
@@ -102,7 +107,11 @@ class Round:
                          state.target_cache)
     checks.check_output(type(self.target).__name__, output, batch, nodes,
                         self.target.vocab_size)
-    probs = self.transform(output.logits, state.temperature[:, None])
+    constraints = self.transform.constraints
+    memory = constraints_lib.along(constraints, state.constraints, draft)
+    probs = self.transform(
+        constraints_lib.constrained(constraints, memory, output.logits),
+        state.temperature[:, None])
     law, expected, survival = self._laws(state, draft, probs, depths)
     verdict = jax.vmap(sampling.sample_verdict)(
         law, draft, coins[:, :sampling.VERDICT_COINS])
@@ -138,7 +147,9 @@ class Round:
         target_cache=self._committed(state, output.cache, verdict, count),
         drafter=new_drafter,
         verifier=jax.vmap(self.rule.commit)(
-            state.verifier, draft, probs, verdict))
+            state.verifier, draft, probs, verdict),
+        constraints=constraints_lib.committed(
+            constraints, state.constraints, memory, verdict, tokens, count))
     active = ~state.done
     weight = (active & usable)[:, None]
     return new_state, RoundStats(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -37,6 +38,10 @@ class LogitsTransform:
       (nucleus sampling, Holtzman et al. 2020); in (0, 1].
     min_p: keep tokens at least min_p times as likely as the likeliest.
     banned: token ids that are never drawn.
+    constraints: what changes the logits by the text so far, in order and
+      before all else, see `specjax.constraints`. The loop and the drafters
+      apply them, along every drafted path; a call of the transform itself,
+      which is not told the text, does not.
 
   Example:
     >>> import jax.numpy as jnp
@@ -53,9 +58,11 @@ class LogitsTransform:
   top_p: float = 1.0
   min_p: float = 0.0
   banned: tuple[int, ...] = ()
+  constraints: tuple[Any, ...] = ()
 
   def __post_init__(self):
     object.__setattr__(self, "banned", tuple(self.banned))
+    object.__setattr__(self, "constraints", tuple(self.constraints))
     if self.temperature is not None and not 0 <= self.temperature < math.inf:
       raise ValueError(f"temperature is {self.temperature}; it must be at "
                        "least 0: 0 is greedy, 1 is the model's own law")
@@ -113,6 +120,10 @@ class LogitsTransform:
       raise ValueError("this transform takes the temperature of each row; call "
                        "transform(logits, state.temperature[:, None])")
     return jnp.asarray(temperature, dtype)[..., None]
+
+  def under(self, shared: "LogitsTransform") -> "LogitsTransform":
+    """This transform under the constraints of another, the decoder's."""
+    return dataclasses.replace(self, constraints=shared.constraints)
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
     """The transform of a row, or of rows, at a temperature; see `__call__`."""

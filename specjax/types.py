@@ -194,6 +194,8 @@ class DecodeState:
     verifier: the verifier's own state.
     context: the prompt's, constant.
     controller: the controller's own state.
+    constraints: the memories of the transform's constraints after the
+      committed tokens, see `specjax.constraints`; None without any.
   """
 
   tokens: jax.Array
@@ -209,6 +211,7 @@ class DecodeState:
   verifier: Any = None
   context: Any = None
   controller: Any = None
+  constraints: Any = None
 
 
 @struct.dataclass

@@ -1,0 +1,273 @@
+"""What a constraint is, and how its memory goes through a round.
+
+  start       after the prompt           one memory a row
+  along       down the draft             one memory a node, for the target
+  steered     down a growing tree        the same, for a drafter's step
+  committed   after the round            one memory a row
+
+A constraint is written for one row, and everything here maps it over rows and
+nodes. Its memory is a function of the row's text, whoever wrote the text: so
+the target's law after a node is what autoregressive decoding would draw from
+there, and every rule that is exact stays so. Without constraints nothing here
+adds an operation to a program.
+
+The first constraint always holds. One after it that would leave no token is
+passed over for that token, so that of two that contradict each other the
+earlier one wins.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+from typing import runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import checks
+from specjax.types import Draft
+from specjax.types import Verdict
+
+
+class Row(NamedTuple):
+  """One row after its prompt.
+
+  Attributes:
+    tokens: `[C]` int32, the prompt; slots from `length` on are scratch.
+    length: `[]` int32, tokens of the prompt.
+    limit: `[]` int32, the length at which the row is done.
+    eos: `[E]` int32, the ids that end the row, filled up with -1.
+    vocab_size: V.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  limit: jax.Array
+  eos: jax.Array
+  vocab_size: int
+
+
+@runtime_checkable
+class Constraint(Protocol):
+  """Logits of the next token, changed by what the text was: for one row.
+
+  It is a hashable object of static configuration. Optional are two checks on
+  the host, which raise a `ValueError`: `check_target(vocab_size)`, when a
+  decoder is made, and `check_rows(new_tokens [B], eos [B, E])`, before a batch
+  is decoded.
+  """
+
+  def init(self, row: Row) -> Any:
+    """The memory after the prompt, a tree of arrays, or None."""
+    ...
+
+  def advance(self, memory: Any, token: jax.Array) -> Any:
+    """The memory after one more token `[]`, of the same shapes and dtypes.
+
+    Drafts hold tokens that the constraint forbids, and ids >= V: whatever
+    memory comes of them must still be one that `apply` can take.
+    """
+    ...
+
+  def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
+    """The logits `[V]` of the next token; -inf forbids one.
+
+    After a token that was forbidden some token must be left.
+    """
+    ...
+
+
+Constraints = tuple[Constraint, ...]
+
+
+def check_target(constraints: Constraints, vocab_size: int) -> None:
+  """Checks constraints against a target, before anything is compiled.
+
+  Raises:
+    ValueError: one lacks a method, cannot be hashed, or does not fit.
+  """
+  for one in constraints:
+    name = type(one).__name__
+    if isinstance(one, type) or not isinstance(one, Constraint):
+      raise ValueError(f"the constraint {one!r} is no object with `init`, "
+                       "`advance` and `apply`; see specjax.constraints")
+    try:
+      hash(one)
+    except TypeError as e:
+      raise ValueError(
+          f"the constraint {name} cannot be hashed ({e}), and a program is "
+          "found by the hash of its parts; make it a dataclass with "
+          "frozen=True, and its lists tuples") from None
+    getattr(one, "check_target", lambda vocab_size: None)(vocab_size)
+
+
+def check_rows(constraints: Constraints, new_tokens: np.ndarray,
+               eos: np.ndarray) -> None:
+  """Checks a batch against constraints, on the host.
+
+  Args:
+    constraints: those of the decoder.
+    new_tokens: `[B]`, how many tokens each row may get.
+    eos: `[B, E]`, filled up with -1.
+
+  Raises:
+    ValueError: a row cannot fulfil one of them.
+  """
+  for one in constraints:
+    getattr(one, "check_rows", lambda new_tokens, eos: None)(new_tokens, eos)
+
+
+def check_ids(name: str, ids: Any, vocab_size: int) -> None:
+  """Raises a `ValueError` where one of the token ids does not exist."""
+  for token in ids:
+    if not 0 <= token < vocab_size:
+      raise ValueError(f"{name} holds token {token}; it must be a token id in "
+                       f"[0, {vocab_size})")
+
+
+def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
+          limits: jax.Array, eos: jax.Array, vocab_size: int) -> Any:
+  """The memories of B rows after their prompts, None without constraints.
+
+  Args:
+    constraints: in order.
+    tokens: `[B, C]`.
+    lengths: `[B]`.
+    limits: `[B]`.
+    eos: `[B, E]`, filled up with -1.
+    vocab_size: V.
+  """
+  if not constraints:
+    return None
+  return jax.vmap(lambda *row: tuple(
+      one.init(Row(*row, vocab_size)) for one in constraints))(
+          tokens, lengths, limits, eos)
+
+
+def constrained(constraints: Constraints, memory: Any, logits: jax.Array
+                ) -> jax.Array:
+  """`logits [..., V]` under the constraints, in order.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: leaves `[..., ...]`, with the axes of the logits but V in front.
+    logits: of a model.
+  """
+  if not constraints:
+    return logits
+
+  def apply(memory, logits):
+    for place, (one, own) in enumerate(zip(constraints, memory)):
+      new = one.apply(own, logits)
+      # NaN is passed on: the loop reports it.
+      empty = place > 0 and jnp.max(new) == -jnp.inf
+      logits = jnp.where(empty, logits, new)
+    return logits
+
+  return _mapped(apply, logits.ndim - 1)(memory, logits)
+
+
+def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
+  """The memories after one more token each, `tokens [...]`."""
+  if not constraints:
+    return None
+  return _mapped(lambda memory, token: _advance(constraints, memory, token),
+                 tokens.ndim)(memory, tokens)
+
+
+def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
+  """The memories `[B, N, ...]` after every node of batched drafts.
+
+  A node's memory is its parent's, advanced by its own token.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, after the root.
+    draft: batched.
+  """
+  if not constraints:
+    return None
+
+  def one(memory, draft):
+    nodes = draft.tokens.shape[0]
+
+    def visit(node, found):
+      above = jax.tree.map(lambda x: x[draft.parents[node]], found)
+      new = _advance(constraints, above, draft.tokens[node])
+      return jax.tree.map(lambda x, own: x.at[node].set(own), found, new)
+
+    return jax.lax.fori_loop(1, nodes, visit, jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), memory))
+
+  return jax.vmap(one)(memory, draft)
+
+
+def committed(constraints: Constraints, memory: Any, nodes: Any,
+              verdict: Verdict, tokens: jax.Array, count: jax.Array) -> Any:
+  """The memories `[B, ...]` after a round.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, before the round.
+    nodes: `[B, N, ...]`, of `along`.
+    verdict: batched.
+    tokens: `[B, N]`, those that the round may emit, in order.
+    count: `[B]`, how many of them it did.
+  """
+  if not constraints:
+    return None
+
+  def one(old, nodes, path, tokens, count):
+    last = jnp.maximum(count - 1, 0)  # the node above the last token
+    above = jax.tree.map(lambda x: x[path[last]], nodes)
+    new = _advance(constraints, above, tokens[last])
+    return jax.tree.map(lambda x, y: jnp.where(count > 0, x, y), new, old)
+
+  return jax.vmap(one)(memory, nodes, verdict.path, tokens, count)
+
+
+def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
+            carry: Any, logits: jax.Array
+            ) -> tuple[Callable[..., Any], Any, jax.Array]:
+  """A `drafters.growth` step under the constraints, along every path.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, after the root.
+    step: see `drafters.growth`.
+    carry: of the step.
+    logits: `[B, V]` of the token after the root.
+
+  Returns:
+    The step, its carry, which is a pair of the given one and memories, and
+    the logits of the token after the root.
+  """
+  def constrained_step(tokens, depths, ancestors, above, carry):
+    carry, memory = carry
+    logits, carry = step(tokens, depths, ancestors, above, carry)
+    parents = jax.tree.map(
+        lambda x: jax.vmap(lambda row, at: row[at])(x, above), memory)
+    memory = advanced(constraints, parents, tokens)
+    return constrained(constraints, memory, logits), (carry, memory)
+
+  root = jax.tree.map(lambda x: x[:, None], memory) if constraints else None
+  return constrained_step, (carry, root), constrained(
+      constraints, memory, logits)
+
+
+def _advance(constraints, memory, token):
+  """The memory of one row after a token `[]`."""
+  new = []
+  for one, own in zip(constraints, memory):
+    new.append(one.advance(own, token))
+    checks.check_same(
+        f"the memory that {type(one).__name__}.advance returned", new[-1], own)
+  return tuple(new)
+
+
+def _mapped(function, axes):
+  for _ in range(axes):
+    function = jax.vmap(function)
+  return function
