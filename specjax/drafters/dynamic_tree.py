@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import expansion
 from specjax.prefill import read_prompt
@@ -98,17 +99,16 @@ class DynamicTree:
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "DynamicTree":
-    """The same drafter; its confidences do not follow the transform.
+    """The same drafter; of the transform it takes the constraints alone.
 
     Raises:
       ValueError: the vocabularies differ, or top_k is larger than they are.
     """
-    del transform
     common.check_vocabulary(self.model, target)
     if self.top_k > target.vocab_size:
       raise ValueError(f"top_k is {self.top_k}; the vocabulary has "
                        f"{target.vocab_size} tokens: choose at most that")
-    return self
+    return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
@@ -137,10 +137,12 @@ class DynamicTree:
     params = params["drafter"]
     logits, cache = common.feed_last(
         self.model, params, state, state.drafter.cache, size=2)
-    draft, slots, cache = expansion.expand(
-        common.model_step(self.model, params), cache, logits,
-        common.roots(state), transform=self.transform, depth=self.depth,
-        top_k=self.top_k, num_nodes=self.num_nodes)
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints,
+        common.model_step(self.model, params), cache, logits)
+    draft, slots, (cache, _) = expansion.expand(
+        step, carry, logits, common.roots(state), transform=self.transform,
+        depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,

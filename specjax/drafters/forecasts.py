@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import sampling
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
@@ -143,16 +144,32 @@ class HeadsDrafter(growth.StaticTree):
       return common.root_only(state, self.heads.vocab_size), forecast
     used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
+    if self.transform.constraints:
+      drawn = self._constrained(logits, coins, state)
+    else:
+      drawn = jax.vmap(lambda logits, coins, temperature: draw(
+          logits, self.parents, coins, self.proposal,
+          self.transform.at(temperature)))(logits, coins, state.temperature)
     parents = jnp.array(self.parents, jnp.int32)
 
-    def tree(root, known, logits, coins, temperature):
-      tokens, probs = draw(logits, self.parents, coins, self.proposal,
-                           self.transform.at(temperature))
+    def tree(root, known, tokens, probs):
       return Draft.tree(root, parents, tokens, jnp.where(known, probs, 0))
 
     return jax.vmap(tree)(
-        common.roots(state), forecast.known, logits, coins,
-        state.temperature), forecast
+        common.roots(state), forecast.known, *drawn), forecast
+
+  def _constrained(self, logits, coins, state):
+    """Tokens and probs of a tree whose nodes have laws of their own."""
+    def step(tokens, depths, ancestors, above, carry):
+      del tokens, ancestors, above
+      return jnp.take_along_axis(logits, depths[..., None] + 1, axis=1), carry
+
+    step, carry, first = constraints_lib.steered(
+        self.transform.constraints, state.constraints, step, None,
+        logits[:, 0])
+    return growth.grow(
+        step, carry, first, coins, self.parents, children.drawer(
+            self.proposal, self.transform, state.temperature))[:2]
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

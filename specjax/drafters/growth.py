@@ -126,7 +126,8 @@ class StaticTree:
           f"a node has {self._most_children} children and the vocabulary "
           f"{target.vocab_size} tokens; siblings must differ: use a narrower "
           "tree")
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:

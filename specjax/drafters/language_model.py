@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import contract
 from specjax import topology
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import following
 from specjax.drafters import stop_rules
@@ -105,7 +106,8 @@ class LanguageModel:
       ValueError: the vocabularies differ.
     """
     common.check_vocabulary(self.model, target)
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
 
   def follow(self) -> following.Following:
     """The same drafter for any text, see `specjax.contract`."""
@@ -159,12 +161,16 @@ class LanguageModel:
     self_only = jnp.ones((batch, 1, 1), bool)
     u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
 
-    def draw(tokens, probs, logits, node, u):
+    constraints = self.transform.constraints
+
+    def draw(tokens, probs, memory, logits, node, u):
       put = functools.partial(
           jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+      logits = constraints_lib.constrained(constraints, memory, logits)
       law = self.transform(logits, state.temperature)
       token = jax.vmap(inverse_cdf)(law, u)
-      return token, put(tokens, token), put(probs, law)
+      return (token, put(tokens, token), put(probs, law),
+              constraints_lib.advanced(constraints, memory, token))
 
     def extend(carry, step):
       cache, logits, *drawn = carry
@@ -176,9 +182,9 @@ class LanguageModel:
     tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size))
     (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (cache, logits, tokens, probs),
+        extend, (cache, logits, tokens, probs, state.constraints),
         (jnp.arange(1, self.gamma), u[:-1]))
-    _, tokens, probs = draw(*drawn, logits, self.gamma, u[-1])
+    _, tokens, probs, _ = draw(*drawn, logits, self.gamma, u[-1])
     parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
     return Draft(tokens=tokens, parents=parents, probs=probs), cache
 

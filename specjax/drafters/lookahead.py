@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import forecasts
 from specjax.models.heads import LookaheadEmbeddings
@@ -97,7 +98,7 @@ class Lookahead:
           "its parameters, by models.heads.with_lookahead")
     return dataclasses.replace(
         self, target=target, target_transform=transform,
-        transform=self.transform or transform)
+        transform=(self.transform or transform).under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
@@ -122,7 +123,8 @@ class Lookahead:
     Returns:
       `(Draft, drafter state)`, batched.
     """
-    roots, rows = common.roots(state), (coins, state.temperature)
+    roots = common.roots(state)
+    rows = (coins, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
           roots, state.drafter.values, state.drafter.known, *rows)
@@ -149,13 +151,16 @@ class Lookahead:
     """`[count]`, the ids of the look-ahead tokens."""
     return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
 
-  def _published(self, root, logits, coins, temperature) -> Draft:
-    probs = jnp.concatenate([self.target_transform(logits[:1], temperature),
-                             self.transform(logits[1:], temperature)])
+  def _published(self, root, logits, coins, temperature, memory) -> Draft:
+    laws = lambda logits: jnp.concatenate([
+        self.target_transform(logits[:1], temperature),
+        self.transform(logits[1:], temperature)])
+    probs = laws(self._constrained(logits, coins, memory, laws))
     return Draft.chain(root, _drawn(probs, coins), probs)
 
-  def _folded(self, root, logits, known, coins, temperature) -> Draft:
-    probs = self.transform(logits, temperature)
+  def _folded(self, root, logits, known, coins, temperature, memory) -> Draft:
+    laws = lambda logits: self.transform(logits, temperature)
+    probs = laws(self._constrained(logits, coins, memory, laws))
     chain = Draft.chain(root, _drawn(probs, coins), jnp.where(known, probs, 0))
     nodes = 1 + self.count
     # Node s has its look-ahead tokens at nodes + s * count, in a row.
@@ -166,6 +171,18 @@ class Lookahead:
         parents=jnp.concatenate([chain.parents, jnp.where(
             first, (hanging - nodes) // self.count, hanging - 1)]),
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
+
+  def _constrained(self, logits, coins, memory, laws):
+    """The logits `[n, V]`, each under the constraints after those before."""
+    constraints = self.transform.constraints
+    if not constraints:
+      return logits
+    for place, u in enumerate(coins.reshape(-1, COINS_A_DRAW)):
+      logits = logits.at[place].set(constraints_lib.constrained(
+          constraints, memory, logits[place]))
+      token = inverse_cdf(laws(logits)[place], u)
+      memory = constraints_lib.advanced(constraints, memory, token)
+    return logits
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

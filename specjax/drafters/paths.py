@@ -13,6 +13,7 @@ import numpy as np
 from specjax import contract
 from specjax import topology
 from specjax import trees
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
@@ -103,7 +104,8 @@ class Paths:
     """
     for model in self.models:
       common.check_vocabulary(model, target)
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
@@ -140,9 +142,11 @@ class Paths:
       logits, cache = common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1)
       mine = COINS_A_DRAW * (len(bundle) - 1)
-      drawn, law, cache = growth.grow(
-          common.model_step(model, own), cache, logits,
-          coins[:, used:used + mine], bundle, draw)
+      step, carry, logits = constraints_lib.steered(
+          self.transform.constraints, state.constraints,
+          common.model_step(model, own), cache, logits)
+      drawn, law, (cache, _) = growth.grow(
+          step, carry, logits, coins[:, used:used + mine], bundle, draw)
       used += mine
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))

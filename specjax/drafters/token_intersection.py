@@ -41,6 +41,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import contract
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import reading as reading_lib
 from specjax.drafters import translation
@@ -104,7 +105,8 @@ class TokenIntersection(reading_lib.Reader):
       ValueError: the vocabulary is that of another target.
     """
     common.check_target_size(self.target_size, target)
-    return dataclasses.replace(self, transform=self.transform or transform)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
@@ -157,17 +159,22 @@ class TokenIntersection(reading_lib.Reader):
     self_only = jnp.ones((batch, 1, 1), bool)
     u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
 
-    def draw(tokens, fed, probs, logits, node, u):
+    constraints = self.transform.constraints
+
+    def draw(tokens, fed, probs, memory, logits, node, u):
       put = functools.partial(
           jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
       law = translation.common_law(
           logits, vocabulary, self.transform, state.temperature)
+      if constraints:
+        law = _constrained(constraints, memory, law)
       fits = (length > 0) & (length + node <= room)
       law = jnp.where(fits[:, None], law, 0)
       token = jax.vmap(inverse_cdf)(law, u)
       # Padding has token 0, which need not have a twin.
       twin = jnp.minimum(vocabulary.twins[token], vocabulary.draft_size - 1)
-      return put(tokens, token), put(fed, twin), put(probs, law), twin
+      return (put(tokens, token), put(fed, twin), put(probs, law),
+              constraints_lib.advanced(constraints, memory, token), twin)
 
     def extend(carry, step):
       cache, logits, *drawn = carry
@@ -179,9 +186,9 @@ class TokenIntersection(reading_lib.Reader):
     tokens = jnp.zeros((batch, self.gamma), jnp.int32)
     probs = jnp.zeros((batch, self.gamma, self.target_size))
     (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (cache, logits, tokens, tokens, probs),
+        extend, (cache, logits, tokens, tokens, probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
-    tokens, fed, probs, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
+    tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
     draft = jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
     return draft, reading.drafted(length, fed, cache)
 
@@ -210,3 +217,15 @@ class TokenIntersection(reading_lib.Reader):
             f"params['drafter']['vocabulary'] maps {has} tokens of the {part}, "
             f"which has {wants}; make it by data.map_vocabularies with the "
             "sizes of both models")
+
+
+def _constrained(constraints, memory, law):
+  """`law [B, V]` under the constraints, where they leave something of it.
+
+  Its logs stand for the logits: a repetition penalty of them is another one,
+  which is as sound.
+  """
+  logits = constraints_lib.constrained(constraints, memory, jnp.log(law))
+  some = jnp.max(logits, axis=-1, keepdims=True) > -jnp.inf
+  return jnp.where(
+      some, jax.nn.softmax(jnp.where(some, logits, 0), axis=-1), law)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
@@ -96,9 +97,11 @@ class TreeLanguageModel(growth.StaticTree):
     params = params["drafter"]
     logits, cache = common.feed_last(
         self.model, params, state, state.drafter, size=2)
-    tokens, probs, cache = growth.grow(
-        common.model_step(self.model, params), cache, logits, coins,
-        self.parents,
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints,
+        common.model_step(self.model, params), cache, logits)
+    tokens, probs, (cache, _) = growth.grow(
+        step, carry, logits, coins, self.parents,
         children.drawer(self.proposal, self.transform, state.temperature))
     parents = jnp.array(self.parents, jnp.int32)
     tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
