@@ -4,6 +4,7 @@ from specjax.models import adapters
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
+from specjax.models.contrastive import Contrastive
 from specjax.models.published import GenerationDefaults
 from specjax.models.published import load_pretrained
 from specjax.models.published import load_tokenizer
@@ -15,6 +16,7 @@ from specjax.models.vocabulary_subset import frequent_tokens
 from specjax.models.vocabulary_subset import VocabularySubset
 
 __all__ = [
+    "Contrastive",
     "GenerationDefaults",
     "Pretrained",
     "RopeScaling",
