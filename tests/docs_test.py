@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+import specjax.constraints.automaton
 import specjax.decoder
 import specjax.exact.certificate
+import specjax.models.contrastive
 import specjax.sampling
 import specjax.types
 
@@ -15,8 +17,9 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("module", [
-    specjax.decoder, specjax.exact.certificate, specjax.sampling,
-    specjax.types], ids=lambda module: module.__name__)
+    specjax.constraints.automaton, specjax.decoder, specjax.exact.certificate,
+    specjax.models.contrastive, specjax.sampling, specjax.types],
+                         ids=lambda module: module.__name__)
 def test_examples_of_docstrings(module):
   # Broken: the first thing that a reader pastes does not work.
   found = doctest.testmod(module)
