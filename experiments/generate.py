@@ -18,7 +18,11 @@ A published model answers, or chats on the terminal until /quit or Ctrl-D
 
 --compare then decodes again, in turn with the target alone, and prints the
 speed of both. The output has exactly the target's law, whatever the drafter and
-the verifier, unless that is one of the lossy rules.
+the verifier, unless that is one of the lossy rules. --regex, --json_schema and
+the penalties change that law for target and drafter alike:
+
+  python experiments/generate.py --target=smollm2 --chat --prompt='Yes or no?' \
+      --regex='(Yes|No)[.]'
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ import sys
 
 from absl import flags
 from lib import common
+from lib import constrained
 from lib import conversation
 from lib import flags as shared
 from lib import models
@@ -82,6 +87,19 @@ _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
 _TOP_P = shared.top_p()
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "least share of the likeliest")
+_REGEX = flags.DEFINE_string(
+    "regex", None, "a regular expression that the whole output matches")
+_JSON_SCHEMA = flags.DEFINE_string(
+    "json_schema", None, "a file with a JSON schema that the output follows")
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "by which the logits of tokens of the text are "
+    "divided, or multiplied where they are negative; 1: none")
+_FREQUENCY_PENALTY = flags.DEFINE_float(
+    "frequency_penalty", 0.0, "subtracted from a token's logit for each time "
+    "that the output has it")
+_PRESENCE_PENALTY = flags.DEFINE_float(
+    "presence_penalty", 0.0, "subtracted from a token's logit once, if the "
+    "output has it")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "tokens", 1)
 _SEED = shared.seed("of the sampling")
 _COLOR = flags.DEFINE_enum(
@@ -153,6 +171,7 @@ def _check_flags():
                      "has special tokens of its own; leave one of the two out")
   if _COMPARE.value:
     _check_compare()
+  constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
   name = _drafter()
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
@@ -234,7 +253,13 @@ def main():
       target=model, **strategy._asdict(),
       transform=sj.LogitsTransform(
           temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
-          top_p=_TOP_P.value, min_p=_MIN_P.value),
+          top_p=_TOP_P.value, min_p=_MIN_P.value,
+          constraints=constrained.constraints(
+              tokenizer, model.vocab_size, models.ends(target, tokenizer),
+              regex=_REGEX.value, schema=_JSON_SCHEMA.value,
+              repetition=_REPETITION_PENALTY.value,
+              frequency=_FREQUENCY_PENALTY.value,
+              presence=_PRESENCE_PENALTY.value)),
       eos=models.ends(target, tokenizer))
   room = decoder.context_length - _MAX_NEW_TOKENS.value
   if room < 1:

@@ -109,11 +109,13 @@ def test_generate(tmp_path):
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
-              (["--nodes=512"], ["--nodes=512", "at most 511, for"])]
-  *results, a, b, c, d = run_all("generate.py", *(
+              (["--nodes=512"], ["--nodes=512", "at most 511, for"]),
+              (["--regex=a", "--json_schema=b"], ["--regex and --json_schema"]),
+              (["--repetition_penalty=0"], ["penalty is 0", "above 0"])]
+  *results, a, b, c, d, e, f = run_all("generate.py", *(
       [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")), *(
           [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
-  _check_refused([a, b, c, d], refusals)
+  _check_refused([a, b, c, d, e, f], refusals)
   for result in results:
     assert result["code"] == 0
     assert result["stdout"].startswith("def f(x):")
