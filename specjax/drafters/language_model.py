@@ -195,6 +195,7 @@ class LanguageModel:
     logits, hidden, cache = common.read_last(
         self.model, params, state, state.drafter.cache, size=2)
     u = coins.reshape(len(rows), self.gamma, COINS_A_DRAW)
+    constraints = self.transform.constraints
 
     def ask(node, law, hidden, token, going, memory):
       seen = stop_rules.Seen(
@@ -202,7 +203,8 @@ class LanguageModel:
           token=token)
       return stop_rules.ask(self.stop, own, seen, going, memory)
 
-    def draw(node, logits, hidden, tokens, probs, going, memory):
+    def draw(node, logits, hidden, tokens, probs, path, going, memory):
+      logits = constraints_lib.constrained(constraints, path, logits)
       law = self.transform(logits, state.temperature)
       if not self.stop.keeps:
         going, memory = ask(node, law, hidden, tokens[:, node - 1], going,
@@ -212,7 +214,7 @@ class LanguageModel:
       if self.stop.keeps:
         going, memory = ask(node, law, hidden, token, going, memory)
       return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
-              going, memory)
+              constraints_lib.advanced(constraints, path, token), going, memory)
 
     def extend(carry):
       node, cache, tokens, *drawn = carry
@@ -225,10 +227,10 @@ class LanguageModel:
 
     tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((len(rows), self.num_nodes, self.model.vocab_size))
-    first = draw(1, logits, hidden, tokens, probs, *stop_rules.begun(
-        self.stop, state.drafter.rule, ~state.done))
-    _, cache, tokens, probs, _, _ = jax.lax.while_loop(
-        lambda carry: (carry[0] <= self.gamma) & jnp.any(carry[4]), extend,
+    first = draw(1, logits, hidden, tokens, probs, state.constraints,
+                 *stop_rules.begun(self.stop, state.drafter.rule, ~state.done))
+    _, cache, tokens, probs, *_ = jax.lax.while_loop(
+        lambda carry: (carry[0] <= self.gamma) & jnp.any(carry[-2]), extend,
         (jnp.full((), 2, jnp.int32), cache, *first))
     parents = jnp.tile(topology.chain(self.gamma), (len(rows), 1))
     return (Draft(tokens=tokens, parents=parents, probs=probs),
