@@ -304,31 +304,43 @@ def test_planted_defects_are_caught(name, monkeypatch):
   assert _distance(law, _wanted_law(table, case)) > 1e-2
 
 
-def _drafts(decoder, params, prompts):
-  """What the drafter of a decoder drafts after some prompts."""
+def _drafts(decoder, params, prompts, rejected=False):
+  """What the drafter of a decoder drafts, also after it did so in vain."""
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
   parts = decoder._round
-  return jax.jit(parts.propose)(params, state, parts.toss(state, 1)[0])[0]
+  propose = jax.jit(parts.propose)
+  draft, drafter = propose(params, state, parts.toss(state, 1)[0])
+  if rejected:
+    draft, _ = propose(
+        params, state.replace(drafter=drafter), parts.toss(state, 2)[1])
+  return draft
 
 
-@pytest.mark.parametrize("drafter", [
-    lambda model: sj.drafters.LanguageModel(model=model, gamma=3),
-    lambda model: sj.drafters.TreeLanguageModel(
-        model=model, parents=_TREE, proposal="iid"),
-    lambda model: sj.drafters.Paths(models=(model,), num_paths=2, length=2),
-    lambda model: sj.drafters.DynamicTree(
-        model=model, depth=2, top_k=2, num_nodes=5),
-], ids=["chain", "tree", "paths", "dynamic tree"])
-def test_drafts_are_constrained_like_the_target(drafter):
+@pytest.mark.parametrize("drafter,own", [
+    (lambda model: sj.drafters.LanguageModel(model=model, gamma=3),
+     lambda table: table),
+    (lambda model: sj.drafters.TreeLanguageModel(
+        model=model, parents=_TREE, proposal="iid"), lambda table: table),
+    (lambda model: sj.drafters.Paths(
+        models=(model,), num_paths=2, length=2), lambda table: (table,)),
+    (lambda model: sj.drafters.DynamicTree(
+        model=model, depth=2, top_k=2, num_nodes=5), lambda table: table),
+    (lambda model: sj.drafters.Cascade(
+        model=model, gamma=3, drafter=sj.drafters.LanguageModel(
+            model=model, gamma=2)),
+     lambda table: {"target": table, "drafter": _tables(4)[1]}),
+], ids=["chain", "tree", "paths", "dynamic tree", "cascade"])
+def test_drafts_are_constrained_like_the_target(drafter, own):
   # Broken: a drafter that is the target drafts by another law than the
   # target's somewhere down a path, and its drafts are rejected.
   case, table = _CASES["penalties"], _tables(4)[0]
   model = testing.MarkovModel(4)
   decoder = _decoder(model, drafter(model), sj.verifiers.TargetWalk(), case)
-  own = (table,) if hasattr(decoder.drafter, "models") else table
-  params = jax.tree.map(jnp.asarray, {"target": table, "drafter": own})
+  params = jax.tree.map(
+      jnp.asarray, {"target": table, "drafter": own(table)})
   prompts = [_PROMPT, [1], [3, 3]]
-  draft = jax.tree.map(np.asarray, _drafts(decoder, params, prompts))
+  draft = jax.tree.map(np.asarray, _drafts(
+      decoder, params, prompts, rejected=True))
   for row, prompt in enumerate(prompts):
     texts = {0: []}
     for node in range(1, decoder.num_nodes):

@@ -126,7 +126,7 @@ class Cascade:
         other.
     """
     common.check_vocabulary(self.model, target)
-    transform = self.transform or transform
+    transform = (self.transform or transform).under(transform)
     drafter = contract.follow(
         contract.bind(self.drafter, self.model, transform))
     contract.check_pair(self.verifier, drafter)
@@ -197,7 +197,8 @@ class Cascade:
       inner = inner.replace(drafter=drafter)
     draft = jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
     return draft, inner.replace(
-        keys=None, context=None, verifier=before.verifier)
+        keys=None, context=None, verifier=before.verifier,
+        constraints=before.constraints)
 
   def _resumed(self, own, state, keys):
     """The inner loop's state, at the end of the committed text."""
@@ -210,7 +211,7 @@ class Cascade:
         limits=jnp.minimum(state.lengths + self.gamma, state.limits),
         keys=keys, rounds=jnp.zeros_like(before.rounds),
         temperature=state.temperature, context=state.context,
-        target_cache=following.caught_up(
+        constraints=state.constraints, target_cache=following.caught_up(
             self.model, own["target"], state, before.target_cache, since))
 
   def _written(self, own, inner, coins):
