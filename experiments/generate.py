@@ -8,6 +8,9 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
   python experiments/generate.py --drafter=medusa        # the target's heads
   python experiments/generate.py --drafter=pass          # look-ahead tokens
   python experiments/generate.py --draft_vocabulary=1024 # a smaller head
+  python experiments/generate.py --drafter=ngram         # copies of the text
+  python experiments/generate.py --drafter=ngram+small   # which small judges
+  python experiments/generate.py '--drafter=ngram|small' # small where none fit
   python experiments/generate.py --drafter=none          # autoregressive
 
 A published model answers, or chats on the terminal until /quit or Ctrl-D
@@ -30,6 +33,7 @@ import sys
 
 from absl import flags
 from lib import common
+from lib import compositions
 from lib import constrained
 from lib import conversation
 from lib import flags as shared
@@ -61,10 +65,13 @@ _INTERACTIVE = flags.DEFINE_bool(
     "input, --prompt the first of them")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, or heads of "
-    "train_drafter.py; default: small for the bundled target, smol for "
-    "smollm2, none for others",
+    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, heads of "
+    f"train_drafter.py, {compositions.HELP}; default: small for the bundled "
+    "target, smol for smollm2, none for others",
     None)
+_TAIL = flags.DEFINE_bool(
+    "tail", False, "the inner drafter of a cascade drafts on after the tokens "
+    "of the model that it drafts for, as many as it can")
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
     "how a language model drafts: intersection takes its law of the tokens "
@@ -135,8 +142,10 @@ def _speculation():
   """`(target, its model, params, strategy, tokenizer)` of the flags."""
   name = _drafter()
   itself = models.drafts_for_itself(name)
+  composed = compositions.composes(name)
+  names = compositions.members(name) if composed else [name]
   target, members, tokenizer = models.load_models(
-      _TARGET.value, [] if itself or name == "none" else [name],
+      _TARGET.value, [] if itself or name == "none" else names,
       ", ".join((*models.DRAFTERS, *sj.zoo.HEADS, "none")), dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
@@ -150,11 +159,16 @@ def _speculation():
     return target, model, params, strategy, tokenizer
   params, strategy = {"target": target.params}, strategies.autoregressive()
   for label, member in members.items():
-    member = models.narrowed(member, tokenizer, label, _DRAFT_VOCABULARY.value,
-                             _VOCABULARY_DATA.value)
-    chain, params["drafter"] = models.chain(
-        target, member, label, _VOCABULARY.value)
-    strategy = chain(_GAMMA.value)
+    members[label] = member = models.narrowed(
+        member, tokenizer, label, _DRAFT_VOCABULARY.value,
+        _VOCABULARY_DATA.value)
+    if not composed:
+      chain, params["drafter"] = models.chain(
+          target, member, label, _VOCABULARY.value)
+      strategy = chain(_GAMMA.value)
+  if composed:
+    strategy, params["drafter"] = compositions.strategy(
+        name, _GAMMA.value, target, members, _TAIL.value)
   if rule:
     strategy = strategy._replace(verifier=rule)
   return target, target.model, params, strategy, tokenizer
@@ -176,13 +190,19 @@ def _check_flags():
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
+  composed = compositions.composes(name)
+  if composed:
+    compositions.members(name)
+  if _TAIL.value and not (composed and "+" in name):
+    raise ValueError("--tail is of a cascade, and --drafter is "
+                     f"{name}; name one, such as ngram+small, or leave it out")
   if _VOCABULARY.value != "auto" and (
-      name == "none" or models.drafts_for_itself(name)):
+      name == "none" or composed or models.drafts_for_itself(name)):
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
   if _DRAFT_VOCABULARY.value and (
-      name == "none" or models.drafts_for_itself(name)):
+      name in ("none", compositions.NGRAM) or models.drafts_for_itself(name)):
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")

@@ -305,12 +305,13 @@ def test_what_a_flag_composes():
   assert compositions.composes(name) and compositions.composes("ngram")
   assert not compositions.composes("small")
   assert compositions.members(name) == ["tiny", "small"]
-  strategy, params = compositions.strategy(name, 7, model, loaded)
+  strategy, params = compositions.strategy(name, 7, model, loaded, tail=True)
   assert params == (None, ("t", {"target": "s", "drafter": {
       "target": "t", "drafter": None}}))
   stages = strategy.drafter.second.second
   assert [stages.gamma, stages.drafter.gamma,
           stages.drafter.drafter.gamma] == [7, 4, 2]
+  assert (stages.tail, stages.drafter.tail) == (True, False)
   assert isinstance(_decoder(strategy.drafter), sj.Decoder)
   for bad, message in (("tiny+ngram", "write ngram first"),
                        ("ngram|", "lacks a name"), ("+tiny", "lacks a name")):

@@ -514,6 +514,9 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
     (["--vocabulary=intersection", "--drafter=pass"], "is pass, which has"),
     (["--draft_vocabulary=9", "--drafter=none"], "=9 is.*--drafter is none"),
     (["--draft_vocabulary=9", "--drafter=pass"], "drafts.*--drafter is pass"),
+    (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny, which"),
+    (["--drafter=tiny+ngram"], "write ngram first"),
+    (["--tail", "--drafter=ngram|tiny"], "--tail is of a cascade"),
     (["--output=/dev/null"], "no regular file")])
 def test_flags_that_do_not_go_together(given, words):
   # Broken: a comparison of a thing with itself, or of texts that differ, fails

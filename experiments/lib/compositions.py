@@ -48,7 +48,8 @@ def members(name: str) -> list[str]:
 
 
 def strategy(name: str, gamma: int, target: Pretrained,
-             loaded: dict[str, Pretrained]) -> tuple[Strategy, Any]:
+             loaded: dict[str, Pretrained], tail: bool = False
+             ) -> tuple[Strategy, Any]:
   """The strategy of such a name, and `params["drafter"]`.
 
   Args:
@@ -57,12 +58,13 @@ def strategy(name: str, gamma: int, target: Pretrained,
       as many as the next one.
     target: the model that is drafted for.
     loaded: `{label: drafter}`, the models that `members` names.
+    tail: of the cascades whose tokens the target judges.
 
   Raises:
     ValueError: a model has other tokens than the target.
   """
   *others, (drafter, params) = (
-      _cascade(one.split("+"), gamma, target, loaded)
+      _cascade(one.split("+"), gamma, target, loaded, tail)
       for one in name.split("|"))
   for first, own in reversed(others):
     drafter = drafters.Fallback(first=first, second=drafter)
@@ -70,7 +72,7 @@ def strategy(name: str, gamma: int, target: Pretrained,
   return Strategy(drafter, verifiers.Block()), params
 
 
-def _cascade(stages, gamma, target, loaded):
+def _cascade(stages, gamma, target, loaded, tail=False):
   """`(drafter, params)` of stages, the innermost first."""
   *inner, last = stages
   if last == NGRAM:
@@ -82,5 +84,5 @@ def _cascade(stages, gamma, target, loaded):
         model=member.model, gamma=gamma), member.params
   drafter, own = _cascade(inner, -(-gamma // 2), target, loaded)
   return drafters.Cascade(
-      model=member.model, drafter=drafter, gamma=gamma), {
+      model=member.model, drafter=drafter, gamma=gamma, tail=tail), {
           "target": member.params, "drafter": own}
