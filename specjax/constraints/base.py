@@ -11,9 +11,10 @@ the target's law after a node is what autoregressive decoding would draw from
 there, and every rule that is exact stays so. Without constraints nothing here
 adds an operation to a program.
 
-The first constraint always holds. One after it that would leave no token is
-passed over for that token, so that of two that contradict each other the
-earlier one wins.
+The first constraint always holds for the target. One after it that would leave
+no token is passed over for that token, so that of two that contradict each
+other the earlier one wins. For a drafter, whose model may give the tokens that
+are left no chance, any is passed over: what comes of it is rejected.
 """
 
 from collections.abc import Callable
@@ -146,14 +147,15 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
           tokens, lengths, limits, eos)
 
 
-def constrained(constraints: Constraints, memory: Any, logits: jax.Array
-                ) -> jax.Array:
+def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
+                drafted: bool = False) -> jax.Array:
   """`logits [..., V]` under the constraints, in order.
 
   Args:
     constraints: those whose memory it is.
     memory: leaves `[..., ...]`, with the axes of the logits but V in front.
     logits: of a model.
+    drafted: whether it is a drafter's.
   """
   if not constraints:
     return logits
@@ -162,8 +164,9 @@ def constrained(constraints: Constraints, memory: Any, logits: jax.Array
     for place, (one, own) in enumerate(zip(constraints, memory)):
       new = one.apply(own, logits)
       # NaN is passed on: the loop reports it.
-      empty = place > 0 and jnp.max(new) == -jnp.inf
-      logits = jnp.where(empty, logits, new)
+      if drafted or place > 0:
+        new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
+      logits = new
     return logits
 
   return _mapped(apply, logits.ndim - 1)(memory, logits)
@@ -250,11 +253,12 @@ def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
     parents = jax.tree.map(
         lambda x: jax.vmap(lambda row, at: row[at])(x, above), memory)
     memory = advanced(constraints, parents, tokens)
-    return constrained(constraints, memory, logits), (carry, memory)
+    return constrained(constraints, memory, logits, drafted=True), (
+        carry, memory)
 
   root = jax.tree.map(lambda x: x[:, None], memory) if constraints else None
   return constrained_step, (carry, root), constrained(
-      constraints, memory, logits)
+      constraints, memory, logits, drafted=True)
 
 
 def _advance(constraints, memory, token):

@@ -166,7 +166,8 @@ class LanguageModel:
     def draw(tokens, probs, memory, logits, node, u):
       put = functools.partial(
           jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
-      logits = constraints_lib.constrained(constraints, memory, logits)
+      logits = constraints_lib.constrained(
+          constraints, memory, logits, drafted=True)
       law = self.transform(logits, state.temperature)
       token = jax.vmap(inverse_cdf)(law, u)
       return (token, put(tokens, token), put(probs, law),
@@ -204,7 +205,8 @@ class LanguageModel:
       return stop_rules.ask(self.stop, own, seen, going, memory)
 
     def draw(node, logits, hidden, tokens, probs, path, going, memory):
-      logits = constraints_lib.constrained(constraints, path, logits)
+      logits = constraints_lib.constrained(
+          constraints, path, logits, drafted=True)
       law = self.transform(logits, state.temperature)
       if not self.stop.keeps:
         going, memory = ask(node, law, hidden, tokens[:, node - 1], going,

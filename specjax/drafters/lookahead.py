@@ -179,7 +179,7 @@ class Lookahead:
       return logits
     for place, u in enumerate(coins.reshape(-1, COINS_A_DRAW)):
       logits = logits.at[place].set(constraints_lib.constrained(
-          constraints, memory, logits[place]))
+          constraints, memory, logits[place], drafted=True))
       token = inverse_cdf(laws(logits)[place], u)
       memory = constraints_lib.advanced(constraints, memory, token)
     return logits

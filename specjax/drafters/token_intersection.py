@@ -220,12 +220,10 @@ class TokenIntersection(reading_lib.Reader):
 
 
 def _constrained(constraints, memory, law):
-  """`law [B, V]` under the constraints, where they leave something of it.
+  """`law [B, V]` under the constraints.
 
   Its logs stand for the logits: a repetition penalty of them is another one,
   which is as sound.
   """
-  logits = constraints_lib.constrained(constraints, memory, jnp.log(law))
-  some = jnp.max(logits, axis=-1, keepdims=True) > -jnp.inf
-  return jnp.where(
-      some, jax.nn.softmax(jnp.where(some, logits, 0), axis=-1), law)
+  return jax.nn.softmax(constraints_lib.constrained(
+      constraints, memory, jnp.log(law), drafted=True), axis=-1)

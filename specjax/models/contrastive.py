@@ -16,6 +16,8 @@ from specjax import contract
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 
+_FAR = 1e4  # whose exponential is 0, and which leaves digits of a logit
+
 
 @struct.dataclass
 class ContrastiveCache:
@@ -56,7 +58,10 @@ class Contrastive:
 
   With logits e of the expert and a of the amateur the logits are
 
-    (1 + beta) e - beta a   where e >= log(alpha) + max e,   else -inf.
+    (1 + beta) e - beta a   where e >= log(alpha) + max e,
+
+  and far below, in the expert's order, elsewhere: such tokens come only where
+  constraints leave no others.
 
   It is a target like any other: rules and drafters need not know, and the
   output has this law exactly. The amateur is a good drafter as well
@@ -139,7 +144,8 @@ class Contrastive:
         expert.logits, axis=-1, keepdims=True)
     logits = jnp.where(
         expert.logits >= least,
-        (1 + self.beta) * expert.logits - self.beta * amateur.logits, -jnp.inf)
+        (1 + self.beta) * expert.logits - self.beta * amateur.logits,
+        expert.logits - _FAR)
     if cache is not None:
       cache = ContrastiveCache(expert=expert.cache, amateur=amateur.cache)
     return ModelOutput(logits=logits, hidden=expert.hidden, cache=cache)
