@@ -448,7 +448,8 @@ _SCHEMA = {
 
 
 def test_every_output_of_a_schema_parses():
-  # Broken: a tool call is corrupted by its drafts, or cut off by its limit.
+  # Broken: a tool call is corrupted by n-gram drafts, here of one that does not
+  # follow the schema, or cut off by its limit.
   pytest.importorskip("outlines_core")
   tokenizer = sj.data.Tokenizer.load(
       pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
@@ -456,18 +457,20 @@ def test_every_output_of_a_schema_parses():
   model = testing.MarkovModel(tokenizer.vocab_size)
   table = jnp.asarray(np.random.default_rng(0).normal(
       size=(model.vocab_size, model.vocab_size)), jnp.float32)
-  params = {"target": table, "drafter": table[::-1]}
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(), eos=tokenizer.eos,
-      drafter=sj.drafters.LanguageModel(model=model, gamma=3),
+      drafter=sj.drafters.NGram(gamma=3),
       transform=sj.LogitsTransform(constraints=(automaton,)))
-  rows, room = 32, automaton.shortest + 24
-  texts = decoder.generate(
-      params, [[1, 2]] * rows, jax.random.key(2), max_new_tokens=room).tokens
+  prompt = tokenizer.encode(
+      '{"name": "a, "kind": "got", "ids": [1, "x"], "deep": tru, "ids": {}}')
+  texts, stats = decoder.generate(
+      {"target": table}, [prompt] * 32, jax.random.key(2),
+      max_new_tokens=automaton.shortest + 24)
+  assert stats.accepted.sum() > 0 and decoder.changes_law == ("Automaton",)
   ends = 0
   for text in texts:
     found = json.loads(tokenizer.decode(
-        [token for token in text[2:] if token != tokenizer.eos]))
+        [token for token in text[len(prompt):] if token != tokenizer.eos]))
     assert found.keys() == _SCHEMA["properties"].keys()
     assert found["kind"] in ("get", "put") and len(found["ids"]) <= 4
     ends += text[-1] == tokenizer.eos
