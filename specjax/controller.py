@@ -164,9 +164,23 @@ class Controller:
         state.done, 0, state.lengths - 2 - state.controller.known)
     return jnp.maximum(jnp.max(missed), 0) * (self.reading / self.seconds[0])
 
-  def learn(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
-            chosen: jax.Array, verified: jax.Array) -> ControllerState:
-    """The state after a round; rows that are done keep theirs.
+  def rested(self, state: DecodeState, emitted: jax.Array) -> ControllerState:
+    """The state after a round without a draft; rows that are done keep theirs.
+
+    Args:
+      state: before the round.
+      emitted: `[B]`, tokens committed in it.
+    """
+    own = state.controller
+    kept = jnp.where(state.done, 1, jnp.float32(_REST))
+    return own.replace(
+        reached=kept[:, None] * own.reached,
+        accepted=kept[:, None] * own.accepted, needed=kept * own.needed,
+        purse=self._filled(state, emitted, 1))
+
+  def learned(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
+              chosen: jax.Array, verified: jax.Array) -> ControllerState:
+    """The state after a round with drafts; rows that are done keep theirs.
 
     Args:
       state: before the round.
@@ -176,21 +190,23 @@ class Controller:
       verified: `[]` int32, the index of the length that was verified.
     """
     own, costs = state.controller, jnp.asarray(self.costs)
-    drafted = chosen > 0
     place = jnp.arange(1, self.lengths[-1] + 1)
     taken = stats.accepted[:, None]
     reached = (place <= jnp.array(self.lengths)[chosen]) & (taken >= place - 1)
-    kept = jnp.where(drafted, self.memory, _REST)
     added = costs[chosen] - 1
     needed = jnp.where(added > 0, (costs[verified] - 1)
                        / jnp.where(added > 0, added, 1), 1)
-    cost = costs[verified] + jnp.where(drafted, self._late(state), 0)
-    purse = own.purse + (1 + self.risk) * stats.emitted - cost
     new = ControllerState(
-        reached=kept * own.reached + reached,
-        accepted=kept * own.accepted + (reached & (taken >= place)),
-        purse=jnp.minimum(purse, _MOST).astype(jnp.float32),
-        needed=kept * own.needed + jnp.where(drafted, needed, 0),
-        known=jnp.where(drafted, lengths - 2, own.known))
+        reached=self.memory * own.reached + reached,
+        accepted=self.memory * own.accepted + (reached & (taken >= place)),
+        purse=self._filled(
+            state, stats.emitted, costs[verified] + self._late(state)),
+        needed=self.memory * own.needed + needed, known=lengths - 2)
     keep = lambda new, old: jax.vmap(jnp.where)(state.done, old, new)
     return jax.tree.map(keep, new, own)
+
+  def _filled(self, state, emitted, cost):
+    """The purse after a round that emitted so much and cost so much."""
+    purse = state.controller.purse
+    new = jnp.minimum(purse + (1 + self.risk) * emitted - cost, _MOST)
+    return jnp.where(state.done, purse, new.astype(jnp.float32))

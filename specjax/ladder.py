@@ -94,7 +94,18 @@ class Ladder:
   def __call__(self, params: Any, state: DecodeState, coins: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
     """As a `Round`; stats and trace have the size of the longest draft."""
-    before = state
+    state, (stats, trace) = self._round(params, state, coins, _padded)
+    return state, stats, trace
+
+  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats]:
+    """As `Round.untraced`."""
+    state, (stats,) = self._round(
+        params, state, coins, lambda *found: _padded(*found)[:1])
+    return state, stats
+
+  def _round(self, params, state, coins, padded):
+    """A round; what it returns besides the state is `padded`."""
     # Each under a jit of its own, so that shapes and program share a trace.
     propose = [jax.jit(lambda *args, one=one: one.propose(*args))
                for one in self.rungs]
@@ -103,27 +114,30 @@ class Ladder:
     chosen = self.controller.choose(state)
 
     draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
-    _, *blank = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
+    _, *whole = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
+    blank = jax.eval_shape(lambda *found: padded(*found, whole[0]), *whole)
 
     def verified(i, state, draft, drafter):
       state, stats, trace = judge[i](params, state, coins, draft, drafter)
-      return state, _padded(stats, trace, blank[0])
+      return state, padded(stats, trace, whole[0])
 
     def rest(carry):
-      state = carry[0]
-      draft, drafter = propose[0](params, state, coins)
-      return *verified(0, state, draft, drafter), jnp.zeros((), jnp.int32)
+      before, _ = carry
+      draft, drafter = propose[0](params, before, coins)
+      state, found = verified(0, before, draft, drafter)
+      return state.replace(controller=self.controller.rested(
+          before, found[0].emitted)), found
 
     def drafted(carry):
-      state, found, _ = carry
-      state = self._caught_up(params, state)
+      before, found = carry
+      state = self._caught_up(params, before)
 
       def proposed(i, carry):
         draft, drafter = propose[i](
             params, state.replace(drafter=carry[1]), coins)
         return _padded_draft(draft, self.drafter.num_nodes), drafter
 
-      carry = _blank(blank[1].draft), state.drafter
+      carry = _blank(whole[1].draft), state.drafter
       for i in range(1, len(self.rungs)):
         carry = _once(chosen == i, lambda c, i=i: proposed(i, c), carry)
       draft, drafter = carry
@@ -133,13 +147,12 @@ class Ladder:
         short = jax.tree.map(lambda x, n=one.drafter.num_nodes: x[:, :n], draft)
         carry = _once(size == i, lambda c, i=i, short=short: verified(
             i, c[0], short, c[0].drafter), carry)
-      return *carry, size
+      state, found = carry
+      return state.replace(controller=self.controller.learned(
+          before, found[0], state.lengths, chosen, size)), found
 
-    carry = state, tuple(map(_blank, blank)), jnp.zeros((), jnp.int32)
-    carry = _once(chosen == 0, rest, carry)
-    state, (stats, trace), size = _once(chosen > 0, drafted, carry)
-    learned = self.controller.learn(before, stats, state.lengths, chosen, size)
-    return state.replace(controller=learned), stats, trace
+    carry = _once(chosen == 0, rest, (state, _blank(blank)))
+    return _once(chosen > 0, drafted, carry)
 
   def _caught_up(self, params, state):
     """The state whose drafter has read what was committed without it."""

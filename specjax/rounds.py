@@ -96,6 +96,11 @@ class Round:
     draft, drafter = self.propose(params, state, coins)
     return self.judge(params, state, coins, draft, drafter)
 
+  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats]:
+    """A round whose trace nobody asked for."""
+    return self(params, state, coins)[:2]
+
   def judge(self, params: Any, state: DecodeState, coins: jax.Array,
             draft: Draft, drafter: Any
             ) -> tuple[DecodeState, RoundStats, Trace]:
@@ -224,8 +229,10 @@ def _emitted(state, draft, verdict, usable):
 
 def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
   def step(state, coins):
+    if not traced:
+      return parts.untraced(params, state, coins)
     state, stats, trace = parts(params, state, coins)
-    return state, (stats, trace) if traced else stats
+    return state, (stats, trace)
 
   return jax.lax.scan(step, state, parts.toss(state, rounds))
 
@@ -254,7 +261,7 @@ def _until(parts: Round, params, state):
     return carry
 
   # Under jit of its own, so that the loop does not trace the round again.
-  one = jax.jit(lambda *arguments: parts(*arguments)[:2])
+  one = jax.jit(lambda *arguments: parts.untraced(*arguments))
   coins = jax.eval_shape(lambda state: parts.toss(state, 1)[0], state)
   shapes = jax.eval_shape(one, params, state, coins)[1]
   zero = jax.tree.map(
