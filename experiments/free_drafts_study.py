@@ -18,6 +18,7 @@ Drafters (--drafter, any number of them):
   recycling       a tree of what the target found likely before
   rest            a tree of frequent continuations in a --datastore
   noise           tokens of equal probability, to see what drafts cost
+  a+b             a cascade: a drafts for b, which drafts for the target
   a|b             a, and b in rows where a has no draft
   others          language models, as in the other studies
 
@@ -34,8 +35,8 @@ import sys
 
 from absl import flags
 from lib import common
+from lib import compositions
 from lib import flags as shared
-from lib import free_drafts
 from lib import generation_arms
 from lib import models
 from lib import prompts as prompts_lib
@@ -50,13 +51,15 @@ from specjax import prefill
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="ngram,suffix,recycling",
-    help_=f"{', '.join(free_drafts.NAMES)}, a|b, ")
+    help_=f"{compositions.HELP}, ")
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "also with a controller of the length of drafts, whose "
     "costs are measured the first time")
-_DATASTORE = flags.DEFINE_string(
-    "datastore", None, "file of build_datastore.py")
+_TAIL = flags.DEFINE_bool(
+    "tail", True, "whether the innermost drafter of a cascade drafts on after "
+    "its tokens")
+_DATASTORE = shared.datastore()
 _TRANSFORMERS = flags.DEFINE_enum(
     "transformers", "auto", ["auto", "yes", "no"],
     "compare with transformers; auto: where it is installed")
@@ -199,10 +202,11 @@ def main():
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as ngram"))
   target, members, tokenizer = models.load_models(
-      _TARGET.value, free_drafts.language_models(names),
-      ", ".join((*free_drafts.NAMES, *models.DRAFTERS)), dtype=_DTYPE.value)
-  drafters = {name: free_drafts.method(
-      name, _GAMMA.value, target, members, _DATASTORE.value) for name in names}
+      _TARGET.value, sum(map(compositions.members, names), []),
+      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+  drafters = {name: compositions.strategy(
+      name, _GAMMA.value, target, members, _TAIL.value, _DATASTORE.value)
+              for name in names}
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
@@ -219,6 +223,7 @@ def main():
   fingerprint = rollouts.fingerprint(
       [m.params for m in (target, *members.values())], names, eos,
       _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value, _DATASTORE.value,
+      _TAIL.value,
       _TRANSFORMERS.value)
   units = [(fingerprint, t, name, i, _SEED.value, rollouts.digest(rows[i]))
            for t in temperatures

@@ -86,6 +86,7 @@ _VERIFIER = flags.DEFINE_enum(
 _GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
                       "or look-ahead tokens for it")
 _NODES = shared.nodes(16)
+_DATASTORE = shared.datastore()
 _CONTROLLER = flags.DEFINE_bool(
     "controller", False, "choose the length of the drafts before every round, "
     "up to --gamma or --nodes and down to none, by what rounds cost here; the "
@@ -168,7 +169,7 @@ def _speculation():
       strategy = chain(_GAMMA.value)
   if composed:
     strategy, params["drafter"] = compositions.strategy(
-        name, _GAMMA.value, target, members, _TAIL.value)
+        name, _GAMMA.value, target, members, _TAIL.value, _DATASTORE.value)
   if rule:
     strategy = strategy._replace(verifier=rule)
   return target, target.model, params, strategy, tokenizer
@@ -202,7 +203,7 @@ def _check_flags():
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
   if _DRAFT_VOCABULARY.value and (
-      name in ("none", compositions.NGRAM) or models.drafts_for_itself(name)):
+      name in ("none", *compositions.FREE) or models.drafts_for_itself(name)):
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")

@@ -308,12 +308,14 @@ def test_what_a_flag_composes():
   strategy, params = compositions.strategy(name, 7, model, loaded, tail=True)
   assert params == (None, ("t", {"target": "s", "drafter": {
       "target": "t", "drafter": None}}))
+  assert strategy.verifier == sj.verifiers.Block()
   stages = strategy.drafter.second.second
   assert [stages.gamma, stages.drafter.gamma,
           stages.drafter.drafter.gamma] == [7, 4, 2]
   assert (stages.tail, stages.drafter.tail) == (True, False)
   assert isinstance(_decoder(strategy.drafter), sj.Decoder)
   for bad, message in (("tiny+ngram", "write ngram first"),
-                       ("ngram|", "lacks a name"), ("+tiny", "lacks a name")):
+                       ("ngram|", "lacks a name"), ("+tiny", "lacks a name"),
+                       ("recycling|tiny", "name it alone")):
     with pytest.raises(ValueError, match=message):
       compositions.members(bad)

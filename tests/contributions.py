@@ -341,6 +341,16 @@ def _fallback():
       params={**pair().params, "drafter": (None, pair().params["drafter"])})
 
 
+def _fallback_to_another_vocabulary():
+  """It misses what the n-grams drafted, and rounds without a draft."""
+  other = _token_intersection()
+  return Contributed(
+      Fallback(first=NGram(gamma=2, min_ngram=2), second=other.drafter),
+      sj.verifiers.Block(),
+      params={**other.params, "drafter": (None, other.params["drafter"])},
+      controller=sj.Controller(lengths=(0, 3), seconds=(1.0, 1.1)))
+
+
 def _merge():
   """Drawn tokens, certain ones, and a certain tree that remembers."""
   return Contributed(
@@ -423,6 +433,7 @@ DRAFTERS = {
         Retrieval, sj.verifiers.Block(), max_match=4, proposal="sampled"),
     "Cascade": _cascade,
     "Fallback": _fallback,
+    "Fallback to another vocabulary": _fallback_to_another_vocabulary,
     "Merge": _merge,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),

@@ -1,30 +1,97 @@
-"""Drafters that a flag makes of others: ngram, ngram+small, ngram|small.
+"""Drafters that flags name without training: copies, and compositions.
 
-  ngram         copies of the row's own text, which need no model
-  a+b           a cascade: a drafts for b, which drafts for the target
-  a|b           a fallback: a, and b in rows where a has no draft
+  ngram           copies of the row's own text (prompt lookup)
+  suffix          the most frequent continuations of its suffixes
+  sampled_suffix  drawn from the counts of these continuations
+  recycling       a tree of what the target found likely before
+  rest            a tree of frequent continuations in a datastore
+  noise           tokens of equal probability, to see what drafts cost
+  a+b             a cascade: a drafts for b, which drafts for the target
+  a|b             a fallback: a, and b in rows where a has no draft
 
-`+` binds more tightly than `|`, both may be repeated, and all other names are
-those of language models that have the target's tokens.
+`+` binds more tightly than `|` and both may be repeated. All other names are
+those of language models; in a cascade they have the target's tokens.
 """
 
+from collections.abc import Mapping
+import dataclasses
 import os
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from lib import models
+import specjax as sj
 from specjax import drafters
+from specjax import strategies
 from specjax import verifiers
+from specjax.data import datastores
+from specjax.drafters import common
 from specjax.models import Pretrained
 from specjax.strategies import Strategy
 
-NGRAM = "ngram"
-HELP = (f"{NGRAM} (copies of the text so far), a+b (a cascade: a drafts for b, "
-        "half as many tokens) or a|b (a, or b where a has no draft)")
+_NODES = 16  # of trees
+_FREE = {
+    "ngram": strategies.prompt_lookup,
+    "suffix": strategies.suffix_decoding,
+    "sampled_suffix": lambda gamma: strategies.suffix_decoding(
+        gamma, proposal="sampled"),
+    "recycling": lambda gamma: strategies.token_recycling(),
+    "rest": lambda gamma: strategies.rest(nodes=_NODES, gamma=gamma),
+    "noise": lambda gamma: Strategy(Noise(gamma=gamma), verifiers.Block()),
+}
+_TREES = ("recycling", "rest")
+FREE = tuple(_FREE)
+HELP = (f"{', '.join(FREE)} (which need no model), a+b (a cascade: a drafts "
+        "for b, half as many tokens) or a|b (a, or b where a has no draft)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noise:
+  """Drafts tokens of equal probability, of which almost none is accepted."""
+
+  gamma: int
+  vocab_size: int | None = None
+
+  chain = True
+  iid = True
+  conditional = True
+  autoregressive = True
+  proposal = "iid"
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def num_coins(self) -> int:
+    return self.gamma
+
+  def bind(self, target, transform):
+    """The same drafter, for this target."""
+    del transform
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+  def init(self, params, prompt, prefill_output):
+    """Nothing: noise remembers nothing."""
+    del params, prompt, prefill_output
+
+  def propose(self, params, coins, state):
+    """Drafts a chain for every row."""
+    del params
+    tokens = (coins * self.vocab_size).astype(jnp.int32)
+    probs = jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)
+    return jax.vmap(sj.Draft.chain)(common.roots(state), tokens, probs), None
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    """Nothing."""
+    del params, drafter, draft, verdict, target_output, count
 
 
 def composes(name: str) -> bool:
   """Whether a name is one of these."""
-  return name == NGRAM or not os.path.exists(name) and bool(
+  return name in _FREE or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
 
 
@@ -39,50 +106,70 @@ def members(name: str) -> list[str]:
     stages = one.split("+")
     if not all(stages):
       raise ValueError(f"--drafter={name} lacks a name beside + or |; write "
-                       f"such as {NGRAM}+small or {NGRAM}|small")
-    if NGRAM in stages[1:]:
-      raise ValueError(f"--drafter={name} has a drafter for {NGRAM}, which "
-                       f"copies and needs none; write {NGRAM} first")
+                       "such as ngram+small or ngram|small")
+    for stage in stages[1:]:
+      if stage in _FREE:
+        raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
+                         f"has no model and needs none; write {stage} first")
     found += stages
-  return [one for one in dict.fromkeys(found) if one != NGRAM]
+  for tree in _TREES:
+    if tree in found and len(found) > 1:
+      raise ValueError(f"--drafter={name} composes {tree}, which drafts trees, "
+                       "and only chains are composed; name it alone")
+  return [one for one in dict.fromkeys(found) if one not in _FREE]
 
 
 def strategy(name: str, gamma: int, target: Pretrained,
-             loaded: dict[str, Pretrained], tail: bool = False
-             ) -> tuple[Strategy, Any]:
-  """The strategy of such a name, and `params["drafter"]`.
+             loaded: Mapping[str, Pretrained], tail: bool = False,
+             datastore: str | None = None) -> tuple[Strategy, Any]:
+  """The strategy of such a name or of a language model's, and its parameters.
 
   Args:
     name: see above.
     gamma: drafted tokens of a round; a stage inside of a cascade drafts half
-      as many as the next one.
+      as many as the next one. Trees have 16 nodes.
     target: the model that is drafted for.
     loaded: `{label: drafter}`, the models that `members` names.
     tail: of the cascades whose tokens the target judges.
+    datastore: file of build_datastore.py, which `rest` needs and the suffixes
+      use.
+
+  Returns:
+    `(Strategy, params["drafter"])`.
 
   Raises:
-    ValueError: a model has other tokens than the target.
+    ValueError: a model or the datastore does not fit the target.
   """
-  *others, (drafter, params) = (
-      _cascade(one.split("+"), gamma, target, loaded, tail)
+  *others, (found, params) = (
+      _stages(one.split("+"), gamma, target, loaded, datastore, tail)
       for one in name.split("|"))
   for first, own in reversed(others):
-    drafter = drafters.Fallback(first=first, second=drafter)
+    found = strategies.fallback(first.drafter, found.drafter)
     params = own, params
-  return Strategy(drafter, verifiers.Block()), params
+  return found, params
 
 
-def _cascade(stages, gamma, target, loaded, tail=False):
-  """`(drafter, params)` of stages, the innermost first."""
+def _stages(stages, gamma, target, loaded, datastore, tail=False):
+  """A cascade, the innermost stage first, or a drafter alone."""
   *inner, last = stages
-  if last == NGRAM:
-    return drafters.NGram(gamma=gamma), None
+  if last in _FREE:
+    return _FREE[last](gamma), _store(last, datastore, target)
   member = loaded[models.label(last)]
-  models.check_tokens(target, member, last)
   if not inner:
-    return drafters.LanguageModel(
-        model=member.model, gamma=gamma), member.params
-  drafter, own = _cascade(inner, -(-gamma // 2), target, loaded)
-  return drafters.Cascade(
-      model=member.model, drafter=drafter, gamma=gamma, tail=tail), {
-          "target": member.params, "drafter": own}
+    chain, params = models.chain(target, member, last)
+    return chain(gamma), params
+  models.check_tokens(target, member, last)
+  found, own = _stages(inner, -(-gamma // 2), target, loaded, datastore)
+  return Strategy(drafters.Cascade(
+      model=member.model, drafter=found.drafter, gamma=gamma, tail=tail),
+      verifiers.Block()), {"target": member.params, "drafter": own}
+
+
+def _store(name, datastore, target):
+  """What a drafter without a model reads besides the row's own text."""
+  if name == "rest" and datastore is None:
+    raise ValueError("rest drafts from a corpus; give --datastore=FILE, which "
+                     "experiments/build_datastore.py writes")
+  if datastore is None or name not in ("rest", "suffix", "sampled_suffix"):
+    return None
+  return jax.device_put(datastores.load(datastore, target.tokenizer))

@@ -85,6 +85,13 @@ def chat(help_="each prompt is a user's message, in the target's chat "
   return flags.DEFINE_bool("chat", False, help_)
 
 
+def datastore():
+  """What drafters without a model copy from."""
+  return flags.DEFINE_string(
+      "datastore", None, "file of build_datastore.py, which rest needs and "
+      "suffix uses")
+
+
 def gamma(default, help_="drafted tokens of a round"):
   """One draft length."""
   flag = flags.DEFINE_integer("gamma", default, help_, 1)

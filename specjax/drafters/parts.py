@@ -62,6 +62,12 @@ class Parts:
     """It does already, for its parts do."""
     return self
 
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+               ) -> tuple[Any, ...]:
+    """Nothing: its parts find out what they have missed."""
+    del params, since
+    return state.drafter
+
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
     """The state of each part.

@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec
 from specjax import contract
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
+from specjax.drafters import following
 from specjax.drafters import reading as reading_lib
 from specjax.drafters import translation
 from specjax.sampling import COINS_A_DRAW
@@ -110,29 +111,15 @@ class TokenIntersection(reading_lib.Reader):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
-    """The prompt in the drafter's tokens, read.
-
-    The target's bos in front is dropped, and the drafter's put there, where
-    they have one.
-    """
+    """The prompt in the drafter's tokens, read."""
     del prefill_output
     own = params["drafter"]
     vocabulary = own["vocabulary"]
     self._check(vocabulary)
-    width = self._columns(prompt)
-
-    def expanded(tokens, length):
-      has_bos = tokens[0] == vocabulary.first[0]
-      tokens = jnp.where(has_bos, jnp.roll(tokens, -1), tokens)
-      ids, count = translation.spelled(
-          tokens, length - has_bos, vocabulary, width)
-      puts_bos = vocabulary.first[1] >= 0
-      with_bos = jnp.roll(ids, 1).at[0].set(vocabulary.first[1])
-      return jnp.where(puts_bos, with_bos, ids), count + puts_bos
-
-    ids, count = jax.vmap(expanded)(prompt.tokens, prompt.lengths)
+    ids, count = self._spelled(
+        vocabulary, prompt.tokens, prompt.lengths, self._columns(prompt))
     return reading_lib.begun(
-        self.model, own["model"], ids, count.astype(jnp.int32), prompt.lengths,
+        self.model, own["model"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.gamma)
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
@@ -191,6 +178,42 @@ class TokenIntersection(reading_lib.Reader):
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
     draft = jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
     return draft, reading.drafted(length, fed, cache)
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+               ) -> reading_lib.Reading:
+    """The committed text in the drafter's tokens; see `specjax.contract`.
+
+    All of it is spelled anew, whatever was read before: the cache is kept as
+    far as it is the same, and `propose` reads the rest.
+    """
+    del since
+    room = self._room(state.tokens.shape[1])
+    ids, count = self._spelled(params["drafter"]["vocabulary"], state.tokens,
+                               state.lengths, room)
+    return state.drafter.amended(
+        jnp.zeros_like(count), ids, count, state.lengths, room)
+
+  def follow(self) -> following.Following:
+    """The same, beside or inside of other drafters; see `specjax.contract`."""
+    return following.Following(drafter=self)
+
+  def _spelled(self, vocabulary, tokens, lengths, width):
+    """Texts `[B, S]` in the drafter's tokens, `[B, width]`, and their lengths.
+
+    The target's bos in front is dropped, and the drafter's put there, where
+    they have one.
+    """
+    def one(tokens, length):
+      has_bos = tokens[0] == vocabulary.first[0]
+      tokens = jnp.where(has_bos, jnp.roll(tokens, -1), tokens)
+      ids, count = translation.spelled(
+          tokens, length - has_bos, vocabulary, width)
+      puts_bos = vocabulary.first[1] >= 0
+      with_bos = jnp.roll(ids, 1).at[0].set(vocabulary.first[1])
+      return (jnp.where(puts_bos, with_bos, ids),
+              (count + puts_bos).astype(jnp.int32))
+
+    return jax.vmap(one)(tokens, lengths)
 
   def _read(self, state, vocabulary, room):
     """What was read, and the pieces of the tokens committed since."""
