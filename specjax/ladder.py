@@ -139,20 +139,20 @@ class Ladder:
 
       carry = _blank(whole[1].draft), state.drafter
       for i in range(1, len(self.rungs)):
-        carry = _once(chosen == i, lambda c, i=i: proposed(i, c), carry)
+        carry = common.once(chosen == i, lambda c, i=i: proposed(i, c), carry)
       draft, drafter = carry
       size = self._needed(draft, state.done, chosen)
       carry = state.replace(drafter=drafter), found
       for i, one in enumerate(self.rungs):
         short = jax.tree.map(lambda x, n=one.drafter.num_nodes: x[:, :n], draft)
-        carry = _once(size == i, lambda c, i=i, short=short: verified(
+        carry = common.once(size == i, lambda c, i=i, short=short: verified(
             i, c[0], short, c[0].drafter), carry)
       state, found = carry
       return state.replace(controller=self.controller.learned(
           before, found[0], state.lengths, chosen, size)), found
 
-    carry = _once(chosen == 0, rest, (state, _blank(blank)))
-    return _once(chosen > 0, drafted, carry)
+    carry = common.once(chosen == 0, rest, (state, _blank(blank)))
+    return common.once(chosen > 0, drafted, carry)
 
   def _caught_up(self, params, state):
     """The state whose drafter has read what was committed without it."""
@@ -233,17 +233,6 @@ def _has_model(part):
     return any(map(_has_model, part))
   return dataclasses.is_dataclass(part) and any(
       _has_model(getattr(part, f.name)) for f in dataclasses.fields(part))
-
-
-def _once(wanted, function, carry):
-  """`function(carry)` if it is wanted.
-
-  A loop of at most one step: `lax.cond` copies what it passes through, and
-  would do so with every cache.
-  """
-  return jax.lax.while_loop(
-      lambda loop: loop[0],
-      lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
 
 
 def _blank(shapes):

@@ -43,6 +43,17 @@ def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return jax.vmap(tree)(roots(state), jnp.where(known, tokens, 0), probs)
 
 
+def once(wanted: jax.Array, function, carry):
+  """`function(carry)` if it is wanted, a `[]` bool, and else `carry`.
+
+  A loop of at most one step: `lax.cond` copies what it passes through, and
+  would do so with every cache.
+  """
+  return jax.lax.while_loop(
+      lambda loop: loop[0],
+      lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
+
+
 def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
   """Raises a `ValueError` where a drafter's model has other tokens."""
   if model.vocab_size != target.vocab_size:
