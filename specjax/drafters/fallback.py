@@ -98,13 +98,12 @@ class Fallback(parts.Parts):
     """
     draft, first = self.asked(0, params, coins, state)
     lacking = parts.real_nodes(draft).sum(-1) < self.min_tokens
-    ask = lambda: self.asked(1, params, coins, state)
-    shapes = jax.eval_shape(ask)[0]
-    nothing = lambda: (
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        state.drafter[1])
-    other, second = jax.lax.cond(
-        jnp.any(lacking & ~state.done), ask, nothing)
+    ask = lambda both: self.asked(
+        1, params, coins, state.replace(drafter=(first, both[1])))
+    shapes = jax.eval_shape(ask, (None, state.drafter[1]))[0]
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    other, second = common.once(
+        jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
     pick = lambda mine, others: jnp.where(
         lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
     draft = jax.tree.map(
