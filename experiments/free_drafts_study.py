@@ -93,6 +93,8 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
     params = {"target": target.params, "drafter": own}
     arms[name] = arm(decoder, params)
     if _CONTROLLER.value:
+      print(f"measuring what rounds of {name} cost, unless it is known",
+            file=sys.stderr)
       controller = sj.costs.measured(
           decoder, params, used=int(np.median([len(row) for row in prompts])))
       arms[name + _CONTROLLED] = arm(
