@@ -74,7 +74,8 @@ class Controller:
       their ratios count.
     reading: seconds that the drafter needs to read a token that was committed
       without it, before it drafts again.
-    prior: the share of drafted tokens that is accepted, before any was seen.
+    prior: the share of drafted tokens that is accepted, before any was seen;
+      rather too high, for what is tried in vain is bounded by the purse.
     memory: of what was seen, kept in a round with a draft, in [0, 1).
     risk: share of the time that may be spent on drafts that do not pay.
     credit: tokens that may be lost on such drafts at the beginning.
@@ -83,9 +84,9 @@ class Controller:
   lengths: tuple[int, ...] = (0, 2, 4, 8)
   seconds: tuple[float, ...]
   reading: float = 0.0
-  prior: float = 0.5
+  prior: float = 0.7
   memory: float = 0.9
-  risk: float = 0.03
+  risk: float = 0.02
   credit: float = 1.0
 
   def __post_init__(self):
@@ -154,7 +155,7 @@ class Controller:
     # Every draft reaches its first token: so many rounds are counted.
     share = mean((own.needed + _PRIOR_ROUNDS)
                  / (own.reached[:, 0] + _PRIOR_ROUNDS))
-    goodput = tokens / (1 + share * added + late)
+    goodput = tokens / (1 + share * added)
     affordable = (added + late <= mean(own.purse)).at[0].set(True)
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 

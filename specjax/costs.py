@@ -63,8 +63,10 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
     ValueError: a controller does not fit the decoder.
   """
   lengths = tuple(lengths or lengths_for(decoder.drafter))
+  # A constraint may have no text as random as those that are decoded here.
   trial = dataclasses.replace(
       decoder, observers=(), debug=False, eos=None,
+      transform=dataclasses.replace(decoder.transform, constraints=()),
       controller=Controller(lengths=lengths, seconds=(1.0,) * len(lengths)))
   path = _path(directory, trial, params, batch, used)
   found = _kept(path, len(lengths))

@@ -140,9 +140,9 @@ def test_noise_costs_a_bounded_time_and_is_tried_again():
   state, drafted, emitted = _decoded([_wrong(text)])
   assert (emitted == 1).all()
   cost = np.interp(drafted, _LENGTHS, _SECONDS).sum()
-  assert 320 < cost <= 1.03 * 320 + 1
+  assert 320 < cost <= 1.02 * 320 + 1
   np.testing.assert_allclose(
-      state.controller.purse[0], 1 + 1.03 * 320 - cost, atol=1e-2)
+      state.controller.purse[0], 1 + 1.02 * 320 - cost, atol=1e-2)
   tried = np.flatnonzero(drafted[:, 0])
   assert len(tried) > 6 and np.diff(tried).max() < 50
   assert (drafted[tried[2:]] == 2).all()  # the least that tells
@@ -159,7 +159,7 @@ def test_a_text_that_turns():
   turns = np.where(np.arange(len(text)) < 160, text, _wrong(text))
   _, drafted, emitted = _decoded([turns])
   late = drafted[np.cumsum(emitted) > 166]
-  assert (late > 0).mean() < 0.1
+  assert (late > 0).mean() < 0.35 and (late == 8).mean() < 0.1
 
 
 def test_what_is_not_drafted_is_not_paid():
@@ -167,7 +167,7 @@ def test_what_is_not_drafted_is_not_paid():
   _, text = _greedy()
   state, drafted, _ = _decoded([text[:3]])  # padding after two tokens
   assert drafted[3:].sum() == 0
-  assert float(state.controller.purse[0]) > 9.5  # 3 % of 300 tokens
+  assert float(state.controller.purse[0]) > 7  # 2 % of 300 tokens
   assert float(state.controller.needed[0]) < 0.1
 
 
