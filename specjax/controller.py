@@ -13,12 +13,12 @@ long lose nothing by it. So with a controller the text of a row at a temperature
 above 0 depends on the rows beside it. Its law does not.
 
 What it may lose is bounded. A row has a purse, in tokens of decoding without
-drafts: each token that is emitted puts 1 + `risk` into it and each round takes
-out what it cost, so that rounds that pay fill it. A draft is made only if the
-purse can bear that nothing of it is accepted. If the measured seconds are
-right, n tokens of a row never take longer than (1 + risk) n + `credit` tokens
-take without drafts; what `risk` buys is that drafting is tried again, however
-long it did not pay.
+drafts: what the rows of a round emit, with a share of `risk` on top, is put
+into their purses alike, and what the round cost is taken out: rounds that pay
+fill them. A draft is made only if the purses can bear that nothing of it is
+accepted. If the measured seconds are right, n tokens therefore never take
+longer than (1 + risk) n + `credit` tokens without drafts. What `risk` buys is
+that drafting is tried again, however long it did not pay.
 """
 
 import dataclasses
@@ -141,8 +141,7 @@ class Controller:
   def choose(self, state: DecodeState) -> jax.Array:
     """`[]` int32, the index of the length that the batch drafts now."""
     own, active = state.controller, ~state.done
-    mean = lambda x: jnp.sum(jnp.where(active, x, 0)) / jnp.maximum(
-        jnp.sum(active), 1)
+    mean = lambda x: _mean(x, active)
     # A row emits no more than its limit allows.
     place = jnp.arange(self.lengths[-1] + 1)
     left = (state.limits - state.lengths)[:, None]
@@ -207,7 +206,17 @@ class Controller:
     return jax.tree.map(keep, new, own)
 
   def _filled(self, state, emitted, cost):
-    """The purse after a round that emitted so much and cost so much."""
+    """The purse after a round that emitted so much and cost so much.
+
+    Rows that share a round share what it earns: one that does not pay for
+    itself may cost less than the others gain.
+    """
     purse = state.controller.purse
-    new = jnp.minimum(purse + (1 + self.risk) * emitted - cost, _MOST)
+    earned = (1 + self.risk) * _mean(emitted, ~state.done) - cost
+    new = jnp.minimum(purse + earned, _MOST)
     return jnp.where(state.done, purse, new.astype(jnp.float32))
+
+
+def _mean(x, rows):
+  """The mean of `x [B]` over some rows, `[]`."""
+  return jnp.sum(jnp.where(rows, x, 0)) / jnp.maximum(jnp.sum(rows), 1)
