@@ -68,6 +68,9 @@ def main() -> None:
   tokenizer = _tokenizer()
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   if _PART.value == "training":
+    if len(documents) == 1:
+      raise ValueError(f"--data={_DATA.value} has one document, of which no "
+                       "part can be held out; take all of it with --part=all")
     documents, _ = corpora.split(documents)
   start = time.perf_counter()
   parts = _documents(tokenizer, [d.text for d in documents])

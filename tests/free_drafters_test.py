@@ -152,9 +152,40 @@ def test_ids_that_are_no_tokens_end_a_reference():
   assert _drafted(Reference(gamma=_GAMMA), state) == [[1]]
 
 
+def test_references_of_16_bits_for_a_large_vocabulary():
+  # Broken: V is beyond what their type holds, and nothing is ever drafted.
+  state = _state([[0]], np.zeros((1, 8), np.int32),
+                 reference=np.array([[0, 7, 2, -1]], np.int16))
+  drafter = Reference(gamma=2, vocab_size=49152)
+  assert drafter._copied(state)[0].tolist() == [[7, 2]]
+
+
+def test_reference_texts_of_one_width():
+  # Broken: rows that are inserted later do not fit to those that are there.
+  texts = [[[5, 6], [7]], []]
+  found = sj.drafters.reference_texts(texts, columns=6)
+  assert found.tolist() == [[5, 6, -1, 7, -1, -1], [-1] * 6]
+  assert sj.drafters.reference_texts(texts).shape == (2, 128)
+  for columns, words in ((4, "columns is 4 and .* have 5 tokens"),
+                         (0, "columns is 0"), (8.0, "columns is 8.0.*whole")):
+    with pytest.raises(ValueError, match=words):
+      sj.drafters.reference_texts(texts, columns=columns)
+
+
+def test_what_is_declared_of_copies():
+  # Broken: a rule for autoregressive drafts takes them at gamma 1, though the
+  # tokens before decide whether there is a draft.
+  for drafter in (NGram(gamma=1), Reference(gamma=1), NGram(gamma=3)):
+    assert drafter.conditional and not drafter.autoregressive
+
+
 @pytest.mark.parametrize("make,words", [
     (lambda: NGram(gamma=0), "gamma is 0.*at least 1"),
     (lambda: NGram(gamma=2, min_ngram=0), "min_ngram is 0"),
+    (lambda: NGram(gamma=2, max_ngram=3.0), "max_ngram is 3.0.*whole"),
+    (lambda: NGram(gamma=2.0), "gamma is 2.0.*whole"),
+    (lambda: NGram(gamma=float("nan")), "gamma is nan.*whole"),
+    (lambda: sj.drafters.LanguageModel(model=None, gamma=2.0), "2.0.*whole"),
     (lambda: Reference(gamma=2, max_ngram=1, min_ngram=2),
      "max_ngram is 1.*min_ngram, 2"),
     (lambda: NGram(gamma=2, prefer="last"), "'last'.*latest, first"),
@@ -275,6 +306,10 @@ def test_a_table_goes_from_text_to_text():
   table = np.array([[1, 2], [2, 0], [_V, _V]], np.int32)
   drafter = Recycling(parents=(-1, 0, 0, 1), from_prompt=False)
   found = _prefill(drafter, table).drafter
+  np.testing.assert_array_equal(found, table[None])
+  # Broken too: a successor -1 is followed by those of the table's last token.
+  other = np.where(table == _V, [-1, _V + 9], table)
+  found = _prefill(drafter, other).drafter
   np.testing.assert_array_equal(found, table[None])
   found = _prefill(Recycling(parents=(-1, 0, 0, 1)), table + 0).drafter
   np.testing.assert_array_equal(found[0], table)  # 1 after 0 is known already

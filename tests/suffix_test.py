@@ -10,6 +10,7 @@ import pytest
 
 import specjax as sj
 from specjax.data import datastores
+from specjax.drafters import continuations
 from specjax.drafters import matches
 from specjax.drafters import Suffix
 
@@ -109,7 +110,7 @@ def _documents():
   return [rng.integers(_V, size=n).tolist() for n in _STORED]
 
 
-def _propose(drafter, rows, store=None, temperature=1.0, seed=0):
+def _propose(drafter, rows, store=None, temperature=1.0, seed=0, done=False):
   """Tokens `[B, gamma]`, laws `[B, gamma, V]`; the slots after rows are full.
   """
   tokens = np.random.default_rng(3).integers(_V, size=(len(rows), _SLOTS + 8))
@@ -119,9 +120,9 @@ def _propose(drafter, rows, store=None, temperature=1.0, seed=0):
                        sj.LogitsTransform(temperature=None))
 
   @jax.jit
-  def propose(params, tokens, lengths, coins, temperature):
+  def propose(params, tokens, lengths, coins, temperature, done):
     state = types.SimpleNamespace(tokens=tokens, lengths=lengths,
-                                  temperature=temperature)
+                                  temperature=temperature, done=done)
     return bound.propose(params, coins, state)[0]
 
   draft = propose(
@@ -129,7 +130,8 @@ def _propose(drafter, rows, store=None, temperature=1.0, seed=0):
       jnp.asarray(tokens, jnp.int32),
       jnp.array([len(row) for row in rows], jnp.int32),
       jax.random.uniform(jax.random.key(seed), (len(rows), bound.num_coins)),
-      jnp.full((len(rows),), temperature))
+      jnp.full((len(rows),), temperature),
+      jnp.broadcast_to(jnp.asarray(done), (len(rows),)))
   assert (draft.tokens[:, 0] == np.array([row[-1] for row in rows])).all()
   return np.asarray(draft.tokens)[:, 1:], np.asarray(draft.probs)[:, 1:]
 
@@ -209,12 +211,14 @@ def test_sampled_drafts_are_drawn_from_the_counts():
 
 
 def test_sampled_drafts_at_temperature_0_are_certain():
-  # Broken: greedy rows draft anything but the most frequent path.
+  # Broken: greedy rows draft anything but the most frequent path, or rows that
+  # are done keep the search going.
   rows = _texts(seed=2)
+  done = np.arange(len(rows)) % 3 == 1
   drafter = Suffix(proposal="sampled", **_SETTINGS["another length"])
-  for row, drafted, law in zip(
-      rows, *_propose(drafter, rows, temperature=0.0)):
-    want = _best(drafter, row)[3]
+  for row, rests, drafted, law in zip(
+      rows, done, *_propose(drafter, rows, temperature=0.0, done=done)):
+    want = [] if rests else _best(drafter, row)[3]
     np.testing.assert_array_equal(law[:len(want)], np.eye(_V)[want])
     assert drafted[:len(want)].tolist() == want and not law[len(want):].any()
 
@@ -240,11 +244,30 @@ def test_of_many_matches_the_longest_and_then_the_latest_are_counted():
   assert following[0].tolist() == [[2, 0], [1, 2], [1, 0]]
 
 
+def test_the_most_matches_are_counted_exactly():
+  # Broken: a count of so many is rounded, and with it the match and the token
+  # that are drafted. The limit that the settings have is the one that is safe.
+  count = continuations._MOST_MATCHES
+  following = np.full((count, 1), 1, np.int32)
+  following[0] = 0
+  tokens, probs = continuations.walk(
+      jnp.asarray(following), jnp.ones((1, count), bool), jnp.zeros(1),
+      jnp.ones(1, jnp.int32), 0.0)
+  assert tokens.item() == 1
+  assert probs.item() == pytest.approx((count - 1) / count)
+
+
 def test_bad_settings_are_refused_in_one_line():
   # Broken: a slip ends in a traceback of the compiler, or in no drafts.
   for settings, words in (
       (dict(gamma=0), "gamma is 0"), (dict(max_matches=0), "max_matches is 0"),
+      (dict(max_matches=4096), "max_matches is 4096.*at most 4095"),
+      (dict(max_matches=8.0), "max_matches is 8.0.*whole"),
       (dict(max_depth=1), "max_depth is 1.*at least 2"),
+      (dict(max_depth=4.0), "max_depth is 4.0.*whole"),
+      (dict(max_spec_factor=np.nan), "max_spec_factor is nan.*finite"),
+      (dict(max_spec_offset=np.nan), "max_spec_offset is nan.*finite"),
+      (dict(max_spec_offset=np.inf), "max_spec_offset is inf.*finite"),
       (dict(min_token_prob=1.5), r"1.5; it must lie in \[0, 1\]"),
       (dict(max_spec_factor=-1), "max_spec_factor is -1"),
       (dict(proposal="top_k"), "proposal is 'top_k'.*certain, sampled")):
@@ -254,10 +277,15 @@ def test_bad_settings_are_refused_in_one_line():
   model = sj.testing.MarkovModel(_V)
   decoder = sj.Decoder(target=model, drafter=Suffix(gamma=2),
                        verifier=sj.verifiers.Block())
-  params = {"target": model.init(jax.random.key(0)),
-            "drafter": datastores.index([[1, 4]], vocab_size=5)}
-  with pytest.raises(ValueError, match="ids of 5 tokens and the target has 3"):
-    decoder.prefill(params, [[1]], jax.random.key(0))
+  target = model.init(jax.random.key(0))
+  for store, words in (
+      (datastores.index([[1, 4]], vocab_size=5), "ids of 5 tokens.*target has"),
+      ((datastores.index([[1]], _V),), "is a tuple and Suffix.*Datastore"),
+      ({}, "is a dict and Suffix looks in a Datastore.*or None for")):
+    with pytest.raises(ValueError, match=words) as e:
+      decoder.prefill({"target": target, "drafter": store}, [[1]],
+                      jax.random.key(0))
+    assert "\n" not in str(e.value)
   with pytest.raises(ValueError, match="autoregressive"):
     sj.Decoder(target=model, drafter=Suffix(gamma=2),
                verifier=sj.verifiers.GreedyBlock())

@@ -4,7 +4,7 @@ REST (He et al. 2023, arXiv:2311.08252) finds what followed the last tokens of
 a text in a corpus. Here a corpus is two arrays: the tokens, with a separator
 after every document, and the starts of all suffixes, sorted by their first
 `depth` tokens. All places where a pattern of up to `depth` tokens stands are
-then one range, found by two binary searches (`drafters.continuations`). No
+then one range, found by two binary searches (`drafters.matches`). No
 pattern has a separator, so that no match crosses the end of a document; and
 what follows a match ends there.
 
@@ -40,6 +40,8 @@ DEEPEST = 30  # what a search compares as one whole number of 32 bits
 _MAGIC = b"specjax datastore 1\n"
 _HEADER = 4096  # bytes, so that the arrays are aligned
 _LARGEST = 2**31 - 2**16  # positions are int32
+_SIZES = (("tokens", _LARGEST), ("suffixes", _LARGEST), ("depth", DEEPEST),
+          ("vocab_size", 2**31 - 1), ("bytes", 2**63))  # of a header; the most
 _REBUILD = "build it again with experiments/build_datastore.py"
 
 
@@ -47,7 +49,7 @@ _REBUILD = "build it again with experiments/build_datastore.py"
 class Datastore:
   """A corpus that drafters can search; `params["drafter"]` of `Retrieval`.
 
-  Rows share it, so it belongs into the parameters, and its arrays should be on
+  Rows share it, so it belongs in the parameters, and its arrays should be on
   the device: `jax.device_put(store)`.
 
   Attributes:
@@ -70,7 +72,8 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
           depth: int = DEPTH) -> Datastore:
   """Sorts the suffixes of a corpus.
 
-  It takes about 40 bytes of memory and less than a microsecond for a token.
+  It takes about 40 bytes of memory for a token, besides the documents, and less
+  than a microsecond.
 
   Args:
     documents: token ids; empty ones are left out.
@@ -81,23 +84,18 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
     A `Datastore` of numpy arrays.
 
   Raises:
-    ValueError: there are no tokens or too many, an id is out of range, or the
-      depth is.
+    ValueError: there are no tokens or too many, a document is no list of ids,
+      an id is out of range, or the depth is.
   """
-  if not 1 <= depth <= DEEPEST or depth != int(depth):
+  if not _is_whole(depth, DEEPEST):
     raise ValueError(f"depth is {depth}; it must be a whole number from 1 to "
                      f"{DEEPEST}")
   dtype = np.dtype(_dtype(vocab_size))
-  documents = [np.asarray(d) for d in documents if len(d)]
+  documents = [_checked(i, d, vocab_size) for i, d in enumerate(documents)]
+  documents = [d for d in documents if d.size]
   if not documents:
     raise ValueError("the corpus has no tokens; give at least one document "
                      "that is not empty")
-  for number, document in enumerate(documents):
-    if document.min() < 0 or document.max() >= vocab_size:
-      bad = document[(document < 0) | (document >= vocab_size)][0]
-      raise ValueError(f"document {number} holds token id {bad}; ids must lie "
-                       f"in [0, {vocab_size}): use the tokenizer whose size "
-                       "was given")
   size = sum(map(len, documents)) + len(documents)
   if size > _LARGEST:
     raise ValueError(f"the corpus has {size:,} tokens; a datastore holds "
@@ -165,6 +163,8 @@ def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
         f"tokens, {header['tokenizer']}) than the one given "
         f"({tokenizer.vocab_size} tokens, {found}); give that one, or "
         f"{_REBUILD}")
+  if header["vocab_size"] != tokenizer.vocab_size:
+    raise ValueError(f"{path} has a broken header; {_REBUILD}")
   tokens = np.memmap(path, _dtype(header["vocab_size"]), "r", _HEADER,
                      (header["tokens"],))
   suffixes = np.memmap(path, "<i4", "r", _HEADER + tokens.nbytes,
@@ -183,6 +183,31 @@ def tokenizer_fingerprint(tokenizer: ReadsText) -> str:
           special.items())))
 
 
+def _checked(number, document, vocab_size):
+  """A document as an array `[n]` of ids, all of them tokens."""
+  try:
+    found = np.asarray(document)
+  except ValueError:  # lists of several lengths
+    found = np.zeros((0, 0))
+  if found.shape == (0,):
+    return found
+  if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    raise ValueError(f"document {number} is no list of whole numbers; give the "
+                     "token ids of one text for each document")
+  if found.min() < 0 or found.max() >= vocab_size:
+    bad = found[(found < 0) | (found >= vocab_size)][0]
+    raise ValueError(f"document {number} holds token id {bad}; ids must lie in "
+                     f"[0, {vocab_size}): use the tokenizer whose size was "
+                     "given")
+  return found
+
+
+def _is_whole(value, most):
+  """Whether it is a whole number from 1 to `most`; 3.0 is none."""
+  return (isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+          and 1 <= value <= most)
+
+
 def _header(path):
   """The header of a file that is as long as it says."""
   try:
@@ -197,10 +222,13 @@ def _header(path):
                      f"{_REBUILD}")
   try:
     header = json.loads(text[len(_MAGIC):])
+    if not (all(_is_whole(header[name], limit) for name, limit in _SIZES)
+            and header["suffixes"] < header["tokens"]):
+      raise ValueError("a size is none")
     width = np.dtype(_dtype(header["vocab_size"])).itemsize
     wants = _HEADER + width * header["tokens"] + 4 * header["suffixes"]
     sizes = {size, wants, header["bytes"]}
-    header["tokenizer"], header["depth"]  # must be there
+    header["tokenizer"]  # must be there
   except (ValueError, KeyError, TypeError):
     raise ValueError(f"{path} has a broken header; {_REBUILD}") from None
   if len(sizes) > 1:
@@ -228,6 +256,7 @@ def _sorted_suffixes(tokens, separator, depth):
   for j in range(reach):
     key <<= np.uint64(bits)
     key |= padded[j:j + size]
+  del padded
   order = np.argsort(key, kind="stable")
   while reach < depth:
     rank = _ranks(key, order)
@@ -235,6 +264,7 @@ def _sorted_suffixes(tokens, separator, depth):
       break  # no two are equal
     key = rank << np.uint64(32)
     key[:size - reach] |= rank[reach:]
+    del rank
     order = np.argsort(key, kind="stable")
     reach *= 2
   return order[tokens[order] != separator].astype("<i4")
@@ -245,6 +275,7 @@ def _ranks(key, order):
   ordered = key[order]
   steps = np.zeros(len(key), np.uint64)
   steps[1:] = ordered[1:] != ordered[:-1]
+  del ordered  # a large corpus needs the memory
   rank = np.empty_like(steps)
-  rank[order] = np.cumsum(steps)
+  rank[order] = np.cumsum(steps, out=steps)
   return rank

@@ -1,9 +1,11 @@
 """What the drafters share: the root, and a model's cache between rounds."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import contract
 from specjax.types import DecodeState
@@ -72,9 +74,14 @@ def check_target_size(size: int, target: ModelFn) -> None:
         f"{target.vocab_size}; make it with this target's tokenizer and size")
 
 
+def is_whole(value: Any) -> bool:
+  """Whether it can be a size: 3.0 is none, and no shape takes it."""
+  return isinstance(value, (int, np.integer))
+
+
 def check_at_least(name: str, value: int, least: int) -> None:
   """Raises a `ValueError` where a number is too small, or not whole."""
-  if value < least or value != int(value):
+  if not is_whole(value) or value < least:
     raise ValueError(f"{name} is {value}; it must be a whole number of at "
                      f"least {least}")
 

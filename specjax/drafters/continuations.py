@@ -36,6 +36,7 @@ from specjax.types import Verdict
 
 _NO_TOKEN = -1
 _PROPOSALS = ("certain", "sampled")
+_MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class CountDrafter:
     gamma: S, tokens of a path, at least 1.
     proposal: "certain", the most frequent tokens, or "sampled", tokens drawn
       from the law of the counts.
-    max_matches: K, places that are counted for a row, at least 1.
+    max_matches: K, places that are counted for a row, 1 to 4095. Each is
+      compared with each, so that a drafted token costs K^2 comparisons.
     transform: of the law of the counts, whose logits are their logarithms;
       None takes the decoder's. Any is sound, for q is reported as it was drawn
       from. Certain drafts do not use it.
@@ -70,6 +72,9 @@ class CountDrafter:
   def __post_init__(self):
     common.check_at_least("gamma", self.gamma, 1)
     common.check_at_least("max_matches", self.max_matches, 1)
+    if self.max_matches > _MOST_MATCHES:
+      raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
+                       f"{_MOST_MATCHES}, for counts are exact up to there")
     if self.proposal not in _PROPOSALS:
       raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
                        f"{', '.join(_PROPOSALS)}")
@@ -164,7 +169,8 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # One maximum of unequal numbers gives the count and the first match.
+    # One maximum of unequal numbers gives the count and the first match. They
+    # are whole, and below 2^24, up to which float32 has them all.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
     count = jnp.floor(best / (matches + 1))
     at = (matches - (best - count * (matches + 1))).astype(jnp.int32)

@@ -77,7 +77,7 @@ class LanguageModel:
   proposal = "iid"
 
   def __post_init__(self):
-    if self.gamma < 0 or self.gamma != int(self.gamma):
+    if not common.is_whole(self.gamma) or self.gamma < 0:
       raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
                        "at least 0: 0 drafts nothing")
 

@@ -52,24 +52,21 @@ class _Lookup:
   chain = True
   iid = True
   conditional = True
+  # Deeper tokens follow the match where the draft began: with the drafted ones
+  # before them another place may agree as well, or the first one that does.
+  autoregressive = False
   num_coins = 0
   proposal = "deterministic"
 
   def __post_init__(self):
     common.check_at_least("gamma", self.gamma, 1)
     common.check_at_least("min_ngram", self.min_ngram, 1)
-    if self.max_ngram < self.min_ngram or self.max_ngram != int(self.max_ngram):
+    if not common.is_whole(self.max_ngram) or self.max_ngram < self.min_ngram:
       raise ValueError(f"max_ngram is {self.max_ngram}; it must be a whole "
                        f"number of at least min_ngram, {self.min_ngram}")
     if self.prefer not in _PREFERENCES:
       raise ValueError(f"prefer is {self.prefer!r}; it must be one of "
                        f"{', '.join(_PREFERENCES)}")
-
-  @property
-  def autoregressive(self) -> bool:
-    # Deeper tokens follow the match where the draft began: with the drafted
-    # ones before them another place may agree as well.
-    return self.gamma == 1
 
   @property
   def num_nodes(self) -> int:
@@ -181,7 +178,8 @@ class Reference(_Lookup):
     _references(prompt.context)
 
   def _copied(self, state):
-    text = _references(state.context)
+    # V is no number of 16 bits where the vocabulary is large.
+    text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
     after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     at, size = _best(agreement(text, _last(state, self.max_ngram)), after >= 0,
@@ -199,17 +197,29 @@ class Reference(_Lookup):
         more, own_size, size)
 
 
-def reference_texts(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
+                    columns: int | None = None) -> np.ndarray:
   """`[B, T]` int32 for `context["reference"]`, -1 between texts and at the end.
 
   Args:
-    rows: for each of B prompts its texts, token ids; a row may have none. T is
-      a multiple of 128, so that calls with similar texts share a program.
+    rows: for each of B prompts its texts, token ids; a row may have none.
+    columns: T, which rows that `Decoder.insert` brings later must have as
+      well. Default: the least multiple of 128 that holds all, so that calls
+      with similar texts share a program.
+
+  Raises:
+    ValueError: the texts of a row have no room in so many columns.
   """
   joined = [[token for text in row for token in (*text, -1)] for row in rows]
-  columns = max(map(len, joined), default=0)
-  found = np.full((len(rows), max(1, -(-columns // _STEP)) * _STEP), -1,
-                  np.int32)
+  longest = max(map(len, joined), default=0)
+  if columns is None:
+    columns = max(1, -(-longest // _STEP)) * _STEP
+  common.check_at_least("columns", columns, 1)
+  if longest > columns:
+    raise ValueError(
+        f"columns is {columns} and the texts of a row have {longest} tokens, "
+        "one after each text included; give more columns, or less text")
+  found = np.full((len(rows), columns), -1, np.int32)
   for row, tokens in zip(found, joined):
     row[:len(tokens)] = tokens
   return found

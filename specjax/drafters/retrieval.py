@@ -67,8 +67,8 @@ class Retrieval(continuations.CountDrafter):
   def __post_init__(self):
     super().__post_init__()
     common.check_at_least("min_match", self.min_match, 1)
-    if (not self.min_match <= self.max_match <= DEEPEST
-        or self.max_match != int(self.max_match)):
+    if (not common.is_whole(self.max_match)
+        or not self.min_match <= self.max_match <= DEEPEST):
       raise ValueError(f"max_match is {self.max_match}; it must be a whole "
                        f"number from min_match, {self.min_match}, to {DEEPEST}")
     if self.nodes is None:

@@ -22,6 +22,7 @@ over K places, see `continuations`, so that all is one compiled program.
 """
 
 import dataclasses
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.data.datastores import Datastore
+from specjax.drafters import common
 from specjax.drafters import continuations
 from specjax.drafters import matches as matches_lib
 from specjax.types import DecodeState
@@ -62,14 +64,15 @@ class _Found(NamedTuple):
 class Suffix(continuations.CountDrafter):
   """Drafts from the counts of the row's own suffixes and of a datastore's.
 
-  `params["drafter"]` may be a `data.datastores.Datastore`; with anything else,
-  or without an entry, the row's own text is all there is.
+  `params["drafter"]` may be a `data.datastores.Datastore`; where it is None, ()
+  or missing, the row's own text is all there is.
 
   Two kinds of drafts are made of the same match. "certain" proposes the most
   frequent path, as published. "sampled" draws each token from the law
   count(child) / (the counts of all children) under the row's temperature,
   which no published drafter does: block verification makes use of such a q. At
-  temperature 0 the two are the same.
+  temperature 0 the two are the same, unless the likeliest child is one that the
+  transform bans: "sampled" takes the next one, "certain" proposes it in vain.
 
   What is declared, and why:
     chain, iid: there is one child below each node.
@@ -107,23 +110,26 @@ class Suffix(continuations.CountDrafter):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.max_depth < 2 or self.max_depth != int(self.max_depth):
+    if not common.is_whole(self.max_depth) or self.max_depth < 2:
       raise ValueError(f"max_depth is {self.max_depth}; it must be a whole "
                        "number of at least 2: a token that matches and one "
                        "that is drafted")
     if not 0 <= self.min_token_prob <= 1:
       raise ValueError(f"min_token_prob is {self.min_token_prob}; it must lie "
                        "in [0, 1]: 0 drafts as far as the text goes")
-    if self.max_spec_factor < 0:
+    if not 0 <= self.max_spec_factor < math.inf:
       raise ValueError(f"max_spec_factor is {self.max_spec_factor}; it must be "
-                       "at least 0: 0 drafts max_spec_offset tokens")
+                       "finite and at least 0: 0 drafts max_spec_offset tokens")
+    if not math.isfinite(self.max_spec_offset):
+      raise ValueError(f"max_spec_offset is {self.max_spec_offset}; it must be "
+                       "a finite number of tokens")
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
     """Nothing: there is no state.
 
     Raises:
-      ValueError: the datastore is of other tokens than the target's.
+      ValueError: the datastore is none, or of other tokens than the target's.
     """
     del prompt, prefill_output
     store = _store(params)
@@ -163,10 +169,12 @@ class Suffix(continuations.CountDrafter):
   def _own(self, state) -> _Found:
     """The best draft out of the row's own text."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
-    following, common = matches_lib.own_matches(
-        state.tokens, state.lengths, self.max_depth - 1, self.max_matches,
+    # The search goes on while any row matches: rows that are done must not.
+    lengths = jnp.where(state.done, 0, state.lengths)
+    following, agreeing = matches_lib.own_matches(
+        state.tokens, lengths, self.max_depth - 1, self.max_matches,
         self.gamma)
-    alive = common[:, None] >= sizes[:, None]
+    alive = agreeing[:, None] >= sizes[:, None]
     # The text's own end is an occurrence of its last tokens.
     ended = jnp.ones(sizes.shape, jnp.float32)
     walk = lambda *matches: continuations.walk(
@@ -209,4 +217,11 @@ class Suffix(continuations.CountDrafter):
 def _store(params) -> Datastore | None:
   """The datastore of a decoder's parameters, if there is one."""
   store = params.get("drafter")
-  return store if isinstance(store, Datastore) else None
+  if store is None or isinstance(store, tuple) and not store:
+    return None
+  if not isinstance(store, Datastore):
+    raise ValueError(
+        f"params['drafter'] is a {type(store).__name__} and Suffix looks in a "
+        "Datastore; give jax.device_put(datastores.load(path, tokenizer)), or "
+        "None for the row's own text alone")
+  return store
