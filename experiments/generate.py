@@ -202,6 +202,7 @@ def _check_flags():
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
+  shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   if _DRAFT_VOCABULARY.value and (
       name in ("none", *compositions.FREE) or models.drafts_for_itself(name)):
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "

@@ -183,6 +183,8 @@ def _report(study, runs, prompts, source, output_dir):
   common.finish(output_dir, "verification", {
       "rows": rows, "by_prompts": by_prompts, "source": source,
       "seeds": _SEEDS.value, "num_prompts": decoded, "error": reached,
+      "draft_vocabulary": _DRAFT_VOCABULARY.value and {
+          "size": _DRAFT_VOCABULARY.value, "data": _VOCABULARY_DATA.value},
       "autoregressive_tokens_per_second": study.baseline_speed()})
 
 
@@ -194,6 +196,7 @@ def main():
                      "it: add it")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")
+  shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(

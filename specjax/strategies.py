@@ -477,7 +477,9 @@ def prompt_lookup(gamma: int, max_ngram: int = 3,
   """A copy of what followed the last tokens earlier in the row.
 
   Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), called
-  n-gram speculation elsewhere. It needs no parameters.
+  n-gram speculation elsewhere. There the first match is copied, up to the
+  text's end; here the latest one, and over again where the text ends. It needs
+  no parameters.
 
   >>> import jax
   >>> import specjax as sj
@@ -559,11 +561,12 @@ def suffix_decoding(gamma: int, proposal: str = "certain",
   return Strategy(drafters.Suffix(gamma=gamma, proposal=proposal), verifier)
 
 
-def rest(nodes: int = 64, gamma: int = 10) -> Strategy:
+def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   """What follows the last tokens in a corpus, as a tree of frequent prefixes.
 
   REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
-  see `experiments/build_datastore.py`.
+  see `experiments/build_datastore.py`. Of the places where the tokens stand 64
+  are counted, evenly out of all; the published code counts up to 5000.
 
   >>> rest().drafter.num_nodes, rest().verifier
   (64, TargetWalk())
@@ -571,9 +574,11 @@ def rest(nodes: int = 64, gamma: int = 10) -> Strategy:
   Args:
     nodes: N, the root included.
     gamma: tokens of the longest path.
+    max_match: last tokens that are looked for, at most the datastore's depth.
   """
-  return Strategy(drafters.Retrieval(nodes=nodes, gamma=gamma),
-                  verifiers.TargetWalk())
+  return Strategy(
+      drafters.Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),
+      verifiers.TargetWalk())
 
 
 def cascade(model: ModelFn, drafter: Drafter, gamma: int,

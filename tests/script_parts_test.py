@@ -1,5 +1,6 @@
 """What scripts read and say: prompts of every kind, chats, models by name."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -342,7 +343,7 @@ def test_how_a_chain_is_drafted(tmp_path, capsys):
     drafter(found(None, 331))
 
 
-def test_a_drafter_with_a_smaller_head(tmp_path, capsys):
+def test_a_drafter_with_a_smaller_head(tmp_path, monkeypatch, capsys):
   # Broken: --draft_vocabulary keeps tokens that texts do not have, forgets the
   # end of a text, or the drafter is refused as one of other tokens.
   target, members, tokenizer = models.load_models("bundled", ["tiny"])
@@ -357,6 +358,31 @@ def test_a_drafter_with_a_smaller_head(tmp_path, capsys):
   assert chain(3).drafter.model is drafter.model and own is drafter.params
   with pytest.raises(ValueError, match="5000 and tiny has 4096 tokens"):
     models.narrowed(drafter, tokenizer, "tiny", 5000)
+  monkeypatch.setattr(models, "ends", lambda *_: (3, 4))
+  with pytest.raises(ValueError, match="--draft_vocabulary is 1 and tiny has 2"
+                                       " tokens that end"):
+    models.narrowed(members["tiny"], tokenizer, "tiny", 1)
+
+
+def test_tokens_are_counted_in_what_nothing_is_measured_with(
+    tmp_path, monkeypatch, capsys):
+  # Broken: a head is fitted to the texts that its gain is measured on.
+  for i in range(40):
+    (tmp_path / f"{i}.txt").write_text(f"def f{i}(x): return x + {i}\n")
+  documents = models.corpora.read_documents(str(tmp_path))
+  training, held_out = models.corpora.split(documents)
+  target, members, tokenizer = models.load_models("bundled", ["tiny"])
+  read = []
+
+  def encode(text, bos):
+    read.append(text)
+    return [5]
+
+  member = dataclasses.replace(
+      members["tiny"], tokenizer=types.SimpleNamespace(encode=encode, eos=0))
+  models.narrowed(member, tokenizer, "tiny", 4, str(tmp_path))
+  assert set(read) == {document.text for document in training}
+  assert held_out
 
 
 def test_scripts_that_draft_across_vocabularies():
@@ -514,6 +540,7 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
     (["--vocabulary=intersection", "--drafter=pass"], "is pass, which has"),
     (["--draft_vocabulary=9", "--drafter=none"], "=9 is.*--drafter is none"),
     (["--draft_vocabulary=9", "--drafter=pass"], "drafts.*--drafter is pass"),
+    (["--vocabulary_data=mine.txt"], "=mine.txt says.*give it, such as"),
     (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny, which"),
     (["--drafter=tiny+ngram"], "write ngram first"),
     (["--tail", "--drafter=ngram|tiny"], "--tail is of a cascade"),

@@ -75,6 +75,8 @@ def test_frequent_tokens():
   assert frequent_tokens(counts, 2).tolist() == [0, 2]
   assert frequent_tokens(counts, 3).tolist() == [0, 2, 3]
   assert frequent_tokens(counts, 2, always=(1,)).tolist() == [1, 2]
+  shares = np.array(counts) / 18  # as good as counts
+  assert frequent_tokens(shares, 3).tolist() == [0, 2, 3]
 
 
 def test_the_example_runs():
@@ -88,6 +90,7 @@ def test_the_example_runs():
     (lambda: frequent_tokens([1, 2], 3), "size is 3.*2 of the vocab"),
     (lambda: frequent_tokens([1, 2, 3], 1, always=(0, 1)), "size is 1.*from 2"),
     (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always holds 5"),
+    (lambda: frequent_tokens([0.5, np.nan], 1), "none below 0"),
     (lambda: frequent_tokens([[1, 2]], 1), r"shape \(1, 2\)")])
 def test_settings_that_make_no_sense(make, words):
   # Broken: a slip is drafted with, or told in an error of the compiler.

@@ -56,6 +56,15 @@ def vocabulary_data():
       "takes")
 
 
+def check_vocabulary_data(draft_vocabulary, vocabulary_data):
+  """Refuses texts that nothing is counted in, see the two flags above."""
+  if vocabulary_data.present and draft_vocabulary.value is None:
+    raise ValueError(f"--vocabulary_data={vocabulary_data.value} says which "
+                     "tokens --draft_vocabulary keeps, which is not given; "
+                     "give it, such as --draft_vocabulary=1024, or leave "
+                     "--vocabulary_data out")
+
+
 def dtype():
   """Of the weights that are read."""
   return flags.DEFINE_enum(

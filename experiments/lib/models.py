@@ -221,10 +221,11 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
     name: the drafter's, for the reader.
     size: tokens that it can still draft; the ends of a text are among them.
       None: all.
-    source: of `corpora.read_documents`, the texts in which they are counted.
+    source: of `corpora.read_documents`, the texts in which they are counted:
+      those that scripts do not measure with, and a single one.
 
   Raises:
-    ValueError: the drafter has not so many tokens.
+    ValueError: the drafter has not so many tokens, or more ends of a text.
   """
   if size is None:
     return drafter
@@ -233,18 +234,24 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
   if size > vocab_size:
     raise ValueError(f"--draft_vocabulary is {size} and {name} has "
                      f"{vocab_size} tokens; give fewer than these")
+  always = [end for end in ends(drafter, tokenizer) or () if end < vocab_size]
+  if size < len(always):
+    raise ValueError(f"--draft_vocabulary is {size} and {name} has "
+                     f"{len(always)} tokens that end a text, which are always "
+                     "among them; give more than these")
+  documents = corpora.read_documents(source)
+  if len(documents) > 1:
+    documents, _ = corpora.split(documents)
   counts = np.zeros(vocab_size, np.int64)
   characters = 0
   # By their hashes, so that those that are read are a sample of all.
-  for document in sorted(corpora.read_documents(source),
-                         key=lambda document: document.digest):
+  for document in sorted(documents, key=lambda document: document.digest):
     text = document.text[:_COUNTED - characters]
     ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
     counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
     characters += len(text)
     if characters == _COUNTED:
       break
-  always = [end for end in ends(drafter, tokenizer) or () if end < vocab_size]
   ids = sj.models.frequent_tokens(counts, size, always)
   print(f"{name} drafts {size:,} of its {vocab_size:,} tokens, which are "
         f"{counts[ids].sum() / max(counts.sum(), 1):.1%} of {source}",

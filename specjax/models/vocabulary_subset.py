@@ -137,7 +137,7 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
     [0 3 4]
 
   Args:
-    counts: `[V]`, how often each token was seen.
+    counts: `[V]`, how often each token was seen; shares do as well.
     size: r, tokens to choose.
     always: ids that are among them in any case, such as the end of a text.
 
@@ -149,7 +149,7 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
       `always` has or more than V.
   """
   counts, always = np.asarray(counts), sorted(set(map(int, always)))
-  if counts.ndim != 1 or not counts.size or (counts < 0).any():
+  if counts.ndim != 1 or not counts.size or not (counts >= 0).all():
     raise ValueError(f"counts has shape {counts.shape}; it must be [V], none "
                      "below 0")
   for token in always:
@@ -160,7 +160,7 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
     raise ValueError(f"size is {size}; it must be from {max(1, len(always))}, "
                      "the tokens that are always there, to the "
                      f"{counts.size} of the vocabulary")
-  order = np.argsort(-counts.astype(np.int64), kind="stable")
+  order = np.argsort(-counts.astype(np.float64), kind="stable")
   rest = order[~np.isin(order, always)][:size - len(always)]
   return np.sort(np.concatenate([np.array(always, np.int64), rest])).astype(
       np.int32)
