@@ -102,7 +102,9 @@ class Decoder:
     ids = self._eos_ids("eos", self.eos)
     object.__setattr__(self, "eos", None if self.eos is None else (
         ids if np.ndim(self.eos) else ids[0]))
-    shared = dataclasses.replace(self.transform, temperature=None)
+    shared = dataclasses.replace(
+        self.transform, temperature=None, constraints=constraints_lib.after_ban(
+            self.transform.constraints, self.transform.banned))
     drafter = contract.bind(self.drafter, self.target, shared)
     rule, *observers = map(contract.rule, (self.verifier, *self.observers))
     for one in (rule, *observers):
@@ -126,7 +128,8 @@ class Decoder:
     if self.transform.temperature is None:
       raise ValueError("the decoder's transform has temperature None; give the "
                        "temperature of rows that name none")
-    constraints_lib.check_target(self.transform.constraints, vocab_size)
+    constraints_lib.check_target(
+        self.transform.constraints, vocab_size, self.transform.banned)
 
   def _eos_ids(self, name, eos) -> tuple[int, ...]:
     """The ids of one row's `eos`, all of them tokens."""

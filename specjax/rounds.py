@@ -46,6 +46,8 @@ class Round:
     transform: from logits and the rows' temperature to laws.
     observers: rules that are evaluated on the same drafts.
     debug: whether values are checked as well, see `checks.check_values`.
+    drafts: whether what is decoded is a draft for another target, so that its
+      own may know no token that a constraint allows, see `constraints.base`.
   """
 
   target: ModelFn
@@ -54,6 +56,7 @@ class Round:
   transform: LogitsTransform
   observers: tuple[contract.Rule, ...] = ()
   debug: bool = False
+  drafts: bool = False
 
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array, eos: jax.Array
@@ -115,7 +118,8 @@ class Round:
     constraints = self.transform.constraints
     memory = constraints_lib.along(constraints, state.constraints, draft)
     probs = self.transform(
-        constraints_lib.constrained(constraints, memory, output.logits),
+        constraints_lib.constrained(
+            constraints, memory, output.logits, drafted=self.drafts),
         state.temperature[:, None])
     law, expected, survival = self._laws(state, draft, probs, depths)
     verdict = jax.vmap(sampling.sample_verdict)(

@@ -38,10 +38,10 @@ class LogitsTransform:
       (nucleus sampling, Holtzman et al. 2020); in (0, 1].
     min_p: keep tokens at least min_p times as likely as the likeliest.
     banned: token ids that are never drawn.
-    constraints: what changes the logits by the text so far, in order and
-      before all else, see `specjax.constraints`. The loop and the drafters
-      apply them, along every drafted path; a call of the transform itself,
-      which is not told the text, does not.
+    constraints: what changes the logits by the text so far, in order, after
+      the ban and before all else, see `specjax.constraints`. The loop and the
+      drafters apply them, along every drafted path; a call of the transform
+      itself, which is not told the text, does not.
 
   Example:
     >>> import jax.numpy as jnp

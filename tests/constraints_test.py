@@ -358,20 +358,53 @@ def test_drafts_are_constrained_like_the_target(drafter, own):
             draft.probs[row, node], law, rtol=1e-4, atol=1e-6)
 
 
-def test_a_drafter_that_knows_no_allowed_token_stops_no_row():
+@pytest.mark.parametrize("drafter,own", [
+    (lambda model: sj.drafters.LanguageModel(model=model, gamma=2),
+     lambda table: table),
+    (lambda model: sj.drafters.Cascade(
+        model=model, gamma=2, drafter=sj.drafters.NGram(gamma=1)),
+     lambda table: {"target": table, "drafter": None}),
+], ids=["chain", "cascade"])
+def test_a_drafter_that_knows_no_allowed_token_stops_no_row(drafter, own):
   # Broken: a small head or a drafter's own ban meets a constraint that leaves
   # none of its tokens, its law is 0 / 0, and the row ends with an error.
   model = testing.MarkovModel(4)
   table = jnp.asarray(_tables(4)[0])
-  own = table.at[:, 2:].set(-jnp.inf)
+  own = own(table.at[:, 2:].set(-jnp.inf))
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(), eos=3,
-      drafter=sj.drafters.LanguageModel(model=model, gamma=2),
-      transform=sj.LogitsTransform(constraints=(
+      drafter=drafter(model), transform=sj.LogitsTransform(constraints=(
           constraints.Automaton.of_table([[-1, -1, 0, -1]], final=[0]),)))
   text = decoder.generate({"target": table, "drafter": own}, [[1, 0]],
                           jax.random.key(0), max_new_tokens=6)
   assert set(text.tokens[0][2:].tolist()) <= {2, 3}
+
+
+def test_a_ban_goes_before_constraints():
+  # Broken: a constraint leaves only tokens that are banned, is not passed over,
+  # and the row ends with an error.
+  model = testing.MarkovModel(4)
+  decoder = sj.Decoder(
+      target=model, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.LanguageModel(model=model, gamma=2),
+      transform=sj.LogitsTransform(banned=(2, 3), constraints=(
+          constraints.Repetition(penalty=1.1),
+          constraints.Banned(tokens=(0, 1)))))
+  target, own, _ = map(jnp.asarray, _tables(4))
+  text = decoder.generate({"target": target, "drafter": own}, [[1, 0]],
+                          jax.random.key(0), max_new_tokens=6).tokens[0]
+  assert len(text) == 8 and set(text[2:].tolist()) <= {0, 1}
+  assert decoder.changes_law == ("Repetition", "Banned")
+
+
+def test_contrastive_logits_are_finite():
+  # Broken: what the amateur excludes has the logit +inf, and the row ends.
+  model = testing.MarkovModel(3)
+  both = sj.models.Contrastive(expert=model, amateur=model)
+  params = {"expert": jnp.zeros((3, 3)),
+            "amateur": jnp.zeros((3, 3)).at[:, 1].set(-jnp.inf)}
+  logits = both(params, jnp.zeros((1, 1), jnp.int32)).logits[0, 0]
+  assert jnp.isfinite(logits).all() and logits.argmax() == 1
 
 
 def _translated():
@@ -514,6 +547,11 @@ def _with(*given, **kwargs):
     (lambda: _with(constraints.Forced(after=((1, 9),))), ["token 9", "[0, 4)"]),
     (lambda: constraints.Forced(at=((1, 2), (1, 3))), ["twice", "leave one"]),
     (lambda: constraints.Forced(at=((-1, 2),)), ["from 0"]),
+    (lambda: sj.Decoder(
+        target=testing.MarkovModel(4), drafter=sj.drafters.Empty(),
+        verifier=sj.verifiers.Token(), transform=sj.LogitsTransform(
+            banned=(2,), constraints=(constraints.Forced(at=((0, 2),)),))),
+     ["token 2", "Forced", "banned"]),
     (lambda: _with(*_CASES["automaton"][4], limits=9), ["prompt 0", "eos"]),
     (lambda: _with(*_CASES["automaton"][4], eos=[3, 3], limits=[2, 2]),
      None),

@@ -13,11 +13,13 @@ adds an operation to a program.
 
 The first constraint always holds for the target. One after it that would leave
 no token is passed over for that token, so that of two that contradict each
-other the earlier one wins. For a drafter, whose model may give the tokens that
-are left no chance, any is passed over: what comes of it is rejected.
+other the earlier one wins; what the transform bans is left out before them all.
+For a drafter, whose model may give the tokens that are left no chance, any is
+passed over: what comes of it is rejected.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -83,11 +85,49 @@ class Constraint(Protocol):
 Constraints = tuple[Constraint, ...]
 
 
-def check_target(constraints: Constraints, vocab_size: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Without:
+  """The ban of a transform, as a constraint before the others.
+
+  Attributes:
+    tokens: ids that are never drawn.
+  """
+
+  tokens: tuple[int, ...]
+
+  def init(self, row: Row) -> None:
+    """Nothing."""
+    del row
+
+  def advance(self, memory: None, token: jax.Array) -> None:
+    """Nothing."""
+    del memory, token
+
+  def apply(self, memory: None, logits: jax.Array) -> jax.Array:
+    """-inf for the tokens."""
+    del memory
+    return logits.at[jnp.array(self.tokens)].set(-jnp.inf)
+
+
+def after_ban(constraints: Constraints, banned: tuple[int, ...]) -> Constraints:
+  """The constraints, which are not to rely on tokens that are banned."""
+  return (Without(banned), *constraints) if constraints and banned else (
+      constraints)
+
+
+def check_target(constraints: Constraints, vocab_size: int,
+                 banned: tuple[int, ...] = ()) -> None:
   """Checks constraints against a target, before anything is compiled.
 
+  Args:
+    constraints: in order.
+    vocab_size: V.
+    banned: ids that are never drawn; a constraint may say in `must_come` which
+      ids it needs.
+
   Raises:
-    ValueError: one lacks a method, cannot be hashed, or does not fit.
+    ValueError: one lacks a method, cannot be hashed, does not fit, or needs a
+      token that is banned.
   """
   for one in constraints:
     name = type(one).__name__
@@ -102,6 +142,10 @@ def check_target(constraints: Constraints, vocab_size: int) -> None:
           "found by the hash of its parts; make it a dataclass with "
           "frozen=True, and its lists tuples") from None
     getattr(one, "check_target", lambda vocab_size: None)(vocab_size)
+    for token in getattr(one, "must_come", ()):
+      if token in banned:
+        raise ValueError(f"token {token} must come by {name} and is banned; "
+                         "take it out of one of the two")
 
 
 def check_rows(constraints: Constraints, new_tokens: np.ndarray,
@@ -161,11 +205,13 @@ def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
     return logits
 
   def apply(memory, logits):
-    for place, (one, own) in enumerate(zip(constraints, memory)):
+    holds = not drafted
+    for one, own in zip(constraints, memory):
       new = one.apply(own, logits)
       # NaN is passed on: the loop reports it.
-      if drafted or place > 0:
+      if not holds:
         new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
+      holds = holds and isinstance(one, Without)
       logits = new
     return logits
 

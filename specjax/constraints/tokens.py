@@ -80,6 +80,11 @@ class Forced:
       raise ValueError(f"Forced.at is {self.at}; places count from 0, the "
                        "first new token")
 
+  @property
+  def must_come(self) -> tuple[int, ...]:
+    """The ids that come with certainty."""
+    return tuple(token for _, token in (*self.at, *self.after))
+
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where an id does not exist."""
     base.check_ids("Forced.at", [token for _, token in self.at], vocab_size)

@@ -116,7 +116,7 @@ class Cascade:
   def _stage(self) -> rounds.Round:
     return rounds.Round(
         target=self.model, drafter=self.drafter, transform=self.transform,
-        rule=contract.rule(self.verifier))
+        rule=contract.rule(self.verifier), drafts=True)
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Cascade":
     """The same drafter, for this target and its transform.

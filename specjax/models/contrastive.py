@@ -61,7 +61,8 @@ class Contrastive:
     (1 + beta) e - beta a   where e >= log(alpha) + max e,
 
   and far below, in the expert's order, elsewhere: such tokens come only where
-  constraints leave no others.
+  constraints leave no others. What the amateur excludes, -inf, counts as far
+  below for it, so that no logit is infinite.
 
   It is a target like any other: rules and drafters need not know, and the
   output has this law exactly. The amateur is a good drafter as well
@@ -144,7 +145,8 @@ class Contrastive:
         expert.logits, axis=-1, keepdims=True)
     logits = jnp.where(
         expert.logits >= least,
-        (1 + self.beta) * expert.logits - self.beta * amateur.logits,
+        (1 + self.beta) * expert.logits
+        - self.beta * jnp.maximum(amateur.logits, -_FAR),
         expert.logits - _FAR)
     if cache is not None:
       cache = ContrastiveCache(expert=expert.cache, amateur=amateur.cache)
