@@ -63,9 +63,10 @@ class Controller:
   """Chooses the length of the drafts of a batch, see the top of this file.
 
   Each length is a compiled program of its own. With length 0 nothing is
-  proposed and one token is verified; where a draft turns out shorter than was
+  proposed and one token is verified; where a chain turns out shorter than was
   allowed, because an n-gram has no match or a stop rule ended it, no more is
-  verified than the next length needs.
+  verified than the next length needs. (Not so for a drafter without a field
+  `gamma`: what it drafts is verified whole.)
 
   Attributes:
     lengths: lengths to choose from, increasing from 0. The drafter must have a
@@ -76,9 +77,10 @@ class Controller:
       without it, before it drafts again.
     prior: the share of drafted tokens that is accepted, before any was seen;
       rather too high, for what is tried in vain is bounded by the purse.
-    memory: of what was seen, kept in a round with a draft, in [0, 1).
+    memory: of what was seen, kept in a round with a draft, in [0, 1].
     risk: share of the time that may be spent on drafts that do not pay.
-    credit: tokens that may be lost on such drafts at the beginning.
+    credit: tokens that may be lost on such drafts at the beginning; if the
+      shortest draft may lose more, as much as that, so that it is tried once.
   """
 
   lengths: tuple[int, ...] = (0, 2, 4, 8)
@@ -107,6 +109,11 @@ class Controller:
       if not 0 <= value or (most is not None and value > most):
         limit = "at least 0" if most is None else f"in [0, {most:g}]"
         raise ValueError(f"{name} is {value}; it must be {limit}")
+    if self._least > _MOST:
+      raise ValueError(
+          f"a round with the shortest draft takes {1 + self._least:.3g} times "
+          f"as long as one without, and more than {1 + _MOST:g} times is never "
+          "risked; take a cheaper drafter, or decode without one")
 
   @property
   def costs(self) -> np.ndarray:
@@ -115,13 +122,19 @@ class Controller:
     return np.maximum.accumulate(
         np.array(self.seconds) / self.seconds[0]).astype(np.float32)
 
+  @property
+  def _least(self) -> np.float32:
+    """Tokens that the shortest draft may lose."""
+    return self.costs[1] - 1
+
   def init(self, lengths: jax.Array) -> ControllerState:
     """The state after prompts of `lengths [B]`."""
     rows, longest = lengths.shape[0], self.lengths[-1]
     zeros = jnp.zeros((rows, longest), jnp.float32)
     full = lambda value: jnp.full((rows,), value, jnp.float32)
     return ControllerState(
-        reached=zeros, accepted=zeros, purse=full(self.credit),
+        reached=zeros, accepted=zeros, purse=full(
+            max(self.credit, self._least)),
         needed=full(0), known=lengths - 1)
 
   def survival(self, own: ControllerState) -> jax.Array:

@@ -6,6 +6,7 @@ root alone, which is decoding without drafts.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -94,23 +95,24 @@ class Ladder:
   def __call__(self, params: Any, state: DecodeState, coins: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
     """As a `Round`; stats and trace have the size of the longest draft."""
-    state, (stats, trace) = self._round(params, state, coins, _padded)
+    state, (stats, trace) = _round(self, params, state, coins, traced=True)
     return state, stats, trace
 
   def untraced(self, params: Any, state: DecodeState, coins: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
     """As `Round.untraced`."""
-    state, (stats,) = self._round(
-        params, state, coins, lambda *found: _padded(*found)[:1])
+    state, (stats,) = _round(self, params, state, coins, traced=False)
     return state, stats
 
-  def _round(self, params, state, coins, padded):
-    """A round; what it returns besides the state is `padded`."""
-    # Each under a jit of its own, so that shapes and program share a trace.
-    propose = [jax.jit(lambda *args, one=one: one.propose(*args))
-               for one in self.rungs]
-    judge = [jax.jit(lambda *args, one=one: one.judge(*args))
-             for one in self.rungs]
+  def one_round(self, params: Any, state: DecodeState, coins: jax.Array,
+                traced: bool) -> tuple[DecodeState, tuple[Any, ...]]:
+    """A round; besides the state its stats, and its trace if that is wanted.
+
+    Arguments are as in a `Round`.
+    """
+    padded = lambda *found: _padded(*found)[:1 + traced]
+    propose = [functools.partial(_propose, one) for one in self.rungs]
+    judge = [functools.partial(_judge, one) for one in self.rungs]
     chosen = self.controller.choose(state)
 
     draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
@@ -166,11 +168,21 @@ class Ladder:
     """`[]` int32, the lowest rung that holds all that was drafted."""
     if not has_gamma(self.drafter):  # look-ahead positions look like padding
       return chosen
-    some = jnp.any(draft.probs > 0, axis=-1)
+    # Numbers that broke down are not padding, but reported by the loop.
+    some = jnp.any(draft.probs != 0, axis=-1)
     place = jnp.arange(some.shape[1])
     last = jnp.max(jnp.where(some & ~done[:, None], place, 0))
     lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
     return jnp.sum(last > lengths, dtype=jnp.int32)
+
+
+# A single round is compiled too. Its parts are under a jit of their own, so
+# that shapes and program share a trace.
+_round = jax.jit(Ladder.one_round, static_argnums=0, static_argnames="traced")
+_propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
+                   static_argnums=0)
+_judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
+                 static_argnums=0)
 
 
 def ladder(one: Round, controller: Controller) -> Ladder:
