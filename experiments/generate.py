@@ -91,6 +91,8 @@ _CONTROLLER = flags.DEFINE_bool(
     "controller", False, "choose the length of the drafts before every round, "
     "up to --gamma or --nodes and down to none, by what rounds cost here; the "
     "first time this is measured")
+_MEASURE = flags.DEFINE_bool(
+    "measure", False, "with --controller, measure again what rounds cost here")
 _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
 _TOP_P = shared.top_p()
@@ -191,6 +193,9 @@ def _check_flags():
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
+  if _MEASURE.value and not _CONTROLLER.value:
+    raise ValueError("--measure is of what --controller reads, which is not "
+                     "given; give it, or leave --measure out")
   composed = compositions.composes(name)
   if composed:
     compositions.members(name)
@@ -203,8 +208,12 @@ def _check_flags():
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
+  if _DATASTORE.value is not None and not compositions.reads_datastore(name):
+    raise ValueError(f"--datastore={_DATASTORE.value} is for rest and suffix, "
+                     f"and --drafter is {name}; leave it out, or name one")
   if _DRAFT_VOCABULARY.value and (
-      name in ("none", *compositions.FREE) or models.drafts_for_itself(name)):
+      name == "none" or composed and not compositions.members(name)
+      or models.drafts_for_itself(name)):
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")
@@ -289,7 +298,8 @@ def main():
                      f"context length {decoder.context_length}; ask for fewer")
   if _CONTROLLER.value:
     decoder = dataclasses.replace(
-        decoder, controller=sj.costs.measured(decoder, params))
+        decoder, controller=sj.costs.measured(
+            decoder, params, again=_MEASURE.value))
   writer = streaming.Writer(decoder, params, _SEED.value)
   colored = _COLOR.value == "always" or (
       _COLOR.value == "auto" and sys.stdout.isatty())

@@ -42,6 +42,7 @@ _FREE = {
     "noise": lambda gamma: Strategy(Noise(gamma=gamma), verifiers.Block()),
 }
 _TREES = ("recycling", "rest")
+_LOOK_UP = ("rest", "suffix", "sampled_suffix")  # in a datastore
 FREE = tuple(_FREE)
 HELP = (f"{', '.join(FREE)} (which need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (a, or b where a has no draft)")
@@ -119,6 +120,12 @@ def members(name: str) -> list[str]:
   return [one for one in dict.fromkeys(found) if one not in _FREE]
 
 
+def reads_datastore(name: str) -> bool:
+  """Whether such a name has a drafter that looks up in a datastore."""
+  return composes(name) and not set(_LOOK_UP).isdisjoint(
+      name.replace("|", "+").split("+"))
+
+
 def strategy(name: str, gamma: int, target: Pretrained,
              loaded: Mapping[str, Pretrained], tail: bool = False,
              datastore: str | None = None) -> tuple[Strategy, Any]:
@@ -170,6 +177,6 @@ def _store(name, datastore, target):
   if name == "rest" and datastore is None:
     raise ValueError("rest drafts from a corpus; give --datastore=FILE, which "
                      "experiments/build_datastore.py writes")
-  if datastore is None or name not in ("rest", "suffix", "sampled_suffix"):
+  if datastore is None or name not in _LOOK_UP:
     return None
   return jax.device_put(datastores.load(datastore, target.tokenizer))
