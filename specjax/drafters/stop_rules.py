@@ -89,6 +89,7 @@ class Confidence(StopRule):
   With the drawn token it is the confidence threshold of Hugging Face's assisted
   generation (0.4), with the likeliest that of Kangaroo (Liu et al. 2024,
   arXiv:2404.18911; 0.6) and SWIFT (Xia et al. 2024, arXiv:2410.06916; 0.8).
+  At temperature 0 it never ends a chain, for q_k is one-hot.
 
   Attributes:
     threshold: the chain ends below it, in [0, 1].
@@ -126,7 +127,8 @@ class Adaptive(StopRule):
   Zhang et al. 2023 (arXiv:2309.08168), with the constants of their code. The
   chain ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
   drafted) / 2, and th' = th + 0.01 if m < 0.9, else th - 0.01 unless the chain
-  was as long as it may be; th <- 0.9 th + 0.1 th'.
+  was as long as it may be; th <- 0.9 th + 0.1 th'. At temperature 0 it never
+  ends a chain, for q_k is one-hot.
 
   Attributes:
     threshold: th of the first round, in [0, 1].
@@ -168,7 +170,8 @@ class Entropy(Adaptive):
 
   Agrawal et al. 2024 (arXiv:2410.18351): 1 - sqrt(factor H(q_k)) is a lower
   bound of the acceptance rate, H in nats; x_k is not drawn where it is below a
-  threshold, which is adapted as Draft & Verify's is.
+  threshold, which is adapted as Draft & Verify's is. At temperature 0 it never
+  ends a chain, for q_k is one-hot.
 
   Attributes:
     factor: of the entropy.
@@ -189,9 +192,10 @@ class Entropy(Adaptive):
 class AcceptanceHead(StopRule):
   """SpecDec++: a head on the hidden state predicts that a token is accepted.
 
-  Huang et al. 2024 (arXiv:2405.19715). With a_k = P(accept | hidden state of
-  x_k), the chain ends after x_k where 1 - prod_{j=2..k} a_j > threshold, as in
-  their code: the first token is not counted.
+  Huang et al. 2024 (arXiv:2405.19715). With a_k = P(accept | hidden state
+  of x_{k-1}), from which q_k was computed, the chain ends after x_k where
+  1 - prod_{j=2..k} a_j > threshold, as in their code: the first token is not
+  counted.
 
   Its parameters are `init_params`'s: `depth` residual blocks x + silu(x W + b)
   and a linear layer to the logits of (reject, accept).
@@ -241,7 +245,8 @@ class Scheduler(StopRule):
   and Theta_k = (1 + a_1 + ... + a_k) speeds[k], the first Theta_k that does not
   exceed the best before it ends the chain before x_k. The search must not look
   past a dip: c_{k+1} depends on x_k, which a search for the largest Theta of
-  all would drop for its value (their Appendix A; total variation 0.15).
+  all would drop for its value (their Appendix A; total variation 0.15). At
+  temperature 0 q_k is one-hot, and c_k is 1 unless it is `learned`.
 
   Attributes:
     speeds: verifying passes a second with 0, 1, ... drafted tokens; only their

@@ -161,7 +161,8 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
       hidden states; or any function `(probs [gamma, V], tokens [gamma]) ->
       length []` that says how many tokens of a chain are submitted, in jax: one
       that looks at tokens and then drops them is seen. It is tried on the small
-      models, and there are no trees.
+      models. What else `thorough` tries, padding, float32 and larger models, is
+      tried without it, and there are no trees.
 
   Returns:
     A `Certificate`; print it.
