@@ -247,14 +247,18 @@ def test_of_many_matches_the_longest_and_then_the_latest_are_counted():
 def test_the_most_matches_are_counted_exactly():
   # Broken: a count of so many is rounded, and with it the match and the token
   # that are drafted. The limit that the settings have is the one that is safe.
-  count = continuations._MOST_MATCHES
-  following = np.full((count, 1), 1, np.int32)
-  following[0] = 0
+  count, sets = continuations._MOST_MATCHES - 1, 16
+  following = np.ones((count, 1), np.int32)
+  following[-1] = 0  # which a number that is off by one leads to
+  alive = np.arange(count) != 1 + np.arange(sets)[:, None]
+  alive &= np.arange(count) <= count - 1 - 2 * np.arange(sets)[:, None]
   tokens, probs = continuations.walk(
-      jnp.asarray(following), jnp.ones((1, count), bool), jnp.zeros(1),
-      jnp.ones(1, jnp.int32), 0.0)
-  assert tokens.item() == 1
-  assert probs.item() == pytest.approx((count - 1) / count)
+      jnp.asarray(following), jnp.asarray(alive), jnp.zeros(sets),
+      jnp.ones(sets, jnp.int32), 0.0)
+  assert (tokens == 1).all()
+  np.testing.assert_allclose(
+      probs[:, 0], (alive & (following[:, 0] == 1)).sum(1) / alive.sum(1),
+      rtol=1e-6)
 
 
 def test_bad_settings_are_refused_in_one_line():

@@ -172,8 +172,9 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     # One maximum of unequal numbers gives the count and the first match. They
     # are whole, and below 2^24, up to which float32 has them all.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
-    count = jnp.floor(best / (matches + 1))
-    at = (matches - (best - count * (matches + 1))).astype(jnp.int32)
+    # A division of floats may be compiled as a product that rounds twice.
+    best = best.astype(jnp.int32)
+    count, at = best // (matches + 1), matches - best % (matches + 1)
     chosen = token.at[at].get(mode="clip")
     total = jnp.sum(alive, axis=-1, dtype=jnp.float32) + ended
     prob *= count / jnp.maximum(total, 1)
