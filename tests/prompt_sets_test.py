@@ -58,7 +58,9 @@ _FILES = [
      ["def f():"]),
     ("mt_bench", "a.jsonl", _lines({"turns": ["a", "b"]}, {"turns": ["c"]}),
      ["a", "c"]),
-    ("copy", "a.jsonl", _lines({"prompt": "again"}), ["again"])]
+    ("copy", "a.jsonl", _lines({"prompt": "again"}), ["again"]),
+    ("rename", "a.jsonl", _lines({"prompt": "more"}), ["more"]),
+    ("summarise", "a.jsonl", _lines({"prompt": "less"}), ["less"])]
 
 
 @pytest.mark.parametrize("name,file,text,expected", _FILES)
@@ -73,6 +75,8 @@ def test_the_set_that_ships():
   # that it asks to replace.
   prompts = prompt_sets.load("copy")
   assert len(set(prompts)) == 24
+  assert prompts == (
+      prompt_sets.load("rename") + prompt_sets.load("summarise"))
   for prompt in prompts[:12]:
     old, code = prompt.split("`")[1], prompt.split("```python\n")[1]
     assert re.search(rf"\b{old}\b", code)

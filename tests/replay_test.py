@@ -214,7 +214,7 @@ def _disturbed(params):
     (dict(prompts=[[3], [1, 4], [1, 5, 2, 3], [6], [3]]), ["prompts is"]),
     (dict(params=_disturbed(_markov()["params"])), ["params is"]),
     (dict(decoder=_markov(gamma=2)["decoder"]),
-     ["gamma=3, transform=None) there", "gamma=2, transform=None) here"]),
+     ["gamma=3, transform=None", "gamma=2, transform=None"]),
     (dict(decoder=_markov(verifier=sj.verifiers.Token())["decoder"]),
      ["verifier is Block() there and Token() here"])])
 def test_other_arguments_are_refused(whole, change, words):
