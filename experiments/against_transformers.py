@@ -49,8 +49,6 @@ from lib import prompts as prompts_lib
 from lib import rollouts
 import numpy as np
 
-from specjax import prefill
-
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(f"none, small, tiny, smol, {shared.PUBLISHED}",
                           default="none")
@@ -73,12 +71,11 @@ _OURS, _THEIRS = "specjax", "transformers"
 
 def _our_arms(target, drafters, eos, prompts, capacity):
   """Ours: without a drafter, and with each."""
-  shapes = {prefill.padded_length(len(row)): row for row in prompts}
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
   arm = functools.partial(
       generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
-      shapes=list(shapes.values()))
+      prompts=prompts)
   arms = {_OURS: arm(alone, {"target": target.params})}
   for name, member in drafters.items():
     strategy, own = models.chain(target, member, name)
@@ -163,10 +160,9 @@ def _row(name, arm, runs):
              r[arm]["rounds"] for r in runs),
          "tokens_per_second": float(np.median([speed(r[arm]) for r in runs]))}
   for other in (_OURS, _THEIRS):
-    quartiles = np.percentile(
-        [speed(r[arm]) / speed(r[other]) for r in runs], (50, 25, 75))
+    quartiles = generation_arms.speed_ratio(runs, arm, other)
     for end, value in zip(("", "_low", "_high"), quartiles):
-      row[f"over_{other}{end}"] = float(value)
+      row[f"over_{other}{end}"] = value
   return row
 
 

@@ -46,7 +46,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import prefill
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -81,10 +80,9 @@ _CONTROLLED = ", controller"
 
 def _our_arms(target, drafters, temperature, eos, prompts, capacity):
   """{drafter: arm}, the one without a draft first."""
-  shapes = {prefill.padded_length(len(row)): row for row in prompts}
   arm = functools.partial(
       generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
-      shapes=list(shapes.values()))
+      prompts=prompts)
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   arms = {_ALONE: arm(alone, {"target": target.params})}
@@ -129,15 +127,13 @@ def _row(prompts, temperature, name, rule, runs):
          "temperature": temperature, "drafter": name, "verifier": rule,
          "num_prompts": len(runs), "tokens_per_round": tokens,
          "stderr": error}
-  speed = lambda run: len(run["tokens"]) / run["seconds"]
   for column, other in (("speedup", _ALONE),
                         ("speedup_over_transformers", _THEIRS),
                         ("speedup_over_prompt_lookup", _LOOKUP)):
     if other not in runs[0]:
       continue
-    ratios = [speed(run[name]) / speed(run[other]) for run in runs]
     row[column], row[f"{column}_low"], row[f"{column}_high"] = (
-        float(x) for x in np.percentile(ratios, (50, 25, 75)))
+        generation_arms.speed_ratio(runs, name, other))
   return row
 
 

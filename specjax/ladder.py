@@ -146,9 +146,11 @@ class Ladder:
       size = self._needed(draft, state.done, chosen)
       carry = state.replace(drafter=drafter), found
       for i, one in enumerate(self.rungs):
-        short = jax.tree.map(lambda x, n=one.drafter.num_nodes: x[:, :n], draft)
+        # Cut where it is verified, or each round would write all lengths.
+        short = lambda n=one.drafter.num_nodes: jax.tree.map(
+            lambda x: x[:, :n], draft)
         carry = common.once(size == i, lambda c, i=i, short=short: verified(
-            i, c[0], short, c[0].drafter), carry)
+            i, c[0], short(), c[0].drafter), carry)
       state, found = carry
       return state.replace(controller=self.controller.learned(
           before, found[0], state.lengths, chosen, size)), found

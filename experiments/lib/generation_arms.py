@@ -16,6 +16,7 @@ import numpy as np
 from lib import models
 import specjax as sj
 from specjax import files
+from specjax import prefill
 from specjax.models import Pretrained
 from specjax.models import published
 from specjax.models.published import places
@@ -26,7 +27,7 @@ _WARM_TOKENS = 8  # of the call that is not timed
 class Ours:
   """A decoder of ours."""
 
-  def __init__(self, decoder, params, new_tokens, capacity, shapes):
+  def __init__(self, decoder, params, new_tokens, capacity, prompts):
     """An arm.
 
     Args:
@@ -34,16 +35,17 @@ class Ours:
       params: of its models.
       new_tokens: tokens of a text, at most.
       capacity: slots of a row.
-      shapes: a prompt of every length that is compiled for.
+      prompts: what will be decoded; every length of theirs is compiled for.
     """
     self.program = decoder
     self._params, self._new_tokens = params, new_tokens
-    self._capacity, self._shapes = capacity, shapes
+    self._capacity = capacity
+    self._lengths = {prefill.padded_length(len(row)): row for row in prompts}
 
   def compile(self, prompt):
     """Compiles what it runs, for all lengths of prompts."""
     del prompt
-    for one in self._shapes:
+    for one in self._lengths.values():
       self._generate(one, 0, 0, 0)
 
   def decode(self, prompt, seed, request_id):
@@ -125,6 +127,23 @@ class Theirs:
         ids, attention_mask=torch.ones_like(ids), generation_config=config,
         assistant_model=self._assistant)
     return out[0, len(prompt):].tolist()
+
+
+def speed_ratio(runs, arm: str, other: str) -> tuple[float, float, float]:
+  """Tokens a second of an arm over another's, prompt by prompt.
+
+  Args:
+    runs: for every prompt what each arm's `decode` returned, by name.
+    arm: the one.
+    other: the one that it is compared with.
+
+  Returns:
+    The median over prompts, and the first and the third quartile.
+  """
+  speed = lambda run: len(run["tokens"]) / run["seconds"]
+  found = np.percentile([speed(run[arm]) / speed(run[other]) for run in runs],
+                        (50, 25, 75))
+  return tuple(map(float, found))
 
 
 def prepare_torch() -> dict[str, str | int]:
