@@ -1,0 +1,124 @@
+"""Attention in two parts, in plain XLA: over the past, and within a block.
+
+A pass of S tokens reads the committed past of C slots and its own T tokens.
+Every token sees the same past, so that the S tokens count as more query heads
+and no mask knows the tree; who sees whom in the block is an S x T mask. Each
+part returns its softmax-weighted sum and the logarithm of the sum of its
+weights, from which `merge` makes the softmax over both (Milakov and Gimelshein
+2018, arXiv:1805.02867; FlashDecoding).
+"""
+
+import jax
+import jax.numpy as jnp
+
+_SMALLEST_BUCKET = 128
+_MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
+
+Part = tuple[jax.Array, jax.Array]
+
+
+def _folded(query, heads):
+  """`[B, S, H * G, D]` -> `[B, H, G, S, D]`, scaled."""
+  batch, size, _, dim = query.shape
+  query = (query * dim**-0.5).reshape(batch, size, heads, -1, dim)
+  return query.transpose(0, 2, 3, 1, 4)
+
+
+def _part(query, k, v, visible, softcap):
+  """One part, of `query [B, H, G, S, D]`; visible `[B or 1, S or 1, T]`."""
+  batch, heads, group, size, dim = query.shape
+  wide = jnp.promote_types(query.dtype, jnp.float32)
+  scores = jnp.einsum(
+      "bhqd,bhtd->bhqt", query.reshape(batch, heads, -1, dim), k,
+      preferred_element_type=wide).reshape(batch, heads, group, size, -1)
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
+  scores = jnp.where(visible[:, None, None], scores, _MASKED)
+  top = jnp.max(scores, axis=-1, keepdims=True, initial=_MASKED)
+  weights = jnp.exp(scores - top)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  out = jnp.einsum(
+      "bhqt,bhtd->bhqd",
+      weights.astype(v.dtype).reshape(batch, heads, group * size, -1), v,
+      preferred_element_type=wide).reshape(query.shape)
+  out, log = out / jnp.maximum(total, 1e-30), top + jnp.log(total)
+  unfolded = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(
+      batch, size, heads * group, -1)
+  return unfolded(out), unfolded(log)[..., 0]
+
+
+def _over(query, k, v, lengths, positions, window, softcap):
+  slot = jnp.arange(k.shape[2], dtype=jnp.int32)
+  visible = (slot < lengths[:, None])[:, None]
+  if window:
+    visible &= positions[..., None] - slot < window
+  return _part(query, k, v, visible, softcap)
+
+
+def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+          positions: jax.Array | None = None, *, window: int = 0,
+          softcap: float = 0.0) -> Part:
+  """`attention.past_attention` over all slots."""
+  return _over(_folded(query, k.shape[1]), k, v, lengths, positions, window,
+               softcap)
+
+
+def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+             positions: jax.Array | None = None, *, window: int = 0,
+             softcap: float = 0.0) -> Part:
+  """`attention.past_attention` at a cost that follows the longest row in use.
+
+  The work is compiled for a few power-of-two lengths, and the shortest that
+  fits is chosen at run time. Empty slots add zeros, but a sum of another length
+  may be rounded in another order: in bfloat16 a row's logits can differ in the
+  last digits when a longer row joins its batch. In float32 the tests have seen
+  no such difference.
+  """
+  def over(bucket):
+    return lambda query, k, v, *rest: _over(
+        query, k[:, :, :bucket], v[:, :, :bucket], *rest, window, softcap)
+
+  buckets = _buckets(k.shape[2], query.shape[1])
+  longest = jnp.max(lengths)
+  index = sum(((longest > b).astype(jnp.int32) for b in buckets[:-1]),
+              jnp.zeros((), jnp.int32))
+  return jax.lax.switch(
+      index, [over(b) for b in buckets], _folded(query, k.shape[1]), k, v,
+      lengths, positions)
+
+
+def _buckets(capacity, size):
+  """The lengths that attention is compiled for, shortest first."""
+  # A prompt's first tokens are many and have no past.
+  buckets, bucket = [0] * (size >= _SMALLEST_BUCKET), _SMALLEST_BUCKET
+  while bucket < capacity:
+    buckets.append(bucket)
+    bucket *= 2
+  return [*buckets, capacity]
+
+
+def block_attention(query: jax.Array, k: jax.Array, v: jax.Array,
+                    visible: jax.Array, *, softcap: float = 0.0) -> Part:
+  """Attention within a block of T tokens, of which S are queries.
+
+  Args:
+    query: `[B, S, H * G, D]`.
+    k: `[B, H, T, D]`.
+    v: `[B, H, T, D]`.
+    visible: `[B or 1, S, T]` bool.
+    softcap: c of c tanh(scores / c); 0: none.
+
+  Returns:
+    As `attention.past_attention`.
+  """
+  return _part(_folded(query, k.shape[1]), k, v, visible, softcap)
+
+
+def merge(one: Part, other: Part) -> Part:
+  """The part that is over the keys of both."""
+  top = jnp.maximum(one[1], other[1])
+  weights = [jnp.exp(log - top) for _, log in (one, other)]
+  total = weights[0] + weights[1]
+  out = (one[0] * weights[0][..., None] + other[0] * weights[1][..., None]
+         ) / total[..., None]
+  return out, top + jnp.log(total)
