@@ -1,11 +1,36 @@
-"""Attention in two parts against plain attention over all keys."""
+"""Attention in two parts against plain attention over all keys.
+
+And the kernels of other platforms against the plain parts. A TPU's is run by
+its interpreter, and compiled by the real compiler: libtpu compiles for a
+described topology on any machine, in a process of its own, which is this file
+run as a script.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from specjax import attention
+from specjax.attention import plain
+from specjax.attention import tpu
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 _HEADS, _GROUP, _DIM = 2, 3, 8
 _LENGTHS = np.array([0, 130, 299], np.int32)
@@ -49,3 +74,156 @@ def test_two_parts_are_one_attention(window, softcap):
     want = _plain(query[b, s, h].astype(np.float64), k, v, softcap)
     np.testing.assert_allclose(out[b, s, h], want[0], atol=2e-5)
     np.testing.assert_allclose(log[b, s, h], want[1], atol=2e-5)
+
+
+def _operands(lengths, *, size, heads, group, slots, dim, dtype=jnp.float32):
+  """Query, k, v, lengths and positions; slots after a length hold NaN."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  lengths = np.array(lengths, np.int32)
+  empty = np.arange(slots) >= lengths[:, None]
+  k, v = (np.where(empty[:, None, :, None], np.nan,
+                   draw(len(lengths), heads, slots, dim)) for _ in range(2))
+  # A row's first block is always read, and multiplied by a weight of 0.
+  v = np.nan_to_num(v)
+  query = draw(len(lengths), size, heads * group, dim)
+  positions = lengths[:, None] + np.arange(size, dtype=np.int32)
+  return (*(jnp.asarray(x, dtype) for x in (query, k, v)),
+          jnp.asarray(lengths), jnp.asarray(positions))
+
+
+_KERNELS = {  # narrow and wide heads are laid out differently
+    "ragged": (dict(lengths=(0, 300, 1, 299), size=5, heads=2, group=3,
+                    slots=300, dim=16), {}),
+    "windows": (dict(lengths=(0, 640, 3), size=4, heads=1, group=2, slots=640,
+                     dim=128), dict(window=150, softcap=3.0)),
+    "bfloat16": (dict(lengths=(7, 256, 0), size=1, heads=2, group=2, slots=256,
+                      dim=64, dtype=jnp.bfloat16), {}),
+}
+
+
+@pytest.mark.parametrize("name", _KERNELS)
+def test_the_kernel_is_the_plain_part(name):
+  # Broken: the kernel reads a slot that is not committed, or forgets a block,
+  # a head or the window; a row without a past becomes NaN.
+  sizes, options = _KERNELS[name]
+  query, k, v, lengths, positions = _operands(**sizes)
+  got = jax.jit(functools.partial(tpu.past_attention, interpret=True,
+                                  **options))(query, k, v, lengths, positions)
+  want = plain.whole(query, k, v, lengths, positions, **options)
+  seen = np.asarray(lengths > 0)
+  tolerance = 2e-2 if k.dtype == jnp.bfloat16 else 2e-5
+  for one, other in zip(got, want):
+    assert one.dtype == other.dtype == jnp.float32
+    assert one.shape == other.shape and np.isfinite(one).all()
+    np.testing.assert_allclose(one[seen], other[seen], atol=tolerance)
+  assert (np.asarray(got[1])[~seen] <= plain.MASKED).all()
+
+
+def test_pages_in_any_order_are_the_same_row():
+  # Broken: a block of a row is read from another page than its table says.
+  query, k, v, lengths, positions = _operands(
+      (0, 192, 65), size=3, heads=2, group=1, slots=192, dim=16)
+  place = np.random.default_rng(1).permutation(9).reshape(3, 3)
+  paged = lambda x: jnp.zeros((9, 2, 64, 16)).at[place.ravel()].set(
+      x.reshape(3, 2, 3, 64, 16).swapaxes(1, 2).reshape(9, 2, 64, 16))
+  attend = jax.jit(functools.partial(tpu.past_attention, interpret=True))
+  got = attend(query, paged(k), paged(v), lengths, positions,
+               jnp.asarray(place, jnp.int32))
+  want = plain.whole(query, k, v, lengths)
+  seen = np.asarray(lengths > 0)
+  for one, other in zip(got, want):
+    np.testing.assert_allclose(one[seen], other[seen], atol=2e-5)
+
+
+def test_it_is_mapped_and_differentiated_as_plain_attention():
+  # Broken: a model with a cache can no longer be used under vmap or grad.
+  query, k, v, lengths, _ = _operands(
+      (3, 16), size=2, heads=1, group=2, slots=16, dim=8)
+  k = jnp.nan_to_num(k)
+
+  def mapped_and_sloped(attend):
+    two = jnp.stack([query, query + 1])
+    total = lambda query: sum(x.sum() for x in attend(query, k, v, lengths))
+    return (jax.vmap(attend, (0, None, None, None))(two, k, v, lengths),
+            jax.grad(total)(query))
+
+  got, want = (jax.jit(functools.partial(mapped_and_sloped, attend))()
+               for attend in (attention.past_attention, plain.whole))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6),
+               got, want)
+
+
+def _lowered(function, *operands):
+  """StableHLO for a GPU, as one of several devices lowers its own part."""
+  # Lowered alone, cuDNN's function asks for the devices, which are not there.
+  mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
+  local = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(),
+                        check_vma=False)
+  return jax.jit(local).trace(*operands).lower(
+      lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_gpu_attends_by_cudnn(monkeypatch):
+  # Broken: the past is read by plain attention, over all slots; or what cuDNN
+  # does not take is given to it.
+  monkeypatch.setattr(cudnn, "cuda_versions", types.SimpleNamespace(
+      cudnn_get_version=lambda: 91200))
+  for dtype, window, fits in ((jnp.bfloat16, 0, True), (jnp.float32, 0, False),
+                              (jnp.bfloat16, 8, False)):
+    *operands, positions = _operands(
+        (3, 16), size=2, heads=1, group=2, slots=16, dim=8, dtype=dtype)
+    text = _lowered(functools.partial(
+        attention.past_attention, positions=positions, window=window),
+                    *operands)
+    assert ("__cudnn$fmhaSoftmax" in text) == fits
+
+
+def _compile():
+  """Compiles the kernel for a v5e; prints whether it copies or gathers."""
+  from jax.experimental import topologies
+  devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+  found = {}
+  for name, shape, size, dim, window in (
+      ("whole", (1, 1), 5, 128, 0), ("split by heads", (1, 4), 5, 64, 0),
+      ("split by both", (2, 2), 64, 64, 1024)):
+    mesh = Mesh(np.array(devices[:math.prod(shape)]).reshape(shape),
+                ("data", "model"))
+    array = lambda sizes, dtype, *spec, mesh=mesh: jax.ShapeDtypeStruct(
+        sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    cache = array((8, 8, 2048, dim), jnp.bfloat16, "data", "model")
+    hlo = jax.jit(functools.partial(
+        attention.past_attention, window=window)).lower(
+            array((8, size, 32, dim), jnp.bfloat16, "data", None, "model"),
+            cache, cache, array((8,), jnp.int32, "data"),
+            positions=array((8, size), jnp.int32, "data")).compile().as_text()
+    local = math.prod(cache.sharding.shard_shape(cache.shape))
+    moved = [line for line in hlo.splitlines()
+             for result in re.findall(r" = bf16\[([\d,]+)\]\S* copy", line)
+             if math.prod(map(int, result.split(","))) >= local]
+    found[name] = {"kernels": hlo.count('"tpu_custom_call"'),
+                   "collectives": re.findall(r"all-\w+", hlo), "copies": moved}
+  print(json.dumps(found))
+
+
+@pytest.mark.timeout(600)
+def test_the_kernel_compiles_for_a_tpu_and_copies_no_cache():
+  # Broken: the kernel is no program for a TPU, or a cache is laid out or split
+  # in another way than the kernel wants, and is copied in every pass.
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
+  environment = dict(
+      os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
+      TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
+      PYTHONPATH=str(_ROOT), ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+  environment.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+      [sys.executable, __file__], env=environment, cwd=_ROOT,
+      capture_output=True, text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+  for name, one in json.loads(done.stdout.splitlines()[-1]).items():
+    assert one == {"kernels": 1, "collectives": [], "copies": []}, name
+
+
+if __name__ == "__main__":
+  _compile()

@@ -11,7 +11,7 @@ import functools
 
 import jax
 
-from specjax.attention import plain
+from specjax.attention import platforms
 from specjax.attention.plain import block_attention
 from specjax.attention.plain import merge
 from specjax.attention.plain import Part
@@ -26,8 +26,11 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    window: int = 0, softcap: float = 0.0) -> Part:
   """Attention of S tokens over the committed slots of a cache.
 
-  On a CPU the cost follows the longest row in use; elsewhere the capacity of
-  the cache, for a `switch` fetches its operands before it chooses.
+  On a CPU the cost follows the longest row in use, by a `switch` over lengths.
+  On a TPU it follows each row, by a kernel of our own (`attention.tpu`), which
+  a mesh splits by rows over its axis "data" and by key-value heads over
+  "model". On a GPU cuDNN follows each row (`attention.gpu`) in float16 and
+  bfloat16. What these two do not take attends over all slots, masked.
 
   Args:
     query: `[B, S, H * G, D]`, G query heads for each key-value head.
@@ -43,8 +46,5 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     sees nothing has a `log` below any that sees something, and any finite
     `out`.
   """
-  by = lambda attend: functools.partial(attend, window=window, softcap=softcap)
-  # Decided where the program is lowered, which may be for another platform.
-  return jax.lax.platform_dependent(
-      query, k, v, lengths, positions, cpu=by(plain.bucketed),
-      default=by(plain.whole))
+  return platforms.past_attention(
+      query, k, v, lengths, positions, window=window, softcap=softcap)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 _SMALLEST_BUCKET = 128
-_MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
+MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
 
 Part = tuple[jax.Array, jax.Array]
 
@@ -33,8 +33,8 @@ def _part(query, k, v, visible, softcap):
       preferred_element_type=wide).reshape(batch, heads, group, size, -1)
   if softcap:
     scores = softcap * jnp.tanh(scores / softcap)
-  scores = jnp.where(visible[:, None, None], scores, _MASKED)
-  top = jnp.max(scores, axis=-1, keepdims=True, initial=_MASKED)
+  scores = jnp.where(visible[:, None, None], scores, MASKED)
+  top = jnp.max(scores, axis=-1, keepdims=True, initial=MASKED)
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
   out = jnp.einsum(

@@ -1,0 +1,47 @@
+"""Attention over the committed slots by cuDNN, for GPUs.
+
+All nodes of a draft see the same slots, so nodes and query heads together are
+the queries of cuDNN's flash attention with a length per row, which reads no
+slot after it. cuDNN takes float16 and bfloat16, no soft-cap and no window that
+differs from node to node; the rest is left to plain XLA.
+
+It is called by the function below `jax.nn.dot_product_attention`. That one
+rounds the log-sum-exp to the dtype of the query, so that in bfloat16 the two
+parts of a softmax would be merged with weights that are wrong by a percent or
+more; and it wants the axes in another order, which would copy the cache.
+"""
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+import jax.numpy as jnp
+
+from specjax.attention import plain
+
+_DTYPES = (jnp.float16, jnp.bfloat16)
+_WIDEST = 128  # of a head; Hopper and later take 256
+
+
+def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
+                   lengths: jax.Array, positions: jax.Array | None = None, *,
+                   window: int = 0, softcap: float = 0.0) -> plain.Part:
+  """As `attention.past_attention`; where cuDNN cannot, `plain.whole`."""
+  dim = query.shape[3]
+  if (window or softcap or dim % 8 or dim > _WIDEST or query.dtype != k.dtype
+      or k.dtype not in _DTYPES or cudnn.cuda_versions is None):
+    return plain.whole(query, k, v, lengths, positions, window=window,
+                       softcap=softcap)
+  batch, size, query_heads, _ = query.shape
+  heads = k.shape[1]
+  folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
+  folded = folded.reshape(batch, heads, -1, dim)
+  queries = jnp.full((batch,), folded.shape[2], jnp.int32)
+  out, lse = cudnn.dot_product_attention(
+      folded, k, v, q_seqlen=queries, scale=dim**-0.5, qkv_layout="BNTH",
+      # A row that sees nothing is asked for one slot, whose part has no weight.
+      kv_seqlen=jnp.maximum(lengths, 1).astype(jnp.int32),
+      mask_type=cudnn.MaskType.PADDING, return_residual=True)
+  lse = jnp.where((lengths > 0)[:, None, None], lse, plain.MASKED)
+  unfold = lambda x: jnp.moveaxis(
+      x.reshape(batch, heads, -1, size, *x.shape[3:]), 3, 1
+  ).reshape(batch, size, query_heads, *x.shape[3:])
+  return unfold(out.astype(jnp.float32)), unfold(lse)

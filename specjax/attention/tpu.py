@@ -1,0 +1,238 @@
+"""Attention over the committed slots as one kernel for TPUs.
+
+Flash-decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding):
+a row's slots pass by in blocks, and the running maximum and sum of the scores
+are kept. All nodes of a draft see the same slots, so nodes and query heads are
+the rows of one product with the keys.
+
+The lengths are known before the kernel starts: blocks after a row's length, or
+before its window, are never fetched. So the cost follows the rows and not the
+allocation. With a table of pages block j of a row is page `table[b, j]`; the
+kernel is the same.
+
+The compiler cannot split a kernel over a mesh, so it is told how: rows and
+key-value heads are independent.
+"""
+
+import functools
+import math
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.attention import plain
+
+_DTYPES = (jnp.float32, jnp.bfloat16)
+_BLOCK = 512  # slots of a block
+_QUERIES = 256  # most queries of a block: nodes times heads of a group
+_LANES = 128
+_SUBLANES = 16  # rows of a tile of bfloat16; those of float32 are half
+_BUDGET = 4 * 2**20  # bytes of on-chip memory for the blocks of keys and values
+
+
+def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
+                   lengths: jax.Array, positions: jax.Array | None = None,
+                   table: jax.Array | None = None, *, window: int = 0,
+                   softcap: float = 0.0, interpret: bool = False
+                   ) -> tuple[jax.Array, jax.Array]:
+  """Attention over the first `lengths` slots, as `attention.past_attention`.
+
+  Args:
+    query: `[B, S, H * G, D]`.
+    k: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
+    v: as `k`.
+    lengths: `[B]` int32.
+    positions: `[B, S]` int32, for a window.
+    table: `[B, C / T]` int32, the pages of each row in order; entries after
+      the last page in use are not read.
+    window: how many tokens back each query sees, itself included; 0: all.
+    softcap: c of c tanh(scores / c); 0: none.
+    interpret: whether to run without a TPU, which is slow.
+
+  Returns:
+    The normalised sum `[B, S, H * G, D]` and the log-sum-exp of the scores
+    `[B, S, H * G]`, float32.
+  """
+  if query.dtype != k.dtype or k.dtype not in _DTYPES:
+    return plain.whole(query, k, v, lengths, positions, window=window,
+                       softcap=softcap)
+  batch, size, query_heads, dim = query.shape
+  heads = k.shape[1]
+  rows = size * query_heads // heads
+  folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
+  tile = _QUERIES if rows > _QUERIES else _SUBLANES
+  more = -rows % tile
+  folded = jnp.pad(folded.reshape(batch, heads, rows, dim),
+                   ((0, 0), (0, 0), (0, more), (0, 0)))
+  first = jnp.zeros((batch,), jnp.int32)
+  extra = ()
+  if window:
+    first = jnp.maximum(positions.min(axis=1) - window + 1, 0)
+    spread = jnp.tile(positions, (1, query_heads // heads))
+    spread = jnp.pad(spread, ((0, 0), (0, more)))
+    extra = (jnp.broadcast_to(
+        spread[..., None], (*spread.shape, _LANES)).astype(jnp.int32),)
+  if table is not None:
+    extra = (*extra, table)
+  operands = (folded, k, v, lengths.astype(jnp.int32), first, *extra)
+  call = functools.partial(_call, window=window, softcap=softcap,
+                           interpret=interpret, paged=table is not None)
+  out, lse = _split(call, operands, table is not None)(*operands)
+  unfold = lambda x: jnp.moveaxis(
+      x[:, :, :rows].reshape(batch, heads, -1, size, *x.shape[3:]), 3, 1
+  ).reshape(batch, size, query_heads, *x.shape[3:])
+  return unfold(out), unfold(lse)
+
+
+def _split(call, operands, paged):
+  """`call`, split over the mesh that the operands are on, if there is one.
+
+  Rows go over the axis "data" and heads over "model", the names that
+  `models.sharding` has by default, where they divide. Whatever the placement of
+  the cache is, the result is the same; one that differs is moved.
+  """
+  meshes = (jax.typeof(x).sharding.mesh for x in operands)
+  mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
+  if mesh is None or mesh.manual_axes:  # within a `shard_map` all is local
+    return call
+  batch, heads = operands[0].shape[0], operands[1].shape[1]
+  fits = lambda name, n: (
+      name if n % mesh.shape.get(name, n + 1) == 0 else None)
+  rows, axis = fits("data", batch), fits("model", heads)
+  own, cache = PartitionSpec(rows, axis), PartitionSpec(
+      None if paged else rows, axis)
+  rest = (PartitionSpec(rows),) * (len(operands) - 3)
+  return jax.shard_map(
+      call, mesh=mesh, in_specs=(own, cache, cache, *rest),
+      out_specs=(own, own), check_vma=False)
+
+
+def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
+          paged):
+  """The kernel over folded queries `[B, H, R, D]`: `[B, H, R, D]`, `[B, H, R]`.
+  """
+  batch, heads, rows, dim = query.shape
+  slots = k.shape[2]
+  # XLA lays out narrow heads with the slots last, and no copy is wanted.
+  narrow = dim % _LANES > 0
+  if narrow:
+    k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+  positions, tables = extra[:bool(window)], extra[bool(window):]
+  block = slots if paged else _block(slots)
+  blocks = tables[0].shape[1] if paged else pl.cdiv(slots, block)
+  tile = min(rows, _QUERIES)
+  some = _heads_at_once(heads, block, tile, dim, k.dtype.itemsize)
+  scalars = (lengths, first, *tables)
+
+  def at(b, j, lengths, first):
+    """The block that step j reads: one that was read is not fetched again."""
+    last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), block)
+    return jnp.minimum(jax.lax.div(first[b], block) + j, last)
+
+  def slots_at(b, h, i, j, lengths, first, *tables):
+    del i
+    j = at(b, j, lengths, first)
+    if tables:
+      return tables[0][b, j], h, 0, 0
+    return (b, h, 0, j) if narrow else (b, h, j, 0)
+
+  of_query = lambda *axes: pl.BlockSpec(
+      (1, some, tile, *axes), lambda b, h, i, *_: (b, h, i, 0))
+  in_cache = pl.BlockSpec(
+      (1, some, *((dim, block) if narrow else (block, dim))), slots_at)
+  in_specs = [of_query(dim), in_cache, in_cache]
+  in_specs += [pl.BlockSpec((1, tile, _LANES), lambda b, h, i, *_: (b, i, 0))
+               for _ in positions]
+  kernel = functools.partial(
+      _kernel, scalars=len(scalars), block=block, blocks=blocks, window=window,
+      softcap=softcap, scale=dim**-0.5, ragged=bool(slots % block),
+      narrow=narrow)
+  out, lse = pl.pallas_call(
+      kernel,
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=len(scalars),
+          grid=(batch, heads // some, rows // tile, blocks),
+          in_specs=in_specs, out_specs=[of_query(dim), of_query(_LANES)],
+          scratch_shapes=[pltpu.VMEM((some, tile, width), jnp.float32)
+                          for width in (_LANES, _LANES, dim)]),
+      out_shape=[jax.ShapeDtypeStruct((batch, heads, rows, width), jnp.float32)
+                 for width in (dim, _LANES)],
+      compiler_params=pltpu.CompilerParams(dimension_semantics=(
+          "parallel", "parallel", "parallel", "arbitrary")),
+      interpret=interpret, name="past_attention",
+  )(*scalars, query, k, v, *positions)
+  return out, lse[..., 0]
+
+
+def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
+            narrow):
+  """One block of slots of one row, for some heads."""
+  lengths, first = refs[:2]
+  query, k, v, *positions = refs[scalars:-5]
+  out, lse, top, total, acc = refs[-5:]
+  b, j = pl.program_id(0), pl.program_id(3)
+  start = (jax.lax.div(first[b], block) + j) * block
+
+  @pl.when(j == 0)
+  def _():
+    top[...] = jnp.full(top.shape, plain.MASKED, jnp.float32)
+    total[...] = jnp.zeros(total.shape, jnp.float32)
+    acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+  def one_head(head):
+    scores = jax.lax.dot_general(
+        query[0, head], k[0, head], (((1,), (0 if narrow else 1,)), ((), ())),
+        preferred_element_type=jnp.float32) * scale
+    if softcap:
+      scores = softcap * jnp.tanh(scores / softcap)
+    slot = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    seen = slot < lengths[b]
+    if window:
+      seen &= positions[0][0, :, :1] - slot < window
+    scores = jnp.where(seen, scores, plain.MASKED)
+    before = top[head, :, :1]
+    now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    # Where nothing was seen yet the maximum is that of masked scores.
+    weights = jnp.where(seen, jnp.exp(scores - now), 0)
+    kept = jnp.exp(before - now)
+    values = v[0, head]
+    if ragged:  # after the end of the array there may be anything
+      row = start + jax.lax.broadcasted_iota(
+          jnp.int32, values.shape, int(narrow))
+      values = jnp.where(row < lengths[b], values, 0)
+    sums = total[head, :, :1] * kept + jnp.sum(weights, axis=1, keepdims=True)
+    acc[head] = acc[head] * kept + jax.lax.dot_general(
+        weights.astype(values.dtype), values,
+        (((1,), (1 if narrow else 0,)), ((), ())),
+        preferred_element_type=jnp.float32)
+    top[head] = jnp.broadcast_to(now, top.shape[1:])
+    total[head] = jnp.broadcast_to(sums, total.shape[1:])
+
+  @pl.when(start < lengths[b])
+  def _():
+    for head in range(k.shape[1]):
+      one_head(head)
+
+  @pl.when(j == blocks - 1)
+  def _():
+    some = jnp.maximum(total[...], jnp.finfo(jnp.float32).tiny)
+    out[0] = acc[...] / some[..., :1]
+    lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(some), plain.MASKED)
+
+
+def _block(slots):
+  """Slots of a block: as many as divide a capacity of the decoder."""
+  fitting = [n for n in (_BLOCK, _BLOCK // 2, _BLOCK // 4) if slots % n == 0]
+  return min(slots, fitting[0] if fitting else _BLOCK)
+
+
+def _heads_at_once(heads, block, tile, dim, itemsize):
+  """As many heads as fit beside each other, for fewer and longer fetches."""
+  lanes = math.ceil(dim / _LANES) * _LANES
+  # Keys and values twice, for the next block comes while one is read.
+  one = lanes * (4 * block * itemsize + tile * (2 * itemsize + 4 * 4))
+  return max(n for n in range(1, heads + 1)
+             if heads % n == 0 and (n == 1 or n * one <= _BUDGET))
