@@ -9,6 +9,7 @@ from specjax import drafters
 from specjax import exact
 from specjax import models
 from specjax import sampling
+from specjax import serving
 from specjax import strategies
 from specjax import testing
 from specjax import topology
@@ -64,6 +65,7 @@ __all__ = [
     "models",
     "raise_if_not_finite",
     "sampling",
+    "serving",
     "strategies",
     "testing",
     "topology",

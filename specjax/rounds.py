@@ -241,7 +241,8 @@ def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
   return jax.lax.scan(step, state, parts.toss(state, rounds))
 
 
-def _until(parts: Round, params, state):
+def _until(parts: Round, params, state, rounds=None, done=None):
+  """Until `done` rows are done, default all, or `rounds` were decoded."""
   def totals(stats):
     return stats.replace(active=stats.active.astype(jnp.int32))
 
@@ -249,15 +250,19 @@ def _until(parts: Round, params, state):
     return a & b if a.dtype == jnp.bool_ else a + b
 
   def goes_on(carry):
-    return ~jnp.all(carry[0].done)
+    state, _, played = carry
+    going = (~jnp.all(state.done) if done is None else
+             jnp.sum(state.done) < done)
+    return going if rounds is None else going & (played < rounds)
 
   def some_rounds(carry):
     coins = parts.toss(carry[0], _TOSSED)
 
     def one_round(carry):
-      (state, total), i = carry
+      (state, total, played), i = carry
       state, stats = one(params, state, coins[i])
-      return (state, jax.tree.map(add, total, totals(stats))), i + 1
+      total = jax.tree.map(add, total, totals(stats))
+      return (state, total, played + 1), i + 1
 
     carry, _ = jax.lax.while_loop(
         lambda carry: goes_on(carry[0]) & (carry[1] < _TOSSED), one_round,
@@ -272,7 +277,8 @@ def _until(parts: Round, params, state):
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
           x.shape, x.dtype), shapes)
   zero = zero.replace(active=jnp.zeros_like(state.lengths))
-  return jax.lax.while_loop(goes_on, some_rounds, (state, zero))
+  return jax.lax.while_loop(goes_on, some_rounds, (
+      state, zero, jnp.zeros((), jnp.int32)))[:2]
 
 
 # The state is donated in both loops: caches are updated in place, and the

@@ -1,0 +1,492 @@
+"""Batches that stay full: requests in, slots refilled, texts out as they come.
+
+  submit -> waiting -> read into a free slot -> chunks of rounds -> updates
+
+A batch that waits for its slowest row computes ever more rows that are done. A
+`Queue` puts the next request into the slot of a row that is done (continuous
+batching, Orca: Yu et al., OSDI 2022). A chunk is one compiled program: it ends
+after so many rounds, or as soon as a slot is free that somebody waits for. Host
+code runs between chunks only.
+
+A row's random numbers are made from the seed of its request, so that in float32
+its text depends neither on its neighbours, nor on its slot, nor on when it
+came: it is the one that `Decoder.generate` writes of this prompt alone, with
+`jax.random.key(seed)`. With a controller that holds at temperature 0 only: all
+rows of a batch draft as many tokens, so above it a row's text depends on the
+rows beside it, though its law does not.
+
+No server is here. One that streams texts to whoever asks takes a task that
+steps the queue in a thread, and a generator for each request:
+
+  >>> import asyncio
+  >>> import jax
+  >>> import specjax as sj
+  >>> async def pump(queue, streams):
+  ...   while True:
+  ...     for update in await asyncio.to_thread(queue.step):
+  ...       streams[update.number].put_nowait(update)
+  ...     if queue.idle:
+  ...       await asyncio.sleep(0.01)
+  >>> async def answer(queue, streams, request):
+  ...   number = queue.submit(request)       # a ValueError is the client's 400
+  ...   streams[number], result = asyncio.Queue(), None
+  ...   try:
+  ...     while result is None:
+  ...       _, tokens, result = await streams[number].get()
+  ...       yield tokens
+  ...   finally:                             # done, or the client has left
+  ...     queue.cancel(number)
+  ...     del streams[number]
+
+It is tried here with two clients and a model that is a table:
+
+  >>> async def client(*arguments):
+  ...   return [t async for tokens in answer(*arguments) for t in tokens]
+  >>> async def main(queue):
+  ...   streams = {}
+  ...   task = asyncio.create_task(pump(queue, streams))
+  ...   texts = await asyncio.gather(*(
+  ...       client(queue, streams, sj.serving.Request(
+  ...           prompt=prompt, max_new_tokens=6)) for prompt in ([1, 2], [3])))
+  ...   task.cancel()
+  ...   return texts
+  >>> model = sj.testing.MarkovModel(vocab_size=4)
+  >>> decoder = sj.Decoder(
+  ...     target=model, verifier=sj.verifiers.Block(),
+  ...     drafter=sj.drafters.LanguageModel(model=model, gamma=3))
+  >>> table = model.init(jax.random.key(0))
+  >>> queue = sj.serving.Queue(
+  ...     decoder, {"target": table, "drafter": table}, slots=2, max_length=32)
+  >>> [len(text) for text in asyncio.run(main(queue))]
+  [6, 6]
+"""
+
+import collections
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import checks
+from specjax import prefill
+from specjax import rounds as rounds_lib
+from specjax.constraints import base as constraints_lib
+from specjax.controller import Controller
+from specjax.decoder import Decoder
+from specjax.types import Prompt
+from specjax.types import RoundStats
+
+_SMALLEST_BUCKET = 32  # columns of a prompt
+_CAPACITY_STEP = 128  # slots of a cache
+_PARTS = {"finite": "target's logits", "draft_finite": "drafter's logits",
+          "law_finite": "verifier's laws"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What is to be continued, and how.
+
+  Attributes:
+    prompt: token ids, at least one.
+    max_new_tokens: at least 0.
+    temperature: at least 0, 0 is greedy; None: the decoder's.
+    eos: the token id that ends the text, or several of them, or () for none;
+      None: the decoder's.
+    seed: of all that is drawn, from 0 to 2^32 - 1.
+    context: what the drafter reads for this row, of the form of the queue's;
+      None: the queue's.
+  """
+
+  prompt: Sequence[int]
+  max_new_tokens: int
+  temperature: float | None = None
+  eos: int | tuple[int, ...] | None = None
+  seed: int = 0
+  context: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """What became of a request.
+
+  Attributes:
+    number: of the request, as `submit` returned it.
+    tokens: int32, prompt and continuation.
+    reason: why the text ends: "eos", "limit", "cancelled", "failed" (its
+      numbers broke down; what was written before is good) or "refused".
+    error: one line, of what failed or was refused.
+    rounds: that it took part in.
+    accepted: drafted tokens in its text.
+  """
+
+  number: int
+  tokens: np.ndarray
+  reason: str
+  error: str | None = None
+  rounds: int = 0
+  accepted: int = 0
+
+
+class Update(NamedTuple):
+  """What a step brought for a request.
+
+  Attributes:
+    number: of the request.
+    tokens: int32, the new ones.
+    result: when the text has ended, else None.
+  """
+
+  number: int
+  tokens: np.ndarray
+  result: Result | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+  """A request that was accepted, and its text so far."""
+
+  number: int
+  prompt: np.ndarray
+  limit: int
+  temperature: np.ndarray  # [1] float32
+  eos: np.ndarray  # [1, E] int32
+  seed: int
+  context: Any
+  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+  rounds: int = 0
+  accepted: int = 0
+
+  def result(self, reason, error=None):
+    return Result(
+        number=self.number, reason=reason, error=error, rounds=self.rounds,
+        tokens=np.concatenate([self.prompt, *self.tokens]).astype(np.int32),
+        accepted=self.accepted)
+
+
+class Queue:
+  """Decodes requests in the slots of one batch, in order of arrival.
+
+  `submit` and `cancel` may be called by other threads while one is in `step`.
+  """
+
+  def __init__(self, decoder: Decoder, params: Any, *,
+               slots: int | Sequence[int] = 8, max_length: int | None = None,
+               rounds: int = 8, max_ends: int = 4, context: Any = None,
+               controllers: Mapping[int, Controller] | None = None):
+    """An empty queue. Nothing is compiled before the first step.
+
+    Args:
+      decoder: of all requests.
+      params: `{"target": ..., "drafter": ...}`.
+      slots: rows of the batch; or several sizes, of which at any time the
+        smallest is decoded that holds all who are there. Each is a program.
+      max_length: tokens of a prompt and its text at most; caches have room for
+        them. Default: the context length.
+      rounds: of a chunk, at most: who comes while it runs waits for its end,
+        and texts are streamed by chunks.
+      max_ends: how many ids a request's `eos` may hold.
+      context: what the drafter reads for rows that bring nothing of their own:
+        a tree of arrays without B.
+      controllers: for each of the sizes its own, in place of the decoder's,
+        for a batch of another size has other costs.
+
+    Raises:
+      ValueError: a size is out of range, or the controllers do not fit.
+    """
+    self.sizes = tuple(sorted({int(n) for n in np.atleast_1d(slots)}))
+    length = decoder.context_length if max_length is None else max_length
+    for name, least, most, value in (
+        ("slots", 1, None, self.sizes[0] if self.sizes else 0),
+        ("rounds", 1, None, rounds), ("max_ends", 1, None, max_ends),
+        ("max_length", 1, decoder.context_length, length)):
+      if value < least or most is not None and value > most:
+        raise ValueError(
+            f"{name} is {value}; it must be at least {least}"
+            + (f" and at most {most}, the context length" if most else ""))
+    self._decoder, self._params = decoder, params
+    self._programs = _programs(decoder, self.sizes, controllers)
+    self._length, self._rounds = length, rounds
+    self._ends = max(max_ends, len(decoder._eos_rows(None, 1)[0]))
+    self._context = jax.tree.map(np.asarray, context)
+    needed = max(length + decoder.num_nodes, prefill.padded_length(length))
+    self._capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    self._numbers = itertools.count()
+    self._open, self._waiting, self._cancelled = {}, collections.deque(), set()
+    self._rows, self._state = [None] * self.sizes[0], None
+
+  @property
+  def idle(self) -> bool:
+    """Whether there is nothing to do."""
+    return not self._open
+
+  @property
+  def waiting(self) -> int:
+    """Requests that have no slot yet."""
+    return len(self._waiting)
+
+  def submit(self, request: Request) -> int:
+    """Takes a request, and returns its number.
+
+    Raises:
+      ValueError: it can never be decoded here.
+    """
+    row = self._checked(request, next(self._numbers))
+    self._open[row.number] = row
+    self._waiting.append(row)
+    return row.number
+
+  def cancel(self, number: int) -> bool:
+    """Ends a request at the next step, which frees its slot.
+
+    Returns:
+      Whether it was waiting or decoding.
+    """
+    if number in self._open:
+      self._cancelled.add(number)
+    return number in self._open
+
+  def step(self) -> list[Update]:
+    """Fills the free slots and decodes a chunk; nothing if there is none.
+
+    Returns:
+      An update for every request that has new tokens or has ended.
+
+    Raises:
+      ValueError: with `Decoder(debug=True)`, a part is wrong.
+    """
+    found = self._dropped()
+    self._resize()
+    for slot, row in enumerate(self._rows):
+      if row is None and self._waiting:
+        self._insert(slot, self._waiting.popleft())
+    if any(self._rows):
+      found += self._decoded()
+    for update in found:
+      if update.result is not None:
+        del self._open[update.number]
+    return found
+
+  def results(self, requests: Iterable[Request] = (), *, order: str = "arrival"
+              ) -> Iterator[Result]:
+    """Decodes requests, and all that were submitted before, to their ends.
+
+    Args:
+      requests: taken when there will soon be room for them, so that there may
+        be any number of them. What can never be decoded has a result too.
+      order: "arrival", or "completion" for each as soon as it is there.
+    """
+    if order not in ("arrival", "completion"):
+      raise ValueError(f"order is {order!r}; it must be 'arrival' or "
+                       "'completion'")
+    requests, finished = iter(requests), {}
+    expected = collections.deque(self._open)
+    while True:
+      for request in itertools.islice(
+          requests, max(self.sizes[-1] - self.waiting, 0)):
+        try:
+          expected.append(self.submit(request))
+        except ValueError as e:
+          number = next(self._numbers)
+          expected.append(number)
+          finished[number] = Result(
+              number=number, tokens=np.zeros(0, np.int32), reason="refused",
+              error=str(e))
+      if not expected:
+        return
+      finished |= {update.number: update.result for update in self.step()
+                   if update.result is not None}
+      if order == "completion":
+        expected = collections.deque(
+            number for number in expected if number not in finished)
+        yield from finished.values()
+        finished = {}
+      while expected and expected[0] in finished:
+        yield finished.pop(expected.popleft())
+
+  def _checked(self, request, number):
+    """The row of a request."""
+    decoder = self._decoder
+    tokens, lengths = decoder._checked_prompts([request.prompt])
+    length, new = int(lengths[0]), request.max_new_tokens
+    if new < 0 or new != int(new):
+      raise ValueError(f"max_new_tokens is {new}; it must be a whole number of "
+                       "at least 0")
+    if length + new > self._length:
+      raise ValueError(
+          f"a prompt of {length} tokens and {new} new ones do not fit into a "
+          f"slot of {self._length}: shorten the prompt, ask for fewer, or give "
+          "the queue a larger max_length")
+    if not 0 <= request.seed < 2**32 or request.seed != int(request.seed):
+      raise ValueError(f"seed is {request.seed}; it must be a whole number "
+                       "from 0 to 2^32 - 1")
+    ends = decoder._eos_rows(
+        None if request.eos is None else [request.eos], 1)
+    if ends.shape[1] > self._ends:
+      raise ValueError(
+          f"eos holds {ends.shape[1]} token ids and a slot has room for "
+          f"{self._ends}; give fewer, or give the queue a larger max_ends")
+    ends = np.pad(ends, ((0, 0), (0, self._ends - ends.shape[1])),
+                  constant_values=-1)
+    constraints_lib.check_rows(
+        decoder.transform.constraints, np.array([new]), ends)
+    context = self._context if request.context is None else jax.tree.map(
+        np.asarray, request.context)
+    if _form(context) != _form(self._context):
+      raise ValueError(
+          f"context is {_form(context)} and the queue's is "
+          f"{_form(self._context)}; all rows of a batch have the same form")
+    return _Row(
+        number=number, prompt=tokens[0, :length], limit=length + int(new),
+        temperature=decoder._temperatures(request.temperature, 1), eos=ends,
+        seed=int(request.seed), context=context)
+
+  def _dropped(self):
+    """Updates of what was cancelled; their slots are free."""
+    found = []
+    for number in tuple(self._cancelled):
+      self._cancelled.remove(number)
+      row = self._open.get(number)
+      if row is not None and row in self._rows:
+        self._rows[self._rows.index(row)] = None
+      elif row is not None:
+        self._waiting.remove(row)
+      if row is not None:
+        found.append(Update(
+            number, np.zeros(0, np.int32), row.result("cancelled")))
+    return found
+
+  def _resize(self):
+    """Moves the rows into the smallest batch that holds all who are there."""
+    here = [slot for slot, row in enumerate(self._rows) if row is not None]
+    wanted = len(here) + len(self._waiting)
+    size = next((n for n in self.sizes if n >= wanted), self.sizes[-1])
+    if size == len(self._rows) or not wanted:
+      return
+    empty = [None] * (size - len(here))
+    self._rows = [self._rows[slot] for slot in here] + empty
+    if self._state is not None:
+      self._state = _moved(self._state, np.array(
+          here + [0] * len(empty), np.int32))
+
+  def _insert(self, slot, row):
+    """Reads a prompt, padded to a power of two, into a slot."""
+    length = len(row.prompt)
+    columns = min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()),
+                  prefill.padded_length(self._length))
+    fresh = rounds_lib.start(
+        self._programs[self.sizes[-1]], self._params, Prompt(
+            tokens=np.pad(row.prompt, (0, columns - length))[None],
+            lengths=np.array([length], np.int32), capacity=self._capacity,
+            context=jax.tree.map(lambda x: x[None], row.context)),
+        np.array([row.limit], np.int32), _keys(np.uint32(row.seed)),
+        row.temperature, row.eos)
+    if self._state is None:  # free slots hold what can be decoded, too
+      self._state = _moved(fresh, np.zeros(len(self._rows), np.int32))
+    self._state = rounds_lib.insert(
+        self._state, np.array([slot], np.int32), fresh)
+    self._rows[slot] = row
+
+  def _decoded(self):
+    """Decodes a chunk; the updates of the rows."""
+    free = np.array([row is None for row in self._rows])
+    window = min(self._rounds * self._decoder.num_nodes, self._capacity)
+    self._state, seen = _chunk(
+        self._programs[len(self._rows)], self._params, self._state, free,
+        np.int32(self._rounds),
+        np.int32(free.sum() + 1 if self._waiting else len(free)), window=window)
+    tokens, done, stats = jax.device_get(seen)
+    checks.raise_if_bad(stats.checks)
+    found = []
+    for slot, row in enumerate(self._rows):
+      if row is None:
+        continue
+      new = tokens[slot, :stats.emitted[slot]]
+      row.tokens.append(new)
+      row.rounds += int(stats.active[slot])
+      row.accepted += int(stats.accepted[slot])
+      result = _ended(row, slot, stats) if done[slot] else None
+      if result is not None:
+        self._rows[slot] = None
+      if result is not None or new.size:
+        found.append(Update(row.number, new, result))
+    return found
+
+
+def _programs(decoder, sizes, controllers):
+  """The static parts of the rounds of each size."""
+  if controllers is None:
+    return dict.fromkeys(sizes, decoder._round)
+  if set(controllers) != set(sizes) or len(
+      {one.lengths for one in controllers.values()}) != 1:
+    raise ValueError(
+        f"controllers are given for {sorted(controllers)} rows and slots are "
+        f"{list(sizes)}; give one for each of these, all with the same lengths")
+  return {n: dataclasses.replace(decoder, controller=controllers[n])._round
+          for n in sizes}
+
+
+def _form(context):
+  """Structure, shapes and dtypes of a context, in words."""
+  return str(jax.tree.map(
+      lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}",
+      context))
+
+
+def _ended(row, slot, stats):
+  """The result of a row that is done."""
+  bad = [part for field, part in _PARTS.items()
+         if not getattr(stats, field)[slot]]
+  if bad:
+    return row.result("failed", (
+        f"the {bad[0]} of request {row.number} are not finite; its text ends "
+        "there: check the model's weights, its dtype and the rule"))
+  last = next((t[-1] for t in reversed(row.tokens) if t.size), -1)
+  return row.result("eos" if last >= 0 and last in row.eos else "limit")
+
+
+@jax.jit
+def _keys(seed):
+  """`[1]`, the key of the first row that `prefill` makes of a seed."""
+  key = jax.random.key(seed, impl="threefry2x32")
+  return jax.random.fold_in(key, 0)[None]
+
+
+@jax.jit
+def _moved(state, rows):
+  """A state of these rows of another, in order."""
+  return jax.tree.map(lambda x: x[rows], state)
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "window"),
+                   donate_argnames="state")
+def _chunk(parts, params, state, free, rounds, done, *, window
+           ) -> tuple[Any, tuple[jax.Array, jax.Array, RoundStats]]:
+  """Some rounds, and what the host is told of them.
+
+  Args:
+    parts: the `Round`.
+    params: of the models.
+    state: it is donated.
+    free: `[B]` bool, slots without a request.
+    rounds: at most.
+    done: rows that are done, at which it ends early.
+    window: tokens of a row that the host is told, from its first new one on.
+
+  Returns:
+    The state, and `(tokens [B, window], done [B], stats)`.
+  """
+  at = state.lengths[:, None] + jnp.arange(window, dtype=jnp.int32)
+  state, stats = rounds_lib.until(
+      parts, params, state.replace(done=state.done | free), rounds, done)
+  tokens = jnp.take_along_axis(
+      state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)
+  return state, (tokens, state.done, stats)

@@ -1,0 +1,223 @@
+"""Batches that stay full, with small models: every text is the one alone."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.serving import Queue
+from specjax.serving import Request
+
+_VOCAB, _ROUNDS = 5, 4
+_PAIR = testing.tiny_pair(_VOCAB)
+_DECODER = sj.Decoder(
+    target=_PAIR.target, verifier=sj.verifiers.Block(), eos=4,
+    drafter=sj.drafters.LanguageModel(model=_PAIR.drafter, gamma=3))
+
+
+def _alone(decoder, params, request):
+  """What `generate` makes of one request."""
+  return decoder.generate(
+      params, [request.prompt], jax.random.key(request.seed),
+      max_new_tokens=request.max_new_tokens,
+      temperature=None if request.temperature is None else [
+          request.temperature],
+      eos=None if request.eos is None else [request.eos]).tokens[0].tolist()
+
+
+def _requests():
+  """Ragged prompts, limits, ends, temperatures and seeds."""
+  rng = np.random.default_rng(0)
+  return [Request(
+      prompt=rng.integers(_VOCAB, size=length).tolist(), max_new_tokens=new,
+      temperature=(0.0, 1.0, None)[i % 3], eos=((), None, 0)[i // 2 % 3],
+      seed=2**32 - 1 - 7 * i)
+          for i, (length, new) in enumerate(zip(
+              (1, 40, 2, 17, 33, 5, 32, 9), (19, 7, 25, 0, 14, 21, 1, 12)))]
+
+
+@functools.cache
+def _texts():
+  return [_alone(_DECODER, _PAIR.params, one) for one in _requests()]
+
+
+def _streamed(queue, requests):
+  """{number: (the tokens of its updates, its result)}, submitted at once."""
+  found = {queue.submit(one): [[], None] for one in requests}
+  while not queue.idle:
+    for number, tokens, result in queue.step():
+      assert found[number][1] is None
+      found[number] = [found[number][0] + tokens.tolist(), result]
+  return found
+
+
+def test_every_text_is_the_one_alone():
+  # Broken: a text depends on its neighbours, its slot or the time it came; a
+  # seed, an end, a limit or a temperature is another row's; a slot that is
+  # filled again keeps something of the row before.
+  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
+                rounds=_ROUNDS)
+  results = list(queue.results(_requests()))
+  assert [one.number for one in results] == list(range(8))
+  assert [one.tokens.tolist() for one in results] == _texts()
+  for one, request in zip(results, _requests()):
+    new = len(one.tokens) - len(request.prompt)
+    assert one.reason == ("limit" if new == request.max_new_tokens and (
+        new == 0 or one.tokens[-1] not in np.ravel(
+            4 if request.eos is None else request.eos)) else "eos")
+    assert one.rounds + one.accepted >= new >= one.accepted
+  assert {one.reason for one in results} == {"limit", "eos"}
+
+  # In another order, in a batch that grows and shrinks, by updates.
+  queue = Queue(_DECODER, _PAIR.params, slots=(1, 3), max_length=96,
+                max_ends=1, rounds=_ROUNDS)
+  found = _streamed(queue, _requests()[::-1])
+  for (tokens, result), text, request in zip(
+      found.values(), _texts()[::-1], _requests()[::-1]):
+    assert request.prompt + tokens == text == result.tokens.tolist()
+
+
+def test_a_slot_is_filled_as_soon_as_it_is_free():
+  # Broken: a batch waits for its slowest row, or a chunk for its last round.
+  model = testing.MarkovModel(vocab_size=4)
+  decoder = sj.Decoder(target=model, verifier=sj.verifiers.Token(),
+                       drafter=sj.drafters.Empty())
+  queue = Queue(decoder, {"target": model.init(jax.random.key(0))}, slots=2,
+                max_length=64, rounds=8)
+  for new in (3, 30, 2, 4):
+    queue.submit(Request(prompt=[1], max_new_tokens=new))
+  sizes = lambda: {u.number: (len(u.tokens), u.result is not None)
+                   for u in queue.step()}
+  assert sizes() == {0: (3, True), 1: (3, False)}
+  assert queue.waiting == 2
+  assert sizes() == {2: (2, True), 1: (2, False)}
+  assert sizes() == {3: (4, True), 1: (8, False)}  # nobody waits
+  assert sizes() == {1: (8, False)}
+  # Of an endless list no more is taken than has room soon.
+  taken = itertools.count()
+  endless = (Request(prompt=[2], max_new_tokens=1 + i % 3) for i in taken)
+  results = queue.results(endless, order="completion")
+  first = [one.number for one in itertools.islice(results, 6)]
+  assert first == [4, 5, 6, 7, 8, 1]  # the one of 30 tokens was in a slot
+  assert next(taken) < 6 + 3 * 2
+
+
+def test_cancelled_and_refused_requests_harm_nobody():
+  # Broken: a slot is lost, a neighbour's text changes, or what can never be
+  # decoded is found out on the device.
+  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
+                rounds=_ROUNDS)
+  requests = _requests()
+  numbers = [queue.submit(one) for one in requests]
+  running = next(u.number for u in queue.step() if u.result is None)
+  waiting = numbers[7]
+  assert queue.cancel(running) and queue.cancel(waiting)
+  ended = {u.number: u.result for u in queue.step() if u.result}
+  assert ended[running].reason == ended[waiting].reason == "cancelled"
+  partial = ended[running].tokens.tolist()
+  assert partial == _texts()[running][:len(partial)]
+  assert len(requests[running].prompt) < len(partial) < len(_texts()[running])
+  assert ended[waiting].tokens.tolist() == requests[7].prompt
+  assert not queue.cancel(running) and not queue.cancel(99)
+  while not queue.idle:
+    ended |= {u.number: u.result for u in queue.step() if u.result}
+  for number, text in zip(numbers, _texts()):
+    if number in ended and ended[number].reason != "cancelled":
+      assert ended[number].tokens.tolist() == text
+  assert len(ended) >= 5
+
+  for change, words in (
+      (dict(prompt=[]), "prompt 0 is empty"),
+      (dict(prompt=[_VOCAB]), "token id 5"),
+      (dict(max_new_tokens=95), "a prompt of 2 tokens and 95 new ones do not"),
+      (dict(max_new_tokens=-1), "max_new_tokens is -1"),
+      (dict(temperature=-1.0), "temperature is -1"),
+      (dict(eos=(1, 2)), "eos holds 2 token ids .* room for 1"),
+      (dict(eos=9), "eos of prompt 0 is 9"),
+      (dict(seed=2**32), "seed is 4294967296"),
+      (dict(context={"reference": np.zeros(3)}), "context is .* queue's is")):
+    bad = Request(**{"prompt": [1, 2], "max_new_tokens": 3, **change})
+    with pytest.raises(ValueError, match=words) as caught:
+      queue.submit(bad)
+    assert "\n" not in str(caught.value) and queue.idle
+  good, refused = queue.results([requests[0], bad])
+  assert refused.reason == "refused" and "context is" in refused.error
+  assert good.tokens.tolist() == _texts()[0]
+  with pytest.raises(ValueError, match="order is 'size'"):
+    next(queue.results(order="size"))
+  for options, words in (
+      (dict(slots=0), "slots is 0"), (dict(rounds=0), "rounds is 0"),
+      (dict(max_length=513), "max_length is 513.* 512, the context length"),
+      (dict(slots=2, controllers={1: sj.Controller(
+          lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .* for \[1\]")):
+    with pytest.raises(ValueError, match=words):
+      Queue(_DECODER, _PAIR.params, **options)
+
+
+def test_a_request_whose_numbers_break_down_fails_alone():
+  # Broken: one bad row ends the others, or its slot stays bad.
+  model = testing.MarkovModel(vocab_size=_VOCAB)
+  table = model.init(jax.random.key(0)).at[:, 3].set(-jnp.inf)
+  table = table.at[2].set(jnp.array([-jnp.inf] * 3 + [0, -jnp.inf]))
+  table = table.at[:2, 2].set(-jnp.inf).at[4, 2].set(-jnp.inf)
+  table = table.at[3].set(jnp.nan)  # only 2 leads there, and nothing to 2
+  decoder = sj.Decoder(target=model, verifier=sj.verifiers.Token(),
+                       drafter=sj.drafters.Empty())
+  queue = Queue(decoder, {"target": table}, slots=2, max_length=64)
+  requests = [Request(prompt=[prompt], max_new_tokens=9, seed=5)
+              for prompt in (0, 2, 2, 0, 3, 0)]
+  results = list(queue.results(requests))
+  good = results[0].tokens.tolist()
+  assert good == _alone(decoder, {"target": table}, requests[0])
+  assert [one.tokens.tolist() for one in results] == [
+      good, [2, 3], [2, 3], good, [3], good]
+  assert [one.reason for one in results] == [
+      "limit", "failed", "failed", "limit", "failed", "limit"]
+  assert results[2].error.startswith(
+      "the target's logits of request 2 are not finite")
+
+
+def test_each_row_reads_its_own_context():
+  # Broken: a row copies from the text of another, or of the one before it.
+  cycle = [0, 1, 2, 3] * 8
+  model = testing.MarkovModel(vocab_size=4)
+  table = 9.0 * jnp.roll(jnp.eye(4), 1, axis=1)
+  decoder = sj.Decoder(
+      target=model, verifier=sj.verifiers.Token(),
+      drafter=sj.drafters.Reference(gamma=3, vocab_size=4),
+      transform=sj.LogitsTransform(temperature=0))
+  blank = {"reference": np.full(32, -1, np.int32)}
+  known = {"reference": np.array(cycle, np.int32)}
+  queue = Queue(decoder, {"target": table}, slots=2, max_length=32,
+                context=blank)
+  results = list(queue.results(
+      Request(prompt=[0, 1], max_new_tokens=12, context=own)
+      for own in (known, None, None, known, None)))
+  assert [one.rounds for one in results] == [3, 12, 12, 3, 12]
+  assert {tuple(one.tokens) for one in results} == {tuple(cycle[:14])}
+
+
+def test_each_size_has_its_controller():
+  # Broken: a batch is controlled by the costs of another size.
+  model = testing.MarkovModel(vocab_size=4)
+  table = 9.0 * jnp.roll(jnp.eye(4), 1, axis=1)
+  decoder = sj.Decoder(
+      target=model, verifier=sj.verifiers.Token(),
+      drafter=sj.drafters.LanguageModel(model=model, gamma=2),
+      transform=sj.LogitsTransform(temperature=0))
+  costs = lambda second: sj.Controller(
+      lengths=(0, 2), seconds=(1.0, second), credit=0.0)
+  queue = Queue(
+      decoder, {"target": table, "drafter": table}, slots=(1, 2), max_length=64,
+      controllers={1: costs(1.1), 2: costs(9.0)})
+  request = Request(prompt=[0], max_new_tokens=24)
+  alone, = queue.results([request])
+  beside = list(queue.results([request, request]))
+  assert alone.rounds < 10 and alone.accepted > 12
+  assert [one.rounds for one in beside] > [20, 20]
+  assert len({tuple(one.tokens) for one in (alone, *beside)}) == 1
