@@ -5,6 +5,7 @@ time. Every error names the part. `check_values`, for `Decoder(debug=True)`,
 looks at the numbers too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import chex
@@ -124,8 +125,8 @@ def check_same(name: str, new: Any, old: Any) -> None:
                      f"{jax.tree.structure(old)}; a state keeps its structure")
 
 
-def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
-                 draft: Draft, law: Law, usable: jax.Array
+def check_values(drafter: str, declared: Collection[str], verifier: str,
+                 state: DecodeState, draft: Draft, law: Law, usable: jax.Array
                  ) -> dict[str, jax.Array]:
   """Checks the numbers of one round, batched.
 
@@ -135,7 +136,7 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
 
   Args:
     drafter: its name.
-    chain: whether the drafter declares that its drafts are chains.
+    declared: what the drafter declares, of `contract.CAPABILITIES`.
     verifier: its name.
     state: before the round.
     draft: the drafts.
@@ -146,8 +147,9 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
   Returns:
     What is wrong where a check fails, with {row} for the row, and whether all
     is well: `{text: [B] bool}`. The checks: parents come before their
-    children, the rows of q are laws or padding, a declared chain is one, the
-    verifier's law sums to 1, and the commit stays within the capacity.
+    children, the rows of q are laws or padding, what is declared a chain or
+    certain is that, the verifier's law sums to 1, and the commit stays within
+    the capacity.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   order = jnp.arange(nodes)
@@ -173,9 +175,15 @@ def check_values(drafter: str, chain: bool, verifier: str, state: DecodeState,
       f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
       "with a larger capacity": state.lengths + nodes <= capacity,
   }
-  if chain:
+  if "chain" in declared:
     good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
          "in row {row}"] = in_line.all(-1)
+  if "certain" in declared:
+    own = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1,
+                              mode="fill", fill_value=0)
+    one_hot = (own[:, 1:, 0] == total) & ((total == 0) | (total == 1))
+    good[f"the drafter {drafter} declares `certain = True` and has a row of "
+         "probs in row {row} that is not one-hot"] = one_hot.all(-1)
   return {text: ok | state.done | ~usable for text, ok in good.items()}
 
 

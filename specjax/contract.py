@@ -20,7 +20,7 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
 A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
 `commit`. Optional are
 
-  chain, iid, conditional, autoregressive
+  chain, iid, conditional, autoregressive, certain
              bools, default False, see `CAPABILITIES`.
   num_coins  how many uniform numbers it needs for a row and round. Then
              `propose` gets them as `[B, num_coins]` float32 in [0, 1) in place
@@ -82,6 +82,8 @@ CAPABILITIES = {
     "autoregressive": "q depends on the context alone, not on where the draft "
                       "began; whether a row is padding may depend on its "
                       "position, not on the tokens before it",
+    "certain": "every row of `probs` is one-hot or padding, so that its token "
+               "tells the whole law",
 }
 
 

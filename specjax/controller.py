@@ -88,8 +88,8 @@ class Controller:
   reading: float = 0.0
   prior: float = 0.7
   memory: float = 0.9
-  risk: float = 0.02
-  credit: float = 1.0
+  risk: float = 0.01
+  credit: float = 2.0
 
   def __post_init__(self):
     for name in ("lengths", "seconds"):

@@ -116,6 +116,7 @@ class Ladder:
     chosen = self.controller.choose(state)
 
     draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
+    packed = jax.eval_shape(self._packed, draft)
     _, *whole = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
     blank = jax.eval_shape(lambda *found: padded(*found, whole[0]), *whole)
 
@@ -137,9 +138,10 @@ class Ladder:
       def proposed(i, carry):
         draft, drafter = propose[i](
             params, state.replace(drafter=carry[1]), coins)
-        return _padded_draft(draft, self.drafter.num_nodes), drafter
+        return self._packed(_padded_draft(
+            draft, self.drafter.num_nodes)), drafter
 
-      carry = _blank(whole[1].draft), state.drafter
+      carry = _blank(packed), state.drafter
       for i in range(1, len(self.rungs)):
         carry = common.once(chosen == i, lambda c, i=i: proposed(i, c), carry)
       draft, drafter = carry
@@ -147,8 +149,8 @@ class Ladder:
       carry = state.replace(drafter=drafter), found
       for i, one in enumerate(self.rungs):
         # Cut where it is verified, or each round would write all lengths.
-        short = lambda n=one.drafter.num_nodes: jax.tree.map(
-            lambda x: x[:, :n], draft)
+        short = lambda n=one.drafter.num_nodes: self._unpacked(
+            jax.tree.map(lambda x: x[:, :n], draft))
         carry = common.once(size == i, lambda c, i=i, short=short: verified(
             i, c[0], short(), c[0].drafter), carry)
       state, found = carry
@@ -166,12 +168,37 @@ class Ladder:
     return state.replace(drafter=drafter.catch_up(
         params, state, state.controller.known))
 
+  def _packed(self, draft):
+    """A draft without what its tokens tell: `probs [B, N]` of them alone.
+
+    N V numbers that are read and written a few times cost a few percent of a
+    round in which an n-gram finds nothing.
+    """
+    if not self._certain:
+      return draft
+    own = jnp.take_along_axis(  # padding may have a token that is none
+        draft.probs, draft.tokens[..., None], axis=-1, mode="fill",
+        fill_value=0)
+    return draft.replace(probs=own[..., 0])
+
+  def _unpacked(self, draft):
+    """The draft that `_packed` was given."""
+    if not self._certain:
+      return draft
+    chosen = jnp.arange(self.rungs[0].target.vocab_size) == draft.tokens[
+        ..., None]
+    return draft.replace(probs=jnp.where(chosen, draft.probs[..., None], 0))
+
+  @property
+  def _certain(self):
+    return "certain" in contract.capabilities(self.drafter)
+
   def _needed(self, draft, done, chosen):
     """`[]` int32, the lowest rung that holds all that was drafted."""
     if not has_gamma(self.drafter):  # look-ahead positions look like padding
       return chosen
     # Numbers that broke down are not padding, but reported by the loop.
-    some = jnp.any(draft.probs != 0, axis=-1)
+    some = jnp.any(jnp.atleast_3d(draft.probs) != 0, axis=-1)
     place = jnp.arange(some.shape[1])
     last = jnp.max(jnp.where(some & ~done[:, None], place, 0))
     lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])

@@ -139,8 +139,8 @@ class Round:
     usable = read & law_finite
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
-        self._drafter_name, self._is_chain, self.rule.name, state, draft, law,
-        usable) if self.debug else None
+        self._drafter_name, contract.capabilities(self.drafter),
+        self.rule.name, state, draft, law, usable) if self.debug else None
     tokens, count, ended = _emitted(state, draft, verdict, usable)
     lengths = state.lengths + count
     put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(

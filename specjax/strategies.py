@@ -472,7 +472,7 @@ def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
       embeddings=embeddings, folded=folded, count=count), verifier)
 
 
-def prompt_lookup(gamma: int, max_ngram: int = 3,
+def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
                   verifier: Verifier = _TOKEN) -> Strategy:
   """A copy of what followed the last tokens earlier in the row.
 
@@ -486,17 +486,20 @@ def prompt_lookup(gamma: int, max_ngram: int = 3,
   >>> target = sj.testing.MarkovModel(4)
   >>> table = 50 * jax.numpy.roll(jax.numpy.eye(4), 1, axis=1)  # 0, 1, 2, 3, 0
   >>> decoder = sj.Decoder(target=target, **prompt_lookup(gamma=7)._asdict())
-  >>> text = decoder.generate({"target": table}, [[0, 1, 2, 3, 0]],
+  >>> text = decoder.generate({"target": table}, [[0, 1, 2, 3, 0, 1]],
   ...                         jax.random.key(0), max_new_tokens=16)
   >>> text.tokens[0].tolist()[-5:], int(text.stats.active[0])  # rounds
-  ([0, 1, 2, 3, 0], 2)
+  ([1, 2, 3, 0, 1], 2)
 
   Args:
     gamma: tokens that are copied.
     max_ngram: last tokens that are looked for, at most.
+    min_ngram: and at least. A copy after a single token that agrees seldom
+      pays for its verification.
     verifier: a rule for chains; all accept the same of such drafts.
   """
-  return Strategy(drafters.NGram(gamma=gamma, max_ngram=max_ngram), verifier)
+  return Strategy(drafters.NGram(
+      gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
 
 
 def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,

@@ -150,6 +150,7 @@ class OracleDrafter:
   iid = True
   conditional = True
   autoregressive = True
+  certain = True
   num_coins = 0
   proposal = "deterministic"
 

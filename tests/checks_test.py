@@ -25,6 +25,7 @@ class _Drafter:
   init_state: Any = None
   spoil_commit: Any = None
   chain: Any = True
+  certain: Any = False
 
   def init(self, params, prompt, prefill_output):
     rows = prompt.lengths
@@ -183,6 +184,8 @@ def test_slips_of_a_model(spoil, words):
      "parents of the drafter _Drafter are no tree in row 1"),
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(0))), _Rule(),
      "_Drafter declares `chain = True`.*row 1"),
+    (_Drafter(certain=True), _Rule(),
+     "_Drafter declares `certain = True`.*row 0"),
     (_Drafter(), _Rule(lambda x: x.replace(stop=0.9 * x.stop)),
      "stop of the verifier _Rule is no law"),
     (_Drafter(), _Rule(lambda x: x.replace(next_token=0.9 * x.next_token)),

@@ -20,7 +20,8 @@ _LENGTHS, _SECONDS = (0, 2, 4, 8), (1.0, 1.3, 1.6, 2.2)
 
 def _controller(**options):
   return sj.Controller(**{
-      **dict(lengths=_LENGTHS, seconds=_SECONDS), **options})
+      **dict(lengths=_LENGTHS, seconds=_SECONDS, risk=0.02, credit=1.0),
+      **options})
 
 
 def _state(controller, acceptance, left=100, done=()):

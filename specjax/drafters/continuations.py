@@ -80,6 +80,10 @@ class CountDrafter:
                        f"{', '.join(_PROPOSALS)}")
 
   @property
+  def certain(self) -> bool:
+    return self.proposal == "certain"
+
+  @property
   def num_nodes(self) -> int:
     return self.gamma + 1
 

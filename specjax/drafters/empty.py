@@ -31,6 +31,7 @@ class Empty:
   chain = True
   iid = True
   conditional = True
+  certain = True
   autoregressive = True
   proposal = "deterministic"
 

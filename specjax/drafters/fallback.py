@@ -62,6 +62,10 @@ class Fallback(parts.Parts):
     return self.all_are("iid")
 
   @property
+  def certain(self) -> bool:
+    return self.all_are("certain")
+
+  @property
   def num_nodes(self) -> int:
     return max(self.first.num_nodes, self.second.num_nodes)
 

@@ -52,6 +52,7 @@ class _Lookup:
   chain = True
   iid = True
   conditional = True
+  certain = True
   # Deeper tokens follow the match where the draft began: with the drafted ones
   # before them another place may agree as well, or the first one that does.
   autoregressive = False

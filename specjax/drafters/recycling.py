@@ -82,6 +82,7 @@ class Recycling:
   vocab_size: int | None = None
 
   conditional = True
+  certain = True
   autoregressive = False  # the table depends on what was drafted before
   num_coins = 0
   proposal = "top_k"

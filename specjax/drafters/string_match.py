@@ -74,6 +74,7 @@ class StringMatch(reading_lib.Reader):
   chain = True
   iid = True
   conditional = True
+  certain = True
   autoregressive = False  # what is drafted depends on where the draft began
   num_coins = 0
   proposal = "deterministic"
