@@ -114,6 +114,21 @@ def test_benchmark(tmp_path):
   assert all(value > 0 for value in ratios.values())
 
 
+def test_controller_study(tmp_path):
+  """The controller stands beside every fixed length, of which one is best."""
+  (tmp_path / "mine.txt").write_text("def f(x):\n  return x\n\n" * 3)
+  study = last_line(run(
+      "controller_study.py", "--drafter=noise", "--batch=2", "--lengths=2",
+      "--batches=2", "--num_prompts=2", "--new_tokens=16",
+      "--prompts=mine.txt", cwd=tmp_path))
+  assert study["study"] == "controller" and study["lengths"] == [2]
+  rows = {row["length"]: row for row in study["rows"]}
+  assert list(rows) == ["0", "2", "controller"]
+  assert rows["0"]["speedup"] == 1 and rows["2"]["best"] in rows
+  assert rows[rows["2"]["best"]]["over_best"] == 1
+  assert all(row["tokens_per_second"] > 0 for row in rows.values())
+
+
 def test_free_drafts_study(tmp_path):
   """Drafts of copies gain tokens, noise gains none, and all texts are one."""
   (tmp_path / "mine.txt").write_text("\n\n".join(

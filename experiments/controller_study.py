@@ -1,0 +1,200 @@
+"""How near the controller comes to the best fixed length of drafts.
+
+Batches of prompts are continued without a draft, with drafts of each length and
+with the controller, which chooses one before every round. All see the same
+prompts in turn; each ratio is of two calls on one batch, and the table has
+medians over batches. The best fixed length is the best in hindsight.
+
+  python experiments/controller_study.py
+  python experiments/controller_study.py --drafter=noise,ngram \\
+    --target=smollm2 --chat --prompts=rename,summarise --batch=1
+
+Drafters are named as in free_drafts_study.py, those of trees left out. Killed
+and started again, the study goes on where it was. Writes controller.csv and
+.json; run it while nothing else runs.
+"""
+
+import dataclasses
+import random
+import sys
+import time
+
+from absl import flags
+import jax
+from lib import common
+from lib import compositions
+from lib import flags as shared
+from lib import models
+from lib import prompts as prompts_lib
+from lib import rollouts
+import numpy as np
+
+import specjax as sj
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafters(
+    default="small,noise", help_=f"{compositions.HELP}, ")
+_BATCH = flags.DEFINE_list(
+    "batch", "1,4,16", "batch sizes: prompts that are decoded together")
+_LENGTHS = flags.DEFINE_list(
+    "lengths", "2,4,8", "lengths of drafts; none at all is always one of them")
+_BATCHES = flags.DEFINE_integer(
+    "batches", 6, "batches of each size, of prompts that are drawn anew", 2)
+_PROMPTS = shared.prompts("code,tests,docstrings,prose")
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(8, "prompts of every set, at most")
+_PROMPT_TOKENS = shared.prompt_tokens(256)
+_NEW_TOKENS = shared.new_tokens(96)
+_TEMPERATURE = shared.temperatures("0")
+_SEED = shared.seed()
+_DTYPE = shared.dtype()
+_OUTPUT_DIR = shared.output_dir("results/controller")
+
+_CONTROLLER = "controller"
+
+
+class _Together:
+  """A decoder that continues the prompts of a batch together."""
+
+  def __init__(self, decoder, params, capacity):
+    self.program = decoder
+    self._params, self._capacity = params, capacity
+
+  def compile(self, prompts):
+    """Compiles what it runs."""
+    self.decode(prompts, 0, 0, 1)
+
+  def decode(self, prompts, seed, request_id, new_tokens=None):
+    """Tokens that were emitted, and the "seconds" of the rounds."""
+    new_tokens = _NEW_TOKENS.value if new_tokens is None else new_tokens
+    state = jax.block_until_ready(self.program.prefill(
+        self._params, prompts, jax.random.key(seed + request_id),
+        limits=np.array([len(row) + new_tokens for row in prompts]),
+        capacity=self._capacity))
+    start = time.perf_counter()
+    state, stats = jax.block_until_ready(
+        self.program.decode_until(self._params, state))
+    seconds = time.perf_counter() - start
+    sj.raise_if_not_finite(stats)
+    return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
+
+
+def _sizes(values):
+  """The batch sizes of the flag, sorted."""
+  try:
+    sizes = sorted({int(size) for size in values})
+  except ValueError:
+    sizes = []
+  if not sizes or sizes[0] < 1:
+    raise ValueError(f"--batch is {','.join(values)!r}; give whole numbers of "
+                     "at least 1 between commas, such as 1,4,16")
+  return sizes
+
+
+def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
+  """{length or "controller": arm}."""
+  alone = dataclasses.replace(
+      common.autoregressive(target.model, temperature), eos=eos)
+  params = {"target": target.params, "drafter": own}
+  fixed = lambda gamma: dataclasses.replace(
+      alone, verifier=strategy.verifier,
+      drafter=dataclasses.replace(strategy.drafter, gamma=gamma))
+  decoders = {"0": alone, **{str(n): fixed(n) for n in lengths}}
+  longest = decoders[str(lengths[-1])]
+  print(f"measuring what rounds of {batch} rows cost, unless it is known",
+        file=sys.stderr)
+  decoders[_CONTROLLER] = dataclasses.replace(
+      longest, controller=sj.costs.measured(
+          longest, params, batch=batch, lengths=(0, *lengths),
+          used=_PROMPT_TOKENS.value))
+  return {name: _Together(decoder, params, capacity)
+          for name, decoder in decoders.items()}
+
+
+def _rows(runs, unit_of):
+  """A row for every temperature, drafter, batch size and length."""
+  groups = {}
+  for unit, arms in runs.items():
+    groups.setdefault(unit_of(unit), []).append(arms)
+  rows = []
+  for (temperature, drafter, batch), mine in groups.items():
+    speed = {name: np.array([arms[name]["tokens"] / arms[name]["seconds"]
+                             for arms in mine]) for name in mine[0]}
+    over_none = {name: np.median(found / speed["0"])
+                 for name, found in speed.items()}
+    best = max((name for name in speed if name != _CONTROLLER),
+               key=over_none.get)
+    for name, found in speed.items():
+      over_best = np.percentile(found / speed[best], (50, 25, 75))
+      rows.append({
+          "target": models.label(_TARGET.value), "temperature": temperature,
+          "drafter": drafter, "batch": batch, "length": name,
+          "tokens_per_second": float(np.median(found)),
+          "speedup": float(over_none[name]), "best": best,
+          **dict(zip(("over_best", "over_best_low", "over_best_high"),
+                     map(float, over_best)))})
+  return rows
+
+
+def _print_table(rows):
+  print(f"{'T':>3s} {'drafter':16s} {'batch':>5s} {'length':>10s} "
+        f"{'speed over none':>15s} {'over the best fixed length':>28s}")
+  for row in rows:
+    print(f"{row['temperature']:3g} {row['drafter']:16s} {row['batch']:5d} "
+          f"{row['length']:>10s} {row['speedup']:15.2f} "
+          f"{row['over_best']:8.3f} ({row['over_best_low']:.3f} to "
+          f"{row['over_best_high']:.3f})")
+
+
+def main():
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  lengths = common.draft_lengths("--lengths", _LENGTHS.value)
+  batches = _sizes(_BATCH.value)
+  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
+                            "as ngram"))
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, sum(map(compositions.members, names), []),
+      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+  drafters = {name: compositions.strategy(name, lengths[-1], target, members)
+              for name in names}
+  for name, (strategy, _) in drafters.items():
+    if not hasattr(strategy.drafter, "gamma"):
+      raise ValueError(f"--drafter={name} has no length to choose; give chains "
+                       "such as small, ngram or suffix")
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  eos = models.ends(target, tokenizer) if _CHAT.value else None
+  capacity = read.longest + _NEW_TOKENS.value + lengths[-1] + 1
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
+                         target.model.context_length)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+
+  fingerprint = rollouts.fingerprint(
+      [m.params for m in (target, *members.values())], eos, lengths,
+      _NEW_TOKENS.value, rollouts.digest(read.all))
+  # A row of each batch size and drafter: what is compiled is let go after it.
+  units = [(fingerprint, t, name, batch, i, _SEED.value)
+           for t in temperatures for name in names for batch in batches
+           for i in range(_BATCHES.value)]
+
+  def prompts_of(unit):
+    rng = random.Random(f"{unit[3]} {unit[4]} {unit[5]}")
+    return rng.choices(read.all, k=unit[3]), unit[5], unit[4]
+
+  settings = lambda unit: unit[1:4]
+  runs = rollouts.run(
+      units, prompts_of, lambda group: _arms(
+          target, *drafters[group[1]], group[0], eos, group[2], lengths,
+          capacity),
+      output_dir / "runs.jsonl", settings)
+  rows = _rows(runs, settings)
+  _print_table(rows)
+  common.write_csv(output_dir / "controller.csv", rows)
+  common.finish(output_dir, "controller", {
+      "rows": rows, "source": read.source, "lengths": lengths})
+
+
+if __name__ == "__main__":
+  common.run(main)
