@@ -46,6 +46,9 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
              committed, rounds pass in which it is not asked, and `commit` gets
              drafts of others. Default: it works inside and beside others
              (`Cascade`, `Fallback`, `Merge`) only if it has no state.
+  grows      bool, default True: zeros after the end of its state's arrays are
+             what more slots (`prompt.capacity`) would have been, see
+             `Decoder.grow`. Models, caches and constraints may say so, too.
   proposal   a word for how its tokens are drawn, for tables and readers.
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
@@ -274,6 +277,19 @@ def follow(drafter: Drafter) -> Drafter:
   found = drafter.follow()
   check_drafter(found)
   return found
+
+
+def cannot_grow(part: Any) -> str | None:
+  """The name of a part, however deep, whose state cannot get more slots."""
+  if isinstance(part, tuple | list):
+    inner = part
+  elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+    inner = [getattr(part, f.name) for f in dataclasses.fields(part)]
+  else:
+    inner = ()
+  if not getattr(part, "grows", True):
+    return getattr(part, "__name__", type(part).__name__)
+  return next(filter(None, map(cannot_grow, inner)), None)
 
 
 def param_specs(part: ModelFn | Drafter, axis: str, size: int) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import capacity as capacity_lib
 from specjax import checks
 from specjax import contract
 from specjax import ladder as ladder_lib
@@ -25,7 +26,6 @@ from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verifier
 
-_CAPACITY_STEP = 128  # slots; rounding up lets runs of similar size share code
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
 
 
@@ -166,7 +166,7 @@ class Decoder:
   def prefill(self, params: Any, prompts: Sequence[Sequence[int]],
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
               capacity: int = 0, temperature: Any = None, eos: Any = None,
-              context: Any = None) -> DecodeState:
+              context: Any = None, grows: bool = False) -> DecodeState:
     """Reads the prompts and prepares the loop.
 
     Args:
@@ -185,15 +185,18 @@ class Decoder:
         for all.
       context: a tree of arrays `[B, ...]` that the drafter may read, as
         `Prompt.context` and `DecodeState.context`.
+      grows: whether to begin with few slots. `decode_until` adds more as rows
+        grow; for any other loop call `grow` in time, or rows overwrite
+        themselves.
 
     Returns:
       The state of the loop.
 
     Raises:
       ValueError: a prompt is empty, or longer than its limit; a limit exceeds
-        the context length; a token id, a request id or a temperature is out of
+      the context length; a token id, a request id or a temperature is out of
         range; a leaf of the context has another number of rows; a constraint
-        cannot be fulfilled.
+        cannot be fulfilled; a part cannot grow that should.
     """
     tokens, lengths = self._checked_prompts(prompts)
     limits = self._checked_limits(limits, lengths)
@@ -203,9 +206,9 @@ class Decoder:
         raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
                          f"{np.shape(x)}; its first axis must be the "
                          f"{len(lengths)} prompts")
-    needed = max(int(limits.max()) + self.num_nodes,
-                 tokens.shape[1], capacity)
-    capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    needed = (capacity_lib.first(self._round, lengths, limits, self._whole)
+              if grows else int(limits.max()) + self.num_nodes)
+    capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
     eos = self._eos_rows(eos, len(lengths))
     constraints_lib.check_rows(
         self.transform.constraints, limits - lengths, eos)
@@ -271,6 +274,28 @@ class Decoder:
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     return rounds_lib.insert(state, jnp.asarray(slots), fresh)
 
+  def grow(self, params: Any, state: DecodeState, capacity: int
+           ) -> DecodeState:
+    """The same state with more slots in every row.
+
+    Decoding goes on as if they had been there from the start.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: it is donated.
+      capacity: least number of slots, as in `prefill`.
+
+    Raises:
+      ValueError: the state has more slots already, or a part cannot grow.
+    """
+    return capacity_lib.grow(
+        self._round, params, state, capacity_lib.rounded(capacity))
+
+  @property
+  def _whole(self) -> int:
+    """Slots for the longest text, the most that are ever needed."""
+    return capacity_lib.rounded(self.context_length + self.num_nodes)
+
   def decode_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
     """One round for every row; rows that are done stay as they are."""
@@ -314,6 +339,9 @@ class Decoder:
                    ) -> tuple[DecodeState, RoundStats]:
     """Runs until every row is done, compiled.
 
+    Whenever a row comes near the end of its slots, all rows get twice as many:
+    one program for every capacity.
+
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: it is donated and must not be used again.
@@ -323,14 +351,14 @@ class Decoder:
       a row's rounds; `finite`, `draft_finite` and `law_finite` say whether all
       were.
     """
-    state, stats = rounds_lib.until(self._round, params, state)
+    state, stats = capacity_lib.until(self._round, params, state, self._whole)
     checks.raise_if_bad(stats.checks)
     return state, stats
 
   def generate(self, params: Any, prompts: Sequence[Sequence[int]],
                key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,
-               temperature: Any = None, eos: Any = None, context: Any = None
-               ) -> Generation:
+               temperature: Any = None, eos: Any = None, context: Any = None,
+               grows: bool | None = None) -> Generation:
     """Continues every prompt by at most `max_new_tokens` tokens.
 
     Args:
@@ -342,6 +370,8 @@ class Decoder:
       temperature: see there.
       eos: see there.
       context: see there.
+      grows: see there; default: off a CPU, whose attention costs what is used
+        and not what is allocated, and if all parts can.
 
     Raises:
       ValueError: bad arguments, as in `prefill`.
@@ -352,9 +382,11 @@ class Decoder:
                        "least 0")
     prompts = [np.asarray(row) for row in prompts]
     limits = [row.size + max_new_tokens for row in prompts]
+    if grows is None:
+      grows = capacity_lib.grows(self._round)
     state = self.prefill(
         params, prompts, key, limits=limits, request_ids=request_ids,
-        temperature=temperature, eos=eos, context=context)
+        temperature=temperature, eos=eos, context=context, grows=grows)
     state, stats = self.decode_until(params, state)
     raise_if_not_finite(stats)
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)

@@ -241,18 +241,27 @@ def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
   return jax.lax.scan(step, state, parts.toss(state, rounds))
 
 
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
+  """A statistic of all rounds: both must hold, or the sum."""
+  return a & b if a.dtype == jnp.bool_ else a + b
+
+
 def _until(parts: Round, params, state, rounds=None, done=None):
-  """Until `done` rows are done, default all, or `rounds` were decoded."""
+  """Until `done` rows are done, default all, or `rounds` were decoded.
+
+  Or until a row has no room for another draft, see `capacity`.
+  """
   def totals(stats):
     return stats.replace(active=stats.active.astype(jnp.int32))
 
-  def add(a, b):
-    return a & b if a.dtype == jnp.bool_ else a + b
-
   def goes_on(carry):
     state, _, played = carry
+    # Rows that are done write their drafts, too.
+    room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
+        state.tokens.shape[1])
     going = (~jnp.all(state.done) if done is None else
              jnp.sum(state.done) < done)
+    going &= room
     return going if rounds is None else going & (played < rounds)
 
   def some_rounds(carry):
