@@ -29,10 +29,12 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib import models
 import numpy as np
 
 import specjax as sj
+from specjax import processes
 from specjax import strategies
 from specjax.data import corpora
 from specjax.files import claim
@@ -73,6 +75,7 @@ _LENGTH = flags.DEFINE_integer(
     "length", 4, "tokens of a path when tokens per pass are measured", 1)
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the text, sampling and shuffle")
+_MESH = shared.mesh()
 
 _BATCH = 16  # rows of a pass that looks up proposals
 
@@ -109,8 +112,9 @@ def _ranks_of(model, params, tokens, first):
 def _ranks(drafter, rows):
   """`[R, continuation]`: how many tokens a drafter prefers to the target's."""
   return np.concatenate([
-      np.asarray(_ranks_of(drafter.model, drafter.params, rows[i:i + _BATCH],
-                           _PROMPT_TOKENS.value - 1))
+      np.asarray(processes.gathered(_ranks_of(
+          drafter.model, drafter.params, rows[i:i + _BATCH],
+          _PROMPT_TOKENS.value - 1)))
       for i in range(0, len(rows), _BATCH)])
 
 
@@ -129,8 +133,8 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
   return ~np.repeat(whole, window, axis=-1)
 
 
-def _train(number, first, drafters, rows, held_out, target, tokenizer,
-           output_dir):
+def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
+           mesh):
   """Trains drafter `number` on what the earlier `drafters` miss."""
   directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
@@ -166,9 +170,10 @@ def _train(number, first, drafters, rows, held_out, target, tokenizer,
           int(_STEPS.value * _DECAY_FRACTION.value))),
       batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
-      tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1)).run(
+      tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1), mesh=mesh,
+      param_shardings=meshes.specs(mesh, {"target": model})).run(
           {"target": loop.cast(first.params, jnp.float32)})["target"]
-  saved = loop.cast(trained, _SAVE_DTYPE.value)
+  saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(directory, model, saved)
   tokenizer.save(directory / "tokenizer.json")
   return sj.zoo.Member(model, loop.cast(saved, sj.models.default_dtype()))
@@ -192,6 +197,7 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
 
 
 def main():
+  mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   target, members, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   [first] = members.values()
@@ -200,7 +206,7 @@ def main():
   drafters = [first]
   for number in range(2, _DRAFTERS.value + 1):
     drafters.append(_train(number, first, drafters, rows["training"],
-                           rows["held_out"], target, tokenizer, output_dir))
+                           rows["held_out"], tokenizer, output_dir, mesh))
 
   held_out = rows["held_out"]
   ranks = [_ranks(d, held_out) for d in drafters]

@@ -22,11 +22,13 @@ from absl import flags
 import jax
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib import models
 from lib import prompts as prompts_lib
 import numpy as np
 
 import specjax as sj
+from specjax import processes
 from specjax import strategies
 from specjax.data import reduction
 from specjax.data import vocabularies
@@ -75,6 +77,7 @@ _CHECKPOINT_EVERY = shared.checkpoint_every()
 _GAMMA = shared.gamma(4, "of the rounds that are measured at the end")
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the prompts, sampling and weights")
+_MESH = shared.mesh()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,6 +187,7 @@ def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
 
 
 def main():
+  mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
   if _ROW_TOKENS.value > target.model.context_length:
@@ -199,6 +203,7 @@ def main():
       heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
       mlp_width=_MLP_WIDTH.value,
       context_length=target.model.context_length))
+  specs = meshes.specs(mesh, {"drafter": drafter})
   tables = jax.tree.map(np.asarray, vocabulary)
   rows, held_out = (LawRows(answers, tables, _ROW_TOKENS.value)
                     for answers in (learned, measured))
@@ -234,9 +239,10 @@ def main():
       directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
-      tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value
+      tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value,
+      mesh=mesh, param_shardings=specs
   ).run({"drafter": drafter.init(jax.random.key(_SEED.value))})["drafter"]
-  saved = loop.cast(trained, _SAVE_DTYPE.value)
+  saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, drafter, saved)
 
   params = loop.cast(saved, sj.models.default_dtype())

@@ -43,10 +43,12 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib import models
 import numpy as np
 
 import specjax as sj
+from specjax import processes
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.files import fingerprint
@@ -131,6 +133,7 @@ _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
+_MESH = shared.mesh()
 
 
 def _values(options, taken):
@@ -329,8 +332,10 @@ def _spent(output_dir, tokens_per_step, before):
 
 
 def main():
+  mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
+  specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   method = _METHODS[_METHOD.value]
   options = _values(_OPTIONS, method.options)
   heads, params = _heads(method, target)
@@ -370,10 +375,11 @@ def main():
       steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,
-      accumulate=_ACCUMULATE.value, seed=_SEED.value)
+      accumulate=_ACCUMULATE.value, seed=_SEED.value, mesh=mesh,
+      param_shardings=specs)
   before = evaluate({"target": target.params,
                      "drafter": loop.cast(params, sj.models.default_dtype())})
-  trained = trainer.run(trainable, frozen)
+  trained = processes.gathered(trainer.run(trainable, frozen))
 
   saved = _save(output_dir, heads, trained, target, tokenizer)
   measured = evaluate({"target": target.params, **saved})

@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib import models
 
+from specjax import processes
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
@@ -76,6 +78,7 @@ _EVALUATION_STRIDE = flags.DEFINE_integer(
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
+_MESH = shared.mesh()
 
 
 def _tokenizer(path, training_texts):
@@ -92,6 +95,7 @@ def _tokenizer(path, training_texts):
 
 
 def main():
+  mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   training, held_out = ([d.text for d in side]
                         for side in corpora.split(documents))
@@ -107,6 +111,7 @@ def main():
       layers=_LAYERS.value, heads=_HEADS.value, kv_heads=_KV_HEADS.value,
       head_dim=_HEAD_DIM.value, mlp_width=_MLP_WIDTH.value,
       context_length=_CONTEXT_LENGTH.value))
+  specs = meshes.specs(mesh, {"target": model})
   params = model.init(jax.random.key(_SEED.value))
   num_params = common.num_parameters(params)
   bits_per_byte = evaluation.bits_per_byte(
@@ -135,10 +140,10 @@ def main():
       evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
-      tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value).run(
-          {"target": params})
+      tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value,
+      mesh=mesh, param_shardings=specs).run({"target": params})
 
-  saved = loop.cast(trained["target"], _SAVE_DTYPE.value)
+  saved = loop.cast(processes.gathered(trained["target"]), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved)
   final = bits_per_byte(loop.cast(saved, jnp.float32))
   common.finish(output_dir, "train_lm", {

@@ -20,6 +20,8 @@ import uuid
 import jax
 import numpy as np
 
+from specjax import processes
+
 try:
   import fcntl
 except ImportError:  # Windows has no such locks
@@ -36,6 +38,9 @@ _DIGITS, _PARTIAL = 8, ".partial"
 def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
   """Opens a file for writing bytes; it appears under its name when complete.
 
+  Of several processes of one program the first writes; what the others write
+  is forgotten.
+
   Args:
     path: of the file; one that exists is replaced, and stays if the writing
       fails.
@@ -43,6 +48,10 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
   Yields:
     The file, under a name that no other process gives to one.
   """
+  if not processes.is_first():
+    with open(os.devnull, "wb") as f:
+      yield f
+    return
   path = pathlib.Path(path)
   digits = uuid.uuid4().hex[:_DIGITS]
   temporary = path.with_name(f"{path.name}.{digits}{_PARTIAL}")
@@ -76,6 +85,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
   """Keeps every other process out of a directory, and clears up in it.
 
+  Of several processes of one program the first holds it for all.
+
   The system itself lets go of the lock when the process ends, however it ends:
   a killed one leaves nothing that keeps others out. The pieces of files that
   it may have left are deleted. Where the file system has no locks, nobody is
@@ -90,6 +101,9 @@ def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
+  if not processes.is_first():
+    yield
+    return
   alone = fcntl is not None
   with open(directory / ".lock", "ab") as f:
     try:
@@ -110,6 +124,8 @@ def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
           ) -> None:
   """Writes what a directory holds, or checks that it holds the same.
 
+  All processes of a program call it, and the first does it.
+
   Args:
     path: of the JSON file that says it; its directory is created if needed.
     manifest: values that JSON can hold.
@@ -119,7 +135,11 @@ def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
     ValueError: the file says something else, is of another version, or is not
       JSON.
   """
-  path = pathlib.Path(path)
+  processes.by_the_first(
+      lambda: _claim(pathlib.Path(path), manifest, what))
+
+
+def _claim(path, manifest, what):
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"format": _FORMAT, **manifest}, indent=2)

@@ -79,7 +79,8 @@ import pytest  # noqa: E402
 # Start processes of their own. The slowest files come first, so that no worker
 # is left with one at the end.
 _PROCESSES = ("experiments_test", "notebooks_test", "training_scripts_test",
-              "studies_test", "tpu_aot_test", "against_transformers_test")
+              "studies_test", "tpu_aot_test", "against_transformers_test",
+              "processes_test")
 _SLOWEST = (*_PROCESSES, "contribution_test", "tree_drafters_test",
             "self_drafters_test", "train_drafter_test", "greedy_test",
             "joint_law_test", "rounds_test", "lossless_test", "tree_laws_test")

@@ -22,6 +22,7 @@ from lib import compilation
 from lib import flags as shared
 import specjax as sj
 from specjax import files
+from specjax import processes
 from specjax import strategies
 
 VERIFIERS = {
@@ -80,6 +81,14 @@ def run(main, argv=None) -> None:
         sys.stdout.flush()
     except (ValueError, FloatingPointError) as e:
       end(f"error: {' '.join(str(e).split())}")
+    except processes.Stopped as e:
+      end(str(e), 128 + signal.SIGTERM)
+    except jax.errors.JaxRuntimeError as e:
+      if not jax.distributed.is_initialized():
+        raise
+      # Else the other processes are waited for, which wait for this one.
+      end(f"error: {' '.join(str(e).split())[:200]}; another process may have "
+          "ended: start all of them again")
     except KeyboardInterrupt:
       end("\nstopped by Ctrl-C; what was complete is kept",
           128 + signal.SIGINT)
@@ -130,8 +139,18 @@ def _in_words(e):
   return place + text + (f"; {fix}" if fix else "")
 
 
+def first_speaks() -> None:
+  """From here on the first of several processes prints; errors are all's."""
+  if not processes.is_first():
+    nowhere = _HELD.enter_context(open(os.devnull, "w"))
+    _HELD.enter_context(contextlib.redirect_stdout(nowhere))
+    _HELD.enter_context(contextlib.redirect_stderr(nowhere))
+
+
 def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   """The directory that a script writes to, its own until it ends.
+
+  Several processes of one script have it together.
 
   Args:
     path: created if needed.
@@ -140,7 +159,8 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   Raises:
     ValueError: another process writes there.
   """
-  _HELD.enter_context(files.locked(path, what))
+  processes.by_the_first(
+      lambda: _HELD.enter_context(files.locked(path, what)))
   return pathlib.Path(path)
 
 

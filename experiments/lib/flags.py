@@ -8,6 +8,8 @@ A script calls the functions of those that it takes, with its own defaults:
 What only one script takes is defined there.
 """
 
+from typing import NamedTuple
+
 from absl import flags
 
 from specjax.data import prompt_sets
@@ -234,3 +236,28 @@ def save_dtype():
   return flags.DEFINE_enum(
       "save_dtype", "bfloat16", ["bfloat16", "float32"],
       "of the weights saved")
+
+
+class MeshFlags(NamedTuple):
+  """Of the devices that a script runs on; `meshes.join` reads them."""
+
+  mesh: flags.FlagHolder
+  coordinator: flags.FlagHolder
+  process_id: flags.FlagHolder
+  num_processes: flags.FlagHolder
+
+
+def mesh():
+  """Devices, and processes that have them together."""
+  return MeshFlags(
+      mesh=flags.DEFINE_string(
+          "mesh", None, "devices by axis, such as data:2,model:4: rows are "
+          "split over data and models over model; default: one device"),
+      coordinator=flags.DEFINE_string(
+          "coordinator", None, "HOST:PORT of process 0, where the same command "
+          "runs in several processes, each with its --process_id; auto where "
+          "the cluster says all that"),
+      process_id=flags.DEFINE_integer(
+          "process_id", None, "number of this process, from 0", 0),
+      num_processes=flags.DEFINE_integer(
+          "num_processes", None, "processes in all", 1))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.safetensors_files import open_safetensors
@@ -33,7 +34,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
   Args:
     directory: created if needed.
     model: the model.
-    params: its parameters.
+    params: its parameters; all processes call it if these are split over them.
     dtype: to store the weights in; None keeps theirs.
   """
   directory = pathlib.Path(directory)
@@ -42,7 +43,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
   write_safetensors(
       directory / "model.safetensors",
       {name: (x.shape, dtype or x.dtype) for name, x in flat.items()},
-      (np.asarray(x).astype(dtype or x.dtype) for x in flat.values()))
+      (np.asarray(processes.gathered(x)).astype(dtype or x.dtype)
+       for x in flat.values()))
   write_json(directory / "config.json", dataclasses.asdict(model.config),
              indent=2)
 

@@ -22,6 +22,21 @@ if TYPE_CHECKING:  # a model does not need the loop
   from specjax.decoder import Decoder
 
 
+def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
+  """A `NamedSharding` for every leaf of a tree.
+
+  Args:
+    mesh: the devices.
+    specs: a tree of `PartitionSpec` whose leaves are those of `tree` or whole
+      branches of it.
+    tree: of arrays, or of their shapes.
+  """
+  return jax.tree.map(
+      lambda spec, branch: jax.tree.map(
+          lambda _: NamedSharding(mesh, spec), branch),
+      specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
 def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
                      mesh: Mesh, *, axis: str = "model",
                      data_axis: str = "data") -> tuple[Any, Any]:
@@ -57,14 +72,6 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
 
   is_cache = lambda node: hasattr(node, "rollback")
 
-  def place(part, tree):
-    """`NamedSharding`s of a tree of parameters, from its part's answer."""
-    return jax.tree.map(
-        lambda spec, branch: jax.tree.map(
-            lambda _: NamedSharding(mesh, spec), branch),
-        contract.param_specs(part, axis, size), tree,
-        is_leaf=lambda node: isinstance(node, PartitionSpec))
-
   def place_state(node):
     if not is_cache(node):
       return NamedSharding(mesh, PartitionSpec(rows))
@@ -87,5 +94,7 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
   parts = {"target": decoder.target, "drafter": decoder.drafter}
-  return ({name: place(parts[name], tree) for name, tree in params.items()},
+  specs = {name: contract.param_specs(parts[name], axis, size)
+           for name in params}
+  return (named(mesh, specs, params),
           jax.tree.map(place_state, state, is_leaf=is_cache))

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 import tqdm
 
+from specjax import processes
 from specjax.decoder import Decoder
 from specjax.files import atomically
 from specjax.files import claim
@@ -88,10 +89,12 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
   key = jax.random.key(seed, impl="threefry2x32")
   pieces = []
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
-                         desc="sampling", dynamic_ncols=True):
+                         desc="sampling", dynamic_ncols=True,
+                         disable=not processes.is_first()):
     path = directory / f"rows-{start // rows_per_file:05d}.npy"
     some = prompts[start:start + rows_per_file]
-    rows = _read(path, (len(some), length))
+    rows = processes.by_the_first(
+        functools.partial(_read, path, (len(some), length)))
     if rows is None:
       generation = decoder.generate(
           params, some, key, max_new_tokens=length - some.shape[1],
@@ -171,10 +174,11 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
   key = jax.random.key(seed, impl="threefry2x32")
   answers = []
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
-                         desc="answering", dynamic_ncols=True):
+                         desc="answering", dynamic_ncols=True,
+                         disable=not processes.is_first()):
     path = directory / f"answers-{start // rows_per_file:05d}.npz"
     some = [list(p) for p in prompts[start:start + rows_per_file]]
-    read = _read_answers(path)
+    read = processes.by_the_first(functools.partial(_read_answers, path))
     if read is None:
       # Batches are alike in shape, so that the loop is compiled once.
       rows = some + [some[0]] * (rows_per_file - len(some))
@@ -199,8 +203,9 @@ def _with_laws(model, params, rows, prompts, columns, top):
     row[:len(text)] = text
   laws = [_top_laws(model, top, params, tokens[i:i + size, :-1])
           for i in range(0, padded, size)]
-  ids, probs = (np.concatenate([np.asarray(x) for x in part])[:len(rows)]
-                for part in zip(*laws))
+  ids, probs = (
+      np.concatenate([np.asarray(x) for x in part])[:len(rows)]
+      for part in zip(*processes.gathered(laws)))
   return Answers(
       tokens=tokens[:len(rows)], lengths=lengths,
       starts=np.array([len(p) for p in prompts], np.int32),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 import optax
 
+from specjax import processes
 from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
 from specjax.training.objectives import DrafterObjective
@@ -152,7 +153,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     parts = [measure(params, tokens[i:i + batch_size])
              for i in range(0, len(tokens), batch_size)]
     sums, accepted = jax.tree.map(
-        lambda *x: sum(np.asarray(y, np.float64) for y in x), *parts)
+        lambda *x: sum(np.asarray(y, np.float64) for y in x),
+        *processes.gathered(parts))
     counts = sums["counts"]
     if not counts.all():
       raise ValueError(f"no position of {tokens.shape[1]} tokens that is "

@@ -27,14 +27,16 @@ import optax
 import orbax.checkpoint as ocp
 import tqdm
 
+from specjax import processes
 from specjax.files import fingerprint
 from specjax.models.transformer import default_dtype
+from specjax.training import layout as layout_lib
 from specjax.training.metrics import MetricsLog
 from specjax.training.objectives import Objective
 from specjax.training.objectives.base import Loss
 
 _LOG_EVERY = 10  # steps
-_DIGEST = "fingerprint"  # of a state, in a checkpoint's metadata
+_DIGEST = "checksums"  # of a state, in a checkpoint's metadata
 
 
 @struct.dataclass
@@ -61,6 +63,15 @@ class Trainer:
   one is damaged it says so, moves it aside and takes the one before. A batch
   that cannot be cut into `accumulate` parts is refused.
 
+  On a mesh, of one process or of several (`specjax.processes`), a run takes the
+  same batches: every process makes the whole one and feeds the rows of its own
+  devices. What it learns is that of a run on one device but for the order in
+  which float32 sums are rounded; killed and started again on the same mesh it
+  ends with the same bits. Its checkpoints are orbax's and are read on any other
+  mesh, or on one device. All processes see one `directory`, to which the first
+  writes all else; SIGTERM to one of them stops them all, at the same step and
+  with a checkpoint.
+
   Attributes:
     objective: an `Objective`, or a function that is called like one. A metric
       with a slash in its name goes to disk and not to the screen.
@@ -80,6 +91,12 @@ class Trainer:
       the trained ones are kept, averaged and saved in their own. None is
       `default_dtype()`.
     seed: of the objective's keys, one for each step.
+    mesh: of devices; None is the default device.
+    param_shardings: how a mesh splits the parameters, frozen ones too: a
+      `PartitionSpec` by name, or a tree of them for the branches, such as
+      `{"target": model.param_specs("model", 4)}`. What has no name here is
+      replicated.
+    data_axis: the axis of the mesh over which rows are split, if it has it.
   """
 
   objective: Objective
@@ -94,13 +111,22 @@ class Trainer:
   accumulate: int = 1
   compute_dtype: Any = None
   seed: int = 0
+  mesh: jax.sharding.Mesh | None = None
+  param_shardings: Mapping[str, Any] | None = None
+  data_axis: str = "data"
 
   def __post_init__(self):
+    shares = dict(self.mesh.shape).get(self.data_axis, 1) if self.mesh else 1
     for x in jax.tree.leaves(self.batch(0)):
       if np.ndim(x) and len(x) % self.accumulate:
         raise ValueError(
             f"a batch has {len(x)} rows and accumulate is {self.accumulate}; "
             "it must divide the rows: choose another, or another batch size")
+      if np.ndim(x) and len(x) // self.accumulate % shares:
+        raise ValueError(
+            f"a step reads {len(x) // self.accumulate} rows at a time and mesh "
+            f"axis {self.data_axis!r} has {shares} devices; give a multiple of "
+            f"{shares} rows, or a smaller axis {self.data_axis!r}")
 
   def run(self, trainable: dict[str, Any], frozen: dict[str, Any] | None = None
           ) -> dict[str, Any]:
@@ -115,13 +141,18 @@ class Trainer:
 
     Raises:
       ValueError: the checkpoints in `directory` are of other parameters, or all
-        of them are damaged.
+        of them are damaged; the mesh does not divide the parameters.
+      processes.Stopped: the processes were told to stop, and have saved.
     """
     dtype = self.compute_dtype or default_dtype()
-    frozen = cast(frozen or {}, dtype)
+    frozen = self._frozen(cast(frozen or {}, dtype))
+    fresh, layout = self._fresh_state(trainable)
+    put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
-        optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype)
+        optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype,
+        layout=layout)
+    speaks = processes.is_first()
     directory = pathlib.Path(self.directory).absolute()
     # Two, for the newer may be damaged; what a killed run left is no use.
     options = ocp.CheckpointManagerOptions(
@@ -129,15 +160,16 @@ class Trainer:
     with contextlib.ExitStack() as stack:
       manager = stack.enter_context(ocp.CheckpointManager(
           directory / "checkpoints", options=options))
-      state = self._first_state(trainable, manager)
+      state = _first_state(fresh, manager)
       start = int(state.step)
-      log = stack.enter_context(
-          contextlib.closing(MetricsLog(directory, start)))
+      write = self._metrics(stack, directory, start)
       bar = stack.enter_context(tqdm.tqdm(
-          total=self.steps, initial=start, unit="step", dynamic_ncols=True))
+          total=self.steps, initial=start, unit="step", dynamic_ncols=True,
+          disable=not speaks))
       tick, ticked = time.monotonic(), start
       for step in range(start, self.steps):
-        state, (loss, metrics) = step_once(state, frozen, self.batch(step))
+        state, (loss, metrics) = step_once(
+            state, frozen, put(self.batch(step)))
         done = step + 1
         bar.update()
         row = {}
@@ -153,35 +185,72 @@ class Trainer:
             self.evaluate_every and done % self.evaluate_every == 0):
           row.update(self.evaluate(
               {**frozen, **cast(state.params, dtype)}))
-          bar.write(f"step {done}: " + ", ".join(
-              f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
+          if speaks:
+            bar.write(f"step {done}: " + ", ".join(
+                f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
           tick, ticked = time.monotonic(), done
         if row:
-          log.write(done, row)
-        if done % self.checkpoint_every == 0 or done == self.steps:
+          write(done, row)
+        stops = manager.reached_preemption(done) and done < self.steps
+        if done % self.checkpoint_every == 0 or done == self.steps or stops:
           _save(manager, done, state)
+        if stops:
+          raise processes.Stopped(
+              f"stopped by SIGTERM after step {done}, which is saved; started "
+              "again, the run goes on from there")
     return state.params
 
-  def _first_state(self, trainable, manager):
-    # The step donates its state, and the caller keeps what it gave.
-    params = jax.tree.map(jnp.copy, trainable)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=params,
-                       opt_state=self.optimizer.init(params))
-    steps, reasons = sorted(manager.all_steps(), reverse=True), []
-    for step in steps:
-      try:
-        restored = _restore(manager, step, state)
-      except Exception as e:  # whatever a library says of bytes it cannot read
-        reasons.append(e)
-      else:
-        _set_aside(manager, dict(zip(steps, reasons)), step)
-        return restored
-    if steps:
-      raise ValueError(
-          f"no checkpoint in {manager.directory} can be read: they are of "
-          "other parameters than this run's, or damaged; give another "
-          "directory, or delete them and start again") from reasons[0]
-    return state
+  def _frozen(self, params):
+    if self.mesh is None:
+      return params
+    return processes.placed(params, layout_lib.of_params(
+        self.mesh, params, self.param_shardings or {}))
+
+  def _fresh_state(self, trainable):
+    """The state before the first step, and its `Layout` on a mesh."""
+    def first(params):
+      return TrainState(step=jnp.zeros((), jnp.int32), params=params,
+                        opt_state=self.optimizer.init(params))
+
+    if self.mesh is None:
+      # The step donates its state, and the caller keeps what it gave.
+      return first(jax.tree.map(jnp.copy, trainable)), None
+    places = layout_lib.of_params(
+        self.mesh, trainable, self.param_shardings or {})
+    shardings = layout_lib.of_state(
+        self.mesh, jax.eval_shape(first, trainable), places)
+    state = jax.jit(first, out_shardings=shardings)(
+        processes.placed(trainable, places))
+    return state, layout_lib.Layout(
+        self.mesh, self.data_axis, tuple(jax.tree.leaves(shardings)))
+
+  def _metrics(self, stack, directory, start):
+    """`(step, row)` to disk, which the first process does."""
+    logs = []
+    processes.by_the_first(lambda: logs.append(stack.enter_context(
+        contextlib.closing(MetricsLog(directory, start)))))
+    return lambda step, row: [log.write(step, row) for log in logs]
+
+
+def _first_state(fresh, manager):
+  """The state of the newest checkpoint that all processes can read."""
+  steps, reasons = sorted(manager.all_steps(), reverse=True), []
+  for step in steps:
+    restored, reason = None, None
+    try:
+      restored = _restore(manager, step, fresh)
+    except Exception as e:  # whatever a library says of bytes it cannot read
+      reason = e
+    if processes.all_agree(reason is None):
+      _set_aside(manager, dict(zip(steps, reasons)), step)
+      return restored
+    reasons.append(reason or ValueError("another process cannot read it"))
+  if steps:
+    raise ValueError(
+        f"no checkpoint in {manager.directory} can be read: they are of "
+        "other parameters than this run's, or damaged; give another "
+        "directory, or delete them and start again") from reasons[0]
+  return fresh
 
 
 def _save(manager, step, state):
@@ -193,7 +262,9 @@ def _save(manager, step, state):
   try:
     # The format itself would not notice a bit that falls over.
     manager.save(step, args=ocp.args.StandardSave(state),
-                 custom_metadata={_DIGEST: fingerprint(state)})
+                 custom_metadata={_DIGEST: _checksums(state)})
+  except jax.errors.JaxRuntimeError:  # another process has ended
+    raise
   except Exception as e:  # whatever a library says of a disk that is full
     reason = str(e).rsplit(": ", 1)[-1]
     raise OSError(f"no checkpoint can be written to {manager.directory}: "
@@ -204,22 +275,58 @@ def _restore(manager, step, like):
   """The state of a checkpoint, with the bits that were saved."""
   state = manager.restore(step, args=ocp.args.StandardRestore(like))
   saved = (manager.metadata(step).custom_metadata or {}).get(_DIGEST)
-  if saved is not None and saved != fingerprint(state):
+  if saved is not None and saved != _checksums(state):
     raise ValueError("its numbers are not those that were saved")
   return state
 
 
+def _checksums(state):
+  """A short hash of a state's bits, wherever they lie on a mesh.
+
+  Sums of whole numbers modulo 2^32 have the same bits in every order, so no
+  process has to see all of a state.
+  """
+  sums = processes.gathered(_leaf_sums(jax.tree.leaves(state)))
+  return fingerprint(jax.tree.unflatten(
+      jax.tree.structure(state), jax.device_get(sums)))
+
+
+@jax.jit
+def _leaf_sums(leaves):
+  """`[2]` uint32 for each: sums of bits times odd numbers, by their place."""
+  def one(x):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+      x = x.astype(jnp.uint8)
+    size = min(x.dtype.itemsize, 4)
+    bits = jax.lax.bitcast_convert_type(
+        x, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, length in enumerate(bits.shape):
+      place = place * jnp.uint32(length % 2**32) + (
+          jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis))
+    other = place * jnp.uint32(0x9E3779B1)
+    weights = (2 * place + 1, (other ^ (other >> 15)) | 1)
+    return jnp.stack([jnp.sum(bits * w, dtype=jnp.uint32) for w in weights])
+
+  return [one(x) for x in leaves]
+
+
 def _set_aside(manager, damaged, step):
   """Moves damaged checkpoints away, so that their steps can be saved again."""
-  for bad, reason in damaged.items():
-    place = pathlib.Path(manager.directory).parent / f"damaged_{bad}"
-    shutil.rmtree(place, ignore_errors=True)
-    os.rename(pathlib.Path(manager.directory) / str(bad), place)
-    reason = str(reason).split("\n")[0][:100] or type(reason).__name__
-    print(f"warning: the checkpoint of step {bad} is damaged ({reason}): it "
-          f"was moved to {place}, and the run goes on from step {step}",
-          file=sys.stderr)
+  def move():
+    for bad, reason in damaged.items():
+      place = pathlib.Path(manager.directory).parent / f"damaged_{bad}"
+      shutil.rmtree(place, ignore_errors=True)
+      os.rename(pathlib.Path(manager.directory) / str(bad), place)
+      reason = str(reason).split("\n")[0][:100] or type(reason).__name__
+      print(f"warning: the checkpoint of step {bad} is damaged ({reason}): it "
+            f"was moved to {place}, and the run goes on from step {step}",
+            file=sys.stderr)
+
   if damaged:
+    processes.by_the_first(move)
     manager.reload()
 
 
@@ -227,11 +334,12 @@ def _set_aside(manager, damaged, step):
 # state is donated: parameters and moments are updated in place.
 @functools.partial(
     jax.jit, donate_argnames="state",
-    static_argnames=("objective", "optimizer", "accumulate", "dtype"))
+    static_argnames=("objective", "optimizer", "accumulate", "dtype", "layout"))
 def train_step(state: TrainState, frozen: Mapping[str, Any],
                batch: Mapping[str, Any], key: jax.Array, *,
                objective: Objective, optimizer: optax.GradientTransformation,
-               accumulate: int, dtype: Any
+               accumulate: int, dtype: Any,
+               layout: layout_lib.Layout | None = None
                ) -> tuple[TrainState, Loss]:
   """`(state, (loss, metrics))` after one step of a `Trainer`.
 
@@ -244,26 +352,30 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
     optimizer: see there.
     accumulate: see there.
     dtype: the `compute_dtype`.
+    layout: of the run on its mesh.
   """
   def loss(trainable, batch, key):
     return objective(cast(trainable, dtype), frozen, batch, key)
 
   aux, grads = _averaged(
       jax.value_and_grad(loss, has_aux=True), accumulate, state.params, batch,
-      jax.random.fold_in(key, state.step))
+      jax.random.fold_in(key, state.step), layout)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
-  return state.replace(step=state.step + 1, params=params,
-                       opt_state=opt_state), aux
+  state = state.replace(step=state.step + 1, params=params,
+                        opt_state=opt_state)
+  return layout.pin(state) if layout else state, aux
 
 
-def _averaged(grad, accumulate, trainable, batch, key):
+def _averaged(grad, accumulate, trainable, batch, key, layout):
   """`((loss, metrics), gradients)`, averaged over the parts of a batch."""
   if accumulate == 1:
     return grad(trainable, batch, key)
   parts = jax.tree.map(
       lambda x: x.reshape(accumulate, -1, *x.shape[1:]) if x.ndim
       else jnp.broadcast_to(x, accumulate), batch)
+  if layout:
+    parts = layout.pin_parts(parts)
   keys = jax.random.split(key, accumulate)
 
   def add(total, part):

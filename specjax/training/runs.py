@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax import files
+from specjax import processes
 
 MANIFEST = "run.json"
 # What a run leaves, besides a tokenizer, which may be there before it.
@@ -23,7 +24,8 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
 
   A run of other data or settings is refused. A finished run may be extended:
   it goes on from its end, as the rest of a run of the new length. It is so a
-  function of all its lengths, which are remembered, wherever it is killed.
+  function of all its lengths, which are remembered, wherever it is killed. All
+  processes of a run call it, and the first does it.
 
   Args:
     directory: of the run; this process should have it `files.locked`.
@@ -38,7 +40,11 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
       describes, or one that is longer, or that is not finished and of another
       length.
   """
-  directory = pathlib.Path(directory)
+  return processes.by_the_first(
+      lambda: _claim_run(pathlib.Path(directory), manifest, steps))
+
+
+def _claim_run(directory, manifest, steps):
   path = directory / MANIFEST
   if not path.exists():
     left = [name for name in _LEFT if (directory / name).exists()]

@@ -1,0 +1,121 @@
+"""The mesh and the processes that flags name.
+
+  _MESH = shared.mesh()
+  ...
+  mesh = meshes.join(_MESH, rows)   # before anything is computed
+
+JAX does the rest: `jax.distributed` joins the processes, GSPMD splits the
+programs.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+
+from lib import common
+from lib import flags as shared
+
+_AXES = ("data", "model")
+_FIX = "give a size for each of data and model, such as data:2,model:4"
+
+
+def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
+         ) -> Mesh | None:
+  """Joins the processes, and makes the mesh; None: one device.
+
+  Both axes are there, of size 1 where the flag does not name one.
+
+  Args:
+    flags: of `shared.mesh`.
+    rows: that a pass reads, which the data axis must divide.
+    trains: whether SIGTERM ends a training run at a common step, with a
+      checkpoint; else it ends the process, as it does without a coordinator.
+
+  Raises:
+    ValueError: the flags do not fit each other, or not the devices.
+  """
+  sizes = _sizes(flags.mesh.value)
+  _check_processes(flags, sizes)
+  if sizes and rows % sizes[0]:
+    raise ValueError(f"--mesh={flags.mesh.value} splits rows over {sizes[0]} "
+                     f"devices, and a pass reads {rows}; give a size that "
+                     "divides them, or other rows")
+  if flags.coordinator.value is not None:
+    _initialize(flags, trains)
+  if sizes is None:
+    return None
+  count, there = math.prod(sizes), jax.device_count()
+  alone = jax.process_count() == 1
+  if count > there or count < there and not alone:
+    where = "" if alone else f" in {jax.process_count()} processes"
+    fix = ("give smaller sizes" if alone and there > 1
+           else "give sizes whose product is that")
+    if jax.default_backend() == "cpu":
+      fix += (", or more devices by XLA_FLAGS="
+              "--xla_force_host_platform_device_count=N")
+    raise ValueError(f"--mesh={flags.mesh.value} is of {count} devices and "
+                     f"there are {there}{where}; {fix}")
+  return jax.make_mesh(sizes, _AXES, axis_types=(AxisType.Auto,) * len(_AXES),
+                       devices=jax.devices()[:count])
+
+
+def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
+  """`Trainer.param_shardings` of models by name; None without a mesh.
+
+  Raises:
+    ValueError: the mesh does not divide a model.
+  """
+  return mesh and {name: model.param_specs("model", mesh.shape["model"])
+                   for name, model in models.items()}
+
+
+def _sizes(text):
+  """The sizes of `_AXES`, or None where the flag is not given."""
+  if text is None:
+    return None
+  found = {}
+  for part in text.split(","):
+    name, _, size = part.partition(":")
+    if name not in _AXES or name in found or not size.isdecimal() or (
+        int(size) < 1):
+      raise ValueError(f"--mesh={text} holds {part!r}; {_FIX}")
+    found[name] = int(size)
+  return tuple(found.get(name, 1) for name in _AXES)
+
+
+def _check_processes(flags, sizes):
+  """Refuses processes that are not all described."""
+  place, number, count = (
+      flags.coordinator.value, flags.process_id.value,
+      flags.num_processes.value)
+  if place is None:
+    for flag in (flags.process_id, flags.num_processes):
+      if flag.value is not None:
+        raise ValueError(f"--{flag.name} is {flag.value} and there is no "
+                         "--coordinator; give HOST:PORT of process 0, or leave "
+                         f"--{flag.name} out")
+    return
+  if sizes is None:
+    raise ValueError(f"--coordinator={place} joins processes whose devices "
+                     "need a --mesh; give one, such as --mesh=data:2,model:4")
+  if place == "auto":
+    return
+  if not place.rpartition(":")[0] or not place.rpartition(":")[2].isdecimal():
+    raise ValueError(f"--coordinator is {place!r}; give HOST:PORT of process "
+                     "0, or auto where the cluster says it")
+  if number is None or count is None or number >= count:
+    raise ValueError(f"--process_id is {number} and --num_processes {count}; "
+                     "give every process its number, from 0 to one less than "
+                     "their count, and the count")
+
+
+def _initialize(flags, trains):
+  if not jax.distributed.is_initialized():
+    jax.config.update("jax_enable_preemption_service", trains)
+    place = flags.coordinator.value
+    jax.distributed.initialize(*() if place == "auto" else (
+        place, flags.num_processes.value, flags.process_id.value))
+  common.first_speaks()

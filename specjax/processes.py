@@ -1,0 +1,113 @@
+"""What several processes of one program do together.
+
+`jax.distributed.initialize` joins processes whose devices then form one mesh.
+All of them run the same Python, and what concerns the outside is done by the
+first: it prints, and it writes the files (`files.atomically` knows). In a
+program of one process every function here is free.
+"""
+
+from collections.abc import Callable
+import pickle
+from typing import Any
+from typing import TypeVar
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+
+_T = TypeVar("_T")
+_ALONE = []  # what the first process does while the others wait
+
+
+class Stopped(Exception):
+  """A run was asked to stop, and all its processes have saved what they had."""
+
+
+def is_first() -> bool:
+  """Whether this process speaks and writes for all.
+
+  It starts no backend in a program of one process.
+  """
+  return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def by_the_first(work: Callable[[], _T]) -> _T:
+  """What `work` returns, or raises, in the first process; called by all.
+
+  For reading and claiming files, of which each process might see another
+  state: so none goes on where another stops.
+
+  Args:
+    work: called in the first process alone; its result can be pickled.
+  """
+  if not jax.distributed.is_initialized() or _ALONE:
+    return work()
+  found, error = None, None
+  if is_first():
+    _ALONE.append(work)
+    try:
+      found = work()
+    except (ValueError, OSError) as e:
+      error = e
+    finally:
+      _ALONE.pop()
+  data = np.frombuffer(pickle.dumps((found, error)), np.uint8)
+  send = multihost_utils.broadcast_one_to_all
+  size = int(send(np.asarray(data.size, np.int32)))
+  data = data[:size] if is_first() else np.zeros(size, np.uint8)
+  found, error = pickle.loads(np.asarray(send(data)).tobytes())
+  if error is not None:
+    raise error
+  return found
+
+
+def all_agree(good: bool) -> bool:
+  """Whether it is so in every process; called by all."""
+  if not jax.distributed.is_initialized():
+    return good
+  return bool(multihost_utils.process_allgather(np.asarray(good)).all())
+
+
+def gathered(tree: Any) -> Any:
+  """The tree with every leaf readable in this process; called by all.
+
+  Arrays that lie in part on the devices of other processes become numpy arrays
+  of the whole; the others stay as they are.
+  """
+  def one(x):
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or (
+        x.is_fully_replicated):
+      return x
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.tree.map(one, tree)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Arrays that every process has whole, put where their shardings say.
+
+  No device gets more than its part. Arrays that lie on several devices already
+  are moved between these.
+
+  Args:
+    tree: of arrays of numpy or of one device, typed keys among them.
+    shardings: a tree of `NamedSharding` like it.
+  """
+  def one(x, sharding):
+    if sharding.is_fully_addressable or (
+        isinstance(x, jax.Array) and not x.is_fully_addressable):
+      return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(
+        x.dtype, jax.dtypes.prng_key):
+      data = NamedSharding(
+          sharding.mesh, PartitionSpec(
+              *sharding.spec, *[None] * (x.ndim + 1 - len(sharding.spec))))
+      return jax.random.wrap_key_data(
+          one(jax.random.key_data(x), data), impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(
+        whole.shape, sharding, lambda index: whole[index])
+
+  return jax.tree.map(one, tree, shardings)

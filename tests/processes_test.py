@@ -1,0 +1,162 @@
+"""Two real processes, killed and started again, and as many devices as asked.
+
+A backend has its devices when it starts, so each program runs in processes of
+its own: this file as a script, which runs a training script with several sets
+of flags, one after the other, and prints one line of JSON.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+import scripts
+
+import specjax as sj
+
+_MESH = "--mesh=data:2,model:2"
+_REFUSED = [  # of eight devices
+    (["--mesh=data:4,model:4"], ["is of 16 devices and there are 8"]),
+    (["--mesh=data:3"], ["splits rows over 3 devices", "reads 4"]),
+    (["--mesh=model:8"], ["heads is 4 and mesh axis 'model' has 8 devices"]),
+    (["--mesh=rows:2"], ["holds 'rows:2'", "data:2,model:4"]),
+    (["--mesh=data:2,data:2"], ["holds 'data:2'", "data:2,model:4"]),
+    (["--mesh=data:0"], ["holds 'data:0'"]),
+    (["--coordinator=localhost:1"], ["need a --mesh"]),
+    (["--process_id=1"], ["no --coordinator"]),
+    ([_MESH, "--coordinator=here"], ["'here'; give HOST:PORT"]),
+    ([_MESH, "--coordinator=here:1", "--process_id=2", "--num_processes=2"],
+     ["--process_id is 2 and --num_processes 2"]),
+]
+
+
+def _run_all(flag_sets):
+  """What `train_lm.py` said of each set of flags."""
+  sys.path.insert(0, str(scripts.ROOT / "experiments"))
+  from absl import flags
+  from lib import common
+  script, found = importlib.import_module("train_lm"), []
+  for flag_set in flag_sets:
+    flags.FLAGS.unparse_flags()
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+      try:
+        common.run(script.main, ["train_lm", *flag_set])
+      except SystemExit as e:
+        code = e.code or 0
+    found.append({"code": code, "stdout": out.getvalue(),
+                  "stderr": error.getvalue()})
+  return found
+
+
+def _start(cwd, devices, flag_sets):
+  """A process with virtual devices; `_answer` waits for it."""
+  environment = scripts.environment()
+  environment["XLA_FLAGS"] = (
+      environment.get("XLA_FLAGS", "")
+      + f" --xla_force_host_platform_device_count={devices}")
+  environment["PYTHONPATH"] = os.pathsep.join(
+      [str(scripts.ROOT), os.environ.get("PYTHONPATH", "")])
+  return subprocess.Popen(
+      [sys.executable, __file__, json.dumps(flag_sets)], cwd=cwd, text=True,
+      env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE)
+
+
+def _answer(process):
+  out, error = process.communicate(timeout=300)
+  assert process.returncode == 0, error[-3000:]
+  return json.loads(out.splitlines()[-1])
+
+
+def _start_two(cwd, flag_sets):
+  """Two processes of two devices each, joined."""
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    place = f"--coordinator=localhost:{s.getsockname()[1]}"
+  return [_start(cwd, 2, [
+      [*flags, _MESH, place, "--num_processes=2", f"--process_id={number}"]
+      for flags in flag_sets]) for number in range(2)]
+
+
+def _weights(directory):
+  params = sj.models.load_model(directory, np.float32)[1]
+  return flax.traverse_util.flatten_dict(jax.tree.map(np.asarray, params))
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_as_one(tmp_path):
+  # Broken: processes train on the same rows, or one on; a checkpoint of several
+  # is lost, or is read by as many alone; a killed run ends with other weights.
+  words = np.random.default_rng(0).choice(
+      ["draft", "verify", "accept", "root", "token"], 4000)
+  (tmp_path / "corpus.txt").write_text(" ".join(words))
+  train = [
+      "--data=corpus.txt", "--vocab_size=264", "--width=8", "--layers=1",
+      "--heads=4", "--kv_heads=2", "--head_dim=4", "--mlp_width=8",
+      "--context_length=16", "--batch_size=4", "--steps=20",
+      "--warmup_steps=2", "--evaluate_every=0", "--save_dtype=float32",
+      "--optimizer=adamw", "--learning_rate=0.003"]
+
+  first, second = _start_two(
+      tmp_path, [[*train, "--output_dir=killed", "--checkpoint_every=1"]])
+  killed = tmp_path / "killed"
+  deadline = time.monotonic() + 200
+  while max(scripts.checkpoints(killed), default=0) < 5:
+    assert second.poll() is None, second.communicate()[1]
+    assert time.monotonic() < deadline, "no checkpoint appeared"
+    time.sleep(0.01)
+  # The other one cannot go on, and whoever runs them ends it.
+  for process in (second, first):
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  assert not (killed / "model.safetensors").exists()
+  assert max(scripts.checkpoints(killed)) < 20
+  for name in ("alone", "narrow"):
+    shutil.copytree(killed, tmp_path / name)
+
+  two = _start_two(tmp_path, [[*train, "--output_dir=killed"],
+                              [*train, "--output_dir=whole"]])
+  one = _start(tmp_path, 8, [
+      [*train, "--output_dir=alone"],
+      [*train, "--output_dir=narrow", "--mesh=model:2"],
+      *([*train, "--output_dir=none", *flags] for flags, _ in _REFUSED)])
+  for speaker, silent in zip(*map(_answer, two)):
+    assert speaker["code"] == silent["code"] == 0, (speaker, silent)
+    line = json.loads(speaker["stdout"].splitlines()[-1])
+    assert line["study"] == "train_lm"
+    assert silent["stdout"] == ""  # one speaks for all
+  alone, narrow, *refused = _answer(one)
+  assert alone["code"] == narrow["code"] == 0, (alone, narrow)
+  for found, (flags, words) in zip(refused, _REFUSED, strict=True):
+    assert str(found["code"]).startswith("error: "), (flags, found)
+    assert "\n" not in found["code"]
+    for word in words:
+      assert word in found["code"], (flags, found)
+  assert not (tmp_path / "none" / "run.json").exists()
+
+  whole = tmp_path / "whole"
+  for name in ("model.safetensors", "config.json", "tokenizer.json",
+               "run.json"):
+    assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+  assert scripts.metrics(killed) == scripts.metrics(whole)
+  want = _weights(whole)
+  for name in ("alone", "narrow"):
+    assert not list((tmp_path / name).glob("damaged*"))
+    for path, x in _weights(tmp_path / name).items():
+      np.testing.assert_allclose(x, want[path], atol=2e-4, err_msg=str(path))
+
+
+if __name__ == "__main__":
+  print(json.dumps(_run_all(json.loads(sys.argv[1]))))
