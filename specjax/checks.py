@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
@@ -199,7 +200,8 @@ def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
   for text, good in (found or {}).items():
     if isinstance(good, jax.core.Tracer):
       return  # inside a program, whose caller has the statistics
-    rows = np.asarray(good).reshape(-1, good.shape[-1]).all(0)
+    good = np.asarray(processes.gathered(good))
+    rows = good.reshape(-1, good.shape[-1]).all(0)
     if not rows.all():
       raise ValueError(text.format(row=int(rows.argmin())))
 

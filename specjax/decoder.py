@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from specjax import checks
 from specjax import contract
 from specjax import ladder as ladder_lib
 from specjax import prefill as prefill_lib
+from specjax import processes
 from specjax import rounds as rounds_lib
 from specjax.constraints import base as constraints_lib
 from specjax.controller import Controller
@@ -25,6 +27,9 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verifier
+
+if TYPE_CHECKING:  # the loop runs without a mesh
+  from specjax.models.sharding import Placement
 
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
 
@@ -166,7 +171,8 @@ class Decoder:
   def prefill(self, params: Any, prompts: Sequence[Sequence[int]],
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
               capacity: int = 0, temperature: Any = None, eos: Any = None,
-              context: Any = None, grows: bool = False) -> DecodeState:
+              context: Any = None, grows: bool = False,
+              placement: "Placement | None" = None) -> DecodeState:
     """Reads the prompts and prepares the loop.
 
     Args:
@@ -188,15 +194,18 @@ class Decoder:
       grows: whether to begin with few slots. `decode_until` adds more as rows
         grow; for any other loop call `grow` in time, or rows overwrite
         themselves.
+      placement: where the state is to lie on a mesh; the parameters lie there
+        already (`Placement.put`).
 
     Returns:
       The state of the loop.
 
     Raises:
       ValueError: a prompt is empty, or longer than its limit; a limit exceeds
-      the context length; a token id, a request id or a temperature is out of
+        the context length; a token id, a request id or a temperature is out of
         range; a leaf of the context has another number of rows; a constraint
-        cannot be fulfilled; a part cannot grow that should.
+        cannot be fulfilled; a part cannot grow that should; a mesh does not
+        divide the rows or a cache.
     """
     tokens, lengths = self._checked_prompts(prompts)
     limits = self._checked_limits(limits, lengths)
@@ -215,10 +224,13 @@ class Decoder:
     # The context is copied, for the loop will donate it.
     prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
                     capacity=capacity, context=jax.tree.map(jnp.array, context))
-    return rounds_lib.start(
+    arguments = (
         self._round, params, prompt, jnp.asarray(limits), keys,
         jnp.asarray(self._temperatures(temperature, len(lengths))),
         jnp.asarray(eos))
+    if placement is not None:
+      return placement.start(self, *arguments)
+    return rounds_lib.start(*arguments)
 
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,
@@ -358,7 +370,8 @@ class Decoder:
   def generate(self, params: Any, prompts: Sequence[Sequence[int]],
                key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,
                temperature: Any = None, eos: Any = None, context: Any = None,
-               grows: bool | None = None) -> Generation:
+               grows: bool | None = None,
+               placement: "Placement | None" = None) -> Generation:
     """Continues every prompt by at most `max_new_tokens` tokens.
 
     Args:
@@ -372,6 +385,7 @@ class Decoder:
       context: see there.
       grows: see there; default: off a CPU, whose attention costs what is used
         and not what is allocated, and if all parts can.
+      placement: see there. In several processes each gets all texts.
 
     Raises:
       ValueError: bad arguments, as in `prefill`.
@@ -386,11 +400,15 @@ class Decoder:
       grows = capacity_lib.grows(self._round)
     state = self.prefill(
         params, prompts, key, limits=limits, request_ids=request_ids,
-        temperature=temperature, eos=eos, context=context, grows=grows)
+        temperature=temperature, eos=eos, context=context, grows=grows,
+        placement=placement)
     state, stats = self.decode_until(params, state)
+    tokens, lengths, stats = processes.gathered(
+        (state.tokens, state.lengths, stats))
     raise_if_not_finite(stats)
-    tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
-    return Generation([row[:n] for row, n in zip(tokens, lengths)], stats)
+    return Generation(
+        [row[:n] for row, n in zip(np.asarray(tokens), np.asarray(lengths))],
+        stats)
 
   def _checked_prompts(self, prompts):
     rows = [np.asarray(row) for row in prompts]
@@ -497,7 +515,7 @@ def raise_if_not_finite(stats: RoundStats) -> None:
       ("drafter's logits", stats.draft_finite, weights),
       ("verifier's laws", stats.law_finite,
        "certify the rule, and look where it divides by 0")):
-    ok = np.asarray(ok)
+    ok = np.asarray(processes.gathered(ok))
     rows = np.flatnonzero(~ok.reshape(-1, ok.shape[-1]).all(0))
     if rows.size:
       raise FloatingPointError(

@@ -68,7 +68,8 @@ def test_a_placed_state_decodes_the_same():
 
 
 @pytest.mark.parametrize("name, sizes", [
-    ("heads", dict(heads=6, kv_heads=6)), ("kv_heads", dict(heads=4)),
+    ("heads", dict(heads=6, kv_heads=6)),
+    ("kv_heads", dict(heads=12, kv_heads=3)),
     ("mlp_width", dict(heads=4, kv_heads=4, mlp_width=18)),
     ("vocab_size", dict(heads=4, kv_heads=4, mlp_width=16))])
 def test_uneven_parts_are_refused(name, sizes):

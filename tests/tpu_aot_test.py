@@ -332,8 +332,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_named():
 
   model = Transformer(TransformerConfig(**_PAIRS["bundled"][0]))
   model.param_specs("model", 2)
-  with pytest.raises(ValueError, match="kv_heads is 2 .*'model' has 4 dev"):
-    model.param_specs("model", 4)
+  model.param_specs("model", 4)  # more than key-value heads: each has both
+  with pytest.raises(ValueError, match="heads is 4 .*'model' has 8 dev"):
+    model.param_specs("model", 8)
 
 
 if __name__ == "__main__":

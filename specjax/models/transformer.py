@@ -25,7 +25,8 @@ from specjax.types import ModelOutput
 # How a mesh splits a matrix: which of its axes.
 _SPLITS = {
     "embedding": (True, False), "head": (False, True),
-    "qkv": (False, True, False, False), "out": (True, False),
+    "qkv": (False, True, False, False),
+    "qkv of few heads": (True, False, False, False), "out": (True, False),
     "gate_up": (False, False, True), "up": (False, True),
     "down": (True, False),
 }
@@ -332,6 +333,10 @@ class Transformer:
     on the vocabulary, so that a layer needs two all-reduces of the residual
     stream. Norms, biases, positions and look-ahead embeddings are replicated.
 
+    Where there are fewer key-value heads than devices, each device has the
+    keys and values of all: the product that makes them is then split on its
+    input, for one more all-reduce of query, key and value.
+
     Args:
       axis: name of the mesh axis.
       size: its devices.
@@ -341,11 +346,13 @@ class Transformer:
 
     Raises:
       ValueError: heads, kv_heads, mlp_width or vocab_size is no multiple of
-        `size`.
+        `size`; of kv_heads, a divisor of it will do.
       KeyError: the model has a parameter that this method does not know;
         replicating it in silence could fill a device.
     """
-    for name in ("heads", "kv_heads", "mlp_width", "vocab_size"):
+    few = self.config.kv_heads < size and size % self.config.kv_heads == 0
+    for name in ("heads", "width" if few else "kv_heads", "mlp_width",
+                 "vocab_size"):
       check_divisible(name, getattr(self.config, name), size, axis)
 
     def spec(path, _):
@@ -356,8 +363,8 @@ class Transformer:
       if name not in _SPLITS:
         raise KeyError(f"no placement is known for parameter "
                        f"{'/'.join(names)}; add it to Transformer.param_specs")
-      return PartitionSpec(*(axis if split else None
-                             for split in _SPLITS[name]))
+      splits = _SPLITS["qkv of few heads" if few and name == "qkv" else name]
+      return PartitionSpec(*(axis if split else None for split in splits))
 
     shapes = jax.eval_shape(self.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(spec, shapes)
