@@ -1,0 +1,169 @@
+"""Requests served from a queue or batch by batch, as arms of a study.
+
+Arms are what `rollouts.run` takes. A prompt is there a list of `Request`s, a
+seed the seconds at which they arrive, and a request id is not needed.
+"""
+
+from collections.abc import Sequence
+import itertools
+import time
+
+import jax
+import numpy as np
+
+import specjax as sj
+from specjax import files
+from specjax import prefill
+from specjax.serving import Queue
+from specjax.serving import Request
+
+_WARM_TOKENS = 2  # of the texts that are not timed
+
+
+class Refilled:
+  """A `Queue`; or, held, one that is given a batch whenever it is empty."""
+
+  def __init__(self, decoder, params, sizes: Sequence[int], max_length: int,
+               controllers=None, held: bool = False):
+    """An arm.
+
+    Args:
+      decoder: the `Decoder`.
+      params: of its models.
+      sizes: of the batch, see `Queue`.
+      max_length: tokens of a prompt and its text, at most.
+      controllers: of the sizes, or None.
+      held: whether requests wait until all rows are done.
+    """
+    self._queue = Queue(decoder, params, slots=sizes, max_length=max_length,
+                        controllers=controllers)
+    self._held = held
+    self.program = decoder, tuple(sizes), held, tuple(
+        (controllers or {}).values())
+
+  def compile(self, requests: Sequence[Request]) -> None:
+    """Compiles for all lengths of prompts and all changes of size."""
+    lengths = {(len(one.prompt) - 1).bit_length(): one for one in requests}
+    sizes, short = self._queue.sizes, [Request(
+        prompt=one.prompt, max_new_tokens=_WARM_TOKENS)
+                                       for one in lengths.values()]
+    for size in (*sizes, *itertools.chain(*itertools.permutations(sizes, 2))):
+      list(self._queue.results(short[i % len(short)] for i in range(size)))
+    list(self._queue.results(short))
+
+  def decode(self, requests: Sequence[Request], arrivals: Sequence[float],
+             number: int):
+    """Serves them.
+
+    Returns:
+      "seconds" from the first arrival to the last end, "rounds" and "accepted"
+      over all, and for each request the seconds from its arrival to its "first"
+      token and to its "last", and a hash of its text.
+    """
+    del number
+    queue, begun = self._queue, time.perf_counter()
+    since = lambda: time.perf_counter() - begun
+    place, first, last, results, submitted = {}, {}, {}, {}, 0
+    while len(results) < len(requests):
+      now = since()
+      room = len(requests) if not self._held else (
+          queue.sizes[-1] if queue.idle else 0)
+      while submitted < len(requests) and room and arrivals[submitted] <= now:
+        place[queue.submit(requests[submitted])] = submitted
+        submitted, room = submitted + 1, room - 1
+      if queue.idle:
+        time.sleep(max(arrivals[submitted] - since(), 0))
+        continue
+      for update in queue.step():
+        at, one = since(), place[update.number]
+        if len(update.tokens):
+          first.setdefault(one, at)
+        if update.result is not None:
+          last[one], results[one] = at, update.result
+    return _record(since(), results, first, last, arrivals)
+
+
+class Waiting:
+  """One batch after the other, each until its slowest row is done.
+
+  Its prompts are read together. With one row it is what decodes alone.
+  """
+
+  def __init__(self, decoder, params, rows: int, capacity: int):
+    """An arm.
+
+    Args:
+      decoder: the `Decoder`.
+      params: of its models.
+      rows: of a batch.
+      capacity: slots of a row.
+    """
+    self._decoder, self._params = decoder, params
+    self._rows, self._capacity = rows, capacity
+    self.program = decoder, rows, "waiting"
+
+  def compile(self, requests: Sequence[Request]) -> None:
+    """Compiles for all lengths of prompts."""
+    longest = [max(batch, key=lambda one: len(one.prompt)).prompt
+               for batch in self._batches(requests)]
+    for prompt in {prefill.padded_length(len(p)): p for p in longest}.values():
+      self._batch([Request(prompt=prompt, max_new_tokens=_WARM_TOKENS)])
+
+  def _batches(self, requests):
+    return [requests[i:i + self._rows]
+            for i in range(0, len(requests), self._rows)]
+
+  def decode(self, requests: Sequence[Request], arrivals: Sequence[float],
+             number: int):
+    """Decodes them, which are all there from the beginning; see `Refilled`."""
+    del number
+    begun, results, last = time.perf_counter(), {}, {}
+    for batch in self._batches(requests):
+      found = enumerate(self._batch(batch), len(results))
+      results |= dict(found)
+      at = time.perf_counter() - begun
+      last |= {i: at for i in results if i not in last}
+    return _record(time.perf_counter() - begun, results, last, last, arrivals)
+
+  def _batch(self, requests):
+    """The results of a batch; rows that are too many end at once."""
+    done = Request(prompt=requests[0].prompt, max_new_tokens=0)
+    rows = [*requests, *[done] * (self._rows - len(requests))]
+    state = self._decoder.prefill(
+        self._params, [one.prompt for one in rows],
+        jax.random.key(requests[0].seed),
+        limits=[len(one.prompt) + one.max_new_tokens for one in rows],
+        temperature=[1.0 if one.temperature is None else one.temperature
+                     for one in rows], capacity=self._capacity)
+    if self._rows > 1:  # each row draws as it does alone
+      state = state.replace(keys=_keys(
+          np.array([one.seed for one in rows], np.uint32)))
+    state, stats = self._decoder.decode_until(self._params, state)
+    sj.raise_if_not_finite(stats)
+    tokens, lengths, rounds, accepted = jax.device_get(
+        (state.tokens, state.lengths, stats.active, stats.accepted))
+    return [sj.serving.Result(
+        number=i, tokens=tokens[i, :lengths[i]], reason="limit",
+        rounds=int(rounds[i]), accepted=int(accepted[i]))
+            for i in range(len(requests))]
+
+
+@jax.jit
+@jax.vmap
+def _keys(seed):
+  return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), 0)
+
+
+def _record(seconds, results, first, last, arrivals):
+  """What an arm returns."""
+  order = range(len(results))
+  for i in order:
+    if results[i].error:
+      raise FloatingPointError(results[i].error)
+  return {
+      "seconds": seconds,
+      "rounds": sum(one.rounds for one in results.values()),
+      "accepted": sum(one.accepted for one in results.values()),
+      "first": [first[i] - arrivals[i] for i in order],
+      "last": [last[i] - arrivals[i] for i in order],
+      "texts": [files.fingerprint(results[i].tokens) for i in order]}

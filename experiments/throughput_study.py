@@ -1,0 +1,288 @@
+"""What batches that stay full are worth, and where drafts stop paying.
+
+Requests of ragged lengths, with temperatures and seeds of their own, are
+decoded from a `serving.Queue`, whose slots are refilled, and batch by batch,
+each waiting for its slowest row: without a draft, with a drafter, and with a
+controller that chooses the length of its drafts.
+
+  python experiments/throughput_study.py
+  python experiments/throughput_study.py --drafter=small,ngram --slots=1,8
+
+First all requests are there at once, for batches of each size. Every text must
+be the one decoded alone (with a controller: those of temperature 0). Then they
+arrive at random (a Poisson process) at several rates, in a batch that has at
+any time the smallest of these sizes that holds all who are there; a rate is a
+share of what was decoded without drafts when all were there at once.
+
+A latency is from a request's arrival to its last token. Killed and started
+again, the study goes on where it was. Writes throughput.csv,
+throughput_load.csv, throughput.json and two figures; run it while nothing else
+runs.
+"""
+
+import dataclasses
+import sys
+
+from absl import flags
+from lib import common
+from lib import compositions
+from lib import flags as shared
+from lib import models
+from lib import prompts as prompts_lib
+from lib import rollouts
+from lib import serving_arms
+from lib import style
+import numpy as np
+
+import specjax as sj
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafters(help_=f"{compositions.HELP}, ")
+_GAMMA = shared.gamma(4)
+_CONTROLLER = flags.DEFINE_bool(
+    "controller", True, "also with a controller of the length of drafts, whose "
+    "costs are measured the first time")
+_SLOTS = flags.DEFINE_list("slots", "1,4,16", "rows of a batch")
+_LOADS = flags.DEFINE_list(
+    "loads", "0.25,0.5,1", "rates at which requests arrive, as shares of "
+    "what is decoded without drafts; 0: only all at once")
+_REQUESTS = flags.DEFINE_integer(
+    "requests", 200, "that are there at once; half of them arrive at random", 4)
+_PROMPTS = shared.prompts("code,docstrings,tests,prose")
+_FIELD = shared.prompt_field()
+_PROMPT_TOKENS = shared.prompt_tokens(64, "of the longest prompts, at least 8")
+_NEW_TOKENS = flags.DEFINE_integer(
+    "new_tokens", 32, "of a text, on average; four times as many at most", 4)
+_TEMPERATURE = shared.temperatures("0,0.6,1", "of the requests, in turn")
+_SEED = shared.seed("of the prompts, the lengths, the arrivals and of sampling")
+_DTYPE = shared.dtype()
+_OUTPUT_DIR = shared.output_dir("results/throughput")
+
+_ALONE, _CONTROLLED, _WAITING = "none", ", controller", ", waiting"
+_AT_RANDOM = "at random"  # the group of units that arrive so
+_FEWEST = 4  # tokens of a text, and twice as many of a prompt
+
+
+def _requests(tokenizer, temperatures):
+  """Ragged prompts, limits, temperatures and seeds, and where they are from."""
+  count, sets = _REQUESTS.value, len(_PROMPTS.value)
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=-(-count // sets),
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value)
+  rng = np.random.default_rng(_SEED.value)
+  rows = [read.all[i] for i in rng.permutation(len(read.all))]
+  made = []
+  for i in range(count):
+    length = rng.integers(2 * _FEWEST, _PROMPT_TOKENS.value + 1)
+    new = np.clip(rng.exponential(_NEW_TOKENS.value), _FEWEST,
+                  4 * _NEW_TOKENS.value)
+    made.append(sj.serving.Request(
+        prompt=tuple(rows[i % len(rows)][-length:]), max_new_tokens=int(new),
+        temperature=temperatures[i % len(temperatures)],
+        eos=(), seed=_SEED.value + i))
+  return made, read.source
+
+
+class _Arms:
+  """The arms of a group of units."""
+
+  def __init__(self, target, drafters, longest):
+    alone = common.autoregressive(target.model, 1.0)
+    self._decoders = {_ALONE: (alone, {"target": target.params})}
+    for name, (strategy, own) in drafters.items():
+      self._decoders[name] = (
+          dataclasses.replace(alone, **strategy._asdict()),
+          {"target": target.params, "drafter": own})
+    self._longest = longest
+
+  def __call__(self, group):
+    at_random = group == _AT_RANDOM
+    sizes = _sizes() if at_random else (group,)
+    arms = {}
+    for name, (decoder, params) in self._decoders.items():
+      serve = lambda decoder=decoder, params=params, **options: (
+          serving_arms.Refilled(
+              decoder, params, sizes, self._longest, **options))
+      arms[name] = serve()
+      if not at_random:
+        arms[name + _WAITING] = serving_arms.Waiting(
+            decoder, params, group, self._longest + decoder.num_nodes)
+      elif name == _ALONE:
+        arms[name + _WAITING] = serve(held=True)
+      if _CONTROLLER.value and name != _ALONE:
+        print(f"measuring what rounds of {name} cost with "
+              f"{', '.join(map(str, sizes))} rows, unless it is known",
+              file=sys.stderr)
+        lengths = sorted({0, -(-_GAMMA.value // 2), _GAMMA.value})
+        arms[name + _CONTROLLED] = serve(controllers={
+            size: sj.costs.measured(
+                decoder, params, batch=size, lengths=lengths)
+            for size in sizes})
+    return arms
+
+
+def _sizes():
+  return tuple(common.draft_lengths("--slots", _SLOTS.value))
+
+
+def _different(found, requests, alone):
+  """How many texts of an arm are compared, and how many are not those alone.
+
+  Args:
+    found: {arm: its record}, of a unit.
+    requests: of the unit.
+    alone: {arm: the texts of all requests}, decoded alone.
+  """
+  counts = {}
+  for name, record in found.items():
+    decoder = name.removesuffix(_WAITING)
+    greedy = decoder.endswith(_CONTROLLED)
+    mine = alone[_ALONE if greedy else decoder]
+    counts[name] = [
+        text == mine[i] for i, text in enumerate(record["texts"])
+        if not greedy or requests[i].temperature == 0]
+  return {name: (len(same), same.count(False)) for name, same in counts.items()}
+
+
+def _row(name, record, requests, compared, **unit):
+  """Figures of an arm."""
+  requests = requests[:len(record["texts"])]
+  tokens = sum(one.max_new_tokens for one in requests)
+  at = lambda what, share: float(np.percentile(record[what], share))
+  return {
+      **unit, "arm": name, "requests": len(requests), "tokens": tokens,
+      "seconds": record["seconds"],
+      "tokens_per_second": tokens / record["seconds"],
+      "tokens_per_round": tokens / record["rounds"],
+      "latency_median": at("last", 50), "latency_p95": at("last", 95),
+      "first_median": at("first", 50), "first_p95": at("first", 95),
+      "compared": compared[0], "different": compared[1]}
+
+
+def _rows(runs, requests, alone):
+  """A row for every arm of every unit."""
+  found = []
+  for unit, arms in runs.items():
+    compared = _different(arms, requests, alone)
+    group = {"load": unit[2]} if unit[1] == _AT_RANDOM else {"slots": unit[1]}
+    mine = [_row(name, record, requests, compared[name], **group)
+            for name, record in arms.items()]
+    speed = {row["arm"]: row["tokens_per_second"] for row in mine}
+    latency = {row["arm"]: row["latency_median"] for row in mine}
+    for row in mine:
+      name = row["arm"]
+      row["over_none"] = speed[name] / speed[_ALONE]
+      row["latency_over_none"] = latency[name] / latency[_ALONE]
+      row["over_waiting"] = (speed[name] / speed[name + _WAITING]
+                             if name + _WAITING in speed else None)
+    found += mine
+  return found
+
+
+def _print_tables(full, load):
+  wide = max(len(row["arm"]) for row in full + load)
+  print(f"{'slots':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
+        f"{'over none':>10s} {'over waiting':>13s} {'tokens/round':>13s} "
+        f"{'texts as alone':>15s}")
+  for row in full:
+    waiting = row["over_waiting"]
+    print(f"{row['slots']:5d} {row['arm']:{wide}s} "
+          f"{row['tokens_per_second']:9.0f} {row['over_none']:10.2f} "
+          f"{'' if waiting is None else f'{waiting:.2f}':>13s} "
+          f"{row['tokens_per_round']:13.2f} "
+          f"{row['compared'] - row['different']:8d} of {row['compared']:3d}")
+  if load:
+    print(f"\n{'load':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
+          f"{'median latency':>15s} {'over none':>10s} {'95 %':>8s} "
+          f"{'first token':>12s} {'95 %':>8s}")
+  for row in load:
+    print(f"{row['load']:5.2f} {row['arm']:{wide}s} "
+          f"{row['tokens_per_second']:9.0f} {row['latency_median']:13.3f} s "
+          f"{row['latency_over_none']:10.2f} {row['latency_p95']:6.2f} s "
+          f"{row['first_median']:10.3f} s {row['first_p95']:6.2f} s")
+
+
+def _draw(full, load, output_dir):
+  """Tokens a second over the rows of a batch, and seconds over the load."""
+  for rows, x, columns, label, name in (
+      (full, "slots", {"tokens_per_second": "tokens a second, all at once"},
+       "rows of a batch", "tokens"),
+      (load, "load", {"latency_median": "median latency, s",
+                      "latency_p95": "95 % of latencies, s",
+                      "first_median": "median first token, s"},
+       "load, over what is decoded without drafts", "latency")):
+    if not rows:
+      continue
+    figure, axes = style.panels(columns=len(columns), width=4.5)
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    base = list(dict.fromkeys(n.removesuffix(_WAITING) for n in names))
+    colors = dict(zip(base, style.shades(len(base))))
+    for panel, (column, title) in zip(axes[0], columns.items()):
+      for arm in names:
+        mine = [row for row in rows if row["arm"] == arm]
+        panel.plot([row[x] for row in mine], [row[column] for row in mine],
+                   "--" if arm.endswith(_WAITING) else "-", marker="o",
+                   label=arm, color=colors[arm.removesuffix(_WAITING)])
+      style.tried(panel, [row[x] for row in rows])
+      panel.set(xlabel=label, ylabel=title, ylim=(0, None))
+    style.save(figure, output_dir / f"throughput_{name}.png")
+
+
+def main():
+  loads = [x for x in common.numbers("--loads", _LOADS.value) if x]
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
+                            "as small"))
+  if _PROMPT_TOKENS.value < 2 * _FEWEST:
+    raise ValueError(f"--prompt_tokens is {_PROMPT_TOKENS.value}; give at "
+                     f"least {2 * _FEWEST}, the shortest prompt")
+  sizes = _sizes()
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, sum(map(compositions.members, names), []),
+      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+  drafters = {name: compositions.strategy(
+      name, _GAMMA.value, target, members) for name in names}
+  requests, source = _requests(tokenizer, temperatures)
+  longest = max(len(one.prompt) for one in requests) + 4 * _NEW_TOKENS.value
+  prompts_lib.check_room(longest - 4 * _NEW_TOKENS.value,
+                         4 * _NEW_TOKENS.value, target.model.context_length)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  fingerprint = rollouts.fingerprint(
+      [m.params for m in (target, *members.values())], names, _GAMMA.value,
+      _CONTROLLER.value, sizes, [dataclasses.astuple(r) for r in requests])
+  arms, path = _Arms(target, drafters, longest), output_dir / "runs.jsonl"
+
+  at_once = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
+  runs = rollouts.run(
+      at_once, lambda unit: (requests, [0.0] * len(requests), 0), arms, path)
+  alone = {name.removesuffix(_WAITING): record["texts"]
+           for name, record in runs[at_once[0]].items()
+           if name.endswith(_WAITING)}
+  full = _rows(runs, requests, alone)
+  most = max(row["tokens_per_second"] for row in full if row["arm"] == _ALONE)
+  some = requests[:-(-len(requests) // 2)]
+  mean = np.mean([one.max_new_tokens for one in some])
+  gaps = np.random.default_rng(_SEED.value).exponential(size=len(some))
+  arrivals = np.cumsum(gaps) - gaps[0]
+  load = _rows(rollouts.run(
+      [(fingerprint, _AT_RANDOM, share) for share in loads],
+      lambda unit: (some, (arrivals * mean / (unit[2] * most)).tolist(), 0),
+      arms, path), requests, alone) if loads else []
+
+  _print_tables(full, load)
+  for name, rows in (("throughput", full), ("throughput_load", load)):
+    if rows:
+      common.write_csv(output_dir / f"{name}.csv", rows)
+  _draw(full, load, output_dir)
+  common.finish(output_dir, "throughput", {
+      "rows": full, "load": load, "source": source, "gamma": _GAMMA.value,
+      "sizes": sizes, "most_tokens_per_second": most})
+  different = sum(row["different"] for row in full + load)
+  if different:
+    raise ValueError(
+        f"{different} texts are not those decoded alone; {output_dir} says of "
+        "which arms: rows must not depend on their neighbours in float32")
+
+
+if __name__ == "__main__":
+  common.run(main)
