@@ -14,6 +14,8 @@ accuracy.
 from specjax.training.objectives.base import DrafterObjective
 from specjax.training.objectives.base import Objective
 from specjax.training.objectives.blockwise import Blockwise
+from specjax.training.objectives.distillation import AcceptedLength
+from specjax.training.objectives.distillation import Distillation
 from specjax.training.objectives.lookahead import Lookahead
 from specjax.training.objectives.medusa import Medusa
 from specjax.training.objectives.medusa import MedusaJoint
@@ -21,7 +23,9 @@ from specjax.training.objectives.next_token import NextToken
 from specjax.training.objectives.stored_laws import StoredLaws
 
 __all__ = [
+    "AcceptedLength",
     "Blockwise",
+    "Distillation",
     "DrafterObjective",
     "Lookahead",
     "Medusa",
