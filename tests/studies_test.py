@@ -129,6 +129,25 @@ def test_controller_study(tmp_path):
   assert all(row["tokens_per_second"] > 0 for row in rows.values())
 
 
+def test_distillation_study(tmp_path):
+  """Every loss stands beside the drafter as it was, of which it is a change."""
+  (tmp_path / "mine").mkdir()
+  for i in range(20):
+    (tmp_path / f"mine/{i}.txt").write_text(f"def f{i}(x):\n  return x\n" * 9)
+  study = last_line(run(
+      "distillation_study.py", "--data=mine", "--drafter=tiny",
+      "--losses=adaspec,block", "--seeds=1", "--rows=8", "--steps=2",
+      "--gamma=2", "--continuation=8",
+      "--num_prompts=2", "--rounds=2", cwd=tmp_path))
+  assert study["study"] == "distillation" and study["tokens"] == 2 * 8 * 8
+  rows = {row["loss"]: row for row in study["rows"]}
+  assert list(rows) == ["none", "adaspec", "block"]
+  assert rows["none"]["block_gain"] == 0 != rows["block"]["block_gain"]
+  assert all(1 < row["token_tokens_per_round"] < 3 for row in rows.values())
+  # The reference of AdaSPEC is a run of its own.
+  assert (tmp_path / "results/distillation/forward_kl_0/run.json").exists()
+
+
 def test_free_drafts_study(tmp_path):
   """Drafts of copies gain tokens, noise gains none, and all texts are one."""
   (tmp_path / "mine.txt").write_text("\n\n".join(

@@ -1,0 +1,215 @@
+"""Which loss makes a drafter whose drafts are accepted?
+
+The target writes continuations of training text. From the same weights, on the
+same rows in the same order, --drafter is trained by each of --losses, and then
+drafts for held-out text:
+
+  forward_kl, reverse_kl, jensen_shannon, likeliest, total_variation,
+  lk_alpha, lk_hybrid       a distance of the two laws, token by token
+                            (specjax.training.objectives.divergences)
+  adaspec                   forward KL on the 0.4 of the tokens that the drafter
+                            can still learn, as one that `forward_kl` made shows
+  token, block              the accepted length of a round by that rule itself
+                            (objectives.AcceptedLength)
+
+  python experiments/distillation_study.py
+
+Every seed draws the order of the rows anew. The table has tokens per round of
+both rules at temperature 1, and the gain over the drafter as it was, with
+standard errors over the held-out prompts; seeds are averaged. Killed and
+started again, the study goes on where it was. Writes distillation.csv and
+.json.
+"""
+
+import functools
+import sys
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+from lib import common
+from lib import flags as shared
+from lib import models
+import numpy as np
+
+import specjax as sj
+from specjax import analysis
+from specjax import files
+from specjax.data import corpora
+from specjax.training import distillation
+from specjax.training import loop
+from specjax.training import objectives
+from specjax.training import optimizers
+from specjax.training.objectives.divergences import DIVERGENCES
+
+_RULES = ("token", "block")
+_ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4
+_LOSSES = (*DIVERGENCES, _ADASPEC, *_RULES)
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafter(f"small, tiny, {shared.PUBLISHED}")
+_DTYPE = shared.dtype()
+_LOSS = flags.DEFINE_list(
+    "losses", list(_LOSSES), f"any of {', '.join(_LOSSES)}")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of every loss", 1)
+_DATA = shared.data("text whose beginnings are continued")
+_FIELD = shared.field()
+_OUTPUT_DIR = shared.output_dir("results/distillation")
+_ROWS = flags.DEFINE_integer("rows", 2048, "continuations to train on", 1)
+_PROMPT_TOKENS = shared.prompt_tokens(32, "tokens of a row that are the text's")
+_CONTINUATION = flags.DEFINE_integer(
+    "continuation", 160, "tokens of a row that are the target's", 1)
+_BATCH_SIZE = shared.batch_size()
+_STEPS = shared.steps(300, "training steps of every run")
+_LEARNING_RATE = shared.learning_rate(1e-3, "peak, AdamW")
+_GAMMA = shared.gamma(8)
+_NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", 64, "held-out prompts that are decoded", 2)
+_ROUNDS = flags.DEFINE_integer("rounds", 32, "rounds of each", 1)
+_SEED = shared.seed("of the text and the sampling")
+
+
+def _objective(loss, model, target):
+  """The objective of a name."""
+  if loss in _RULES:
+    return objectives.AcceptedLength(
+        model=model, target=target, rule=loss, gamma=_GAMMA.value)
+  if loss == _ADASPEC:
+    return objectives.Distillation(model=model, target=target, keep=_KEEP)
+  return objectives.Distillation(model=model, target=target, divergence=loss)
+
+
+def _texts(target, tokenizer, output_dir):
+  """`(rows [R, S + 1], prompts [P, T])`: what the target wrote, and held out.
+  """
+  learned, held_out = corpora.split(
+      corpora.read_documents(_DATA.value, _FIELD.value))
+  cut = lambda side, count, length, seed: distillation.cut_prompts(
+      tokenizer.encode_stream([d.text for d in side]), count, length, seed)
+  rows = distillation.sample_rows(
+      common.autoregressive(target.model, 1.0), {"target": target.params},
+      cut(learned, _ROWS.value, _PROMPT_TOKENS.value, _SEED.value),
+      length=_PROMPT_TOKENS.value + _CONTINUATION.value,
+      directory=output_dir / "rows", seed=_SEED.value)
+  return rows, cut(held_out, _NUM_PROMPTS.value, 2 * _PROMPT_TOKENS.value,
+                   _SEED.value + 1)
+
+
+def _trained(loss, seed, first, target, rows, directory, reference):
+  """The drafter's parameters after a run, or those that it left before."""
+  order = distillation.RowBatches(
+      np.arange(len(rows)), _BATCH_SIZE.value, seed)
+  weights = np.zeros((_BATCH_SIZE.value, rows.shape[1] - 1), np.float32)
+  weights[:, _PROMPT_TOKENS.value - 1:] = 1
+  files.claim(directory / "run.json", {
+      "drafter": files.fingerprint(first.params), "loss": loss, "seed": seed,
+      "rows": files.fingerprint(rows),
+      "reference": files.fingerprint(reference),
+      **{flag.name: flag.value for flag in (
+          _BATCH_SIZE, _STEPS, _LEARNING_RATE, _GAMMA, _PROMPT_TOKENS)}},
+              "run")
+  frozen = {"target": target.params}
+  if loss == _ADASPEC:
+    frozen["reference"] = reference
+  return loop.Trainer(
+      objective=_objective(loss, first.model, target.model),
+      optimizer=optimizers.adamw(optimizers.trapezoid(
+          _LEARNING_RATE.value, _STEPS.value, _STEPS.value // 20,
+          _STEPS.value // 2)),
+      batch=lambda step: {"tokens": rows[order.batch(step)],
+                          "weights": weights},
+      steps=_STEPS.value, directory=directory, seed=seed,
+      tokens_per_step=weights.size).run(
+          {"drafter": loop.cast(first.params, jnp.float32)},
+          frozen)["drafter"]
+
+
+def _measured(decoder, params, prompts):
+  """{rule: (accepted tokens, rounds) of every prompt}, `[P]` each."""
+  state = decoder.prefill(params, list(prompts), jax.random.key(_SEED.value))
+  _, stats = decoder.decode(params, state, rounds=_ROUNDS.value)
+  sj.raise_if_not_finite(stats)
+  accepted = np.asarray(stats.expected, np.float64).sum(0)
+  rounds = np.asarray(stats.active).sum(0)
+  return {rule: (accepted[:, i], rounds) for i, rule in enumerate(_RULES)}
+
+
+def _row(loss, runs, before):
+  """Figures of a loss, of all its seeds, beside the drafter as it was."""
+  row = {"loss": loss, "seeds": len(runs)}
+  for rule in _RULES:
+    accepted, rounds = (sum(run[rule][i] for run in runs) for i in (0, 1))
+    tokens, error = analysis.ratio_estimate(accepted, rounds)
+    row[f"{rule}_tokens_per_round"] = 1 + tokens
+    row[f"{rule}_stderr"] = error
+    row[f"{rule}_gain"], row[f"{rule}_gain_stderr"] = analysis.relative_gain(
+        accepted, rounds, *before[rule])
+    row[f"{rule}_by_seed"] = [
+        1 + float(run[rule][0].sum() / run[rule][1].sum()) for run in runs]
+  return row
+
+
+def _print_table(rows):
+  print(f"{'loss':16s}" + "".join(
+      f" {rule + ', tokens a round':>22s} {'gain':>18s}" for rule in _RULES))
+  for row in rows:
+    print(f"{row['loss']:16s}" + "".join(
+        f" {row[f'{rule}_tokens_per_round']:13.3f} ± "
+        f"{row[f'{rule}_stderr']:6.3f} {100 * row[f'{rule}_gain']:+9.2f} ± "
+        f"{100 * row[f'{rule}_gain_stderr']:4.2f} %" for rule in _RULES))
+
+
+def main():
+  losses = list(dict.fromkeys(common.given(
+      "--losses", _LOSS.value, "one at least, such as forward_kl")))
+  for loss in losses:
+    if loss not in _LOSSES:
+      raise ValueError(f"--losses holds {loss!r}; choose among "
+                       f"{', '.join(_LOSSES)}")
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
+  [first] = members.values()
+  for loss in losses:  # what does not fit is refused before anything is written
+    _objective(loss, first.model, target.model)
+  length = _PROMPT_TOKENS.value + _CONTINUATION.value
+  if length - _PROMPT_TOKENS.value < 2 * _GAMMA.value:
+    raise ValueError(f"--continuation is {_CONTINUATION.value} and --gamma "
+                     f"{_GAMMA.value}; give at least {2 * _GAMMA.value} tokens")
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  rows, prompts = _texts(target, tokenizer, output_dir)
+  decoder = sj.Decoder(
+      target=target.model, verifier=sj.verifiers.Token(),
+      observers=(sj.verifiers.Block(),),
+      drafter=sj.drafters.LanguageModel(
+          model=first.model, gamma=_GAMMA.value),
+      transform=sj.LogitsTransform(temperature=1.0))
+
+  @functools.cache
+  def trained(loss, seed):
+    reference = trained(_REFERENCE, seed) if loss == _ADASPEC else None
+    print(f"{loss}, seed {seed}", file=sys.stderr)
+    return _trained(loss, seed, first, target, rows,
+                    common.output_directory(
+                        output_dir / f"{loss}_{seed}", "run"), reference)
+
+  measure = lambda drafter: _measured(
+      decoder, {"target": target.params, "drafter": drafter}, prompts)
+  before, found = measure(first.params), []
+  found.append(_row("none", [before], before))
+  for loss in losses:
+    runs = []
+    for seed in range(_SEEDS.value):
+      runs.append(measure(loop.cast(
+          trained(loss, seed), sj.models.default_dtype())))
+    found.append(_row(loss, runs, before))
+  _print_table(found)
+  common.write_csv(output_dir / "distillation.csv", [
+      {name: x for name, x in row.items() if not isinstance(x, list)}
+      for row in found])
+  common.finish(output_dir, "distillation", {
+      "rows": found, "gamma": _GAMMA.value, "steps": _STEPS.value,
+      "tokens": _STEPS.value * _BATCH_SIZE.value * _CONTINUATION.value})
+
+
+if __name__ == "__main__":
+  common.run(main)
