@@ -24,6 +24,7 @@ Drafters (--drafter, any number of them):
 
 A speed is that of one whole call, from the ids of the prompt to the last token;
 a ratio is of two calls on one prompt, and the table has medians over prompts.
+A gain is in tokens a round over the first of --drafter, on the same prompts.
 Killed and started again, the study goes on where it was. Writes
 free_drafts.csv, .json and two figures; run it while nothing else runs.
 """
@@ -118,15 +119,16 @@ def _torch_model(target):
   return generation_arms.load_torch(_TARGET.value, target)
 
 
-def _row(prompts, temperature, name, rule, runs):
+def _row(prompts, temperature, name, rule, runs, base):
   """Figures of a drafter on the prompts of a set."""
-  mine = [run[name] for run in runs]
-  tokens, error = analysis.ratio_estimate(
-      [len(run["tokens"]) for run in mine], [run["rounds"] for run in mine])
+  accepted, rounds = _accepted(runs, name)
+  tokens, error = analysis.ratio_estimate(accepted, rounds)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,
          "temperature": temperature, "drafter": name, "verifier": rule,
-         "num_prompts": len(runs), "tokens_per_round": tokens,
+         "num_prompts": len(runs), "tokens_per_round": 1 + tokens,
          "stderr": error}
+  row["gain"], row["gain_stderr"] = analysis.relative_gain(
+      accepted, rounds, *_accepted(runs, base))
   for column, other in (("speedup", _ALONE),
                         ("speedup_over_transformers", _THEIRS),
                         ("speedup_over_prompt_lookup", _LOOKUP)):
@@ -137,6 +139,12 @@ def _row(prompts, temperature, name, rule, runs):
   return row
 
 
+def _accepted(runs, name):
+  """Tokens of an arm beyond one a round, and its rounds, prompt by prompt."""
+  rounds = np.array([run[name]["rounds"] for run in runs])
+  return np.array([len(run[name]["tokens"]) for run in runs]) - rounds, rounds
+
+
 def _agreeing(runs):
   """The runs whose texts are one at temperature 0, and how many are not."""
   same = {unit: arms for unit, arms in runs.items() if unit[1] > 0 or len(
@@ -144,14 +152,17 @@ def _agreeing(runs):
   return same, len(runs) - len(same)
 
 
-def _rows(runs, sets, temperatures, rules):
-  """A row for every set, all of them, temperature and drafter."""
+def _rows(runs, sets, temperatures, rules, base):
+  """A row for every set, all of them, temperature and drafter.
+
+  `gain` is in tokens a round over the drafter `base`, on the same prompts.
+  """
   rows = []
   for temperature in temperatures:
     mine = {unit: run for unit, run in runs.items() if unit[1] == temperature}
     for name in (*sets, *(("all",) if len(sets) > 1 else ())):
       some = [run for unit, run in mine.items() if name in ("all", unit[2])]
-      rows += [_row(name, temperature, arm, rules.get(arm, ""), some)
+      rows += [_row(name, temperature, arm, rules.get(arm, ""), some, base)
                for arm in (some[0] if some else ())]
   return rows
 
@@ -160,6 +171,7 @@ def _print_table(rows):
   wide = max(len(row["drafter"]) for row in rows)
   theirs = "speedup_over_prompt_lookup" in rows[0]
   print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>14s} "
+        f"{'gain':>16s} "
         f"{'speed over none':>21s}"
         + f" {'over prompt lookup':>21s}" * theirs)
   quartiles = lambda row, column: (
@@ -168,7 +180,8 @@ def _print_table(rows):
   for row in rows:
     print(f"{row['prompts']:10s} {row['temperature']:3g} "
           f"{row['drafter']:{wide}s} {row['tokens_per_round']:6.2f} ± "
-          f"{row['stderr']:4.2f}  {quartiles(row, 'speedup'):>21s}"
+          f"{row['stderr']:4.2f}  {100 * row['gain']:+6.1f} ± "
+          f"{100 * row['gain_stderr']:4.1f} % {quartiles(row, 'speedup'):>21s}"
           + (f" {quartiles(row, 'speedup_over_prompt_lookup'):>21s}"
              if theirs else ""))
 
@@ -234,7 +247,7 @@ def main():
   rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
            for name, (strategy, _) in drafters.items()
            for end in ("", _CONTROLLED)}
-  rows = _rows(kept, list(read.sets), temperatures, rules)
+  rows = _rows(kept, list(read.sets), temperatures, rules, names[0])
   if different:
     print(f"{different} of {len(runs)} prompts were left out: at temperature 0 "
           "their texts differ, by how the models round", file=sys.stderr)

@@ -13,13 +13,16 @@ study() {
   python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
     --num_prompts=3 --new_tokens=96 "$@"
 }
-study --drafter='ngram,suffix,ngram|smol' --nocontroller \
+study --drafter='ngram,ngram|smol' \
   --prompts="$prompts,humaneval=$data/HumanEval.jsonl.gz" \
   --output_dir=results/free_drafts/drafters
-study --drafter=ngram --transformers=no --prompts="$prompts" \
-  --output_dir=results/free_drafts/controller
+# How near the controller comes to the best length, for drafts of noise as well.
+python experiments/controller_study.py --output_dir=results/controller/bundled
+python experiments/controller_study.py --target=smollm2 --chat --drafter=noise \
+  --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=64 \
+  --batches=4 --output_dir=results/controller/smollm2
 # Certain drafts beside drawn ones, at temperature 1.
-python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
+python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \
   --prompts=code,docstrings,tests,prose --num_prompts=24 --prompt_tokens=256 \
   --new_tokens=128 --output_dir=results/free_drafts/drawn
