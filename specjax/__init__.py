@@ -27,6 +27,7 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -47,6 +48,7 @@ __all__ = [
     "Generation",
     "KVCache",
     "Law",
+    "LawByRow",
     "LogitsTransform",
     "ModelFn",
     "ModelOutput",

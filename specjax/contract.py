@@ -12,6 +12,11 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
   init       `(gamma) -> state`: the rule has a state, where gamma is N - 1.
              Then `law`, and `survival`, get it as third argument, and None
              stands for a fresh one. Other rules are called with two arguments.
+  by_row     `(draft, target_probs) -> LawByRow`, the same law, of which the
+             loop makes the one row that it draws from; its `.law()` will do for
+             `law`. It gets the state as `law` does. What is certified is this
+             form. A class that overrides `law` alone does without. Default:
+             the rows of `law`.
   commit     `(state, draft, target_probs, verdict) -> state` after a round;
              without it the state stays as it is.
   survival   `(draft, target_probs) -> [N]`, P(tau >= i | the first i drafted
@@ -70,6 +75,7 @@ from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Verdict
@@ -138,15 +144,34 @@ class Rule:
     checks.check_law(self.name, law, *target_probs.shape)
     return law
 
+  @property
+  def makes_rows(self) -> bool:
+    """Whether the rule has `by_row`, and no later `law` that it is not of."""
+    owners = [self.verifier, *type(self.verifier).__mro__]
+    for owner in owners:
+      names = getattr(owner, "__dict__", {})
+      if "by_row" in names or "law" in names:
+        return "by_row" in names
+    return False
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
+    """`law` as its rows are asked for, their shapes checked."""
+    if not self.makes_rows:
+      law = self.law(draft, target_probs, state)
+      return LawByRow(stop=law.stop, next_row=law.next_row)
+    law = self.verifier.by_row(draft, target_probs, *self._memory(state))
+    return checks.check_law_by_row(self.name, law, *target_probs.shape)
+
   def survival(self, draft: Draft, target_probs: jax.Array, state: Any,
-               law: Law, depths: jax.Array) -> jax.Array:
+               law: Law | LawByRow, depths: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i), by the rule's own formula where it has one.
 
     Args:
       draft: N nodes.
       target_probs: `[N, V]`.
       state: the rule's, or None.
-      law: what `law` returned.
+      law: what `law` or `by_row` returned.
       depths: `[N]` of the nodes.
     """
     if not hasattr(self.verifier, "survival"):
@@ -157,7 +182,8 @@ class Rule:
     return found
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: Any,
-              law: Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+              law: Law | LawByRow, depths: jax.Array
+              ) -> tuple[jax.Array, jax.Array]:
     """E[tau | draft] `[]` and `survival [N]`; arguments as there."""
     expected = jnp.sum(law.stop * depths)
     return expected, self.survival(draft, target_probs, state, law, depths)

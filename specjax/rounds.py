@@ -121,21 +121,15 @@ class Round:
         constraints_lib.constrained(
             constraints, memory, output.logits, drafted=self.drafts),
         state.temperature[:, None])
-    law, expected, survival = self._laws(state, draft, probs, depths)
-    verdict = jax.vmap(sampling.sample_verdict)(
-        law, draft, coins[:, :sampling.VERDICT_COINS])
+    verdict, expected, survival, summed, law = self._judged(
+        state, draft, probs, depths, coins)
 
     # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
     # ban. A sum is the cheapest search for them.
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
-    # Of the rule's law that which is drawn from.
-    stopped = jnp.take_along_axis(
-        verdict.path, verdict.num_accepted[:, None], axis=-1)
-    drawn_from = jnp.take_along_axis(
-        law.next_token, stopped[..., None], axis=1)[:, 0]
     read = finite & draft_finite
-    law_finite = ~read | jnp.isfinite(law.stop.sum(-1) + drawn_from.sum(-1))
+    law_finite = ~read | jnp.isfinite(summed)
     usable = read & law_finite
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
@@ -202,17 +196,28 @@ class Round:
       return cache.rollback(state.target_cache.lengths + count)
     return cache.commit(verdict.path, count)
 
-  def _laws(self, state, draft, probs, depths):
-    """The rule's law, and two figures of it and of every observer's."""
-    law = jax.vmap(self.rule.law)(draft, probs, state.verifier)
-    judged = [(self.rule, law, state.verifier)]
-    # Observers judge every round with a fresh state.
-    judged += [(rule, jax.vmap(rule.law)(draft, probs), None)
-               for rule in self.observers]
-    expected, survival = zip(*(
-        jax.vmap(rule.figures)(draft, probs, memory, one, depths)
-        for rule, one, memory in judged))
-    return law, jnp.stack(expected, axis=1), jnp.stack(survival, axis=1)
+  def _judged(self, state, draft, probs, depths, coins):
+    """The verdicts, and what is reported of the laws.
+
+    Returns:
+      The verdicts; two figures `[B, V1]` and `[B, V1, N]` of the rule's law and
+      of every observer's; `[B]`, finite where all that was drawn from is; the
+      laws with all of their rows, None without `debug`.
+    """
+    def one(memory, draft, probs, depths, coins):
+      law = self.rule.by_row(draft, probs, memory)
+      verdict, row = sampling.sample_outcome(law, draft, coins)
+      figures = [self.rule.figures(draft, probs, memory, law, depths)]
+      # Observers judge every round with a fresh state.
+      figures += [
+          rule.figures(draft, probs, None, rule.by_row(draft, probs), depths)
+          for rule in self.observers]
+      expected, survival = map(jnp.stack, zip(*figures))
+      whole = self.rule.law(draft, probs, memory) if self.debug else None
+      return (verdict, expected, survival, law.stop.sum() + row.sum(), whole)
+
+    return jax.vmap(one)(state.verifier, draft, probs, depths,
+                         coins[:, :sampling.VERDICT_COINS])
 
 
 def _emitted(state, draft, verdict, usable):

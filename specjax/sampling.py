@@ -1,23 +1,27 @@
 """From logits to laws, and from laws to tokens."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.types import Verdict
 
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
 _ONE_LEVEL = 64  # weights that one running sum is short enough for
-_ONE_AS_BITS = 0x3F800000  # float32 1.0; non-negative floats sort as integers
+_SPLIT = 16  # devices that the blocks of a law can be dealt out to
+_NEARLY_ALL = 0.999  # a top_p above it leaves out less than sums are off by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,15 +97,17 @@ class LogitsTransform:
     temperature = self._given(temperature, logits.dtype)
     greedy = temperature <= 0
     # Subtracting first keeps tiny temperatures from overflowing.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below / jnp.where(greedy, 1, temperature)
+    scalars = [jnp.max(logits, axis=-1, keepdims=True),
+               jnp.where(greedy, 1, temperature)]
     if 0 < self.top_k < logits.shape[-1]:
-      kept = jax.lax.top_k(scaled, self.top_k)[0]
-      scaled = jnp.where(scaled >= kept[..., -1:], scaled, -jnp.inf)
-    weights = jnp.exp(scaled)
-    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      below = jax.lax.top_k(_scaled(logits, *scalars), self.top_k)[0]
+      scalars.append(below[..., -1:])
+    weights = jnp.exp(_scaled(logits, *scalars))
+    scalars = [jnp.sum(weights, axis=-1, keepdims=True), *scalars]
+    probs = weights / scalars[0]
     if self.top_p < 1:
-      probs = _nucleus(probs, self.top_p)
+      outside = _outside(self.top_p, probs, logits, *scalars)
+      probs = jnp.where(probs.astype(jnp.float32) > outside, probs, 0)
     if self.min_p > 0:
       likeliest = jnp.max(probs, axis=-1, keepdims=True)
       probs = jnp.where(probs >= self.min_p * likeliest, probs, 0)
@@ -157,40 +163,92 @@ def _first_only(logits, weights, wanted):
   their program with others, which should not pay for them.
   """
   size = logits.shape[-1]
-  token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  # Each use has its own: what a branch is given from outside is an array.
+  token = lambda: jax.lax.broadcasted_iota(
+      jnp.int32, logits.shape, logits.ndim - 1)
 
   def first(logits):  # on CPU an argmax costs several times as much
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(logits == largest, token, size - 1), axis=-1)
+    return jnp.min(jnp.where(logits == largest, token(), size - 1), axis=-1)
 
   found = jax.lax.cond(
       jnp.any(wanted), first,
       lambda logits: jnp.zeros(logits.shape[:-1], jnp.int32), logits)
-  return jnp.where(token == found[..., None], weights, 0)
+  return jnp.where(token() == found[..., None], weights, 0)
 
 
-def _nucleus(probs, top_p):
-  """Zeroes the tokens outside the nucleus, without a sort.
+def _scaled(logits, largest, temperature, least=None):
+  """Logits at most 0, at a temperature; -inf where that is below `least`."""
+  scaled = (logits - largest) / temperature
+  return scaled if least is None else jnp.where(
+      scaled >= least, scaled, -jnp.inf)
+
+
+def _outside(top_p, probs, logits, total, *scalars):
+  """`[..., 1]` float32: the nucleus is what is likelier, without a sort.
 
   A token stays iff the mass of strictly likelier tokens is below top_p. That
-  condition is monotone in its probability, so the smallest probability that
-  stays is found by bisection over the bits of a float32: 30 reductions.
+  condition is monotone in its probability, so that it is enough to search over
+  the bits of a float32. A CPU, which computes, cuts their range in two with
+  every pass over the laws; an accelerator, which waits for memory, in four, and
+  makes the laws anew from the logits, which are there already.
   """
-  bits = jax.lax.bitcast_convert_type(
-      probs.astype(jnp.float32), jnp.int32)
+  given = jax.lax.stop_gradient((probs, logits, total, *scalars))
 
-  def halve(_, bounds):
-    low, high = bounds  # the mass above `high` is below top_p
-    middle = (low + high) // 2
-    above = jnp.sum(jnp.where(bits > middle, probs, 0), -1, keepdims=True)
-    stays = above < top_p
-    return jnp.where(stays, low, middle), jnp.where(stays, middle, high)
+  def anew(probs, logits, total, *scalars):
+    def laws(bounds):
+      # Tied to the bounds, or the compiler would make them once, and keep them.
+      _, own = jax.lax.optimization_barrier((bounds, logits))
+      return jnp.exp(_scaled(own, *scalars)) / total
 
-  shape = (*probs.shape[:-1], 1)
-  _, threshold = jax.lax.fori_loop(
-      0, 31, halve, (jnp.full(shape, -1, jnp.int32),
-                     jnp.full(shape, _ONE_AS_BITS, jnp.int32)))
-  return jnp.where(bits >= threshold, probs, 0)
+    # What is equal here may be rounded otherwise elsewhere.
+    return _search(top_p, laws, total, logits.shape[-1], parts=4) * (
+        1 - 4 * jnp.finfo(jnp.float32).eps)
+
+  return jax.lax.platform_dependent(
+      *given, default=anew, cpu=lambda probs, logits, total, *_: _search(
+          top_p, lambda _: probs, total, logits.shape[-1], parts=2))
+
+
+def _search(top_p, laws, like, vocab, parts):
+  """`_outside` by passes over `laws(bounds) [..., V]`.
+
+  A row is done once a single token is left in its range, so that its result
+  depends on no other row's, and the search ends when all are.
+  """
+  as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+  # All that is as unlikely as this could be left out, rounding included.
+  least = 0 if top_p > _NEARLY_ALL else (1 - top_p) / (2 * vocab)
+
+  def going(bounds):
+    low, high, over_low, over_high = bounds
+    # Two tokens in the range would have twice the mass of its lower end.
+    single = over_low - over_high < 1.5 * as_float(low) - 1e-6
+    return (high - low > 1) & ~single
+
+  def narrow(bounds):
+    low, high, *_ = new = bounds
+    probs = laws(bounds)
+    values = probs.astype(jnp.float32)
+    for part in range(1, parts):
+      middle = low + jnp.maximum((high - low) // parts, 1) * part
+      over = jnp.sum(jnp.where(values > as_float(middle), probs, 0), -1,
+                     keepdims=True)
+      inside = over < top_p
+      new = (jnp.where(inside, new[0], jnp.maximum(new[0], middle)),
+             jnp.where(inside, jnp.minimum(new[1], middle), new[1]),
+             jnp.where(inside, new[2], jnp.minimum(new[2], over)),
+             jnp.where(inside, jnp.maximum(new[3], over), new[3]))
+    goes_on = going(bounds)
+    return tuple(jnp.where(goes_on, a, b) for a, b in zip(new, bounds))
+
+  full = functools.partial(jnp.full, like.shape)
+  low, *_ = jax.lax.while_loop(
+      lambda bounds: jnp.any(going(bounds)), narrow,
+      (full(np.float32(least).view(np.int32)),
+       full(np.float32(1).view(np.int32)),
+       full(1, like.dtype), full(0, like.dtype)))
+  return as_float(low)
 
 
 def _first_above(weights, u):
@@ -214,6 +272,10 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   two levels has a coin of its own: with one coin of 23 bits, a fifth of 128k
   tokens could never be drawn. Few weights need one level alone.
 
+  The number of blocks is a multiple of 16: a law that is split over up to 16
+  devices keeps whole blocks on each, and the sums and one block travel. Without
+  that the law does.
+
   Args:
     weights: `[V]`, not negative; they need not sum to 1.
     u: `[2]`, independent and uniform in [0, 1).
@@ -225,7 +287,7 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   if size <= _ONE_LEVEL:
     return _first_above(weights, u[0])
   block = 1 << math.ceil(math.log2(size) / 2)
-  blocks = jnp.pad(weights, (0, -size % block)).reshape(-1, block)
+  blocks = jnp.pad(weights, (0, -size % (_SPLIT * block))).reshape(-1, block)
   row = _first_above(jnp.sum(blocks, axis=-1), u[0])
   return row * block + _first_above(blocks[row], u[1])
 
@@ -260,7 +322,7 @@ def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
       probs, jax.random.uniform(key, (COINS_A_DRAW,), probs.dtype))
 
 
-def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
+def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification: the only coins that are tossed.
 
   Negative entries count as 0: the enumeration that proves a law lossless does
@@ -271,15 +333,21 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
     draft: N nodes.
     u: `[VERDICT_COINS]`, uniform in [0, 1).
   """
+  return sample_outcome(law, draft, u)[0]
+
+
+def sample_outcome(law: Law | LawByRow, draft: Draft, u: jax.Array
+                   ) -> tuple[Verdict, jax.Array]:
+  """`sample_verdict`, and the row `[V]` of the law that its token is from."""
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:COINS_A_DRAW])
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)
   order = jnp.arange(depths.shape[0], dtype=jnp.int32)
   # The node of depth d on the path, and 0 beyond its end.
   at_depth = ancestors[node] & (depths == order[:, None])
+  row = law.next_row(node)
   return Verdict(
       path=jnp.sum(jnp.where(at_depth, order, 0), axis=-1, dtype=jnp.int32),
       num_accepted=depths[node],
-      next_token=inverse_cdf(jnp.maximum(law.next_token[node], 0),
-                             u[COINS_A_DRAW:]),
-  )
+      next_token=inverse_cdf(jnp.maximum(row, 0), u[COINS_A_DRAW:]),
+  ), row

@@ -56,8 +56,8 @@ class _SmallestQ:
   """Divides by max(q, 1e-30), and so accepts padding."""
 
   def law(self, draft, p):
-    q = jnp.maximum(residual.at_drafted(draft, draft.probs[1:]), 1e-30)
-    accept = jnp.minimum(residual.at_drafted(draft, p[:-1]) / q, 1)
+    q = jnp.maximum(residual.at_drafted(draft, draft.probs), 1e-30)
+    accept = jnp.minimum(residual.at_drafted(draft, p, first=0) / q, 1)
     reach = jnp.append(1, jnp.cumprod(accept))
     rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
     return Token().law(draft, p).replace(

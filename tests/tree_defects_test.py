@@ -7,6 +7,7 @@ reported: the rule is right, and the output is biased all the same.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -213,8 +214,9 @@ class _ForgottenMass(Traversal):
   """The extra token follows a residual that ignores the mass of a node."""
 
   def law(self, draft, p, state=None):
-    _, _, rest = tree.try_children(draft, p, inherit=False)
-    return super().law(draft, p).replace(next_token=rest)
+    _, _, row = tree.try_children(draft, p, inherit=False)
+    return super().law(draft, p).replace(
+        next_token=jax.vmap(row)(jnp.arange(len(p))))
 
 
 @pytest.mark.parametrize("rule", [

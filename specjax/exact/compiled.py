@@ -27,8 +27,15 @@ class Compiled:
     self.rule = rule = contract.rule(verifier)
 
     def law(tokens, parents, q, p, state):
-      found = rule.law(Draft(tokens=tokens, parents=parents, probs=q), p, state)
-      return found.stop, found.next_token
+      draft = Draft(tokens=tokens, parents=parents, probs=q)
+      drawn = rule.by_row(draft, p, state).law()
+      if not rule.makes_rows:
+        return drawn.stop, drawn.next_token, None
+      said = rule.law(draft, p, state)
+      rows = jnp.where(drawn.stop[:, None] > 0,
+                       jnp.abs(said.next_token - drawn.next_token), 0)
+      return drawn.stop, drawn.next_token, jnp.maximum(
+          jnp.max(jnp.abs(said.stop - drawn.stop)), jnp.max(rows))
 
     def commit(tokens, parents, q, p, state, verdict):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
@@ -47,8 +54,11 @@ class Compiled:
                         self.rule.initial_state(gamma))
 
   def laws(self, drafts, chunk: int, dtype: str
-           ) -> tuple[np.ndarray, np.ndarray]:
-    """`stop [n, N]` and `next_token [n, N, V]` of n drafts.
+           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """`stop [n, N]` and `next_token [n, N, V]` of n drafts, as they are drawn.
+
+    Third comes by how much `law` differs from them, `[n]`, where the rule says
+    both (`by_row`).
 
     Args:
       drafts: tokens, parents `[n, N]`, q, p `[n, N, V]`, and the states.

@@ -295,7 +295,8 @@ class Run:
 
   def _laws(self, arguments):
     """`stop` and `next_token` in float64, 0 where they do not count."""
-    stop, next_token = self._compiled.laws(arguments, self._chunk, self._dtype)
+    stop, next_token, gap = self._compiled.laws(
+        arguments, self._chunk, self._dtype)
     self.laws += len(stop)
     if not (np.isfinite(stop).all()
             and np.isfinite(next_token[stop > 0]).all()):
@@ -306,6 +307,8 @@ class Run:
       self.defects.add("stop does not sum to 1")
     if (np.abs(next_token.sum(-1) - 1)[stop > 0] > 1e-6).any():
       self.defects.add("a row of next_token does not sum to 1")
+    if gap is not None and not (gap <= 1e-6).all():
+      self.defects.add("by_row is not the law")
     next_token = np.where(stop[..., None] > 0, next_token, 0)
     return (np.nan_to_num(stop).astype(np.float64),
             np.nan_to_num(next_token).astype(np.float64))

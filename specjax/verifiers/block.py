@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import residual
 
 
@@ -25,6 +26,11 @@ class Block:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one chain, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one chain.
 
     Args:
@@ -40,13 +46,21 @@ class Block:
     """
     del state
     survive = self.survival(draft, target_probs)
-    # The inner maximum changes no value. It keeps the compiler from fusing
-    # product and difference into one rounding in one use of `rest` and not in
-    # the other, after which float32 rows would sum to 1 only within 2e-6.
-    kept = jnp.maximum(survive[:, None] * target_probs, 0)
-    rest = jnp.maximum(
-        kept - residual.next_draft_probs(draft, target_probs), 0)
-    return residual.last_heads(rest, survive, target_probs)
+
+    def rest(survive, p, q):
+      # The inner maximum changes no value. It keeps the compiler from fusing
+      # product and difference into one rounding in one use of `rest` and not
+      # in the other, after which float32 rows sum to 1 only within 2e-6.
+      return jnp.maximum(jnp.maximum(survive * p, 0) - q, 0)
+
+    def next_row(node):
+      p = residual.at_node(target_probs, node)
+      q = residual.next_draft_row(draft, node, p.dtype)
+      return residual.normalised(rest(survive[node], p, q), p)
+
+    q = residual.next_draft_probs(draft, target_probs)
+    mass = jnp.sum(rest(survive[:, None], target_probs, q), axis=-1)
+    return LawByRow(stop=residual.last_heads(mass, survive), next_row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""

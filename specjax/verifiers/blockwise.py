@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import residual
 
 
@@ -43,6 +44,11 @@ class TopK:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The outcome for one chain, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The outcome for one chain, which is certain: one-hot `stop` and rows.
 
     Args:
@@ -51,7 +57,7 @@ class TopK:
       state: unused.
     """
     del state
-    p = residual.at_drafted(draft, target_probs[:-1])
+    p = residual.at_drafted(draft, target_probs, first=0)
     rows, x = target_probs[:-1], draft.tokens[1:]
     before = (rows > p[:, None]) | (
         (rows == p[:, None]) & (jnp.arange(rows.shape[-1]) < x[:, None]))
@@ -85,6 +91,11 @@ class Distance:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The outcome for one chain, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The outcome for one chain, as for `TopK`."""
     del state
     best = jnp.argmax(target_probs[:-1], axis=-1)
@@ -98,13 +109,15 @@ def _check_minimum(minimum):
                      "only what matches")
 
 
-def _matched(near, minimum, draft, target_probs) -> Law:
+def _matched(near, minimum, draft, target_probs) -> LawByRow:
   """Stops before the first token that is not `near [N - 1]`, or is padding."""
   forced = jnp.arange(near.shape[0]) < minimum
-  real = residual.at_drafted(draft, draft.probs[1:]) > 0
+  real = residual.at_drafted(draft, draft.probs) > 0
   length = jnp.sum(jnp.cumprod((near | forced) & real))
   nodes, vocab = target_probs.shape
   one_hot = lambda index, size: jax.nn.one_hot(
       index, size, dtype=target_probs.dtype)
-  return Law(stop=one_hot(length, nodes),
-             next_token=one_hot(jnp.argmax(target_probs, axis=-1), vocab))
+  return LawByRow(
+      stop=one_hot(length, nodes),
+      next_row=lambda node: one_hot(
+          jnp.argmax(residual.at_node(target_probs, node)), vocab))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.types import Verdict
 from specjax.verifiers import residual
 
@@ -59,6 +60,11 @@ class GreedyBlock:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one chain, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one chain.
 
     Args:
@@ -71,23 +77,35 @@ class GreedyBlock:
       S_i = sum_x (R_i T - q)+, h_i = S_i / (S_i + (1 - R_i)+), h_0 = 1;
       stop[i] = h_i prod_{j>i} (1 - h_j); next_token[i] = norm((R_i T - q)+).
     """
-    target = _modified(draft, target_probs, state).target
-    ratio = _running_ratio(draft, target)
+    found = _modified(draft, target_probs, state)
+    ratio = _running_ratio(draft, target_probs, found)
     survive = jnp.minimum(ratio, 1)
     # Above 1 both sides are divided by the ratio, which may be huge.
     scale = 1 / jnp.maximum(ratio, 1)
+
+    def rest(target, q, survive, scale):
+      # The inner maximum keeps the compiler from fusing in one use alone; see
+      # block.py.
+      return jnp.maximum(jnp.maximum(survive * target, 0) - scale * q, 0)
+
+    def next_row(node):
+      p = residual.at_node(target_probs, node)
+      q = residual.next_draft_row(draft, node, p.dtype)
+      target = found.target(p, q, node)
+      return residual.normalised(
+          rest(target, q, survive[node], scale[node]), target)
+
     q = residual.next_draft_probs(draft, target_probs)
-    # The inner maximum keeps the compiler from fusing in one use alone; see
-    # block.py.
-    kept = jnp.maximum(survive[:, None] * target, 0)
-    rest = jnp.maximum(kept - scale[:, None] * q, 0)
-    return residual.last_heads(rest, survive, target)
+    every = jnp.arange(q.shape[0])[:, None]
+    mass = jnp.sum(rest(found.target(target_probs, q, every), q,
+                        survive[:, None], scale[:, None]), axis=-1)
+    return LawByRow(stop=residual.last_heads(mass, survive), next_row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                state: GreedyBlockState | None = None) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = min(1, R_i) (Lemma 7)."""
-    target = _modified(draft, target_probs, state).target
-    return jnp.minimum(_running_ratio(draft, target), 1)
+    found = _modified(draft, target_probs, state)
+    return jnp.minimum(_running_ratio(draft, target_probs, found), 1)
 
   def commit(self, state: GreedyBlockState, draft: Draft,
              target_probs: jax.Array, verdict: Verdict) -> GreedyBlockState:
@@ -100,12 +118,11 @@ class GreedyBlock:
     tau, token = verdict.num_accepted, verdict.next_token
     found = _modified(draft, target_probs, state)
     # q is 0 after the end of the draft: nothing is pushed after a bonus token.
-    q = residual.next_draft_probs(draft, target_probs)[tau, token]
-    before = jnp.maximum(
-        target_probs[tau, token] - found.omega[:, tau] * q, 0
-    ) / found.mass[:, tau]
-    ratio = _running_ratio(draft, found.target)[tau]
-    pushed = residual.over(q, found.target[tau, token] * ratio)
+    p = target_probs[tau, token]
+    q = residual.next_draft_row(draft, tau, p.dtype)[token]
+    before = jnp.maximum(p - found.omega[:, tau] * q, 0) / found.mass[:, tau]
+    ratio = _running_ratio(draft, target_probs, found)[tau]
+    pushed = residual.over(q, found.target(p, q, tau) * ratio)
     weights = jnp.append(found.weights[:, tau] * residual.over(q, before),
                          pushed)
     drafted = jnp.sum(jnp.any(draft.probs[1:] > 0, axis=-1), dtype=jnp.int32)
@@ -118,17 +135,20 @@ class GreedyBlock:
         weights=jnp.where(alive, weights, 0).astype(state.weights.dtype))
 
 
-def _running_ratio(draft, target):
+def _running_ratio(draft, p, found):
   """R `[N]`: the product of T/q over the path to each node, finite."""
-  largest = jnp.finfo(target.dtype).max
-  one = jnp.ones((), target.dtype)
+  largest = jnp.finfo(p.dtype).max
+  one = jnp.ones((), p.dtype)
+  q_drafted = residual.at_drafted(draft, draft.probs).astype(p.dtype)
+  target = found.target(residual.at_drafted(draft, p, first=0), q_drafted,
+                        jnp.arange(p.shape[0] - 1))
 
   def step(ratio, factor):
     ratio = jnp.minimum(ratio * factor, largest)
     return ratio, ratio
 
   _, ratios = jax.lax.scan(
-      step, one, residual.chain_ratios(draft, target), unroll=8)
+      step, one, residual.over(target, q_drafted), unroll=8)
   return jnp.concatenate([one[None], ratios])
 
 
@@ -137,16 +157,22 @@ class _Modified:
   """The modified target and, for every entry k, what it was made from.
 
   Attributes:
-    target: `[N, V]`, T after every node.
+    last: `[2, N]`, omega and mass of T itself; mass 0 is an unmodified p.
     omega: `[gamma - 1, N]`, with `mass`: T_k = (p - omega_k q)+ / mass_k.
     mass: `[gamma - 1, N]`.
     weights: `[gamma - 1, N]`, w of every entry at every node.
   """
 
-  target: jax.Array
+  last: jax.Array
   omega: jax.Array
   mass: jax.Array
   weights: jax.Array
+
+  def target(self, p, q, nodes):
+    """T where p and q are those after `nodes`, which broadcast with them."""
+    omega, mass = self.last[:, nodes]
+    some = mass > 0
+    return jnp.where(some, _rest(p, omega, q) / jnp.where(some, mass, 1), p)
 
 
 def _modified(draft, p, state) -> _Modified:
@@ -160,8 +186,8 @@ def _modified(draft, p, state) -> _Modified:
   entries = 0 if state is None else state.remaining.shape[0]
   omega, mass = jnp.zeros((nodes,), p.dtype), jnp.ones((nodes,), p.dtype)
   history = []
-  p_drafted = residual.at_drafted(draft, p[:-1])
-  q_drafted = residual.at_drafted(draft, draft.probs[1:]).astype(p.dtype)
+  p_drafted = residual.at_drafted(draft, p, first=0)
+  q_drafted = residual.at_drafted(draft, draft.probs).astype(p.dtype)
   q = residual.next_draft_probs(draft, p)
   for k in range(entries):
     rows = min(k + 1, nodes - 1)
@@ -173,19 +199,22 @@ def _modified(draft, p, state) -> _Modified:
     weights = jnp.where(alive, weights, 0)
     history.append((omega, mass, weights))
     new_omega = (omega + mass * weights)[:rows]
-    new_mass = jnp.sum(_rest(p[:rows], new_omega, q[:rows]), axis=-1)
+    new_mass = jnp.sum(_rest(p[:rows], new_omega[:, None], q[:rows]), axis=-1)
     # Empty only where the path has no probability: leave it unmodified.
     some = new_mass > 0
     omega = omega.at[:rows].set(jnp.where(some, new_omega, omega[:rows]))
     mass = mass.at[:rows].set(jnp.where(some, new_mass, mass[:rows]))
-  target = p
+  total = jnp.zeros_like(mass)
   if entries:
-    target = residual.normalised(_rest(p, omega, q), p)
+    limits = jnp.finfo(p.dtype)
+    total = jnp.sum(_rest(p, omega[:, None], q), axis=-1)
+    # As in `residual.normalised`.
+    total = jnp.where(total > limits.tiny / limits.eps, total, 0)
   empty = jnp.zeros((0, nodes), p.dtype)
   columns = [jnp.stack(x) for x in zip(*history)] or [empty] * 3
-  return _Modified(target, *columns)
+  return _Modified(jnp.stack([omega, total]), *columns)
 
 
 def _rest(p, omega, q):
-  """(p - omega q)+ `[N, V]`; the inner maximum is as in block.py."""
-  return jnp.maximum(p - jnp.maximum(omega[:, None] * q, 0), 0)
+  """(p - omega q)+; the inner maximum is as in block.py."""
+  return jnp.maximum(p - jnp.maximum(omega * q, 0), 0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import residual
 from specjax.verifiers import tree
 
@@ -36,6 +37,11 @@ class KSeq:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one tree, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one tree.
 
     Args:
@@ -55,25 +61,29 @@ class KSeq:
     counts = jnp.sum(real, axis=-1).astype(dtype)
     eldest = jnp.argmax(real, axis=-1)
 
-    def row(i, p, rhos):
-      q = draft.probs[eldest[i]].astype(dtype)
-      rho = self._rho(p, q, counts[i])
-      taken = jnp.minimum(q, p / rho)
-      share = _share(jnp.sum(taken), counts[i])
+    def laws(node):
+      return (residual.at_node(target_probs, node),
+              residual.at_node(draft.probs, eldest[node]).astype(dtype))
+
+    # Node by node, each search on rows that stay in a cache.
+    rhos = jax.lax.map(lambda node: self._rho(*laws(node), counts[node]),
+                       jnp.arange(drawn.shape[0], dtype=jnp.int32))
+
+    def next_row(node):
+      p, q = laws(node)
+      taken = jnp.minimum(q, p / rhos[node])
+      share = _share(jnp.sum(taken), counts[node])
       rest = jnp.maximum(p - share * taken, 0)
       mass = jnp.sum(rest)
       limits = jnp.finfo(dtype)
       some = mass > limits.tiny / limits.eps
-      return jnp.where(some, rest * (1 / jnp.where(some, mass, 1)), p), (
-          rhos.at[i].set(rho))
+      return jnp.where(some, rest * (1 / jnp.where(some, mass, 1)), p)
 
-    rest, rhos = tree.fill_rows(
-        target_probs, row, jnp.ones_like(drawn))
     parents = jnp.maximum(draft.parents, 0)
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
     accept = jnp.minimum(residual.over(p, rhos[parents] * drawn), 1)
-    return Law(stop=tree.first_accepted(draft.parents, accept),
-               next_token=rest)
+    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
+                    next_row=next_row)
 
 
 @jax.custom_jvp

@@ -13,6 +13,7 @@ import jax
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import tree
 
 
@@ -30,6 +31,11 @@ class Recursive:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one tree, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one tree.
 
     Args:
@@ -46,5 +52,5 @@ class Recursive:
     """
     del state
     accept, _, rest = tree.try_children(draft, target_probs, inherit=False)
-    return Law(stop=tree.first_accepted(draft.parents, accept),
-               next_token=rest)
+    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
+                    next_row=rest)

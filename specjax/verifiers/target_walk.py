@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import residual
 from specjax.verifiers import tree
 
@@ -32,6 +33,11 @@ class TargetWalk:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one tree, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one tree.
 
     Args:
@@ -61,8 +67,11 @@ class TargetWalk:
     text = tree.over_marked(
         topology.ancestors(draft.parents), p[first].at[0].set(1))
     outside = jnp.maximum(1 - inside, 0)
-    rest = target_probs.at[
-        jnp.where(counts, parent, nodes), draft.tokens].set(0, mode="drop")
-    return Law(
-        stop=jnp.where(counts | (node == 0), text * outside, 0),
-        next_token=residual.normalised(rest, target_probs))
+
+    def next_row(node):
+      p = residual.at_node(target_probs, node)
+      taken = jnp.where(counts & (parent == node), draft.tokens, p.shape[0])
+      return residual.normalised(p.at[taken].set(0, mode="drop"), p)
+
+    return LawByRow(stop=jnp.where(counts | (node == 0), text * outside, 0),
+                    next_row=next_row)

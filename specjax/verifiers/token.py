@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import residual
 
 
@@ -24,6 +25,11 @@ class Token:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one chain, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one chain.
 
     Args:
@@ -40,10 +46,13 @@ class Token:
     one = jnp.ones((1,), accept.dtype)
     reach = jnp.concatenate([one, jnp.cumprod(accept)])
     reject = jnp.concatenate([1 - accept, one])
-    rest = target_probs - residual.next_draft_probs(draft, target_probs)
-    return Law(
-        stop=reach * reject,
-        next_token=residual.normalised(jnp.maximum(rest, 0), target_probs))
+
+    def next_row(node):
+      p = residual.at_node(target_probs, node)
+      rest = p - residual.next_draft_row(draft, node, p.dtype)
+      return residual.normalised(jnp.maximum(rest, 0), p)
+
+    return LawByRow(stop=reach * reject, next_row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
 from specjax.verifiers import tree
 
 
@@ -31,6 +32,11 @@ class Traversal:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The law of the outcome for one tree, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The law of the outcome for one tree.
 
     Args:
@@ -55,5 +61,5 @@ class Traversal:
     # Left before i: what is below i, and what lies under an elder sibling of
     # a node on the path to i. All counts are small and exact.
     before = below | (paths @ elder @ paths.T > 0.5)
-    return Law(stop=mass * tree.over_marked(before, 1 - mass),
-               next_token=rest)
+    return LawByRow(stop=mass * tree.over_marked(before, 1 - mass),
+                    next_row=rest)

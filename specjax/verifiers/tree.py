@@ -1,10 +1,10 @@
 """What the rules on trees share.
 
 Nodes may come in any order with `parents[i] < i`; parents are data. Work over
-the vocabulary is done one node at a time, on rows that stay in a cache: the
-laws of all nodes together are read twice and written once.
+the vocabulary is done one node at a time, on rows that stay in a cache.
 """
 
+from collections.abc import Callable
 import math
 
 import jax
@@ -18,7 +18,7 @@ from specjax.verifiers import residual
 def drafted_probs(draft: Draft) -> jax.Array:
   """`[N]`, q of every node's own token; 0 at the root, padding and ids >= V."""
   return jnp.append(jnp.zeros_like(draft.probs[:1, 0]),
-                    residual.at_drafted(draft, draft.probs[1:]))
+                    residual.at_drafted(draft, draft.probs))
 
 
 def elder_siblings(parents: jax.Array) -> jax.Array:
@@ -64,29 +64,9 @@ def first_accepted(parents: jax.Array, accept: jax.Array) -> jax.Array:
   return reach * over_marked(children(parents), reject)
 
 
-def fill_rows(target_probs, row, carry):
-  """Rows `[N, V]`, made node by node.
-
-  Args:
-    target_probs: `[N, V]`.
-    row: `(i, target_probs[i], carry) -> (new row [V], carry)`.
-    carry: what `row` hands on from node to node.
-
-  Returns:
-    The rows and the last carry.
-  """
-  def step(i, both):
-    rows, carry = both
-    start = jax.lax.dynamic_index_in_dim(target_probs, i, keepdims=False)
-    new, carry = row(i, start, carry)
-    return jax.lax.dynamic_update_index_in_dim(rows, new, i, 0), carry
-
-  return jax.lax.fori_loop(0, target_probs.shape[0], step,
-                           (jnp.zeros_like(target_probs), carry))
-
-
 def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
-                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+                 ) -> tuple[jax.Array, jax.Array,
+                            Callable[[jax.Array], jax.Array]]:
   """Tries the children of every node in turn and keeps what is left of p.
 
   A node begins with u = m p, of mass m <= 1. Its child c with token x is
@@ -102,13 +82,14 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
       with 1.
 
   Returns:
-    a `[N]`; m `[N]` after the last child; u / m `[N, V]`, finite where m = 0.
+    a `[N]`; m `[N]` after the last child; u / m `[V]` of a node that is asked
+    for, finite where m = 0.
   """
   nodes, dtype = target_probs.shape[0], target_probs.dtype
   limits = jnp.finfo(dtype)
   ones = jnp.ones((nodes,), dtype)
   if nodes == 1:
-    return ones, ones, target_probs
+    return ones, ones, lambda node: residual.at_node(target_probs, node)
   drawn = drafted_probs(draft).astype(dtype)
   eldest = ~jnp.any(elder_siblings(draft.parents), axis=-1)
   # By parent, so that a node's mass is known before its children are tried.
@@ -144,5 +125,11 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
   (_, masses, accept), rests = jax.lax.scan(
       try_child, (target_probs[0], ones, ones), (order, parents))
   youngest = jnp.sum(parents <= jnp.arange(nodes)[:, None], axis=-1) - 1
-  is_parent = jnp.any(children(draft.parents), axis=-1, keepdims=True)
-  return accept, masses, jnp.where(is_parent, rests[youngest], target_probs)
+  is_parent = jnp.any(children(draft.parents), axis=-1)
+
+  def row(node):
+    return jnp.where(is_parent[node],
+                     residual.at_node(rests, youngest[node]),
+                     residual.at_node(target_probs, node))
+
+  return accept, masses, row

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import LawByRow
+from specjax.verifiers import residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,11 @@ class Typical:
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:
+    """The outcome for one tree, with all of its rows."""
+    return self.by_row(draft, target_probs, state).law()
+
+  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
+             ) -> LawByRow:
     """The outcome for one tree, which is certain: one-hot `stop` and rows.
 
     Args:
@@ -68,7 +75,8 @@ class Typical:
     log_p = jnp.where(root, 0, jnp.log(jnp.where(accept, p, 1)))
     likelihood = jnp.where(depth == jnp.max(depth), on_path @ log_p, -jnp.inf)
     dtype = target_probs.dtype
-    return Law(
+    return LawByRow(
         stop=jax.nn.one_hot(jnp.argmax(likelihood), nodes, dtype=dtype),
-        next_token=jax.nn.one_hot(
-            jnp.argmax(target_probs, axis=-1), vocab, dtype=dtype))
+        next_row=lambda node: jax.nn.one_hot(
+            jnp.argmax(residual.at_node(target_probs, node)), vocab,
+            dtype=dtype))
