@@ -121,7 +121,7 @@ class Law:
 
   def next_row(self, node: jax.Array) -> jax.Array:
     """`[V]`, the law of the extra token after a stop at `node []`."""
-    return self.next_token[node]
+    return jnp.asarray(self.next_token)[node]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,41 @@ def test_extreme_top_p_keeps_the_likeliest():
     np.testing.assert_allclose(probs, np.eye(97)[96], atol=1e-6)
 
 
+@pytest.mark.parametrize("parts,most", [(2, 26), (4, 13)])
+def test_nucleus_is_found_in_few_passes(parts, most):
+  # Broken: top-p reads the laws once for every bit of a float32, or once more
+  # for what cannot be in the nucleus.
+  scaled = 2.0 * jax.random.normal(jax.random.key(0), (3, 2000))
+  probs = jax.nn.softmax(scaled.at[0, :5].set(8.0))
+  passes = []
+
+  def laws(bounds):
+    passes.append(bounds)
+    return probs
+
+  with jax.disable_jit():
+    outside = sampling._search(0.9, laws, probs[:, :1], 2000, parts)
+  assert len(passes) <= most
+  for row, least in zip(np.asarray(probs), np.asarray(outside)):
+    likelier = np.array([row[row > x].sum(dtype=np.float64) for x in row])
+    np.testing.assert_array_equal(row > least, likelier < 0.9)
+
+
+@pytest.mark.parametrize("transform", [
+    LogitsTransform(top_p=0.9), LogitsTransform(top_p=0.999, top_k=30),
+    LogitsTransform(top_p=1e-6, temperature=0.3)])
+def test_accelerators_find_the_same_nucleus(transform, monkeypatch):
+  # Broken: what is searched on a GPU or a TPU, where the laws are made anew in
+  # every pass, is another law than on a CPU.
+  logits = jnp.round(3 * jax.random.normal(jax.random.key(1), (4, 300)), 1)
+  logits = logits.at[1].set(0.0)  # nothing but ties
+  want = jax.jit(transform)(logits)
+  monkeypatch.setattr(jax.lax, "platform_dependent",
+                      lambda *operands, default, **_: default(*operands))
+  got = jax.jit(lambda logits: transform(logits))(logits)
+  np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_equal_transforms_are_one_static_argument():
   # Broken: every rebuilt transform compiles the decoding loop again.
   traces = []

@@ -23,7 +23,7 @@ def at_drafted(draft: Draft, probs: jax.Array, first: int = 1) -> jax.Array:
   """
   tokens = draft.tokens[1:]
   rows = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-  return probs.at[rows, tokens].get(mode="fill", fill_value=0)
+  return jnp.asarray(probs).at[rows, tokens].get(mode="fill", fill_value=0)
 
 
 def over(a: jax.Array, b: jax.Array, otherwise: jax.Array | float = 0
@@ -50,7 +50,7 @@ def at_node(rows: jax.Array, node: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(nodes == node, rows, 0), axis=0)
 
   def gathered(rows, node):
-    return rows.at[node].get(mode="fill", fill_value=0)
+    return jnp.asarray(rows).at[node].get(mode="fill", fill_value=0)
 
   return jax.lax.platform_dependent(
       rows, node, tpu=summed, default=gathered)
