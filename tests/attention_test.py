@@ -127,13 +127,24 @@ def test_pages_in_any_order_are_the_same_row():
   place = np.random.default_rng(1).permutation(9).reshape(3, 3)
   paged = lambda x: jnp.zeros((9, 2, 64, 16)).at[place.ravel()].set(
       x.reshape(3, 2, 3, 64, 16).swapaxes(1, 2).reshape(9, 2, 64, 16))
-  attend = jax.jit(functools.partial(tpu.past_attention, interpret=True))
-  got = attend(query, paged(k), paged(v), lengths, positions,
-               jnp.asarray(place, jnp.int32))
+  table = jnp.asarray(place, jnp.int32)
+  kernel = functools.partial(tpu.past_attention, positions=positions,
+                             interpret=True)
   want = plain.whole(query, k, v, lengths)
   seen = np.asarray(lengths > 0)
-  for one, other in zip(got, want):
-    np.testing.assert_allclose(one[seen], other[seen], atol=2e-5)
+  for attend in (kernel, attention.past_attention, plain.whole):
+    got = jax.jit(attend)(query, paged(k), paged(v), lengths, table=table)
+    for one, other in zip(got, want):
+      np.testing.assert_allclose(one[seen], other[seen], atol=2e-5)
+  # Two caches at once, each with pages of its own.
+  both = jax.vmap(lambda k, v: attention.past_attention(
+      query, k, v, lengths, table=table)[0])
+  k = jnp.nan_to_num(k)
+  got = jax.jit(both)(*(jnp.stack([paged(x), paged(x)[::-1]]) for x in (k, v)))
+  np.testing.assert_allclose(got[0][seen], want[0][seen], atol=2e-5)
+  mirrored = plain.whole(query, paged(k)[::-1], paged(v)[::-1], lengths,
+                         table=table)[0]
+  np.testing.assert_allclose(got[1][seen], mirrored[seen], atol=2e-5)
 
 
 def test_it_is_mapped_and_differentiated_as_plain_attention():

@@ -23,21 +23,24 @@ __all__ = ["Part", "block_attention", "merge", "past_attention"]
 @functools.partial(jax.jit, static_argnames=("window", "softcap"))
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    lengths: jax.Array, *, positions: jax.Array | None = None,
-                   window: int = 0, softcap: float = 0.0) -> Part:
+                   table: jax.Array | None = None, window: int = 0,
+                   softcap: float = 0.0) -> Part:
   """Attention of S tokens over the committed slots of a cache.
 
   On a CPU the cost follows the longest row in use, by a `switch` over lengths.
   On a TPU it follows each row, by a kernel of our own (`attention.tpu`), which
   a mesh splits by rows over its axis "data" and by key-value heads over
   "model". On a GPU cuDNN follows each row (`attention.gpu`) in float16 and
-  bfloat16. What these two do not take attends over all slots, masked.
+  bfloat16. What these two do not take attends over all slots, masked. Pages are
+  read as they lie on a TPU; elsewhere they are put in order first.
 
   Args:
     query: `[B, S, H * G, D]`, G query heads for each key-value head.
-    k: `[B, H, C, D]`.
-    v: `[B, H, C, D]`.
+    k: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
+    v: as `k`.
     lengths: `[B]` int32, slots that count, from the first.
     positions: `[B, S]` int32, of the queries; only a window asks for them.
+    table: `[B, C / T]` int32, the pages of each row, in order.
     window: how many positions back each query sees, itself included; 0: all.
     softcap: c of c tanh(scores / c); 0: none.
 
@@ -47,4 +50,4 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     `out`.
   """
   return platforms.past_attention(
-      query, k, v, lengths, positions, window=window, softcap=softcap)
+      query, k, v, lengths, positions, table, window=window, softcap=softcap)

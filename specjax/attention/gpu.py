@@ -22,14 +22,16 @@ _WIDEST = 128  # of a head; Hopper and later take 256
 
 
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
-                   lengths: jax.Array, positions: jax.Array | None = None, *,
-                   window: int = 0, softcap: float = 0.0) -> plain.Part:
+                   lengths: jax.Array, positions: jax.Array | None = None,
+                   table: jax.Array | None = None, *, window: int = 0,
+                   softcap: float = 0.0) -> plain.Part:
   """As `attention.past_attention`; where cuDNN cannot, `plain.whole`."""
   dim = query.shape[3]
   if (window or softcap or dim % 8 or dim > _WIDEST or query.dtype != k.dtype
       or k.dtype not in _DTYPES or cudnn.cuda_versions is None):
-    return plain.whole(query, k, v, lengths, positions, window=window,
+    return plain.whole(query, k, v, lengths, positions, table, window=window,
                        softcap=softcap)
+  k, v = plain.in_order(k, table), plain.in_order(v, table)
   batch, size, query_heads, _ = query.shape
   heads = k.shape[1]
   folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)

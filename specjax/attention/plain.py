@@ -47,6 +47,24 @@ def _part(query, k, v, visible, softcap):
   return unfolded(out), unfolded(log)[..., 0]
 
 
+def in_order(cache: jax.Array, table: jax.Array | None,
+             slots: int | None = None) -> jax.Array:
+  """The first slots of every row, default all: `[B, H, slots, D]`.
+
+  Args:
+    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
+    table: `[B, C / T]` int32, the pages of each row, or None.
+    slots: how many.
+  """
+  if table is None:
+    return cache[:, :, :slots]
+  size = cache.shape[2]
+  pages = cache[table if slots is None else table[:, :-(-slots // size)]]
+  rows, count, heads, _, dim = pages.shape
+  return pages.swapaxes(1, 2).reshape(
+      rows, heads, count * size, dim)[:, :, :slots]
+
+
 def _over(query, k, v, lengths, positions, window, softcap):
   slot = jnp.arange(k.shape[2], dtype=jnp.int32)
   visible = (slot < lengths[:, None])[:, None]
@@ -56,15 +74,17 @@ def _over(query, k, v, lengths, positions, window, softcap):
 
 
 def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
-          positions: jax.Array | None = None, *, window: int = 0,
-          softcap: float = 0.0) -> Part:
+          positions: jax.Array | None = None, table: jax.Array | None = None, *,
+          window: int = 0, softcap: float = 0.0) -> Part:
   """`attention.past_attention` over all slots."""
+  k, v = in_order(k, table), in_order(v, table)
   return _over(_folded(query, k.shape[1]), k, v, lengths, positions, window,
                softcap)
 
 
 def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
-             positions: jax.Array | None = None, *, window: int = 0,
+             positions: jax.Array | None = None,
+             table: jax.Array | None = None, *, window: int = 0,
              softcap: float = 0.0) -> Part:
   """`attention.past_attention` at a cost that follows the longest row in use.
 
@@ -75,16 +95,18 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   no such difference.
   """
   def over(bucket):
-    return lambda query, k, v, *rest: _over(
-        query, k[:, :, :bucket], v[:, :, :bucket], *rest, window, softcap)
+    return lambda query, k, v, table, *rest: _over(
+        query, in_order(k, table, bucket), in_order(v, table, bucket), *rest,
+        window, softcap)
 
-  buckets = _buckets(k.shape[2], query.shape[1])
+  capacity = k.shape[2] * (1 if table is None else table.shape[1])
+  buckets = _buckets(capacity, query.shape[1])
   longest = jnp.max(lengths)
   index = sum(((longest > b).astype(jnp.int32) for b in buckets[:-1]),
               jnp.zeros((), jnp.int32))
   return jax.lax.switch(
       index, [over(b) for b in buckets], _folded(query, k.shape[1]), k, v,
-      lengths, positions)
+      table, lengths, positions)
 
 
 def _buckets(capacity, size):

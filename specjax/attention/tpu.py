@@ -57,7 +57,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     `[B, S, H * G]`, float32.
   """
   if query.dtype != k.dtype or k.dtype not in _DTYPES:
-    return plain.whole(query, k, v, lengths, positions, window=window,
+    return plain.whole(query, k, v, lengths, positions, table, window=window,
                        softcap=softcap)
   batch, size, query_heads, dim = query.shape
   heads = k.shape[1]
