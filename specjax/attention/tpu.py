@@ -120,6 +120,8 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
   narrow = dim % _LANES > 0
   if narrow:
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+  # Else a cache that fits is fetched whole to on-chip memory, used or not.
+  k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
   positions, tables = extra[:bool(window)], extra[bool(window):]
   block = slots if paged else _block(slots)
   blocks = tables[0].shape[1] if paged else pl.cdiv(slots, block)
