@@ -48,6 +48,7 @@ from lib import flags as shared
 from lib import style
 import numpy as np
 import optax
+import scipy.optimize
 import tqdm
 
 import specjax as sj
@@ -249,11 +250,8 @@ def _supremum(gamma, points=96):
     value = jax.lax.fori_loop(0, gamma, lambda _, v: improve(v, lam), value)
     return 1 - lam + value[-1, -1]
 
-  low, high = 1.0, 1.0 + gamma
-  for _ in range(24):
-    middle = (low + high) / 2
-    low, high = (middle, high) if game(middle) > 0 else (low, middle)
-  return low
+  return scipy.optimize.brentq(lambda lam: float(game(lam)), 1.0, 1.0 + gamma,
+                               xtol=1e-7)
 
 
 def _extremal(gammas):
