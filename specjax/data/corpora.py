@@ -50,20 +50,35 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
     include_tests: whether to read the library's own test suites, which some
       distributions of Python do not ship.
   """
+  return _modules({"site-packages", "dist-packages"}
+                  | (set() if include_tests else {"test", "tests"}))
+
+
+def held_out_modules() -> list[Document]:
+  """Those of `stdlib_documents` that are held out; no other is read."""
+  return _modules({"site-packages", "dist-packages"}, held_out=True)
+
+
+def _modules(left_out, held_out=False):
+  """Modules in no directory of these names, sorted by path."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
+  found = []
+  for directory, inner, names in os.walk(root):
+    # Installed packages are many, and are not looked through.
+    inner[:] = [name for name in inner if name not in left_out]
+    place = pathlib.Path(directory).relative_to(root).parts
+    found += [(*place, name) for name in names if name.endswith(".py")]
   documents = []
-  for path in sorted(root.rglob("*.py")):
-    name = path.relative_to(root)
-    if "site-packages" in name.parts or "dist-packages" in name.parts:
-      continue
-    if not include_tests and {"test", "tests"} & set(name.parts):
+  for parts in sorted(found):
+    name = "/".join(parts)
+    if held_out and not Document(name, "").held_out:
       continue
     try:
-      text = path.read_text("utf-8")
+      text = root.joinpath(*parts).read_text("utf-8")
     except UnicodeDecodeError:
       continue
     if text.strip():
-      documents.append(Document(name.as_posix(), text))
+      documents.append(Document(name, text))
   return documents
 
 
