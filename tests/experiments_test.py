@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 from scripts import last_line
+from scripts import ROOT
 from scripts import run
 from scripts import run_all
 from scripts import start
@@ -21,11 +22,10 @@ def test_verification_study(tmp_path):
   (tmp_path / "mine.jsonl").write_text(
       '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
   # The third prompt of the embedded set is decoded in a batch.
-  study_of = lambda: run(
-      "verification_study.py", "--num_prompts=3", "--gammas=2,4",
-      "--prompts=code,mine.jsonl", "--field=turns", "--temperature=1,0",
-      "--verifiers=token,block,greedy_block,typical", "--new_tokens=24",
-      cwd=tmp_path)
+  study_of = lambda: run_all("verification_study.py", [
+      "--num_prompts=3", "--gammas=2,4", "--prompts=code,mine.jsonl",
+      "--field=turns", "--temperature=1,0", "--new_tokens=16",
+      "--verifiers=token,block,greedy_block,typical"], cwd=tmp_path)[0]
   first = study_of()
   study = last_line(first)
   assert study["study"] == "verification" and study["num_prompts"] == 5
@@ -49,12 +49,12 @@ def test_verification_study(tmp_path):
     assert (results / f"verification_{name}.png").stat().st_size > 10_000
   tables = (results / "verification.md").read_text()
   assert "Table 3" in tables and "typical (LOSSY)" in tables
-  assert "compiling" in first.stderr  # the bar says what takes so long
+  assert "compiling" in first["stderr"]  # the bar says what takes so long
 
   whole = (results / "runs.jsonl").read_bytes()
   (results / "runs.jsonl").write_bytes(whole[:-20])  # killed while writing
   again = study_of()
-  assert "9 of 10 prompts are in" in again.stderr
+  assert "9 of 10 prompts are in" in again["stderr"]
   for row, before in zip(last_line(again)["rows"], study["rows"]):
     for name in ("block_efficiency", "gain", "paired_stderr"):
       assert row[name] == before[name]
@@ -224,7 +224,10 @@ def test_study_refuses_bad_input(tmp_path):
         ["--num_prompts=2", *flags] for flags, _ in _REFUSED), cwd=tmp_path)
   _check_refused(runs, _REFUSED)
   assert not (tmp_path / "results").exists()
-  # As a user sees it.
+  # As a user sees it, be it of this script or of another.
+  for script in (ROOT / "experiments").glob("*.py"):
+    assert script.read_text("utf-8").endswith(
+        '\nif __name__ == "__main__":\n  common.run(main)\n'), script
   alone = run("verification_study.py", "--gammas=0", cwd=tmp_path)
   assert alone.returncode != 0
   assert alone.stderr.strip().splitlines()[-1] == runs[0]["code"]

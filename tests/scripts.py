@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import importlib
+import io
 import json
 import os
 import pathlib
@@ -12,8 +13,10 @@ import sys
 import time
 
 from absl import flags
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT / "experiments"))
 
 
 def environment(optimised=False):
@@ -49,40 +52,34 @@ def start(script, *flags, cwd=None):
 
 
 def run_all(script, *flag_sets, cwd):
-  """Runs of `experiments/<script>` with different flags, in one process.
+  """Runs of `experiments/<script>` with different flags, in this process.
+
+  What is imported, read or compiled for one is there for all. A finished
+  process is `run`'s; that each script is a program at all is tested once, in
+  experiments_test.py.
 
   Returns:
     For each `{"code": ..., "stdout": ..., "stderr": ...}`, the code of its
     `SystemExit`: 0, or the line that says what is wrong.
   """
-  result = subprocess.run(
-      [sys.executable, "-c", _RUN_ALL, ROOT / "experiments",
-       pathlib.Path(script).stem, json.dumps(flag_sets)], cwd=cwd, text=True,
-      capture_output=True, timeout=600, stdin=subprocess.DEVNULL,
-      env=environment())
-  assert result.returncode == 0, result.stderr[-2000:]
-  return json.loads(result.stdout.splitlines()[-1])
-
-
-_RUN_ALL = """
-import contextlib, importlib, io, json, sys
-sys.path.insert(0, sys.argv[1])
-script = importlib.import_module(sys.argv[2])
-from absl import flags
-from lib import common
-found = []
-for flag_set in json.loads(sys.argv[3]):
-  flags.FLAGS.unparse_flags()
-  with (contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err):
-    try:
-      common.run(script.main, [sys.argv[2], *flag_set])
-    except SystemExit as e:
-      code = e.code or 0
-  found.append({"code": code, "stdout": out.getvalue(),
-                "stderr": err.getvalue()})
-print(json.dumps(found))
-"""
+  from lib import common  # pylint: disable=g-import-not-at-top
+  found = []
+  with imported(script) as module:
+    for flag_set in flag_sets:
+      flags.FLAGS.unparse_flags()
+      with (contextlib.chdir(cwd), open(os.devnull) as nothing,
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+            pytest.MonkeyPatch.context() as patch):
+        patch.setattr(sys, "stdin", nothing)
+        code = 0
+        try:
+          common.run(module.main, [module.__name__, *flag_set])
+        except SystemExit as e:
+          code = e.code or 0
+      found.append({"code": code, "stdout": out.getvalue(),
+                    "stderr": err.getvalue()})
+  return found
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Scripts about trees, theorems and costs run as a user runs them."""
+"""Scripts about trees, theorems and costs, from their flags to their files."""
 
 import pytest
 from scripts import last_line
@@ -10,10 +10,10 @@ def test_tree_study(tmp_path):
   """Every method has its row, and the tree that was chosen is reported."""
   (tmp_path / "mine.txt").write_text(
       "def a(x):\n\nimport os\n\nclass A:\n\nx = 1\n\n")
-  study = last_line(run(
-      "tree_study.py", "--budgets=4", "--temperature=1", "--num_prompts=2",
+  study = last_line(*run_all("tree_study.py", [
+      "--budgets=4", "--temperature=1", "--num_prompts=2",
       "--methods=chain_block,traversal,top_k", "--new_tokens=16",
-      "--drafter=tiny", "--prompts=mine.txt", cwd=tmp_path))
+      "--drafter=tiny", "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "trees"
   assert set(study["source"]["sets"]) == {"mine"}
   rows = {r["method"]: r for r in study["rows"]}
@@ -33,10 +33,10 @@ def test_self_drafting_study(tmp_path):
   """Heads are compared with a language model; rules on the same drafts."""
   (tmp_path / "mine.txt").write_text("\n\n".join(
       f"def f{i}(x):\n  return {'x + ' * i}1" for i in range(8)))
-  study = last_line(run(
-      "self_drafting_study.py", "--heads=medusa", "--nountrained",
+  study = last_line(*run_all("self_drafting_study.py", [
+      "--heads=medusa", "--nountrained",
       "--drafters=tiny", "--temperature=1", "--num_prompts=2", "--nodes=5",
-      "--new_tokens=16", "--prompts=code,mine.txt", cwd=tmp_path))
+      "--new_tokens=8", "--prompts=code,mine.txt"], cwd=tmp_path))
   assert study["study"] == "self_drafting"
   rows = {(r["drafter"], r["verifier"]): r for r in study["rows"]}
   assert len(rows) == len(study["rows"]) == 12
@@ -100,8 +100,9 @@ def test_optimality(tmp_path):
 
 def test_benchmark(tmp_path):
   """Every ratio that the README quotes is there."""
-  study = last_line(run("benchmark.py", "--models=bundled", "--pairs=3",
-                        "--nodes=8", "--sum_megabytes=1", cwd=tmp_path))
+  study = last_line(*run_all("benchmark.py", [
+      "--models=bundled", "--pairs=3",
+      "--nodes=8", "--sum_megabytes=1"], cwd=tmp_path))
   assert study["study"] == "benchmark"
   ratios = dict(study["ratios"])
   assert set(ratios.pop("pass_cost")) == {"5", "9", "17"}
@@ -117,10 +118,10 @@ def test_benchmark(tmp_path):
 def test_controller_study(tmp_path):
   """The controller stands beside every fixed length, of which one is best."""
   (tmp_path / "mine.txt").write_text("def f(x):\n  return x\n\n" * 3)
-  study = last_line(run(
-      "controller_study.py", "--drafter=noise", "--batch=2", "--lengths=2",
+  study = last_line(*run_all("controller_study.py", [
+      "--drafter=noise", "--batch=2", "--lengths=2",
       "--batches=2", "--num_prompts=2", "--new_tokens=16",
-      "--prompts=mine.txt", cwd=tmp_path))
+      "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "controller" and study["lengths"] == [2]
   rows = {row["length"]: row for row in study["rows"]}
   assert list(rows) == ["0", "2", "controller"]
@@ -134,11 +135,11 @@ def test_distillation_study(tmp_path):
   (tmp_path / "mine").mkdir()
   for i in range(20):
     (tmp_path / f"mine/{i}.txt").write_text(f"def f{i}(x):\n  return x\n" * 9)
-  study = last_line(run(
-      "distillation_study.py", "--data=mine", "--drafter=tiny",
+  study = last_line(*run_all("distillation_study.py", [
+      "--data=mine", "--drafter=tiny",
       "--losses=adaspec,block", "--seeds=1", "--rows=8", "--steps=2",
       "--gamma=2", "--continuation=8",
-      "--num_prompts=2", "--rounds=2", cwd=tmp_path))
+      "--num_prompts=2", "--rounds=2"], cwd=tmp_path))
   assert study["study"] == "distillation" and study["tokens"] == 2 * 8 * 8
   rows = {row["loss"]: row for row in study["rows"]}
   assert list(rows) == ["none", "adaspec", "block"]
@@ -152,10 +153,10 @@ def test_free_drafts_study(tmp_path):
   """Drafts of copies gain tokens, noise gains none, and all texts are one."""
   (tmp_path / "mine.txt").write_text("\n\n".join(
       f"def f{i}(x):\n  return x + {i}\n" * 6 for i in range(2)))
-  study = last_line(run(
-      "free_drafts_study.py", "--drafter=ngram,noise|ngram", "--nocontroller",
+  study = last_line(*run_all("free_drafts_study.py", [
+      "--drafter=ngram,noise|ngram", "--nocontroller",
       "--transformers=no", "--num_prompts=2", "--new_tokens=24", "--gamma=4",
-      "--prompts=mine.txt", cwd=tmp_path))
+      "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "free_drafts" and study["different"] == 0
   rows = {row["drafter"]: row for row in study["rows"]}
   assert list(rows) == ["none", "ngram", "noise|ngram"]
