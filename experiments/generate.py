@@ -37,6 +37,7 @@ from lib import compositions
 from lib import constrained
 from lib import conversation
 from lib import flags as shared
+from lib import meshes
 from lib import models
 from lib import prompts
 from lib import streaming
@@ -45,6 +46,7 @@ import numpy as np
 import specjax as sj
 from specjax import files
 from specjax import strategies
+from specjax.models import sharding
 from specjax.training import methods
 
 _PROMPT = flags.DEFINE_string(
@@ -120,6 +122,11 @@ _COMPARE = flags.DEFINE_bool(
 _OUTPUT = flags.DEFINE_string(
     "output", None, "a file for the text as well, written when it is complete "
     "or Ctrl-C ends it, and of a chat after every answer")
+
+_MESH = shared.mesh()
+_SPLIT_DRAFTER = flags.DEFINE_bool(
+    "split_drafter", False, "with --mesh, split the drafter over the devices "
+    "too; default: each has the whole of it")
 
 _DEFAULT_PROMPT = (
     '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
@@ -217,8 +224,22 @@ def _check_flags():
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")
+  _check_mesh()
   if _OUTPUT.value is not None:
     common.output_file("--output", _OUTPUT.value)
+
+
+def _check_mesh():
+  if _SPLIT_DRAFTER.value and _MESH.mesh.value is None:
+    raise ValueError("--split_drafter is about the devices of --mesh, which is "
+                     "not given; give it, or leave --split_drafter out")
+  if _CONTROLLER.value and _MESH.mesh.value is not None:
+    raise ValueError("--controller goes by what rounds cost on one device, and "
+                     f"--mesh is {_MESH.mesh.value}; leave one of the two out")
+  if _MESH.coordinator.value is not None and (
+      _INTERACTIVE.value or _PROMPT.value is None):
+    raise ValueError("each process of --coordinator needs the whole prompt; "
+                     "give it by --prompt, without --interactive")
 
 
 def _check_compare():
@@ -278,6 +299,7 @@ def _continue(writer, ids, printer):
 
 def main():
   _check_flags()
+  mesh = meshes.join(_MESH, rows=1, trains=False)
   target, model, params, strategy, tokenizer = _speculation()
   prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value)
   decoder = sj.Decoder(
@@ -300,7 +322,9 @@ def main():
     decoder = dataclasses.replace(
         decoder, controller=sj.costs.measured(
             decoder, params, again=_MEASURE.value))
-  writer = streaming.Writer(decoder, params, _SEED.value)
+  placement = mesh and sharding.Placement(
+      mesh=mesh, drafter="split" if _SPLIT_DRAFTER.value else "replicate")
+  writer = streaming.Writer(decoder, params, _SEED.value, placement)
   colored = _COLOR.value == "always" or (
       _COLOR.value == "auto" and sys.stdout.isatty())
   printer_of = lambda: streaming.Printer(tokenizer, colored)
@@ -318,7 +342,7 @@ def main():
         **strategies.autoregressive()._asdict())
     print(streaming.compare(
         (writer, streaming.Writer(
-            alone, {"target": target.params}, _SEED.value)),
+            alone, {"target": target.params}, _SEED.value, placement)),
         ids, _MAX_NEW_TOKENS.value, tokenizer))
 
 

@@ -2,7 +2,8 @@
 
 A backend has its devices when it starts, so each program runs in processes of
 its own: this file as a script, which runs a training script with several sets
-of flags, one after the other, and prints one line of JSON.
+of flags, one after the other, decodes on several meshes, and prints one line of
+JSON.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ import pytest
 import scripts
 
 import specjax as sj
+from specjax import testing
+from specjax.models import sharding
 
 _MESH = "--mesh=data:2,model:2"
 _REFUSED = [  # of eight devices
@@ -60,8 +63,73 @@ def _run_all(flag_sets):
   return found
 
 
-def _start(cwd, devices, flag_sets):
-  """A process with virtual devices; `_answer` waits for it."""
+_PROMPTS = ([1, 2, 3], [4], [5, 6], [7, 0, 1, 2])
+_TEMPERATURES = (0.0, 1.0, 0.7, 0.0)
+
+
+def _text(kind, shape):
+  """What rows, greedy and sampled, become on a mesh of a shape, or on none.
+
+  Broken: a device holds the whole of a cache before it is split.
+  """
+  pair = testing.tiny_pair(8, heads=4, kv_heads=2)
+  other = testing.tiny_pair(8, seed=1).drafter  # two heads, which do not divide
+  own = testing.tiny_pair(8, seed=1).params["drafter"]
+  drafter, rule, params, how = {
+      "chain": (sj.drafters.LanguageModel(model=pair.drafter, gamma=3),
+                sj.verifiers.Block(), pair.params["drafter"], "split"),
+      "tree": (sj.drafters.Paths(
+          models=(pair.drafter, other), num_paths=2, length=2),
+               sj.verifiers.Traversal(), (pair.params["drafter"], own),
+               "replicate"),
+  }[kind]
+  decoder = sj.Decoder(target=pair.target, drafter=drafter, verifier=rule)
+  programs = []
+  params = {"target": pair.params["target"], "drafter": params}
+  placement = None
+  if shape is not None:
+    placement = sharding.Placement(drafter=how, mesh=jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(shape), ("data", "model")))
+    params = placement.put(decoder, params)
+  with _watched(programs):
+    found = decoder.generate(
+        params, _PROMPTS, jax.random.key(3), max_new_tokens=20,
+        temperature=_TEMPERATURES, placement=placement)
+  cache = jax.eval_shape(lambda params: pair.target.init_cache(
+      params, len(_PROMPTS), 128), params["target"])
+  whole = {"f32[" + ",".join(map(str, x.shape)) + "]"
+           for x in jax.tree.leaves(cache) if x.ndim > 1}
+  assert len(programs) == (shape is not None)
+  for text in programs:  # nowhere is a whole cache, which is then split
+    assert "f32[" in text and not any(shape in text for shape in whole), kind
+  return [row.tolist() for row in found.tokens]
+
+
+@contextlib.contextmanager
+def _watched(programs):
+  """Puts the programs that start a state on a mesh into a list, as text."""
+  start = sharding._start
+
+  def watched(*arguments):
+    programs.append(start.lower(*arguments).compile().as_text())
+    return start(*arguments)
+
+  sharding._start = watched
+  try:
+    yield
+  finally:
+    sharding._start = start
+
+
+def _start(cwd, devices, flag_sets, decodes):
+  """A process with virtual devices; `_answer` waits for it.
+
+  Args:
+    cwd: its directory.
+    devices: how many.
+    flag_sets: of runs of `train_lm.py`.
+    decodes: arguments of `_text`.
+  """
   environment = scripts.environment()
   environment["XLA_FLAGS"] = (
       environment.get("XLA_FLAGS", "")
@@ -69,9 +137,9 @@ def _start(cwd, devices, flag_sets):
   environment["PYTHONPATH"] = os.pathsep.join(
       [str(scripts.ROOT), os.environ.get("PYTHONPATH", "")])
   return subprocess.Popen(
-      [sys.executable, __file__, json.dumps(flag_sets)], cwd=cwd, text=True,
-      env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE)
+      [sys.executable, __file__, json.dumps([flag_sets, decodes])], cwd=cwd,
+      text=True, env=environment, stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _answer(process):
@@ -80,14 +148,14 @@ def _answer(process):
   return json.loads(out.splitlines()[-1])
 
 
-def _start_two(cwd, flag_sets):
+def _start_two(cwd, flag_sets, decodes=()):
   """Two processes of two devices each, joined."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
     place = f"--coordinator=localhost:{s.getsockname()[1]}"
   return [_start(cwd, 2, [
       [*flags, _MESH, place, "--num_processes=2", f"--process_id={number}"]
-      for flags in flag_sets]) for number in range(2)]
+      for flags in flag_sets], decodes) for number in range(2)]
 
 
 def _weights(directory):
@@ -96,9 +164,10 @@ def _weights(directory):
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one(tmp_path):
-  # Broken: processes train on the same rows, or one on; a checkpoint of several
-  # is lost, or is read by as many alone; a killed run ends with other weights.
+def test_two_processes_train_and_decode_as_one(tmp_path):
+  # Broken: all processes train on the rows of one; a checkpoint of several is
+  # lost, or is read by as many alone; a killed run ends with other weights; a
+  # mesh decodes other texts than one device.
   words = np.random.default_rng(0).choice(
       ["draft", "verify", "accept", "root", "token"], 4000)
   (tmp_path / "corpus.txt").write_text(" ".join(words))
@@ -127,17 +196,21 @@ def test_two_processes_train_as_one(tmp_path):
     shutil.copytree(killed, tmp_path / name)
 
   two = _start_two(tmp_path, [[*train, "--output_dir=killed"],
-                              [*train, "--output_dir=whole"]])
+                              [*train, "--output_dir=whole"]],
+                   [("chain", (2, 2))])
   one = _start(tmp_path, 8, [
       [*train, "--output_dir=alone"],
       [*train, "--output_dir=narrow", "--mesh=model:2"],
-      *([*train, "--output_dir=none", *flags] for flags, _ in _REFUSED)])
-  for speaker, silent in zip(*map(_answer, two)):
+      *([*train, "--output_dir=none", *flags] for flags, _ in _REFUSED)], [
+          ("chain", None), ("tree", None), ("chain", (2, 4)), ("tree", (4, 2))])
+  (spoken, texts), (unspoken, same) = map(_answer, two)
+  for speaker, silent in zip(spoken, unspoken):
     assert speaker["code"] == silent["code"] == 0, (speaker, silent)
     line = json.loads(speaker["stdout"].splitlines()[-1])
     assert line["study"] == "train_lm"
     assert silent["stdout"] == ""  # one speaks for all
-  alone, narrow, *refused = _answer(one)
+  (alone, narrow, *refused), (chain, tree, split_chain, split_tree) = _answer(
+      one)
   assert alone["code"] == narrow["code"] == 0, (alone, narrow)
   for found, (flags, words) in zip(refused, _REFUSED, strict=True):
     assert str(found["code"]).startswith("error: "), (flags, found)
@@ -145,6 +218,11 @@ def test_two_processes_train_as_one(tmp_path):
     for word in words:
       assert word in found["code"], (flags, found)
   assert not (tmp_path / "none" / "run.json").exists()
+
+  # What a mesh decodes is what one device does, in two processes too.
+  assert chain == split_chain == texts[0] == same[0]
+  assert tree == split_tree
+  assert [len(row) for row in chain] == [len(row) + 20 for row in _PROMPTS]
 
   whole = tmp_path / "whole"
   for name in ("model.safetensors", "config.json", "tokenizer.json",
@@ -159,4 +237,6 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 if __name__ == "__main__":
-  print(json.dumps(_run_all(json.loads(sys.argv[1]))))
+  _flag_sets, _decodes = json.loads(sys.argv[1])
+  print(json.dumps([_run_all(_flag_sets),
+                    [_text(*arguments) for arguments in _decodes]]))

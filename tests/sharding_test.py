@@ -79,14 +79,49 @@ def test_uneven_parts_are_refused(name, sizes):
     model.param_specs("model", 4)
 
 
-def _placements(drafter, params, rule):
-  """Of a decoder's parameters, on two devices that need not be there."""
-  decoder = sj.Decoder(target=testing.tiny_pair(8, kv_heads=2).target,
-                       drafter=drafter, verifier=rule)
+def _placements(drafter, params, rule, target=None, size=2, how="split"):
+  """Of a decoder's parameters, on devices that need not be there."""
+  decoder = sj.Decoder(
+      target=target or testing.tiny_pair(8, kv_heads=2).target,
+      drafter=drafter, verifier=rule)
   state = jax.eval_shape(lambda: decoder.prefill(
       params, [[1, 2], [3]], jax.random.key(0), limits=12))
   return sharding.decode_shardings(
-      decoder, params, state, AbstractMesh((2,), ("model",)))
+      decoder, params, state, AbstractMesh((size,), ("model",)), drafter=how)
+
+
+def test_few_key_value_heads_are_on_every_device():
+  # Broken: a model is refused for having fewer of them than devices, or the
+  # product that makes them is copied to every device.
+  model = _model(heads=4, kv_heads=2)
+  specs = model.param_specs("model", 4)
+  assert specs["attention_0"]["qkv"]["kernel"] == P("model", None, None, None)
+  pair = testing.tiny_pair(8, heads=4, kv_heads=2)
+  drafter = sj.drafters.LanguageModel(model=pair.drafter, gamma=2)
+  for size, axis in ((2, "model"), (4, None)):
+    _, state = _placements(drafter, pair.params, sj.verifiers.Block(),
+                           pair.target, size)
+    assert {found.spec[1] for found in jax.tree.leaves(
+        (state.target_cache.k, state.drafter.k))} == {axis}
+
+
+def test_a_drafter_is_replicated_where_that_is_asked_for():
+  # Broken: a small drafter must divide as its target does; or its cache is
+  # split although its weights are not.
+  pair = testing.tiny_pair(8, heads=4, kv_heads=2)
+  odd = testing.tiny_pair(8, heads=3)
+  params = {**pair.params, "drafter": odd.params["drafter"]}
+  drafter = sj.drafters.LanguageModel(model=odd.drafter, gamma=2)
+  place = functools.partial(_placements, drafter, params, sj.verifiers.Block(),
+                            pair.target, 2)
+  with pytest.raises(ValueError, match="^heads is 3"):
+    place()
+  with pytest.raises(ValueError, match="drafter is 'copy'; it is 'split'"):
+    place(how="copy")
+  placed, state = place(how="replicate")
+  assert {x.spec for x in jax.tree.leaves(placed["drafter"])} == {P()}
+  assert all("model" not in x.spec for x in jax.tree.leaves(state.drafter))
+  assert state.target_cache.k[0].spec[1] == "model"
 
 
 def test_every_model_of_a_drafter_is_split():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from specjax import processes
 
 _ROUNDS_A_CALL = 2  # rounds between two looks from the host
 _PAIRS = 3  # of timed runs that are compared
@@ -85,18 +86,22 @@ class Answer:
 
 
 class Writer:
-  """A decoder, its parameters and the seed of one text after the other."""
+  """A decoder, its parameters and the seed of one text after the other.
 
-  def __init__(self, decoder, params, seed):
+  With a `Placement` the parameters are put where it says.
+  """
+
+  def __init__(self, decoder, params, seed, placement=None):
     self.decoder = decoder
-    self._params, self._key = params, jax.random.key(seed)
+    self._params = placement.put(decoder, params) if placement else params
+    self._key, self._placement = jax.random.key(seed), placement
     self._compiled = set()
 
   def start(self, ids, new_tokens, number=0, capacity=0):
     """The state after a prompt; `number` tells apart texts of one seed."""
     return self.decoder.prefill(
         self._params, [ids], self._key, limits=len(ids) + new_tokens,
-        request_ids=[number], capacity=capacity)
+        request_ids=[number], capacity=capacity, placement=self._placement)
 
   def write(self, state, printer, answer):
     """Decodes and prints a text until it ends.
@@ -116,10 +121,11 @@ class Writer:
     while not bool(state.done[0]):
       state, stats = self.decoder.decode(
           self._params, state, rounds=_ROUNDS_A_CALL)
+      stats, text = processes.gathered((stats, state.tokens))
       sj.raise_if_not_finite(stats)
       answer.rounds += int(stats.active[:, 0].sum())
       answer.seconds = time.perf_counter() - start
-      tokens = np.asarray(state.tokens[0])
+      tokens = np.asarray(text[0])
       for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
                                   np.asarray(stats.accepted[:, 0])):
         new = tokens[length:length + emitted].tolist()
@@ -137,7 +143,8 @@ class Writer:
         self.decoder.decode_until(self._params, state))
     seconds = time.perf_counter() - start
     sj.raise_if_not_finite(stats)
-    return np.asarray(state.tokens[0, len(ids):int(state.lengths[0])]), seconds
+    tokens = processes.gathered(state.tokens)[0]
+    return np.asarray(tokens[len(ids):int(state.lengths[0])]), seconds
 
 
 def compare(writers, ids, new_tokens, tokenizer) -> str:
