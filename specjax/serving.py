@@ -76,6 +76,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import capacity
 from specjax import checks
 from specjax import prefill
 from specjax import rounds as rounds_lib
@@ -86,7 +87,6 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 
 _SMALLEST_BUCKET = 32  # columns of a prompt
-_CAPACITY_STEP = 128  # slots of a cache
 _PARTS = {"finite": "target's logits", "draft_finite": "drafter's logits",
           "law_finite": "verifier's laws"}
 
@@ -217,8 +217,9 @@ class Queue:
     self._length, self._rounds = length, rounds
     self._ends = max(max_ends, len(decoder._eos_rows(None, 1)[0]))
     self._context = jax.tree.map(np.asarray, context)
-    needed = max(length + decoder.num_nodes, prefill.padded_length(length))
-    self._capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    self._nodes = self._programs[self.sizes[0]].drafter.num_nodes
+    needed = max(length + self._nodes, prefill.padded_length(length))
+    self._capacity = capacity.rounded(needed)
     self._numbers = itertools.count()
     self._open, self._waiting, self._cancelled = {}, collections.deque(), set()
     self._rows, self._state = [None] * self.sizes[0], None
@@ -267,7 +268,8 @@ class Queue:
     self._resize()
     for slot, row in enumerate(self._rows):
       if row is None and self._waiting:
-        self._insert(slot, self._waiting.popleft())
+        self._insert(slot, self._waiting[0])
+        self._waiting.popleft()  # now: what cannot be read stays in line
     if any(self._rows):
       found += self._decoded()
     for update in found:
@@ -398,7 +400,7 @@ class Queue:
   def _decoded(self):
     """Decodes a chunk; the updates of the rows."""
     free = np.array([row is None for row in self._rows])
-    window = min(self._rounds * self._decoder.num_nodes, self._capacity)
+    window = min(self._rounds * self._nodes, self._capacity)
     self._state, seen = _chunk(
         self._programs[len(self._rows)], self._params, self._state, free,
         np.int32(self._rounds),
