@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import testing
 from specjax.drafters import Blockwise
 from specjax.drafters import forecasts
 from specjax.drafters import Lookahead
@@ -62,7 +61,7 @@ def _setup(drafter):
 
 # Sampled output, and the laws that it was drafted from.
 
-_PROMPTS, _ROWS, _ROUNDS = ([1, 3, 0, 2], [4, 1]), 8192, 4
+_PROMPTS, _ROWS, _ROUNDS = ([1, 3, 0, 2], [4, 1]), 512, 4
 _RAGGED = ([2], [4, 1], [3] * 7, [*range(5)] * 4)
 
 
@@ -80,20 +79,11 @@ def _sampled(name):
       np.array([len(p) for p in prompts]), state.tokens, stats, traces))
 
 
-@functools.cache
-def _joint_law(i):
-  return testing.joint_law(pair().target, pair().params["target"],
-                           _PROMPTS[i], 4, sj.LogitsTransform())
-
-
 @pytest.mark.parametrize("name", _CASES)
-def test_output_follows_the_joint_law(name):
-  # Broken: anything between the drafter and the text.
-  _, tokens, stats, _ = _sampled(name)
-  for i, prompt in enumerate(_PROMPTS):
-    text = tokens[i:_ROWS:len(_PROMPTS), len(prompt):len(prompt) + 4]
-    assert testing.chi_square(text, _joint_law(i), _V) > 1e-6
-  # Everything was accepted somewhere, and as little as there can be.
+def test_all_and_nothing_is_accepted(name):
+  # Broken: the tests below look at drafts of which there is but one kind. That
+  # the text follows the joint law is asked in contribution_test.py.
+  _, _, stats, _ = _sampled(name)
   sure = int(name == "published")
   assert stats.accepted.max() == (2 if name == "folded" else 3) + sure
   assert stats.accepted[1:].min() == sure

@@ -22,7 +22,8 @@ from specjax.verifiers import Traversal
 
 _VOCAB = 5
 _PROMPT = [1, 3, 0, 2]
-_ROWS, _ROUNDS = 8192, 4
+_ROWS, _ROUNDS = 16, 4
+_TEXTS = 4064  # as many as contribution_test.py has of a kind
 _UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
 
 
@@ -89,12 +90,6 @@ def _p_value(tokens):
   return testing.chi_square(tokens[:, 4:7], law, _VOCAB)
 
 
-@pytest.mark.parametrize("name", _SAMPLED)
-def test_output_follows_the_joint_law(name):
-  # Broken: anything between the drafter and the text.
-  assert _p_value(_sampled(name)[0]) > 1e-6
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _NotRenormalised(TreeLanguageModel):
   """Reports the law of the first child for its sibling too."""
@@ -106,10 +101,11 @@ class _NotRenormalised(TreeLanguageModel):
 
 
 def test_rows_that_are_not_renormalised_are_caught():
-  # Broken: the test above cannot see a dishonest row of a tree.
+  # Broken: contribution_test.py, which decodes with all of these, cannot see a
+  # dishonest row of a tree.
   drafter = _NotRenormalised(model=_pair().drafter,
                              parents=sj.trees.full_tree((2, 2)))
-  tokens, _, _ = _decoded(drafter, Traversal(), range(_ROWS))
+  tokens, _, _ = _decoded(drafter, Traversal(), range(_TEXTS))
   assert _p_value(tokens) < 1e-6
 
 
@@ -136,11 +132,10 @@ def test_rows_are_the_laws_of_the_context(name):
   # drafter goes on with keys and values of another text.
   drafter, _ = _SAMPLED[name]
   tokens, emitted, draft = _sampled(name)
-  draft = jax.tree.map(lambda x: x[:, :16], draft)
   params = _params(drafter, _pair())["drafter"]
   laws = [_laws_by_path(own, tokens, emitted, draft)
           for own in (params if isinstance(params, tuple) else (params,))]
-  for r, b in np.ndindex(_ROUNDS, 16):
+  for r, b in np.ndindex(_ROUNDS, _ROWS):
     parents, drawn = draft.parents[r, b], draft.tokens[r, b]
     for i, parent in enumerate(parents[1:], 1):
       path = (i - 1) % getattr(drafter, "num_paths", 1)
@@ -155,7 +150,7 @@ def test_rows_are_the_laws_of_the_context(name):
         want = np.eye(_VOCAB)[drawn[i]]
       np.testing.assert_allclose(draft.probs[r, b, i], want / want.sum(),
                                  atol=1e-4)
-  assert (emitted[:-1, :16] > 2).any()
+  assert (emitted[:-1] > 2).any()
 
 
 def test_a_row_does_not_depend_on_its_batch():
