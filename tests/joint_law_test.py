@@ -20,6 +20,7 @@ _FALSE_ALARM = 1e-6
 _VOCAB = 5
 _HORIZON = 3
 _ROWS = 8192
+_TELLING = 2048  # in which every defect below shows, at 1e-35 or less
 _PROMPT = [1, 3, 0, 2]
 _BLOCK = sj.verifiers.Block()
 _PLAIN = sj.LogitsTransform()
@@ -32,13 +33,13 @@ def _pair():
 
 
 def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
-                     verifier=_BLOCK, gamma=2):
+                     verifier=_BLOCK, gamma=2, rows=_ROWS):
   pair = _pair()
   drafter = drafter or sj.drafters.LanguageModel
   decoder = sj.Decoder(
       target=target or pair.target, verifier=verifier, transform=transform,
       drafter=drafter(model=pair.drafter, gamma=gamma))
-  state = decoder.prefill(pair.params, [_PROMPT] * _ROWS, jax.random.key(seed),
+  state = decoder.prefill(pair.params, [_PROMPT] * rows, jax.random.key(seed),
                           limits=len(_PROMPT) + _HORIZON)
   state, stats = decoder.decode_until(pair.params, state)
   sj.raise_if_not_finite(stats)
@@ -99,7 +100,7 @@ class _CommitsOneMore(sj.KVCache):
 def test_a_wrong_target_cache_is_caught(cache):
   # Broken: the test above cannot see the target's cache.
   assert _sampled_p_value(
-      target=_WithCache(_pair().target, cache)) < _FALSE_ALARM
+      target=_WithCache(_pair().target, cache), rows=_TELLING) < _FALSE_ALARM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,8 @@ class _ReportsSharperLaw(sj.drafters.LanguageModel):
 
 def test_a_wrong_q_is_caught():
   # Broken: the test above cannot see what the drafter reports.
-  assert _sampled_p_value(drafter=_ReportsSharperLaw) < _FALSE_ALARM
+  assert _sampled_p_value(
+      drafter=_ReportsSharperLaw, rows=_TELLING) < _FALSE_ALARM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,4 +152,5 @@ class _Forgets(sj.verifiers.GreedyBlock):
 
 def test_a_lost_state_is_caught():
   # Broken: the test above cannot see the verifier's state.
-  assert _sampled_p_value(verifier=_Forgets(), gamma=3) < _FALSE_ALARM
+  assert _sampled_p_value(
+      verifier=_Forgets(), gamma=3, rows=_TELLING) < _FALSE_ALARM
