@@ -19,6 +19,7 @@ for _package, _extra in (("gguf", "gguf"),
     pytest.skip(f"not installed: pip install {_extra}", allow_module_level=True)
 
 _LENGTH = 160  # of all texts, padded
+_WRITTEN = 32  # tokens of each by the loop, of the 64 that one pass tells
 
 
 @pytest.fixture(name="smollm2", scope="module")
@@ -74,10 +75,11 @@ def test_the_loop_writes_the_same_texts(smollm2, expected):
   out = decoder.generate(
       {"target": smollm2.params,
        "drafter": {"model": drafter.params, "vocabulary": tables}},
-      prompts, jax.random.key(0), max_new_tokens=64)
+      prompts, jax.random.key(0), max_new_tokens=_WRITTEN)
   assert out.stats.emitted.sum() > 1.4 * out.stats.active.sum()
   for row, case in zip(out.tokens, expected):
-    np.testing.assert_array_equal(row[len(case["prompt"]):], case["text"])
+    np.testing.assert_array_equal(row[len(case["prompt"]):],
+                                  case["text"][:_WRITTEN])
 
 
 def test_prompts_are_the_recorded_ids(smollm2, expected):
