@@ -76,25 +76,28 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Start processes of their own. The slowest files come first, so that no worker
-# is left with one at the end.
-_PROCESSES = ("experiments_test", "notebooks_test", "training_scripts_test",
-              "studies_test", "tpu_aot_test", "against_transformers_test",
-              "processes_test")
-_SLOWEST = (*_PROCESSES, "contribution_test", "tree_drafters_test",
-            "self_drafters_test", "train_drafter_test", "greedy_test",
-            "joint_law_test", "rounds_test", "lossless_test", "tree_laws_test")
+# Run whole scripts and notebooks, start processes, or ask a TPU's compiler. The
+# slowest files come first, so that no worker is left with one at the end.
+_WHOLE = ("studies_test", "notebooks_test", "experiments_test",
+          "training_scripts_test", "tpu_aot_test", "processes_test",
+          "against_transformers_test")
+_SLOWEST = ("studies_test", "notebooks_test", "contribution_test",
+            *_WHOLE[2:], "lossless_test", "smollm2_test", "tree_laws_test",
+            "free_drafters_test", "constraints_test", "tree_drafters_test",
+            "self_drafters_test", "joint_law_test", "controller_test",
+            "greedy_test", "rounds_test", "vocabularies_test",
+            "train_drafter_test", "published_test")
 
 
 def pytest_collection_modifyitems(items):
-  """Marks what starts processes, and puts the slowest files first."""
+  """Marks what runs whole scripts, and puts the slowest files first."""
   def place(item):
     name = item.path.stem
     return _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
 
   items.sort(key=place)  # stable
   for item in items:
-    if item.path.stem in _PROCESSES:
+    if item.path.stem in _WHOLE:
       item.add_marker(pytest.mark.slow)
 
 
