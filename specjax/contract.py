@@ -58,6 +58,18 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
              whole branches of it, on a mesh; see `param_specs` below.
+
+A cache (`specjax.types.Cache`) has `lengths`, `commit` and `rollback`. Optional
+are
+
+  reserve    `(size) -> cache`: the same, for whom feeds token after token. The
+             next `size` tokens count as committed by `commit` and `rollback` as
+             ever, and the cache need not write them yet.
+  settle     `() -> cache`: the same with all of them written, of the form that
+             it had before. Default of these two: the cache writes what it is
+             told at once.
+  after      `(x) -> cache`: the same, when a `Transformer` has computed the
+             hidden states x from it; see `KVCache.after`.
 """
 
 from collections.abc import Iterable
@@ -342,6 +354,16 @@ def logits_at(model: ModelFn, params: Any, output: ModelOutput, at: jax.Array
   if hasattr(model, "logits_at"):
     return model.logits_at(params, output, at)
   return jnp.take_along_axis(output.logits, at[..., None], axis=1)
+
+
+def reserved(cache: Any, size: int) -> Any:
+  """A cache that may put off writing its next `size` tokens."""
+  return cache.reserve(size) if hasattr(cache, "reserve") else cache
+
+
+def settled(cache: Any) -> Any:
+  """The cache of which `reserved` was asked, with all its tokens."""
+  return cache.settle() if hasattr(cache, "settle") else cache
 
 
 def check_drafter(drafter: Drafter) -> None:

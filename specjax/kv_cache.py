@@ -1,9 +1,12 @@
 """Keys and values of a batch whose rows grow at different speeds.
 
-Rows accept different numbers of tokens, so every row has a write position of
-its own. The tokens of a pass are written to scratch slots after `lengths`;
-`commit` keeps those on the accepted path and moves them together. Rolling
-back is arithmetic on `lengths`: nothing is copied and nothing is erased.
+A pass only reads what is committed. The keys and values of its tokens are a
+*block* beside it; `commit` writes those on the accepted path after `lengths`,
+row by row, for rows accept different numbers of tokens. So the large arrays
+are written once a round, in place, however many passes it has.
+
+Who feeds token after token reserves a block for all of them: what is committed
+then stays in the block until it is settled.
 
 This is the only file that indexes `k` and `v`.
 """
@@ -15,24 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-_SMALLEST_BUCKET = 128
+from specjax import attention
+
 _MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
-
-
-def _write_rows(buffer, block, starts):
-  """Writes `block [B, H, S, D]` into `buffer [B, H, C, D]` from starts[b]."""
-
-  def write(row, new, start):
-    return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=1)
-
-  return jax.vmap(write)(buffer, block.astype(buffer.dtype), starts)
-
-
-def _read_rows(buffer, starts, size):
-  """Reads `size` slots from starts[b] on: [B, H, C, D] -> [B, H, size, D]."""
-  return jax.vmap(
-      lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axis=1)
-  )(buffer, starts)
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -92,16 +80,24 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
 class KVCache:
   """A preallocated cache with a length per row.
 
+  Between rounds there is no block, and the last three attributes are empty.
+
   Attributes:
     k: L arrays `[B, H, C, D]`, the keys of each layer (H: key-value heads).
     v: L arrays `[B, H, C, D]`, the values.
-    lengths: `[B]` int32, committed tokens of each row. Slots after it are
-      scratch.
+    lengths: `[B]` int32, committed tokens of each row.
+    block_k: L arrays `[B, H, T, D]`, keys of the tokens that came since, or ().
+    block_v: the same of the values.
+    held: `[B]` int32 where a block is reserved, else None: `k` and `v` hold
+      that many of the committed tokens, and the block begins with the others.
   """
 
   k: tuple[jax.Array, ...]
   v: tuple[jax.Array, ...]
   lengths: jax.Array
+  block_k: tuple[jax.Array | None, ...] = ()
+  block_v: tuple[jax.Array | None, ...] = ()
+  held: jax.Array | None = None
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
@@ -118,30 +114,30 @@ class KVCache:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "KVCache":
-    """Writes new tokens of one layer to the scratch slots after `lengths`.
+    """Puts new tokens of one layer into the block, after what is committed.
 
     Args:
       layer: index of the layer.
       k: `[B, S, H, D]` keys of the S new tokens.
       v: `[B, S, H, D]` values.
-      after: tokens of the block that earlier passes wrote; they stay.
+      after: tokens of the block that earlier passes fed; they stay.
     """
-    starts = self.lengths + after
-    put = lambda all_layers, new: tuple(
-        _write_rows(old, new.swapaxes(1, 2), starts)
-        if i == layer else old for i, old in enumerate(all_layers))
-    return self.replace(k=put(self.k, k), v=put(self.v, v))
+    def put(blocks, new):
+      new = new.swapaxes(1, 2).astype(self.k[0].dtype)
+      blocks = list(blocks or (None,) * len(self.k))
+      if self.held is not None:
+        new = _placed(blocks[layer], new, self.lengths - self.held + after)
+      elif after:
+        new = jnp.concatenate([blocks[layer][:, :, :after], new], axis=2)
+      blocks[layer] = new
+      return tuple(blocks)
+
+    return self.replace(block_k=put(self.block_k, k),
+                        block_v=put(self.block_v, v))
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
     """Attention of a block over the committed past and its own ancestors.
-
-    The cost follows the longest row in use and not the allocation: the work
-    is compiled for a few power-of-two lengths and the shortest that fits is
-    chosen at run time. Empty slots add zeros, but a sum of another length may
-    be rounded in another order: in bfloat16 a row's logits can differ in the
-    last digits when a longer row joins its batch. In float32 the tests have
-    seen no such difference.
 
     Args:
       layer: index of the layer, to which the block was appended already.
@@ -154,44 +150,110 @@ class KVCache:
     Returns:
       `[B, S, G * H, D]`.
     """
-    def over(bucket):
-      def attention(k, v, query, lengths, ancestors):
-        visible = visible_slots(lengths, ancestors, bucket, window)
-        return grouped_attention(query, k[:, :, :bucket], v[:, :, :bucket],
-                                 visible, softcap)
+    depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    past = attention.past_attention(
+        query, self.k[layer], self.v[layer], self.in_slots, window=window,
+        positions=self.lengths[:, None] + depths if window else None,
+        softcap=softcap)
+    block = attention.block_attention(
+        query, self.block_k[layer], self.block_v[layer],
+        self.in_block(ancestors, window), softcap=softcap)
+    return attention.merge(past, block)[0].astype(self.v[layer].dtype)
 
-      return attention
+  @property
+  def in_slots(self) -> jax.Array:
+    """`[B]` int32, how many committed tokens `k` and `v` hold."""
+    return self.lengths if self.held is None else self.held
 
-    buckets = _buckets(self.capacity)
-    used = jnp.max(self.lengths) + ancestors.shape[-1]
-    index = sum((used > b).astype(jnp.int32) for b in buckets[:-1])
-    return jax.lax.switch(
-        jnp.asarray(index, jnp.int32), [over(b) for b in buckets],
-        self.k[layer], self.v[layer], query, self.lengths, ancestors)
+  def in_block(self, ancestors: jax.Array, window: int = 0) -> jax.Array:
+    """Which slots of `block_k` and `block_v` each new token attends to.
+
+    Args:
+      ancestors: `[B, S, T]` bool, see `attend`.
+      window: see there.
+
+    Returns:
+      `[B, S, slots]` bool.
+    """
+    reserved = self.held is not None
+    slots = self.block_k[0].shape[2] if reserved else ancestors.shape[2]
+    if not reserved and not window:
+      return ancestors
+    return visible_slots(self.lengths - self.in_slots, ancestors, slots, window)
+
+  def after(self, x: jax.Array) -> "KVCache":
+    """The same cache, whose writes come after `x`.
+
+    An array that is read and written in no order that XLA knows is copied
+    first. So where a pass ends the lengths are made to depend on its result,
+    by a number that is 0 and that no compiler knows to be.
+    """
+    never = x.reshape(-1)[0] * 0 == 1
+    return self.replace(lengths=self.lengths + never)
 
   def commit(self, path: jax.Array, count: jax.Array) -> "KVCache":
-    """Keeps the accepted path of the block that was appended last.
+    """Keeps the accepted path of the block.
 
     Args:
       path: `[B, T]` int32, nodes of the block of T tokens, in the order of
         their depth.
       count: `[B]` int32, how many of them are kept.
     """
-    def compact(buffer):
-      block = _read_rows(buffer, self.lengths, path.shape[1])
-      block = jnp.take_along_axis(block, path[:, None, :, None], axis=2)
-      return _write_rows(buffer, block, self.lengths)
-
-    if path.shape[1] > 1:  # a single node cannot be out of place
-      moved = self.replace(k=tuple(map(compact, self.k)),
-                           v=tuple(map(compact, self.v)))
-    else:
-      moved = self
-    return moved.replace(lengths=self.lengths + count)
+    if self.held is None:
+      take = lambda block: jnp.take_along_axis(
+          block, path[:, None, :, None], axis=2)
+      return self._written(take, self.lengths + count)
+    start = self.lengths - self.held
+    slot = jnp.arange(self.block_k[0].shape[2], dtype=jnp.int32)
+    order = slot - start[:, None]
+    node = jnp.take_along_axis(path, jnp.clip(order, 0, path.shape[1] - 1), 1)
+    moved = (order >= 0) & (order < path.shape[1])
+    source = jnp.where(moved, start[:, None] + node, slot)[:, None, :, None]
+    take = lambda blocks: tuple(
+        jnp.take_along_axis(block, source, axis=2) for block in blocks)
+    return self.replace(block_k=take(self.block_k), block_v=take(self.block_v),
+                        lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "KVCache":
-    """Sets the committed tokens of every row to `lengths [B]`."""
-    return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
+    """Sets the committed tokens of every row to `lengths [B]`.
+
+    Where these are more than before, the first nodes of the block, in order,
+    are kept. The rest of it is dropped.
+    """
+    lengths = jnp.asarray(lengths, jnp.int32)
+    if self.held is not None:
+      return self.replace(lengths=lengths,
+                          held=jnp.minimum(self.held, lengths))
+    return self._written(lambda block: block, lengths)
+
+  def reserve(self, size: int) -> "KVCache":
+    """The same cache, whose next `size` tokens stay in the block.
+
+    The tokens count as committed by `commit` and `rollback` as ever; `settle`
+    writes them. What was in a block before is dropped.
+    """
+    batch, heads, _, dim = self.k[0].shape
+    zeros = lambda: tuple(
+        jnp.zeros((batch, heads, size, dim), x.dtype) for x in self.k)
+    return self.replace(block_k=zeros(), block_v=zeros(), held=self.lengths)
+
+  def settle(self) -> "KVCache":
+    """Writes the reserved block after what `k` and `v` hold."""
+    if self.held is None:
+      return self
+    return self.replace(lengths=self.held, held=None)._written(
+        lambda block: block, self.lengths)
+
+  def _written(self, take, lengths):
+    """The block, or what is taken of it, in the slots after `lengths`."""
+    if not self.block_k:
+      return self.replace(lengths=lengths)
+    write = lambda arrays, blocks: tuple(
+        _write_rows(old, take(new), self.lengths)
+        for old, new in zip(arrays, blocks))
+    return self.replace(
+        k=write(self.k, self.block_k), v=write(self.v, self.block_v),
+        lengths=lengths, block_k=(), block_v=(), held=None)
 
   def specs(self, axis: str, rows: str | None = None) -> "KVCache":
     """How a mesh splits the cache: heads over `axis`, B over `rows`.
@@ -203,20 +265,31 @@ class KVCache:
     Returns:
       A `KVCache` of `PartitionSpec`.
     """
-    split = lambda arrays: tuple(
-        PartitionSpec(rows, axis, None, None) for _ in arrays)
-    return KVCache(k=split(self.k), v=split(self.v),
-                   lengths=PartitionSpec(rows))
+    def split(x):
+      return PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
+
+    return jax.tree.map(split, self)
 
 
-def _buckets(capacity: int) -> list[int]:
-  """The lengths that attention is compiled for, shortest first."""
-  buckets = []
-  bucket = _SMALLEST_BUCKET
-  while bucket < capacity:
-    buckets.append(bucket)
-    bucket *= 2
-  return [*buckets, capacity]
+def _write_rows(buffer, block, starts):
+  """Writes `block [B, H, S, D]` into `buffer [B, H, C, D]` from starts[b]."""
+
+  def write(row, new, start):
+    return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=1)
+
+  return jax.vmap(write)(buffer, block, starts)
+
+
+def _placed(block, new, starts):
+  """`block [B, H, T, D]` with `new [B, H, S, D]` from slot starts[b] on.
+
+  By selection: a block is small, and a loop over its rows is not.
+  """
+  order = (jnp.arange(block.shape[2]) - starts[:, None])[:, None, :, None]
+  size = new.shape[2]
+  if size > 1:
+    new = jnp.take_along_axis(new, jnp.clip(order, 0, size - 1), axis=2)
+  return jnp.where((order >= 0) & (order < size), new, block)
 
 
 def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,

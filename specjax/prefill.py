@@ -16,6 +16,16 @@ def padded_length(longest: int) -> int:
   return -(-longest // step) * step
 
 
+def empty_cache(model, params, lengths: jax.Array, capacity: int):
+  """A cache for texts of `lengths [B]`, of which it holds nothing yet.
+
+  That nothing is there is not told to XLA, which would compute attention over
+  empty slots while it compiles, and takes minutes for it.
+  """
+  cache = model.init_cache(params, lengths.shape[0], capacity)
+  return cache.rollback(jnp.minimum(lengths, 0))
+
+
 def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
   """Runs a model over right-padded prompts, a chunk of columns at a time.
 
@@ -42,7 +52,7 @@ def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
     return out.cache.rollback(cache.lengths + size), out.hidden
 
   cache, hidden = jax.lax.scan(
-      read, model.init_cache(params, batch, prompt.capacity), chunks)
+      read, empty_cache(model, params, prompt.lengths, prompt.capacity), chunks)
   hidden = hidden.swapaxes(0, 1).reshape(batch, columns, -1)
   return ModelOutput(logits=None, hidden=hidden,
                      cache=cache.rollback(prompt.lengths - 1))

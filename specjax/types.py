@@ -188,8 +188,8 @@ class ModelOutput:
     hidden: `[B, S, F]`, the hidden states that the model is configured to
       return, joined along their last axis; for heads it is what the LM head
       reads. How they are named: see `TransformerConfig.features`.
-    cache: the model's cache with the keys and values of the S new tokens in
-      scratch slots; `None` when the pass ran without a cache.
+    cache: the model's cache with the keys and values of the S new tokens, not
+      committed; `None` when the pass ran without a cache.
   """
 
   logits: jax.Array
@@ -294,10 +294,13 @@ class Trace:
 class Cache(Protocol):
   """What a model remembers of the committed tokens, with a length per row.
 
-  The loop asks for `lengths`, `commit` and `rollback`; a `Transformer` also
-  for the others, so that another layout or kernel is another class with a
-  constructor like `KVCache.empty`. The cache is a pytree whose leaves have B
-  first.
+  The tokens of a pass, and of those that add to it, are a *block*, which a
+  cache keeps where it likes: in slots after `lengths`, or beside them. The
+  loop asks for `lengths`, `commit` and `rollback`; a `Transformer` also for the
+  others, so that another layout or kernel is another class with a constructor
+  like `KVCache.empty`. The cache is a pytree whose leaves have B first, and
+  after `commit` and `rollback` it has the structure that it began with. What it
+  may have besides is told in `specjax.contract`.
   """
 
   lengths: jax.Array
@@ -309,9 +312,9 @@ class Cache(Protocol):
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "Cache":
-    """Writes `k`, `v [B, S, H, D]` of new tokens to scratch slots.
+    """Takes `k`, `v [B, S, H, D]` of new tokens into the block.
 
-    `after` tokens of the block were written by earlier passes and stay.
+    `after` tokens of the block came with earlier passes and stay.
     """
     ...
 
@@ -330,7 +333,11 @@ class Cache(Protocol):
     ...
 
   def rollback(self, lengths: jax.Array) -> "Cache":
-    """Sets the committed tokens of every row to `lengths [B]`."""
+    """Sets the committed tokens of every row to `lengths [B]`.
+
+    Where these are more than before, they are the first nodes of the block, in
+    order.
+    """
     ...
 
   def specs(self, axis: str, rows: str | None) -> "Cache":
@@ -347,9 +354,9 @@ class ModelFn(Protocol):
   """A language model as the loop sees it: a hashable, static callable.
 
   `model(params, tokens [B, S], depths [B, S], ancestors [B, S, T], cache)`
-  runs one pass over the last S of the T tokens of a block; the first T - S are
-  in scratch slots after `cache.lengths`, written by the passes before, so
-  that a drafter can add a level to its tree. A whole block has T = S. A
+  runs one pass over the last S of the T tokens of a block; the first T - S were
+  fed by the passes before and are in the cache, not committed, so that a
+  drafter can add a level to its tree. A whole block has T = S. A
   token's position is `cache.lengths + depth`; it sees the committed past and
   its ancestors in the block (`ancestors[b, i, j]`: token j is on the path to
   new token i, i itself included).

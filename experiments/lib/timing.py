@@ -46,7 +46,7 @@ def passes(model, params, capacity, used, tokens, batch=1, steps=STEPS):
       cache, ids = carry
       out = model(params, ids, depths, ancestors, cache)
       ids = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-      return (out.cache, ids), None
+      return (out.cache.rollback(cache.lengths), ids), None
 
     return jax.lax.scan(step, carry, length=steps)[0]
 

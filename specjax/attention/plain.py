@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 _SMALLEST_BUCKET = 128
+_PROMPT = 32  # tokens; so many at once may be the first of a row
 MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
 
 Part = tuple[jax.Array, jax.Array]
@@ -111,8 +112,7 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 
 def _buckets(capacity, size):
   """The lengths that attention is compiled for, shortest first."""
-  # A prompt's first tokens are many and have no past.
-  buckets, bucket = [0] * (size >= _SMALLEST_BUCKET), _SMALLEST_BUCKET
+  buckets, bucket = [0] * (size >= _PROMPT), _SMALLEST_BUCKET
   while bucket < capacity:
     buckets.append(bucket)
     bucket *= 2

@@ -180,7 +180,11 @@ class Cascade:
     inner = self._resumed(own, state, coins if takes_keys else None)
     coins = None if takes_keys else coins.reshape(
         coins.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
+    # Its rounds commit to the caches what one write puts there in the end.
+    inner = inner.replace(target_cache=contract.reserved(
+        inner.target_cache, self.gamma + self.drafter.num_nodes))
     inner, laws = self._written(own, inner, coins)
+    inner = inner.replace(target_cache=contract.settled(inner.target_cache))
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")

@@ -96,7 +96,8 @@ def model_step(model: ModelFn, params):
   return step
 
 
-def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
+def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int,
+              more: int = 0):
   """Catches up with the committed tokens by feeding the last `size` again.
 
   Feeding a token that the cache holds already changes nothing, so one pass of
@@ -108,21 +109,27 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int):
     state: the `DecodeState`.
     cache: the model's; it may lack up to `size` of the committed tokens.
     size: tokens to feed.
+    more: tokens that are fed after them in this round. If there are any, the
+      cache that is returned may not have written what it was fed: give
+      `contract.settled` of it back.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
     committed tokens, the root included.
   """
-  logits, _, cache = read_last(model, params, state, cache, size)
+  logits, _, cache = read_last(model, params, state, cache, size, more)
   return logits, cache
 
 
-def read_last(model: ModelFn, params, state: DecodeState, cache, size: int):
+def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
+              more: int = 0):
   """`feed_last` with the hidden state `[B, F]` of the root between the two."""
   start = jnp.maximum(state.lengths - size, 0)
   # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
   last = (state.lengths - 1 - start)[:, None]
+  cache = cache.rollback(start)
+  cache = contract.reserved(cache, size + more) if more else cache
   out = _feed(model, params, state, cache, start, size)
   logits = contract.logits_at(model, params, out, last)
   hidden = jnp.take_along_axis(out.hidden, last[..., None], axis=1)
@@ -151,8 +158,9 @@ def catch_up(model: ModelFn, params, state: DecodeState, cache,
     i, cache = carry
     # The last block ends with the text, and so stays within the capacity.
     start = jnp.minimum(since + i * size, state.lengths - size)
-    out = _feed(model, params, state, cache, jnp.maximum(start, 0), size)
-    return i + 1, out.cache
+    start = jnp.maximum(start, 0)
+    out = _feed(model, params, state, cache.rollback(start), start, size)
+    return i + 1, out.cache.rollback(start + size)
 
   carry = jnp.zeros((), jnp.int32), cache
   return jax.lax.while_loop(
@@ -160,14 +168,13 @@ def catch_up(model: ModelFn, params, state: DecodeState, cache,
 
 
 def _feed(model, params, state, cache, start, size):
-  """A pass over `size` tokens of the text from `start [B]` on."""
+  """A pass over `size` tokens of the text from `start [B]` on, the cache's."""
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
   return model(
       params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
-      jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
-      cache.rollback(start))
+      jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)), cache)
 
 
 def keep_path(cache, slots, path, size: int, count):
@@ -187,4 +194,4 @@ def keep_path(cache, slots, path, size: int, count):
   below = path[:, 1:size + 1]
   kept = jnp.take_along_axis(slots, below, axis=1)
   kept = jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])))
-  return cache.commit(kept, count)
+  return contract.settled(cache.commit(kept, count))

@@ -136,7 +136,7 @@ class DynamicTree:
     del coins
     params = params["drafter"]
     logits, cache = common.feed_last(
-        self.model, params, state, state.drafter.cache, size=2)
+        self.model, params, state, state.drafter.cache, size=2, more=self._fed)
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         common.model_step(self.model, params), cache, logits)

@@ -156,7 +156,7 @@ class LanguageModel:
     batch = state.lengths.shape[0]
 
     logits, cache = common.feed_last(
-        self.model, params, state, state.drafter, size=2)
+        self.model, params, state, state.drafter, size=2, more=self.gamma - 1)
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
     u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
@@ -187,14 +187,16 @@ class LanguageModel:
         (jnp.arange(1, self.gamma), u[:-1]))
     _, tokens, probs, _ = draw(*drawn, logits, self.gamma, u[-1])
     parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
-    return Draft(tokens=tokens, parents=parents, probs=probs), cache
+    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    return draft, contract.settled(cache)
 
   def _propose_until(self, params, coins, state):
     """`propose` with a stop rule: a loop that ends when all rows have."""
     params, own = self._split(params)
     rows = jnp.arange(state.lengths.shape[0])
     logits, hidden, cache = common.read_last(
-        self.model, params, state, state.drafter.cache, size=2)
+        self.model, params, state, state.drafter.cache, size=2,
+        more=self.gamma - 1)
     u = coins.reshape(len(rows), self.gamma, COINS_A_DRAW)
     constraints = self.transform.constraints
 
@@ -236,7 +238,7 @@ class LanguageModel:
         (jnp.full((), 2, jnp.int32), cache, *first))
     parents = jnp.tile(topology.chain(self.gamma), (len(rows), 1))
     return (Draft(tokens=tokens, parents=parents, probs=probs),
-            state.drafter.replace(cache=cache))
+            state.drafter.replace(cache=contract.settled(cache)))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
     """Reads what rounds without a draft added; see `specjax.contract`."""

@@ -137,8 +137,8 @@ class Lookahead:
     """Logits `[B, 1 + count, V]` after the root and its look-ahead tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
-    # What this writes after `lengths` is dropped: the verifying pass starts
-    # from the same cache, which costs a copy of it.
+    # The cache with this block is dropped: the verifying pass starts from the
+    # same committed tokens.
     return self.target(
         params["target"],
         jnp.concatenate([common.roots(state)[:, None], ids], axis=1),

@@ -140,7 +140,8 @@ class Paths:
       # A single model keeps what it computed of the accepted path; among
       # several nobody knows whose path that will be.
       logits, cache = common.feed_last(
-          model, own, state, cache, size=2 if self.iid else self.length + 1)
+          model, own, state, cache, size=2 if self.iid else self.length + 1,
+          more=len(paths) * (self.length - 1))
       mine = COINS_A_DRAW * (len(bundle) - 1)
       step, carry, logits = constraints_lib.steered(
           self.transform.constraints, state.constraints,
@@ -151,7 +152,7 @@ class Paths:
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))
       probs.append(law.reshape(*shape, -1))
-      caches.append(cache)
+      caches.append(cache if self.iid else contract.settled(cache))
       order += paths
     order = np.argsort(order)
     tokens = jnp.concatenate(tokens, axis=2)[:, :, order]

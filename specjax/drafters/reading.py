@@ -182,7 +182,7 @@ def caught_up(model: ModelFn, params: Any, reading: Reading,
     out = model(params, tokens, depths, causal, cache.rollback(at))
     node = jnp.clip(length - 1 - at, 0, _PASS - 1)
     logits = contract.logits_at(model, params, out, node[:, None])
-    return i + 1, out.cache, logits[:, 0]
+    return i + 1, out.cache.rollback(at + _PASS), logits[:, 0]
 
   passes = jnp.max(jnp.maximum(-(-(length - start) // _PASS), 1))
   carry = jnp.zeros((), jnp.int32), reading.cache

@@ -187,11 +187,12 @@ class StringMatch(reading_lib.Reader):
       return (cache, out.logits[:, 0]), (token, finite)
 
     (cache, logits), drawn = jax.lax.scan(
-        extend, (cache, logits), length=self.length - 1)
+        extend, (contract.reserved(cache, self.length), logits),
+        length=self.length - 1)
     tokens, finite = jax.tree.map(
         lambda all, last: jnp.concatenate([all, last[None]]),
         drawn, best(logits, cache))
-    return tokens.T, finite.all(0), cache
+    return tokens.T, finite.all(0), contract.settled(cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""

@@ -173,11 +173,12 @@ class TokenIntersection(reading_lib.Reader):
     tokens = jnp.zeros((batch, self.gamma), jnp.int32)
     probs = jnp.zeros((batch, self.gamma, self.target_size))
     (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (cache, logits, tokens, tokens, probs, state.constraints),
+        extend, (contract.reserved(cache, self.gamma), logits, tokens, tokens,
+                 probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
     draft = jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
-    return draft, reading.drafted(length, fed, cache)
+    return draft, reading.drafted(length, fed, contract.settled(cache))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:

@@ -96,7 +96,8 @@ class TreeLanguageModel(growth.StaticTree):
 
     params = params["drafter"]
     logits, cache = common.feed_last(
-        self.model, params, state, state.drafter, size=2)
+        self.model, params, state, state.drafter, size=2,
+        more=growth.fed_slots(self.parents)[1])
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         common.model_step(self.model, params), cache, logits)

@@ -46,6 +46,16 @@ class ContrastiveCache:
     return ContrastiveCache(expert=self.expert.rollback(lengths),
                             amateur=self.amateur.rollback(lengths))
 
+  def reserve(self, size: int) -> "ContrastiveCache":
+    """See `specjax.contract`."""
+    return ContrastiveCache(expert=contract.reserved(self.expert, size),
+                            amateur=contract.reserved(self.amateur, size))
+
+  def settle(self) -> "ContrastiveCache":
+    """See `specjax.contract`."""
+    return ContrastiveCache(expert=contract.settled(self.expert),
+                            amateur=contract.settled(self.amateur))
+
   def specs(self, axis: str, rows: str | None = None) -> "ContrastiveCache":
     """A `PartitionSpec` for every leaf, as each cache says."""
     return ContrastiveCache(expert=self.expert.specs(axis, rows),

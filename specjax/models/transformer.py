@@ -218,6 +218,8 @@ class TransformerModule(nn.Module):
       x = x + out + new
       states[i + 1] = x
     x = states[FINAL] = norm(True, "final_norm", x)
+    if hasattr(cache, "after"):
+      cache = cache.after(x)
 
     head = (table.T if c.tie_embeddings else
             self.param("head", nn.initializers.normal(0.02),

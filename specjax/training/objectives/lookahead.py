@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import prefill
 from specjax.models.heads import check_fits
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import with_lookahead
@@ -90,7 +91,8 @@ class Lookahead:
     cuts, count = positions.shape[1], self.embeddings.count
     branch = cuts * count
     target = params["target"]
-    cache = self.model.init_cache(target, batch, size + branch)
+    cache = prefill.empty_cache(
+        self.model, target, positions[:, 0], size + branch)
     row = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)),
                               (batch, size, size))
