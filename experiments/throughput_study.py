@@ -43,6 +43,8 @@ _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "also with a controller of the length of drafts, whose "
     "costs are measured the first time")
 _SLOTS = flags.DEFINE_list("slots", "1,4,16", "rows of a batch")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 16, "between two looks from the host, at most", 1)
 _LOADS = flags.DEFINE_list(
     "loads", "0.25,0.5,1", "rates at which requests arrive, as shares of "
     "what is decoded without drafts; 0: only all at once")
@@ -102,7 +104,7 @@ class _Arms:
     for name, (decoder, params) in self._decoders.items():
       serve = lambda decoder=decoder, params=params, **options: (
           serving_arms.Refilled(
-              decoder, params, sizes, self._longest, **options))
+              decoder, params, sizes, self._longest, _ROUNDS.value, **options))
       arms[name] = serve()
       if not at_random:
         arms[name + _WAITING] = serving_arms.Waiting(
@@ -249,7 +251,8 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = rollouts.fingerprint(
       [m.params for m in (target, *members.values())], names, _GAMMA.value,
-      _CONTROLLER.value, sizes, [dataclasses.astuple(r) for r in requests])
+      _CONTROLLER.value, sizes, _ROUNDS.value,
+      [dataclasses.astuple(one) for one in requests])
   arms, path = _Arms(target, drafters, longest), output_dir / "runs.jsonl"
 
   at_once = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]

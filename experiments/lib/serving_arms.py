@@ -24,7 +24,7 @@ class Refilled:
   """A `Queue`; or, held, one that is given a batch whenever it is empty."""
 
   def __init__(self, decoder, params, sizes: Sequence[int], max_length: int,
-               controllers=None, held: bool = False):
+               rounds: int, controllers=None, held: bool = False):
     """An arm.
 
     Args:
@@ -32,11 +32,12 @@ class Refilled:
       params: of its models.
       sizes: of the batch, see `Queue`.
       max_length: tokens of a prompt and its text, at most.
+      rounds: of a chunk, at most.
       controllers: of the sizes, or None.
       held: whether requests wait until all rows are done.
     """
     self._queue = Queue(decoder, params, slots=sizes, max_length=max_length,
-                        controllers=controllers)
+                        rounds=rounds, controllers=controllers)
     self._held = held
     self.program = decoder, tuple(sizes), held, tuple(
         (controllers or {}).values())
