@@ -24,8 +24,9 @@ Run it while nothing else runs:
                        bundled pair
 
 The models are random: a Llama shape of 134M parameters with a drafter of 19M,
-and the bundled pair. Writes benchmark.json to --output_dir; the last line of
-stdout names it.
+and the bundled pair; with --mesh they are split over its devices, the drafter
+is whole on each. Writes benchmark.json to --output_dir; the last line of stdout
+names it.
 """
 
 import functools
@@ -37,6 +38,7 @@ import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib.timing import filled_cache
 from lib.timing import passes
 from lib.timing import STEPS
@@ -47,6 +49,7 @@ import tqdm
 import specjax as sj
 from specjax.drafters import children
 from specjax.models import heads as heads_lib
+from specjax.models import sharding
 from specjax.sampling import sample
 from specjax.training import loop
 from specjax.training import objectives
@@ -65,6 +68,7 @@ _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
     "which pairs to time")
+_MESH = shared.mesh()
 
 
 def _random_pair():
@@ -113,12 +117,12 @@ def _bare_autoregression(model, params, capacity, used):
                               jnp.ones((1, 1), jnp.int32), jax.random.key(0)))
 
 
-def _rounds(target, drafter, params, verifier, capacity, used):
+def _rounds(target, drafter, params, verifier, capacity, used, placement):
   """Whole rounds of the loop from a prompt of `used` tokens."""
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
   state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
                           jax.random.key(0), limits=capacity // 2,
-                          capacity=capacity)
+                          capacity=capacity, placement=placement)
 
   def run(params, state):
     new, _ = decoder.decode(params, state, STEPS)
@@ -227,13 +231,16 @@ def _median_ratio(rows, numerator, denominator):
   return statistics.median(numerator(row) / denominator(row) for row in rows)
 
 
-def _ratios(name, target, drafter_model, params, progress):
+def _ratios(name, target, drafter_model, params, progress, placement):
   """Every ratio of the module's docstring for one pair of models."""
   gamma, used = _GAMMA.value, _USED.value
   drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=gamma)
+  if placement:
+    params = placement.put(sj.Decoder(
+        target=target, drafter=drafter, verifier=sj.verifiers.Block()), params)
   small, large = 256, 4096
-  rounds = functools.partial(_rounds, target, params=params,
-                             capacity=small, used=used)
+  rounds = functools.partial(_rounds, target, params=params, capacity=small,
+                             used=used, placement=placement)
   target_pass = functools.partial(passes, target, params["target"])
   progress.set_description(name)
   first, second = (lambda row: row[0]), (lambda row: row[1])
@@ -297,6 +304,8 @@ def _ratios(name, target, drafter_model, params, progress):
 
 
 def main():
+  mesh = meshes.join(_MESH, rows=1, trains=False)
+  placement = mesh and sharding.Placement(mesh=mesh, drafter="replicate")
   load = {"random": _random_pair, "bundled": _bundled_pair}
   device = jax.devices()[0]
   print(f"device: {device.device_kind} ({device.platform}), jax "
@@ -308,7 +317,8 @@ def main():
                        dynamic_ncols=True)
   for name in _PAIRS_OF_MODELS.value:
     target, drafter, params = load[name]()
-    ratios, absolute = _ratios(name, target, drafter, params, progress)
+    ratios, absolute = _ratios(
+        name, target, drafter, params, progress, placement)
     results[name] = {"ratios": ratios, **absolute}
   progress.close()
   for name, result in results.items():

@@ -80,7 +80,7 @@ _MESH = shared.mesh()
 _BATCH = 16  # rows of a pass that looks up proposals
 
 
-def _rows(target, tokenizer, output_dir):
+def _rows(target, tokenizer, output_dir, mesh):
   """`{"training", "held_out"}`: `[R, S + 1]`, continued by the target."""
   length = _PROMPT_TOKENS.value + _CONTINUATION.value
   if _CONTINUATION.value % _WINDOW.value:
@@ -97,7 +97,7 @@ def _rows(target, tokenizer, output_dir):
               tokenizer.encode_stream([d.text for d in side]), count,
               _PROMPT_TOKENS.value, _SEED.value + i),
           length=length, directory=output_dir / "rows" / name,
-          seed=_SEED.value + i)
+          seed=_SEED.value + i, placement=meshes.placement(mesh))
       for i, (name, side, count) in enumerate(zip(
           ("training", "held_out"), sides,
           (_ROWS.value, _HELD_OUT_ROWS.value)))}
@@ -202,7 +202,7 @@ def main():
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   [first] = members.values()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  rows = _rows(target, tokenizer, output_dir)
+  rows = _rows(target, tokenizer, output_dir, mesh)
   drafters = [first]
   for number in range(2, _DRAFTERS.value + 1):
     drafters.append(_train(number, first, drafters, rows["training"],

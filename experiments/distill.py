@@ -138,7 +138,7 @@ def _joined(answers):
       for field in dataclasses.fields(distillation.Answers)})
 
 
-def _answers(target, tokenizer, output_dir):
+def _answers(target, tokenizer, output_dir, mesh):
   """`(learned, measured)`: what the target answers; the first file is held out.
   """
   prompts = prompts_lib.read(
@@ -158,7 +158,7 @@ def _answers(target, tokenizer, output_dir):
       decoder, {"target": target.params}, [prompts.all[i] for i in order],
       max_new_tokens=_NEW_TOKENS.value, top=_TOP.value,
       directory=output_dir / "answers", seed=_SEED.value,
-      rows_per_file=_ROWS_A_FILE.value)
+      rows_per_file=_ROWS_A_FILE.value, placement=meshes.placement(mesh))
   return _joined(answers[1:]), answers[0]
 
 
@@ -194,7 +194,7 @@ def main():
     raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
                      f"context has {target.model.context_length}; give fewer")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  learned, measured = _answers(target, tokenizer, output_dir)
+  learned, measured = _answers(target, tokenizer, output_dir, mesh)
   own = _vocabulary(tokenizer, learned, target.model.vocab_size)
   vocabulary = vocabularies.map_vocabularies(
       own, tokenizer, target_size=target.model.vocab_size)

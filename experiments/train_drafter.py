@@ -214,7 +214,7 @@ def _streams(tokenizer):
   return streams, fingerprint(documents)
 
 
-def _data(target, streams, row_tokens):
+def _data(target, streams, row_tokens, mesh):
   """`() -> (step -> [B, S + 1], held-out rows)`; all that can fail is done.
 
   What is left are the rows that the target writes itself, after beginnings of
@@ -241,7 +241,8 @@ def _data(target, streams, row_tokens):
     training, held_out = (
         distillation.sample_rows(
             decoder, {"target": target.params}, some, length=row_tokens,
-            directory=directory / name, seed=_SEED.value + i)
+            directory=directory / name, seed=_SEED.value + i,
+            placement=meshes.placement(mesh))
         for i, (name, some) in enumerate(
             zip(("training", "held_out"), prompts)))
     return distillation.RowBatches(
@@ -346,7 +347,7 @@ def main():
         file=sys.stderr)
   row_tokens = _row_tokens(target, heads)
   streams, corpus = _streams(tokenizer)
-  data = _data(target, streams, row_tokens)
+  data = _data(target, streams, row_tokens, mesh)
 
   trainable, frozen = {"drafter": params}, {"target": target.params}
   tuned = method.trains_target(options)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from specjax import testing
+from specjax.training import checkpoints
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
@@ -320,4 +321,4 @@ def test_a_full_disk_is_named():
   # Broken: what the user has to do is lost in the names of a library's files.
   with pytest.raises(OSError, match="no checkpoint can be written to "
                      "out/checkpoints: No space left on device; make room"):
-    loop._save(_Full(), 1, {})
+    checkpoints.save(_Full(), 1, {})

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from lib import common
 from lib import flags as shared
+from specjax.models.sharding import Placement
 
 _AXES = ("data", "model")
 _FIX = "give a size for each of data and model, such as data:2,model:4"
@@ -70,6 +71,11 @@ def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
   """
   return mesh and {name: model.param_specs("model", mesh.shape["model"])
                    for name, model in models.items()}
+
+
+def placement(mesh: Mesh | None) -> Placement | None:
+  """Where a decoder of one model lies; None without a mesh."""
+  return mesh and Placement(mesh=mesh)
 
 
 def _sizes(text):

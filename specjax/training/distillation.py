@@ -26,6 +26,7 @@ from specjax.decoder import Decoder
 from specjax.files import atomically
 from specjax.files import claim
 from specjax.files import fingerprint
+from specjax.models.sharding import Placement
 
 _MANIFEST = "rows.json"
 _MOST_LOGITS = 2**27  # of the pass that reads laws, [rows, C, V]: 512 MB
@@ -50,7 +51,8 @@ def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
 def sample_rows(decoder: Decoder, params: Mapping[str, Any],
                 prompts: ArrayLike, *, length: int,
                 directory: str | os.PathLike[str], seed: int = 0,
-                rows_per_file: int = 32) -> np.ndarray:
+                rows_per_file: int = 32, placement: Placement | None = None
+                ) -> np.ndarray:
   """Continues every prompt to `length` tokens, or reads what a call before did.
 
   A row is a function of (seed, its number, its prompt) and not of the rows
@@ -65,6 +67,7 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
     directory: of the files.
     seed: of the sampling.
     rows_per_file: rows that are sampled together.
+    placement: of the decoder on a mesh, which must divide `rows_per_file`.
 
   Returns:
     `[R, length]` int32.
@@ -87,6 +90,8 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
       "prompts": fingerprint(prompts), "length": length, "seed": seed,
       "rows_per_file": rows_per_file}, "set of rows")
   key = jax.random.key(seed, impl="threefry2x32")
+  if placement:
+    params = placement.put(decoder, params)
   pieces = []
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
                          desc="sampling", dynamic_ncols=True,
@@ -96,10 +101,12 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
     rows = processes.by_the_first(
         functools.partial(_read, path, (len(some), length)))
     if rows is None:
+      more = rows_per_file - len(some) if placement else 0
       generation = decoder.generate(
-          params, some, key, max_new_tokens=length - some.shape[1],
-          request_ids=start + np.arange(len(some)))
-      rows = np.stack(generation.tokens).astype(np.int32)
+          params, np.pad(some, ((0, more), (0, 0)), "edge"), key,
+          max_new_tokens=length - some.shape[1],
+          request_ids=start + np.arange(len(some) + more), placement=placement)
+      rows = np.stack(generation.tokens[:len(some)]).astype(np.int32)
       with atomically(path) as f:
         np.save(f, rows)
     pieces.append(rows)
@@ -137,7 +144,8 @@ class Answers:
 def write_answers(decoder: Decoder, params: Mapping[str, Any],
                   prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
                   top: int, directory: str | os.PathLike[str], seed: int = 0,
-                  rows_per_file: int = 64) -> list[Answers]:
+                  rows_per_file: int = 64, placement: Placement | None = None
+                  ) -> list[Answers]:
   """Answers every prompt, or reads what a call before wrote.
 
   An answer ends at the decoder's `eos`. It is a function of (seed, its number,
@@ -152,6 +160,7 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     directory: of the files.
     seed: of the sampling.
     rows_per_file: answers that are written together.
+    placement: of the decoder on a mesh, which must divide `rows_per_file`.
 
   Returns:
     `Answers` of at most `rows_per_file` rows each, of `rows_per_file` prompts
@@ -172,6 +181,8 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
       "max_new_tokens": max_new_tokens, "top": top, "seed": seed,
       "rows_per_file": rows_per_file}, "set of answers")
   key = jax.random.key(seed, impl="threefry2x32")
+  if placement:
+    params = placement.put(decoder, params)
   answers = []
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
                          desc="answering", dynamic_ncols=True,
@@ -184,7 +195,7 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
       rows = some + [some[0]] * (rows_per_file - len(some))
       generation = decoder.generate(
           params, rows, key, max_new_tokens=max_new_tokens,
-          request_ids=start + np.arange(rows_per_file))
+          request_ids=start + np.arange(rows_per_file), placement=placement)
       read = _with_laws(decoder.target, params["target"],
                         generation.tokens[:len(some)], some, limit, top)
       with atomically(path) as f:

@@ -1,0 +1,133 @@
+"""Checkpoints of a training run: orbax's, with a checksum that we look at.
+
+They are read on other meshes than they were written on. One that is damaged is
+moved aside, and the run goes on from the one before.
+"""
+
+import os
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from specjax import processes
+from specjax.files import fingerprint
+
+_DIGEST = "checksums"  # of a state, in a checkpoint's metadata
+
+
+def newest(manager: ocp.CheckpointManager, fresh: Any) -> Any:
+  """The state of the newest checkpoint that all processes can read.
+
+  Args:
+    manager: of the run's checkpoints.
+    fresh: a state of the same form, placed as this one is to be; returned where
+      there is no checkpoint.
+
+  Raises:
+    ValueError: there are some, and none can be read.
+  """
+  steps, reasons = sorted(manager.all_steps(), reverse=True), []
+  for step in steps:
+    restored, reason = None, None
+    try:
+      restored = _restore(manager, step, fresh)
+    except Exception as e:  # whatever a library says of bytes it cannot read
+      reason = e
+    if processes.all_agree(reason is None):
+      _set_aside(manager, dict(zip(steps, reasons)), step)
+      return restored
+    reasons.append(reason or ValueError("another process cannot read it"))
+  if steps:
+    raise ValueError(
+        f"no checkpoint in {manager.directory} can be read: they are of "
+        "other parameters than this run's, or damaged; give another "
+        "directory, or delete them and start again") from reasons[0]
+  return fresh
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
+  """Saves a checkpoint, while the run goes on.
+
+  Args:
+    manager: of the run's checkpoints.
+    step: that the state comes after.
+    state: of arrays, on one device or on a mesh.
+
+  Raises:
+    OSError: this one, or the one before it, cannot be written.
+  """
+  try:
+    # The format itself would not notice a bit that falls over.
+    manager.save(step, args=ocp.args.StandardSave(state),
+                 custom_metadata={_DIGEST: _checksums(state)})
+  except Exception as e:  # whatever a library says of a disk that is full
+    if isinstance(e, jax.errors.JaxRuntimeError) and (
+        jax.distributed.is_initialized()):
+      raise  # another process has ended
+    reason = str(e).rsplit(": ", 1)[-1]
+    raise OSError(f"no checkpoint can be written to {manager.directory}: "
+                  f"{reason}; make room, or choose another directory") from e
+
+
+def _restore(manager, step, like):
+  """The state of a checkpoint, with the bits that were saved."""
+  state = manager.restore(step, args=ocp.args.StandardRestore(like))
+  saved = (manager.metadata(step).custom_metadata or {}).get(_DIGEST)
+  if saved is not None and saved != _checksums(state):
+    raise ValueError("its numbers are not those that were saved")
+  return state
+
+
+def _checksums(state):
+  """A short hash of a state's bits, wherever they lie on a mesh.
+
+  Sums of whole numbers modulo 2^32 have the same bits in every order, so no
+  process has to see all of a state.
+  """
+  sums = processes.gathered(_leaf_sums(jax.tree.leaves(state)))
+  return fingerprint(jax.tree.unflatten(
+      jax.tree.structure(state), jax.device_get(sums)))
+
+
+@jax.jit
+def _leaf_sums(leaves):
+  """`[2]` uint32 for each: sums of bits times odd numbers, by their place."""
+  def one(x):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+      x = x.astype(jnp.uint8)
+    size = min(x.dtype.itemsize, 4)
+    bits = jax.lax.bitcast_convert_type(
+        x, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, length in enumerate(bits.shape):
+      place = place * jnp.uint32(length % 2**32) + (
+          jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis))
+    other = place * jnp.uint32(0x9E3779B1)
+    weights = (2 * place + 1, (other ^ (other >> 15)) | 1)
+    return jnp.stack([jnp.sum(bits * w, dtype=jnp.uint32) for w in weights])
+
+  return [one(x) for x in leaves]
+
+
+def _set_aside(manager, damaged, step):
+  """Moves damaged checkpoints away, so that their steps can be saved again."""
+  def move():
+    for bad, reason in damaged.items():
+      place = pathlib.Path(manager.directory).parent / f"damaged_{bad}"
+      shutil.rmtree(place, ignore_errors=True)
+      os.rename(pathlib.Path(manager.directory) / str(bad), place)
+      reason = str(reason).split("\n")[0][:100] or type(reason).__name__
+      print(f"warning: the checkpoint of step {bad} is damaged ({reason}): it "
+            f"was moved to {place}, and the run goes on from step {step}",
+            file=sys.stderr)
+
+  if damaged:
+    processes.by_the_first(move)
+    manager.reload()
