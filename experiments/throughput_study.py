@@ -54,7 +54,7 @@ _PROMPTS = shared.prompts("code,docstrings,tests,prose")
 _FIELD = shared.prompt_field()
 _PROMPT_TOKENS = shared.prompt_tokens(64, "of the longest prompts, at least 8")
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 32, "of a text, on average; four times as many at most", 4)
+    "new_tokens", 40, "of a text, on average; four times as many at most", 4)
 _TEMPERATURE = shared.temperatures("0,0.6,1", "of the requests, in turn")
 _SEED = shared.seed("of the prompts, the lengths, the arrivals and of sampling")
 _DTYPE = shared.dtype()
