@@ -23,6 +23,7 @@ def _read(path):
 @pytest.mark.parametrize("path", _NOTEBOOKS[1:], ids=lambda path: path.stem)
 def test_notebook_runs(path):
   """A notebook that stops halfway is the first thing a newcomer sees."""
+  scripts.make_room()
   module = types.ModuleType(path.stem)
   with (pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(),
         contextlib.redirect_stdout(io.StringIO())):
