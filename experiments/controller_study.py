@@ -80,18 +80,6 @@ class _Together:
     return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
 
 
-def _sizes(values):
-  """The batch sizes of the flag, sorted."""
-  try:
-    sizes = sorted({int(size) for size in values})
-  except ValueError:
-    sizes = []
-  if not sizes or sizes[0] < 1:
-    raise ValueError(f"--batch is {','.join(values)!r}; give whole numbers of "
-                     "at least 1 between commas, such as 1,4,16")
-  return sizes
-
-
 def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
   """{length or "controller": arm}."""
   alone = dataclasses.replace(
@@ -150,7 +138,7 @@ def _print_table(rows):
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   lengths = common.draft_lengths("--lengths", _LENGTHS.value)
-  batches = _sizes(_BATCH.value)
+  batches = common.batch_sizes("--batch", _BATCH.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as ngram"))
   target, members, tokenizer = models.load_models(

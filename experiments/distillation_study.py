@@ -126,7 +126,10 @@ def _trained(loss, seed, first, target, rows, directory, reference):
 
 def _measured(decoder, params, prompts):
   """{rule: (accepted tokens, rounds) of every prompt}, `[P]` each."""
-  state = decoder.prefill(params, list(prompts), jax.random.key(_SEED.value))
+  room = _ROUNDS.value * decoder.num_nodes
+  state = decoder.prefill(
+      params, list(prompts), jax.random.key(_SEED.value),
+      limits=min(prompts.shape[1] + room, decoder.context_length))
   _, stats = decoder.decode(params, state, rounds=_ROUNDS.value)
   sj.raise_if_not_finite(stats)
   accepted = np.asarray(stats.expected, np.float64).sum(0)

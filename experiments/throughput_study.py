@@ -124,7 +124,7 @@ class _Arms:
 
 
 def _sizes():
-  return tuple(common.draft_lengths("--slots", _SLOTS.value))
+  return tuple(common.batch_sizes("--slots", _SLOTS.value))
 
 
 def _different(found, requests, alone):

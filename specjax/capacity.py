@@ -73,8 +73,17 @@ def until(one: Any, params: Any, state: DecodeState, whole: int
     slots = state.tokens.shape[1]
     more = min(2 * slots, whole) if slots < whole else 2 * slots
     state, added, ended = _until(one, params, grow(one, params, state, more))
-    stats = jax.tree.map(rounds.add, stats, added)
+    stats = _added(stats, added)
   return state, stats
+
+
+def _added(stats, more):
+  """Both together; some texts of the checks name the slots, which differ."""
+  checks = stats.checks and {
+      text: stats.checks.get(text, True) & more.checks.get(text, True)
+      for text in {**stats.checks, **more.checks}}
+  return jax.tree.map(rounds.add, stats.replace(checks=None),
+                      more.replace(checks=None)).replace(checks=checks)
 
 
 @functools.partial(jax.jit, static_argnames="one", donate_argnames="state")

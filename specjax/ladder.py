@@ -174,7 +174,7 @@ class Ladder:
     N V numbers that are read and written a few times cost a few percent of a
     round in which an n-gram finds nothing.
     """
-    if not self._certain:
+    if not self._packs:
       return draft
     own = jnp.take_along_axis(  # padding may have a token that is none
         draft.probs, draft.tokens[..., None], axis=-1, mode="fill",
@@ -183,15 +183,17 @@ class Ladder:
 
   def _unpacked(self, draft):
     """The draft that `_packed` was given."""
-    if not self._certain:
+    if not self._packs:
       return draft
     chosen = jnp.arange(self.rungs[0].target.vocab_size) == draft.tokens[
         ..., None]
     return draft.replace(probs=jnp.where(chosen, draft.probs[..., None], 0))
 
   @property
-  def _certain(self):
-    return "certain" in contract.capabilities(self.drafter)
+  def _packs(self):
+    # What a drafter wrongly declares must not be mended before it is checked.
+    return not self.rungs[0].debug and (
+        "certain" in contract.capabilities(self.drafter))
 
   def _needed(self, draft, done, chosen):
     """`[]` int32, the lowest rung that holds all that was drafted."""

@@ -213,7 +213,7 @@ class Round:
           rule.figures(draft, probs, None, rule.by_row(draft, probs), depths)
           for rule in self.observers]
       expected, survival = map(jnp.stack, zip(*figures))
-      whole = self.rule.law(draft, probs, memory) if self.debug else None
+      whole = law.law() if self.debug else None
       return (verdict, expected, survival, law.stop.sum() + row.sum(), whole)
 
     return jax.vmap(one)(state.verifier, draft, probs, depths,

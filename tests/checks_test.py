@@ -56,6 +56,16 @@ class _Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Rows(_Rule):
+  """Its law is right, and what is drawn from is not."""
+
+  def by_row(self, draft, target_probs):
+    law = self.law(draft, target_probs)
+    return sj.LawByRow(stop=law.stop, next_row=lambda node: 0.5 * (
+        law.next_row(node)))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Survives(_Rule):
 
   def survival(self, draft, target_probs):
@@ -190,6 +200,7 @@ def test_slips_of_a_model(spoil, words):
      "stop of the verifier _Rule is no law"),
     (_Drafter(), _Rule(lambda x: x.replace(next_token=0.9 * x.next_token)),
      "next_token of the verifier _Rule"),
+    (_Drafter(), _Rows(), "next_token of the verifier _Rows"),
 ])
 def test_debug_sees_values(drafter, rule, words):
   # Broken: what is no law biases the text in silence.
@@ -219,7 +230,7 @@ def test_debug_sees_a_commit_beyond_the_capacity():
   state = decoder.prefill(_PARAMS, [[1]], jax.random.key(0), limits=9)
   state = state.replace(limits=state.limits + 500)
   with pytest.raises(ValueError, match="no room for 3 nodes in 128 slots"):
-    decoder.decode_until(_PARAMS, state)
+    decoder.decode(_PARAMS, state, rounds=127)
 
 
 def test_bad_rows():

@@ -123,3 +123,17 @@ def test_what_cannot_grow_is_refused():
     decoder.grow(params, state, 128)
   with pytest.raises(ValueError, match="_Ring says"):
     ring.grow(params, state, 512)
+
+
+def test_values_are_checked_while_slots_double():
+  # Broken: the checks of a program do not fit together with the next one's.
+  model = testing.MarkovModel(VOCAB, context_length=500)
+  decoder = sj.Decoder(
+      target=model, drafter=sj.drafters.Empty(), debug=True,
+      verifier=sj.verifiers.TargetWalk())
+  text = decoder.generate(
+      {"target": model.init(jax.random.key(0))}, [[1]], jax.random.key(1),
+      max_new_tokens=200, grows=True)
+  assert len(text.tokens[0]) == 201
+  assert any("in 128 slots" in said for said in text.stats.checks)
+  assert any("in 256 slots" in said for said in text.stats.checks)

@@ -219,6 +219,18 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
   return gammas
 
 
+def batch_sizes(flag: str, values: list[str]) -> list[int]:
+  """The batch sizes of a list flag, sorted, each at least 1."""
+  try:
+    sizes = sorted({int(size) for size in values})
+  except ValueError:
+    sizes = []
+  if not sizes or sizes[0] < 1:
+    raise ValueError(f"{flag} is {','.join(values)!r}; give whole numbers of "
+                     "at least 1 between commas, such as 1,4,16")
+  return sizes
+
+
 def numbers(flag: str, values: list[str]) -> list[float]:
   """The numbers of a list flag, each once."""
   given(flag, values, "numbers between commas, such as 1,0.6")

@@ -140,16 +140,16 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
   groups = {}
   for unit in units:
     groups.setdefault(group_of(unit), []).append(unit)
-  longest = max((prompt_of(unit)[0] for unit in units), key=len)
   runs, decoders = {}, set()
   with (files.naming(path), open(path, "ab") as f,
         tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
                   dynamic_ncols=True) as bar):
     for group, mine in groups.items():
       left = sum(unit not in found for unit in mine)
+      longest = max((prompt_of(unit)[0] for unit in mine), key=len)
 
       @functools.cache
-      def arms(group=group, left=left):
+      def arms(group=group, left=left, longest=longest):
         """Made when the first unit of the group needs them."""
         made = make_arms(group)
         new = {arm.program for arm in made.values()}
