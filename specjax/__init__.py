@@ -21,6 +21,8 @@ from specjax.decoder import Generation
 from specjax.decoder import raise_if_not_finite
 from specjax.kv_cache import KVCache
 from specjax.models import zoo
+from specjax.paged_cache import Paged
+from specjax.paged_cache import Pool
 from specjax.sampling import LogitsTransform
 from specjax.types import Cache
 from specjax.types import DecodeState
@@ -52,6 +54,8 @@ __all__ = [
     "LogitsTransform",
     "ModelFn",
     "ModelOutput",
+    "Paged",
+    "Pool",
     "Prompt",
     "RoundStats",
     "Trace",

@@ -122,7 +122,10 @@ def grow(one: Any, params: Any, state: DecodeState, capacity: int
   form = jax.eval_shape(
       functools.partial(rounds.start, one), params, prompt, state.limits,
       state.keys, state.temperature, state.eos)
-  return jax.tree.map(_longer, state, form)
+  grows = lambda node: hasattr(node, "grow")
+  return jax.tree.map(
+      lambda x, like: x.grow(like, _longer) if grows(x) else _longer(x, like),
+      state, form, is_leaf=grows)
 
 
 def _check_grows(one):

@@ -121,7 +121,12 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
 
 
 def check_rows(name: str, tree: Any, batch: int) -> None:
-  """Checks that every leaf of a state has the rows B as its first axis."""
+  """Checks that every leaf of a state has the rows B as its first axis.
+
+  Of a cache that says by `with_rows` where its rows are, the lengths must.
+  """
+  own = lambda node: hasattr(node, "with_rows")
+  tree = jax.tree.map(lambda x: x.lengths if own(x) else x, tree, is_leaf=own)
   for path, x in jax.tree.leaves_with_path(tree):
     if jnp.ndim(x) < 1 or jnp.shape(x)[0] != batch:
       raise ValueError(

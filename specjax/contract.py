@@ -70,6 +70,13 @@ are
              told at once.
   after      `(x) -> cache`: the same, when a `Transformer` has computed the
              hidden states x from it; see `KVCache.after`.
+  with_rows  `(slots [R], fresh) -> cache`: the same with the R rows of another
+             cache in the place of some, see `Decoder.insert`. Default: every
+             leaf has the rows B first.
+  grow       `(form, longer) -> cache`: the same with more slots in every row.
+             `form` is the shapes of an empty cache of that capacity, and
+             `longer(array, form)` an array with zeros after its end. Default:
+             these zeros, see `Decoder.grow`.
 """
 
 from collections.abc import Iterable

@@ -99,6 +99,8 @@ class KVCache:
   block_v: tuple[jax.Array | None, ...] = ()
   held: jax.Array | None = None
 
+  table = None  # of pages, which this cache has not; see `paged_cache`
+
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
             head_dim: int, dtype: Any) -> "KVCache":
@@ -154,7 +156,7 @@ class KVCache:
     past = attention.past_attention(
         query, self.k[layer], self.v[layer], self.in_slots, window=window,
         positions=self.lengths[:, None] + depths if window else None,
-        softcap=softcap)
+        table=self.table, softcap=softcap)
     block = attention.block_attention(
         query, self.block_k[layer], self.block_v[layer],
         self.in_block(ancestors, window), softcap=softcap)
@@ -232,9 +234,9 @@ class KVCache:
     The tokens count as committed by `commit` and `rollback` as ever; `settle`
     writes them. What was in a block before is dropped.
     """
-    batch, heads, _, dim = self.k[0].shape
+    rows, (_, heads, _, dim) = len(self.lengths), self.k[0].shape
     zeros = lambda: tuple(
-        jnp.zeros((batch, heads, size, dim), x.dtype) for x in self.k)
+        jnp.zeros((rows, heads, size, dim), x.dtype) for x in self.k)
     return self.replace(block_k=zeros(), block_v=zeros(), held=self.lengths)
 
   def settle(self) -> "KVCache":
@@ -249,11 +251,14 @@ class KVCache:
     if not self.block_k:
       return self.replace(lengths=lengths)
     write = lambda arrays, blocks: tuple(
-        _write_rows(old, take(new), self.lengths)
-        for old, new in zip(arrays, blocks))
+        self._put(old, take(new)) for old, new in zip(arrays, blocks))
     return self.replace(
         k=write(self.k, self.block_k), v=write(self.v, self.block_v),
         lengths=lengths, block_k=(), block_v=(), held=None)
+
+  def _put(self, slots, block):
+    """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
+    return _write_rows(slots, block, self.lengths)
 
   def specs(self, axis: str, rows: str | None = None) -> "KVCache":
     """How a mesh splits the cache: heads over `axis`, B over `rows`.

@@ -311,4 +311,7 @@ def start(parts: Round, params, prompt, limits, keys, temperature, eos):
 @functools.partial(jax.jit, donate_argnames="state")
 def insert(state, slots, fresh):
   """`Decoder.insert`, compiled."""
-  return jax.tree.map(lambda all, new: all.at[slots].set(new), state, fresh)
+  own = lambda node: hasattr(node, "with_rows")
+  return jax.tree.map(
+      lambda all, new: (all.with_rows(slots, new) if own(all) else
+                        all.at[slots].set(new)), state, fresh, is_leaf=own)

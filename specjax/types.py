@@ -298,9 +298,9 @@ class Cache(Protocol):
   cache keeps where it likes: in slots after `lengths`, or beside them. The
   loop asks for `lengths`, `commit` and `rollback`; a `Transformer` also for the
   others, so that another layout or kernel is another class with a constructor
-  like `KVCache.empty`. The cache is a pytree whose leaves have B first, and
-  after `commit` and `rollback` it has the structure that it began with. What it
-  may have besides is told in `specjax.contract`.
+  like `KVCache.empty`. The cache is a pytree whose leaves have B first (one of
+  pages says otherwise), and after `commit` and `rollback` it has the structure
+  that it began with. What it may have besides is told in `specjax.contract`.
   """
 
   lengths: jax.Array

@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+import specjax as sj
 from specjax import attention
+from specjax import testing
 from specjax.attention import plain
 from specjax.attention import tpu
 
@@ -188,6 +190,25 @@ def test_a_gpu_attends_by_cudnn(monkeypatch):
         attention.past_attention, positions=positions, window=window),
                     *operands)
     assert ("__cudnn$fmhaSoftmax" in text) == fits
+
+
+def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch):
+  # Broken: a round does not reach a GPU, or reads the past by plain attention.
+  monkeypatch.setattr(cudnn, "cuda_versions", types.SimpleNamespace(
+      cudnn_get_version=lambda: 91200))
+  pair = testing.tiny_pair(5)
+  decoder = sj.Decoder(
+      target=pair.target, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.LanguageModel(model=pair.drafter, gamma=2))
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.params)
+  prompt = sj.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),
+                     lengths=jnp.ones((2,), jnp.int32), capacity=128)
+  state = jax.eval_shape(
+      lambda params: decoder.start(
+          params, prompt, jnp.full((2,), 9),
+          jax.random.split(jax.random.key(0, impl="threefry2x32"), 2)), params)
+  text = _lowered(decoder.decode_round, params, state)
+  assert "__cudnn$fmhaSoftmax" in text
 
 
 def _compile():
