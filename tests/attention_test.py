@@ -218,24 +218,28 @@ def _compile():
   found = {}
   for name, shape, size, dim, window in (
       ("whole", (1, 1), 5, 128, 0), ("split by heads", (1, 4), 5, 64, 0),
-      ("split by both", (2, 2), 64, 64, 1024)):
+      ("split by both", (2, 2), 64, 64, 1024), ("pages", (1, 4), 5, 128, 0)):
     mesh = Mesh(np.array(devices[:math.prod(shape)]).reshape(shape),
                 ("data", "model"))
     array = lambda sizes, dtype, *spec, mesh=mesh: jax.ShapeDtypeStruct(
         sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
-    cache = array((8, 8, 2048, dim), jnp.bfloat16, "data", "model")
+    cache, table = array((8, 8, 2048, dim), jnp.bfloat16, "data", "model"), None
+    if name == "pages":
+      cache = array((129, 8, 128, dim), jnp.bfloat16, None, "model")
+      table = array((8, 16), jnp.int32, "data")
 
-    def attend(weights, query, k, v, lengths, positions, window=window):
+    def attend(weights, query, k, v, lengths, positions, table, window=window):
       # Work before it, in which the compiler would fetch what comes next.
       query = jnp.einsum("bshd,hde->bshe", query, weights)
       return attention.past_attention(
-          query, k, v, lengths, positions=positions, window=window)
+          query, k, v, lengths, positions=positions, table=table,
+          window=window)
 
     hlo = jax.jit(attend).lower(
         array((32, dim, dim), jnp.bfloat16, "model"),
         array((8, size, 32, dim), jnp.bfloat16, "data", None, "model"),
         cache, cache, array((8,), jnp.int32, "data"),
-        array((8, size), jnp.int32, "data")).compile().as_text()
+        array((8, size), jnp.int32, "data"), table).compile().as_text()
     local = math.prod(cache.sharding.shard_shape(cache.shape))
     moved = [kind for sizes, kind in re.findall(
         r" = \(?bf16\[([\d,]+)\]\S* ([a-z-]+)\(", hlo)
