@@ -16,8 +16,8 @@ Run it while nothing else runs:
                        verification
   autoregressive_loop  decoding with an empty draft over a bare scan
   pass_cost            a pass over 5, 9, 17 tokens over a pass over one
-  tree_law             the law of a tree of 64 nodes under a tree verifier over
-                       a pass of the target over them, batch 1 and 8
+  tree_law             the verdict on a tree of 64 nodes of a tree verifier
+                       over a pass of the target over them, batch 1 and 8
   training             (forward pass of the target + forward and backward of
                        four Medusa heads) alone over a training step of the
                        heads: the share of the best possible throughput; of the
@@ -134,7 +134,7 @@ def _rounds(target, drafter, params, verifier, capacity, used, placement):
 
 
 def _tree_law(verifier, vocab_size, batch):
-  """The law of `batch` trees, drawn as the verifier wants them drawn."""
+  """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
   draw = {"iid": children.iid, "conditional": children.without_replacement}.get(
@@ -155,9 +155,13 @@ def _tree_law(verifier, vocab_size, batch):
         sj.LogitsTransform())
     return sj.Draft.tree(0, jnp.array(parents, jnp.int32), tokens, probs)
 
-  data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits))
-  law = jax.vmap(verifier.law)
-  return Timed(lambda data, _: law(*data), data, law(*data), steps=1)
+  data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits),
+          jax.random.uniform(jax.random.key(2),
+                             (batch, sj.sampling.VERDICT_COINS)))
+  rule = sj.contract.rule(verifier)
+  judge = jax.vmap(lambda draft, probs, coins: sj.sampling.sample_outcome(
+      rule.by_row(draft, probs), draft, coins))
+  return Timed(lambda data, _: judge(*data), data, judge(*data), steps=1)
 
 
 def _training(target, params):
