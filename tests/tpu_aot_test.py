@@ -116,6 +116,17 @@ def _shapes(tree):
   return {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
 
 
+def _kept(name, *texts):
+  """The file of an answer about these texts, of this compiler."""
+  key = hashlib.sha256("\0".join([
+      *texts, pathlib.Path(__file__).read_text("utf-8"),
+      *map(importlib.metadata.version, ("jax", "jaxlib", "libtpu"))
+  ]).encode()).hexdigest()
+  directory = (os.environ.get("JAX_COMPILATION_CACHE_DIR")
+               or tempfile.mkdtemp())
+  return pathlib.Path(directory, f"{name}-{key}.json")
+
+
 def _report(traced, held, state_bytes):
   """Compiles, and answers what the tests ask about the program.
 
@@ -125,13 +136,7 @@ def _report(traced, held, state_bytes):
   from specjax import files
   lowered = traced.lower()
   stable = lowered.as_text()
-  key = hashlib.sha256("\0".join([
-      stable, pathlib.Path(__file__).read_text("utf-8"),
-      *map(importlib.metadata.version, ("jax", "jaxlib", "libtpu"))
-  ]).encode()).hexdigest()
-  directory = (os.environ.get("JAX_COMPILATION_CACHE_DIR")
-               or tempfile.mkdtemp())
-  kept = pathlib.Path(directory, f"tpu-report-{key}.json")
+  kept = _kept("tpu-report", stable)
   if not kept.exists():
     files.write_json(
         kept, _compiled_report(lowered, stable, held, state_bytes))
@@ -263,8 +268,29 @@ def _compile(name):
   print(json.dumps(report))
 
 
-@pytest.fixture(scope="module", params=list(_PAIRS))
-def report(request):
+def _round(capacity):
+  """Compiles the round of two layers each; prints what it moves and holds.
+
+  The answer is kept as in `_report`.
+  """
+  from specjax import files
+  sys.path.append(str(_ROOT / "experiments"))
+  from lib import tpu_rounds
+
+  setting = tpu_rounds.Setting(layers=(2, 2), capacity=int(capacity))
+  lowered, params, state = tpu_rounds.lowered(setting)
+  kept = _kept("tpu-round", lowered.as_text(), *(
+      pathlib.Path(_ROOT, "experiments/lib", name).read_text("utf-8")
+      for name in ("hlo.py", "tpu_rounds.py")))
+  if not kept.exists():
+    compiled = lowered.compile()
+    files.write_json(kept, tpu_rounds.figures(
+        setting, compiled.as_text(), compiled.memory_analysis(), params, state))
+  print(kept.read_text("utf-8").strip())
+
+
+def _answer(question):
+  """What this file, run as a script, prints in answer."""
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
   environment = dict(
@@ -276,10 +302,29 @@ def report(request):
       ALLOW_MULTIPLE_LIBTPU_LOAD="1")
   environment.pop("XLA_FLAGS", None)
   done = subprocess.run(
-      [sys.executable, __file__, request.param], env=environment, cwd=_ROOT,
+      [sys.executable, __file__, question], env=environment, cwd=_ROOT,
       capture_output=True, text=True, timeout=600, check=False)
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=list(_PAIRS))
+def report(request):
+  return _answer(request.param)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_a_round_reads_its_caches_and_writes_what_is_new(capacity):
+  # Broken: a pass writes to the cache, whose layers are then copied to another
+  # layout and back for each of them, or reads the slots that are not in use.
+  found = _answer(f"round:{capacity}")
+  assert not found["copied"], found["copied"]
+  for used, most in ((capacity, 1.1), (128, 1.15)):
+    share = used / capacity
+    moved = found["moved"] + share * found["inside"]
+    assert moved < most * (found["weights"] + share * found["used"]), found
+  assert found["temporaries"] < found["law"] + 0.05 * found["cache"], found
 
 
 @pytest.mark.timeout(600)
@@ -338,4 +383,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_named():
 
 
 if __name__ == "__main__":
-  _compile(sys.argv[1])
+  if sys.argv[1].startswith("round:"):
+    _round(sys.argv[1].removeprefix("round:"))
+  else:
+    _compile(sys.argv[1])

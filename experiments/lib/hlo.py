@@ -104,10 +104,14 @@ class Program:
 
   def traffic(self, times: int, where: str, op: Op) -> int:
     """Bytes that an operation of `executed` moves to and from main memory."""
-    return times * sum(self._moved(where, op))
+    return times * sum(self.read(where, op) + self.written(where, op))
 
+  @functools.cached_property
   def total(self) -> int:
-    """Bytes that the program moves to and from main memory."""
+    """Bytes that the program moves to and from main memory.
+
+    Custom calls, such as kernels, are not looked into.
+    """
     return sum(self.traffic(*one) for one in self.executed)
 
   def _run(self, name, times) -> Iterator[tuple[int, str, Op]]:
@@ -137,37 +141,55 @@ class Program:
     counted = any(op.root and "direction=LT" in op.rest for op in ops)
     return ends[0] if counted and len(ends) == 1 else 1
 
-  def _moved(self, where, op) -> list[int]:
-    """Bytes of each array that an operation reads or writes."""
-    ops = self._by_name[where]
-    operands = [ops[name].shape for name in op.operands if name in ops]
+  def read(self, where: str, op: Op) -> list[int]:
+    """Bytes of what an operation reads from main memory."""
+    operands = self.operands(where, op)
     if op.kind in _FREE or op.kind.endswith("-done"):
       return []
     if op.kind == "slice-start":  # (operand, slice, flag)
       return [sizes(op.shape, memory=False)[-2]]
-    if op.kind == "copy-start":  # (result, operand, flag)
-      return sizes(op.shape)[:-1]
-    if op.kind.endswith("-start"):
-      return sum(map(sizes, operands), [])
     if op.kind == "fusion":
-      return self._fused(op, operands)
+      return self._fusion_reads(op, operands)
     if op.kind in _SPARSE:
-      return self._sparse(op, operands)
-    return sum(map(sizes, [op.shape, *operands]), [])
+      part = 0 if op.kind == "dynamic-update-slice" else sum(
+          sizes(op.shape, memory=False)) * any(sizes(operands[0]))
+      return sum(map(sizes, operands[1:]), [part])
+    return sum(map(sizes, operands), [])
 
-  def _sparse(self, op, operands):
-    """What is read of a table, or written of one in place."""
-    small = sum(map(sizes, operands[1:]), [])
-    if op.kind == "dynamic-update-slice":
-      table = [bool(n) for n in sizes(operands[0])]
-      return small + [sum(sizes(operands[1], memory=False)) * any(table)]
-    read = sum(sizes(op.shape, memory=False)) * any(sizes(operands[0]))
-    return small + sizes(op.shape) + [read]
+  def written(self, where: str, op: Op) -> list[int]:
+    """Bytes of each array that an operation writes to main memory.
 
-  def _fused(self, op, operands):
-    """What a fusion reads and writes; its inner results are nowhere."""
+    An update in place writes what is new.
+    """
+    if op.kind in _FREE or op.kind.endswith("-done"):
+      return []
+    if op.kind == "copy-start":  # (result, operand, flag)
+      return sizes(op.shape)[:1]
+    if op.kind.endswith("-start"):  # its end is where it is written
+      return []
+    root, named = op, self._by_name[where]
+    if op.kind == "fusion":
+      named = self._by_name[op.called("calls")]
+      [root] = [one for one in named.values() if one.root]
+    results = ([named[name] for name in root.operands]
+               if root.kind == "tuple" else [root])
+    found = []
+    for result, size in zip(results, sizes(op.shape)):
+      while result.kind == "bitcast":
+        result = named[result.operands[0]]
+      if size and result.kind == "dynamic-update-slice":
+        size = sum(sizes(named[result.operands[1]].shape, memory=False))
+      found.append(size)
+    return found
+
+  def operands(self, where: str, op: Op) -> list[str]:
+    """The shapes of an operation's operands."""
+    named = self._by_name[where]
+    return [named[name].shape for name in op.operands if name in named]
+
+  def _fusion_reads(self, op, operands):
+    """What a fusion reads; of a table of which it takes a part, the part."""
     inner = self.computations[op.called("calls")]
-    named = self._by_name[op.called("calls")]
     users = {}
     for one in inner:
       for i, name in enumerate(one.operands):
@@ -181,7 +203,7 @@ class Program:
         else:
           yield i, one
 
-    moved = []
+    read = []
     for one in inner:
       if one.kind != "parameter":
         continue
@@ -191,14 +213,5 @@ class Program:
           i == 0 and user.kind in _SPARSE for i, user in found):
         whole = [0 if user.kind == "dynamic-update-slice" else
                  sum(sizes(user.shape, memory=False)) for _, user in found]
-      moved += whole
-    [root] = [one for one in inner if one.root]
-    results = ([named[name] for name in root.operands]
-               if root.kind == "tuple" else [root])
-    for result, size in zip(results, sizes(op.shape)):
-      while result.kind == "bitcast":
-        result = named[result.operands[0]]
-      if size and result.kind == "dynamic-update-slice":
-        size = sum(sizes(named[result.operands[1]].shape, memory=False))
-      moved.append(size)
-    return moved
+      read += whole
+    return read

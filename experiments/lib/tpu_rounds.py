@@ -1,0 +1,145 @@
+"""Rounds of Llama's shapes, compiled for a TPU v5e 2x2 that is not there.
+
+libtpu reads its environment when it is loaded, see
+`experiments/runs/tpu_rounds.py`.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+
+from lib import hlo
+import specjax as sj
+from specjax.models import sharding
+
+_KERNEL = "tpu_custom_call"
+_CHIPS = 4  # all of them split the models
+_LLAMA = dict(vocab_size=128256, context_length=1 << 16, rope_theta=500_000.0)
+_TARGET = dict(_LLAMA, width=4096, heads=32, kv_heads=8, head_dim=128,
+               mlp_width=14336, tie_embeddings=False)  # 8B: 32 layers
+_DRAFTER = dict(_LLAMA, width=2048, heads=32, kv_heads=8, head_dim=64,
+                mlp_width=8192)  # 1B: 16 layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+  """A round to compile, in bfloat16.
+
+  Attributes:
+    layers: of the target and of the drafter.
+    capacity: C.
+    batch: B.
+    gamma: drafted tokens of a chain, verified by `Block`.
+    parents: a tree in its stead, drafted top_k and verified by `Traversal`.
+  """
+
+  layers: tuple[int, int]
+  capacity: int
+  batch: int = 8
+  gamma: int = 4
+  parents: tuple[int, ...] = ()
+
+  def decoder(self) -> sj.Decoder:
+    """The decoder."""
+    target, drafter = (
+        sj.models.Transformer(sj.models.TransformerConfig(**shape, layers=n))
+        for shape, n in zip((_TARGET, _DRAFTER), self.layers))
+    if self.parents:
+      return sj.Decoder(
+          target=target, verifier=sj.verifiers.Traversal(),
+          drafter=sj.drafters.TreeLanguageModel(
+              model=drafter, parents=self.parents))
+    return sj.Decoder(
+        target=target, verifier=sj.verifiers.Block(),
+        drafter=sj.drafters.LanguageModel(model=drafter, gamma=self.gamma))
+
+
+def lowered(setting: Setting):
+  """The round, lowered for the chips, and its arguments' shapes there.
+
+  Returns:
+    `(lowered, params, state)`, the last two with shardings.
+  """
+  decoder, rows = setting.decoder(), setting.batch
+  weights = lambda model: jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+      jax.eval_shape(model.init, jax.random.key(0)))
+  params = {"target": weights(decoder.target),
+            "drafter": weights(decoder.drafter.model)}
+
+  def start(params, keys):
+    ones = jnp.ones((rows,), jnp.int32)
+    caches = [model.init_cache(params[name], rows, setting.capacity)
+              for name, model in (("target", decoder.target),
+                                  ("drafter", decoder.drafter.model))]
+    return sj.DecodeState(
+        tokens=jnp.zeros((rows, setting.capacity), jnp.int32), lengths=ones,
+        limits=ones, done=ones > 0, keys=keys, rounds=ones,
+        temperature=jnp.ones((rows,), jnp.float32),
+        eos=jnp.full((rows, 1), -1, jnp.int32), target_cache=caches[0],
+        drafter=caches[1])
+
+  keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
+  state = jax.eval_shape(start, params, keys)
+  chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+  mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
+  shardings = sharding.decode_shardings(decoder, params, state, mesh)
+  place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+  params, state = jax.tree.map(place, (params, state), shardings)
+  traced = jax.jit(
+      decoder.decode_round, donate_argnames="state",
+      out_shardings=(shardings[1], None)).trace(params, state)
+  return traced.lower(), params, state
+
+
+def on_a_chip(tree) -> int:
+  """Bytes of a tree of shapes with shardings on one chip."""
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+             for x in jax.tree.leaves(tree))
+
+
+def figures(setting: Setting, text: str, memory, params, state) -> dict:
+  """What a compiled round moves and holds, in bytes of one chip.
+
+  Args:
+    setting: of the round.
+    text: the optimised program.
+    memory: `memory_analysis` of it.
+    params: as `lowered` returned them.
+    state: likewise.
+
+  Returns:
+    `weights` and `used`, what the passes must read of weights and full caches;
+    `cache`, what both caches hold; `law`, a law for every node of the batch, on
+    all chips; `moved` by the program and `inside` its kernels, were all slots
+    in use; `copied`, what writes a whole layer of a cache; `loops`, `cycles`,
+    as the compiler estimates; `temporaries`.
+  """
+  program = hlo.Program(text)
+  passes = (len(set(sj.trees.depths(setting.parents)))
+            if setting.parents else setting.gamma)
+  nodes = len(setting.parents) or setting.gamma + 1
+  weights = dict(params["target"])
+  del weights["embedding"]  # a few of its rows are gathered, it is not read
+  caches = state.target_cache, state.drafter
+  leaves = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
+  # A kernel takes a cache as it lies, and reads the slots in use.
+  inside = [max(sizes) for times, where, op in program.executed
+            if _KERNEL in op.rest for _ in range(times)
+            if (sizes := [n for shape in program.operands(where, op)
+                          for n in hlo.sizes(shape)])]
+  copied = [op.name for _, where, op in program.executed
+            if leaves & set(program.written(where, op))]
+  return {
+      "weights": on_a_chip(weights) + passes * on_a_chip(params["drafter"]),
+      "used": on_a_chip(caches[0]) + passes * on_a_chip(caches[1]),
+      "cache": on_a_chip(caches),
+      "law": 4 * setting.batch * nodes * _LLAMA["vocab_size"],
+      "moved": program.total, "inside": 2 * sum(inside), "copied": copied,
+      "loops": program.loops, "cycles": program.cycles,
+      "temporaries": memory.temp_size_in_bytes}
