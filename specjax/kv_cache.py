@@ -153,14 +153,13 @@ class KVCache:
       `[B, S, G * H, D]`.
     """
     depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
-    past = attention.past_attention(
-        query, self.k[layer], self.v[layer], self.in_slots, window=window,
+    out = attention.attend(
+        query, self.k[layer], self.v[layer], self.in_slots,
+        self.block_k[layer], self.block_v[layer],
+        self.in_block(ancestors, window), window=window, softcap=softcap,
         positions=self.lengths[:, None] + depths if window else None,
-        table=self.table, softcap=softcap)
-    block = attention.block_attention(
-        query, self.block_k[layer], self.block_v[layer],
-        self.in_block(ancestors, window), softcap=softcap)
-    return attention.merge(past, block)[0].astype(self.v[layer].dtype)
+        table=self.table)
+    return out.astype(self.v[layer].dtype)
 
   @property
   def in_slots(self) -> jax.Array:

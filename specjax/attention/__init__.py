@@ -1,10 +1,12 @@
 """Attention over a cache that a pass only reads, by platform.
 
+  attend           over both of the following, with one softmax
   past_attention   over the committed tokens, which all queries see
   block_attention  within the block of a pass, by a mask
   merge            of the two
 
-Each returns a part: the output, and the logarithm of the sum of the weights.
+The last three return a part: the output, and the logarithm of the sum of the
+weights.
 """
 
 import functools
@@ -16,7 +18,38 @@ from specjax.attention.plain import block_attention
 from specjax.attention.plain import merge
 from specjax.attention.plain import Part
 
-__all__ = ["Part", "block_attention", "merge", "past_attention"]
+__all__ = ["Part", "attend", "block_attention", "merge", "past_attention"]
+
+
+# Under a jit of its own, so that all layers of a model share a trace.
+@functools.partial(jax.jit, static_argnames=("window", "softcap"))
+def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+           block_k: jax.Array, block_v: jax.Array, visible: jax.Array, *,
+           positions: jax.Array | None = None, table: jax.Array | None = None,
+           window: int = 0, softcap: float = 0.0) -> jax.Array:
+  """Attention of S tokens over the committed slots and the block of a pass.
+
+  On a CPU one softmax is over both; elsewhere two parts are merged.
+
+  Args:
+    query: `[B, S, H * G, D]`, G query heads for each key-value head.
+    k: see `past_attention`.
+    v: see `past_attention`.
+    lengths: see `past_attention`.
+    block_k: `[B, H, T, D]`.
+    block_v: `[B, H, T, D]`.
+    visible: `[B or 1, S, T]` bool, which tokens of the block a query sees.
+    positions: see `past_attention`.
+    table: see `past_attention`.
+    window: see `past_attention`; for the block `visible` says it.
+    softcap: see `past_attention`.
+
+  Returns:
+    `[B, S, H * G, D]`, float32 at least.
+  """
+  return platforms.attend(
+      query, k, v, lengths, block_k, block_v, visible, positions, table,
+      window=window, softcap=softcap)
 
 
 # Under a jit of its own, so that all layers of a model share a trace.

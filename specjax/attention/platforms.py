@@ -1,4 +1,4 @@
-"""One operation that is lowered differently for every platform.
+"""Operations that are lowered differently for every platform.
 
 `jax.lax.platform_dependent` would trace all versions wherever one is lowered,
 and a kernel takes a tenth of a second to trace. Here a version is traced where
@@ -26,60 +26,112 @@ def _tpu(*operands, **options):
   return tpu.past_attention(*operands, **options)
 
 
-def _named(attend):
-  """A version that is told which operands are there."""
-  def with_operands(query, k, v, lengths, *more, placed, paged, **options):
-    positions = more[0] if placed else None
-    return attend(query, k, v, lengths, positions, more[-1] if paged else None,
-                  **options)
+def _merged(query, k, v, lengths, block_k, block_v, visible, positions, table,
+            *, window, softcap):
+  """`attention.attend` by its two parts, the past as its platform has it."""
+  past = past_attention(query, k, v, lengths, positions, table, window=window,
+                        softcap=softcap)
+  block = plain.block_attention(query, block_k, block_v, visible,
+                                softcap=softcap)
+  return plain.merge(past, block)[0]
+
+
+def _plain(query, k, v, lengths, block_k, block_v, visible, positions, table,
+           *, window, softcap):
+  """`_merged` in plain XLA, which has a derivative."""
+  past = plain.whole(query, k, v, lengths, positions, table, window=window,
+                     softcap=softcap)
+  block = plain.block_attention(query, block_k, block_v, visible,
+                                softcap=softcap)
+  return (plain.merge(past, block)[0],)
+
+
+def _named(attend, count):
+  """A version that is told which of two operands are there after `count`."""
+  def with_operands(*operands, placed, paged, **options):
+    more = operands[count:]
+    return attend(*operands[:count], more[0] if placed else None,
+                  more[-1] if paged else None, **options)
 
   return with_operands
 
 
-_primitive = Primitive("past_attention")
-_primitive.multiple_results = True
-_primitive.def_impl(_named(plain.whole))
-for _platform, _attend in ((None, plain.whole), ("cpu", plain.bucketed),
-                           ("cuda", _cuda), ("tpu", _tpu)):
-  mlir.register_lowering(_primitive, mlir.lower_fun(
-      _named(_attend), multiple_results=True), _platform)
+def _primitive(name, count, versions, shapes):
+  """An operation of `count` operands, perhaps positions and perhaps a table.
+
+  Args:
+    name: of the operation.
+    count: see above; each has B first, but for pages.
+    versions: {platform: function}, None for all others.
+    shapes: from the shape of the first operand to those of the results.
+  """
+  one = Primitive(name)
+  one.multiple_results = True
+  as_list = lambda attend: lambda *operands, **options: jax.tree.leaves(
+      _named(attend, count)(*operands, **options))
+  one.def_impl(as_list(versions[None]))
+  for platform, attend in versions.items():
+    mlir.register_lowering(one, mlir.lower_fun(
+        as_list(attend), multiple_results=True), platform)
+
+  @one.def_abstract_eval
+  def _(query, *operands, **options):
+    del operands, options
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    return [jax.core.ShapedArray(shape, wide) for shape in shapes(query.shape)]
+
+  def batched(operands, axes, *, paged, **options):
+    """More rows, and more pages: what is mapped joins the first axis."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes)
+                if axis is not None)
+    mapped = [jnp.broadcast_to(x, (size, *x.shape)) if axis is None else
+              jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
+    if paged:
+      before = jnp.arange(size, dtype=jnp.int32) * mapped[1].shape[1]
+      mapped[-1] = mapped[-1] + before[:, None, None]
+    found = one.bind(*(x.reshape(-1, *x.shape[2:]) for x in mapped),
+                     paged=paged, **options)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in found], [0] * len(found)
+
+  batching.primitive_batchers[one] = batched
+  return one
 
 
-@_primitive.def_abstract_eval
-def _shapes(query, *operands, **options):
-  del operands, options
-  wide = jnp.promote_types(query.dtype, jnp.float32)
-  return (jax.core.ShapedArray(query.shape, wide),
-          jax.core.ShapedArray(query.shape[:3], wide))
+_past = _primitive(
+    "past_attention", 4, {None: plain.whole, "cpu": plain.bucketed,
+                          "cuda": _cuda, "tpu": _tpu},
+    lambda shape: (shape, shape[:3]))
+_whole = _primitive("attend", 7, {None: _merged, "cpu": plain.joint},
+                    lambda shape: (shape,))
 
 
-def _batched(operands, axes, *, paged, **options):
-  """More rows, and more pages: what is mapped joins the first axis."""
-  size = next(x.shape[axis] for x, axis in zip(operands, axes)
-              if axis is not None)
-  mapped = [jnp.broadcast_to(x, (size, *x.shape)) if axis is None else
-            jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
-  if paged:
-    before = jnp.arange(size, dtype=jnp.int32) * mapped[1].shape[1]
-    mapped[-1] = mapped[-1] + before[:, None, None]
-  parts = _primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in mapped),
-                          paged=paged, **options)
-  return ([x.reshape(size, -1, *x.shape[1:]) for x in parts], [0, 0])
-
-
-batching.primitive_batchers[_primitive] = _batched
+def _applied(one, count, plainly, operands, positions, table, **options):
+  """An operation, whose derivative is that of a version in plain XLA."""
+  more = [x for x in (positions, table) if x is not None]
+  options |= dict(placed=positions is not None, paged=table is not None)
+  apply = jax.custom_jvp(
+      lambda *operands: tuple(one.bind(*operands, **options)))
+  apply.defjvp(functools.partial(jax.jvp, functools.partial(
+      _named(plainly, count), **options)))
+  return apply(*operands, *more)
 
 
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    lengths: jax.Array, positions: jax.Array | None,
                    table: jax.Array | None, *, window: int, softcap: float
                    ) -> plain.Part:
-  """`attention.past_attention`; the derivative is that of `plain.whole`."""
-  more = [x for x in (positions, table) if x is not None]
-  options = dict(window=window, softcap=softcap, placed=positions is not None,
-                 paged=table is not None)
-  attend = jax.custom_jvp(
-      lambda *operands: tuple(_primitive.bind(*operands, **options)))
-  attend.defjvp(functools.partial(jax.jvp, functools.partial(
-      _named(plain.whole), **options)))
-  return attend(query, k, v, lengths, *more)
+  """`attention.past_attention`."""
+  return _applied(_past, 4, plain.whole, (query, k, v, lengths), positions,
+                  table, window=window, softcap=softcap)
+
+
+def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+           block_k: jax.Array, block_v: jax.Array, visible: jax.Array,
+           positions: jax.Array | None, table: jax.Array | None, *,
+           window: int, softcap: float) -> jax.Array:
+  """`attention.attend`."""
+  visible = jnp.broadcast_to(visible, (len(query), *visible.shape[1:]))
+  [out] = _applied(_whole, 7, _plain, (
+      query, k, v, lengths, block_k, block_v, visible), positions, table,
+                   window=window, softcap=softcap)
+  return out
