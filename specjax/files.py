@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -49,8 +50,7 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     The file, under a name that no other process gives to one.
   """
   if not processes.is_first():
-    with open(os.devnull, "wb") as f:
-      yield f
+    yield _Forgotten()
     return
   path = pathlib.Path(path)
   digits = uuid.uuid4().hex[:_DIGITS]
@@ -65,6 +65,16 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with contextlib.suppress(OSError):
       temporary.unlink(missing_ok=True)
     raise
+
+
+class _Forgotten(io.RawIOBase):
+  """A file of which nothing is kept; an archive asks /dev/null where it is."""
+
+  def writable(self) -> bool:
+    return True
+
+  def write(self, data) -> int:
+    return memoryview(data).nbytes
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ program of one process every function here is free.
 """
 
 from collections.abc import Callable
+import itertools
 import pickle
 from typing import Any
 from typing import TypeVar
@@ -19,6 +20,7 @@ import numpy as np
 
 _T = TypeVar("_T")
 _ALONE = []  # what the first process does while the others wait
+_LOOKS, _TOLD = itertools.count(1), []  # for SIGTERM; whether one was found
 
 
 class Stopped(Exception):
@@ -44,23 +46,37 @@ def by_the_first(work: Callable[[], _T]) -> _T:
   """
   if not jax.distributed.is_initialized() or _ALONE:
     return work()
-  found, error = None, None
+  error, data = None, b""
   if is_first():
     _ALONE.append(work)
     try:
-      found = work()
-    except (ValueError, OSError) as e:
-      error = e
+      data = pickle.dumps((work(), None))
+    except Exception as e:  # whatever it is, the others wait for it
+      error, data = e, _packed(e)
     finally:
       _ALONE.pop()
-  data = np.frombuffer(pickle.dumps((found, error)), np.uint8)
   send = multihost_utils.broadcast_one_to_all
-  size = int(send(np.asarray(data.size, np.int32)))
-  data = data[:size] if is_first() else np.zeros(size, np.uint8)
-  found, error = pickle.loads(np.asarray(send(data)).tobytes())
+  size = int(send(np.asarray(len(data), np.int32)))
+  data = (np.frombuffer(data, np.uint8) if is_first()
+          else np.zeros(size, np.uint8))
+  data = np.asarray(send(data)).tobytes()
+  if error is not None:
+    raise error
+  found, error = pickle.loads(data)
   if error is not None:
     raise error
   return found
+
+
+def _packed(error):
+  """An error for the others, or its words where it is none to them."""
+  try:
+    data = pickle.dumps((None, error))
+    pickle.loads(data)
+    return data
+  except Exception:  # of a class that cannot be sent, or not made again
+    return pickle.dumps(
+        (None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def all_agree(good: bool) -> bool:
@@ -68,6 +84,23 @@ def all_agree(good: bool) -> bool:
   if not jax.distributed.is_initialized():
     return good
   return bool(multihost_utils.process_allgather(np.asarray(good)).all())
+
+
+def told_to_stop() -> bool:
+  """Whether SIGTERM has come to one of the processes; called by all.
+
+  It is so in all of them from the same call on. They all call it as often, for
+  JAX names that call by its number: the next that none of them has made yet.
+  """
+  if not jax.distributed.is_initialized():
+    return False
+  if not _TOLD:
+    try:
+      if multihost_utils.reached_preemption_sync_point(next(_LOOKS)):
+        _TOLD.append(True)
+    except RuntimeError:  # without JAX's service SIGTERM ends the process
+      pass
+  return bool(_TOLD)
 
 
 def gathered(tree: Any) -> Any:

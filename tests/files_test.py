@@ -3,16 +3,19 @@
 import dataclasses
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax import files
+from specjax import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +128,39 @@ def test_a_directory_belongs_to_one_process(tmp_path):
   with files.locked(tmp_path, "run"):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "download.partial"]
+
+
+class _Odd(Exception):
+  """One that pickle cannot make again."""
+
+  def __init__(self, one, other):
+    super().__init__(f"{one} {other}")
+
+
+@pytest.mark.parametrize("error, sent", [
+    (TypeError("an odd"), TypeError), (_Odd("an", "odd"), RuntimeError)])
+def test_all_processes_hear_of_an_error_of_the_first(monkeypatch, error, sent):
+  # Broken: they wait for ever for what the first one was to send.
+  heard = []
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  monkeypatch.setattr(multihost_utils, "broadcast_one_to_all",
+                      lambda x: heard.append(x) or x)
+
+  def fail():
+    raise error
+
+  for work, kind in ((fail, type(error)), (lambda: fail, Exception)):
+    with pytest.raises(kind):
+      processes.by_the_first(work)
+    nothing, other = pickle.loads(heard[-1].tobytes())
+    assert nothing is None and isinstance(other, Exception)
+    assert work is not fail or type(other) is sent and "an odd" in str(other)
+
+
+def test_other_processes_write_no_archive(tmp_path, monkeypatch):
+  # Broken: an archive asks for its place in a file that has none, and all
+  # processes but the first end.
+  monkeypatch.setattr(processes, "is_first", lambda: False)
+  with files.atomically(tmp_path / "x.npz") as f:
+    np.savez(f, a=np.zeros(10**6), b=np.zeros(3))
+  assert not list(tmp_path.iterdir())

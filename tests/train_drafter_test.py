@@ -1,6 +1,7 @@
 """Objectives by hand, gradients that stay at home, and runs that resume."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import specjax as sj
+from specjax import processes
 from specjax import testing
 from specjax.models import heads as heads_lib
 from specjax.models import Transformer
@@ -390,6 +392,24 @@ def test_sampled_rows_go_on_where_they_stopped(tmp_path):
     sample(tmp_path / "a", seed=1)
   with pytest.raises(ValueError, match="rows have 3 tokens"):
     sample(tmp_path / "c", length=3)
+
+
+def test_all_processes_have_the_rows_that_the_first_wrote(
+    tmp_path, monkeypatch):
+  # Broken: they train on different rows, where their kernels round otherwise;
+  # or SIGTERM is lost for the hours of sampling.
+  decoder = types.SimpleNamespace(
+      eos=None, context_length=8, generate=lambda *args, **kwargs:
+      types.SimpleNamespace(tokens=np.zeros((2, 4))))
+  heard = lambda work: (
+      found + 1 if isinstance(found := work(), np.ndarray) else found)
+  monkeypatch.setattr(processes, "by_the_first", heard)
+  sample = lambda directory: distillation.sample_rows(
+      decoder, {}, np.zeros((2, 2)), length=4, directory=directory)
+  np.testing.assert_array_equal(sample(tmp_path / "a"), np.ones((2, 4)))
+  monkeypatch.setattr(processes, "told_to_stop", lambda: True)
+  with pytest.raises(processes.Stopped, match="b are whole: started again"):
+    sample(tmp_path / "b")
 
 
 def test_row_batches_visit_every_row_once_an_epoch():

@@ -74,6 +74,7 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
 
   Raises:
     ValueError: lengths do not fit, or the directory holds other rows.
+    processes.Stopped: the processes were told to stop, between two files.
   """
   prompts = np.asarray(prompts, np.int32)
   if decoder.eos is not None:
@@ -101,16 +102,31 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
     rows = processes.by_the_first(
         functools.partial(_read, path, (len(some), length)))
     if rows is None:
+      _stop_if_told(directory)
       more = rows_per_file - len(some) if placement else 0
       generation = decoder.generate(
           params, np.pad(some, ((0, more), (0, 0)), "edge"), key,
           max_new_tokens=length - some.shape[1],
           request_ids=start + np.arange(len(some) + more), placement=placement)
       rows = np.stack(generation.tokens[:len(some)]).astype(np.int32)
-      with atomically(path) as f:
-        np.save(f, rows)
+      # Kernels need not give every process the same bits.
+      rows = processes.by_the_first(functools.partial(_save, path, rows))
     pieces.append(rows)
   return np.concatenate(pieces)
+
+
+def _stop_if_told(directory):
+  if processes.told_to_stop():
+    raise processes.Stopped(
+        f"stopped by SIGTERM; the files in {directory} are whole: started "
+        "again, the sampling goes on from there")
+
+
+def _save(path, rows):
+  """Writes rows; returns what is on disk."""
+  with atomically(path) as f:
+    np.save(f, rows)
+  return rows
 
 
 def _read(path, shape):
@@ -168,6 +184,7 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
 
   Raises:
     ValueError: a prompt is too long, or the directory holds other answers.
+    processes.Stopped: the processes were told to stop, between two files.
   """
   limit = max(map(len, prompts)) + max_new_tokens
   if limit > decoder.context_length:
@@ -191,6 +208,7 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     some = [list(p) for p in prompts[start:start + rows_per_file]]
     read = processes.by_the_first(functools.partial(_read_answers, path))
     if read is None:
+      _stop_if_told(directory)
       # Batches are alike in shape, so that the loop is compiled once.
       rows = some + [some[0]] * (rows_per_file - len(some))
       generation = decoder.generate(
@@ -198,8 +216,8 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
           request_ids=start + np.arange(rows_per_file), placement=placement)
       read = _with_laws(decoder.target, params["target"],
                         generation.tokens[:len(some)], some, limit, top)
-      with atomically(path) as f:
-        np.savez(f, **dataclasses.asdict(read))
+      read = processes.by_the_first(
+          functools.partial(_save_answers, path, read))
     answers.append(read)
   return answers
 
@@ -228,6 +246,13 @@ def _top_laws(model, top, params, tokens):
   probs = jax.nn.softmax(model(params, tokens).logits)
   values, ids = jax.lax.top_k(probs, top)
   return ids, values.astype(jnp.float16)
+
+
+def _save_answers(path, answers):
+  """Writes answers; returns what is on disk."""
+  with atomically(path) as f:
+    np.savez(f, **dataclasses.asdict(answers))
+  return answers
 
 
 def _read_answers(path):
