@@ -20,34 +20,44 @@ from specjax.files import fingerprint
 _DIGEST = "checksums"  # of a state, in a checkpoint's metadata
 
 
-def newest(manager: ocp.CheckpointManager, fresh: Any) -> Any:
+class Manager(ocp.CheckpointManager):
+  """Orbax's; the run looks for SIGTERM, by one count for all runs of it."""
+
+  def reached_preemption(self, step: int) -> bool:
+    return False
+
+
+def newest(manager: ocp.CheckpointManager, like: Any) -> Any:
   """The state of the newest checkpoint that all processes can read.
 
   Args:
-    manager: of the run's checkpoints.
-    fresh: a state of the same form, placed as this one is to be; returned where
-      there is no checkpoint.
+    manager: of the run's checkpoints, of which there are some.
+    like: `jax.ShapeDtypeStruct`s of the state, placed as it is to be.
 
   Raises:
-    ValueError: there are some, and none can be read.
+    ValueError: none can be read.
   """
-  steps, reasons = sorted(manager.all_steps(), reverse=True), []
+  reasons = []
+  steps = processes.by_the_first(
+      lambda: sorted(manager.all_steps(), reverse=True))
   for step in steps:
-    restored, reason = None, None
+    state = saved = reason = None
     try:
-      restored = _restore(manager, step, fresh)
+      state, saved = _read(manager, step, like)
     except Exception as e:  # whatever a library says of bytes it cannot read
       reason = e
     if processes.all_agree(reason is None):
-      _set_aside(manager, dict(zip(steps, reasons)), step)
-      return restored
+      # Every process has its part, so all can sum what they have together.
+      sums = _checksums(state)
+      if processes.all_agree(saved in (None, sums)):
+        _set_aside(manager, dict(zip(steps, reasons)), step)
+        return state
+      reason = ValueError("its numbers are not those that were saved")
     reasons.append(reason or ValueError("another process cannot read it"))
-  if steps:
-    raise ValueError(
-        f"no checkpoint in {manager.directory} can be read: they are of "
-        "other parameters than this run's, or damaged; give another "
-        "directory, or delete them and start again") from reasons[0]
-  return fresh
+  raise ValueError(
+      f"no checkpoint in {manager.directory} can be read: they are of other "
+      "parameters than this run's, or damaged; give another directory, or "
+      "delete them and start again") from reasons[0]
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
@@ -74,13 +84,21 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
                   f"{reason}; make room, or choose another directory") from e
 
 
-def _restore(manager, step, like):
-  """The state of a checkpoint, with the bits that were saved."""
-  state = manager.restore(step, args=ocp.args.StandardRestore(like))
-  saved = (manager.metadata(step).custom_metadata or {}).get(_DIGEST)
-  if saved is not None and saved != _checksums(state):
-    raise ValueError("its numbers are not those that were saved")
-  return state
+def _read(manager, step, like):
+  """`(state, its checksums when it was saved)`, or whatever error there is.
+
+  A process that cannot read it must not leave the others waiting, so none
+  waits for another in here, as they would in the manager's `restore`.
+  """
+  me = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+      primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"{me}")
+  with ocp.CheckpointManager(
+      manager.directory, options=ocp.CheckpointManagerOptions(
+          read_only=True, create=False, multiprocessing_options=alone)
+  ) as reader:
+    state = reader.restore(step, args=ocp.args.StandardRestore(like))
+    return state, (reader.metadata(step).custom_metadata or {}).get(_DIGEST)
 
 
 def _checksums(state):

@@ -60,6 +60,11 @@ class Layout:
 def of_params(mesh: Mesh, params: Mapping[str, Any], specs: Specs) -> Any:
   """`NamedSharding`s of named parameters; what has no specs is replicated.
 
+  Args:
+    mesh: the devices.
+    params: trees by name.
+    specs: by name; those of other names are for other parameters.
+
   Raises:
     ValueError: a size is no multiple of its axis.
   """

@@ -137,12 +137,14 @@ class Trainer:
 
     Raises:
       ValueError: the checkpoints in `directory` are of other parameters, or all
-        of them are damaged; the mesh does not divide the parameters.
+        of them are damaged; the mesh does not divide the parameters, or
+        `param_shardings` names others.
       processes.Stopped: the processes were told to stop, and have saved.
     """
+    self._check_names({**trainable, **(frozen or {})})
     dtype = self.compute_dtype or default_dtype()
     frozen = self._frozen(cast(frozen or {}, dtype))
-    fresh, layout = self._fresh_state(trainable)
+    state, layout = self._fresh_state(trainable)
     put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
@@ -154,9 +156,12 @@ class Trainer:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, cleanup_tmp_directories=True)
     with contextlib.ExitStack() as stack:
-      manager = stack.enter_context(ocp.CheckpointManager(
+      manager = stack.enter_context(checkpoints.Manager(
           directory / "checkpoints", options=options))
-      state = checkpoints.newest(manager, fresh)
+      if processes.by_the_first(manager.latest_step) is not None:
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        del state  # a device need not have room for two
+        state = checkpoints.newest(manager, like)
       start = int(state.step)
       write = self._metrics(stack, directory, start)
       bar = stack.enter_context(tqdm.tqdm(
@@ -187,7 +192,7 @@ class Trainer:
           tick, ticked = time.monotonic(), done
         if row:
           write(done, row)
-        stops = manager.reached_preemption(done) and done < self.steps
+        stops = processes.told_to_stop() and done < self.steps
         if done % self.checkpoint_every == 0 or done == self.steps or stops:
           checkpoints.save(manager, done, state)
         if stops:
@@ -195,6 +200,13 @@ class Trainer:
               f"stopped by SIGTERM after step {done}, which is saved; started "
               "again, the run goes on from there")
     return state.params
+
+  def _check_names(self, params):
+    for name in self.param_shardings or {}:
+      if name not in params:
+        raise ValueError(
+            f"param_shardings has {name!r} and the parameters are "
+            f"{', '.join(map(repr, params))}; name some of these")
 
   def _frozen(self, params):
     if self.mesh is None:
