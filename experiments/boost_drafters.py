@@ -134,7 +134,7 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
 
 
 def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
-           mesh):
+           mesh, specs):
   """Trains drafter `number` on what the earlier `drafters` miss."""
   directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
@@ -171,8 +171,8 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
       batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1), mesh=mesh,
-      param_shardings=meshes.specs(mesh, {"target": model})).run(
-          {"target": loop.cast(first.params, jnp.float32)})["target"]
+      param_shardings=specs).run({"target": loop.cast(
+          first.params, jnp.float32)})["target"]
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(directory, model, saved)
   tokenizer.save(directory / "tokenizer.json")
@@ -201,12 +201,14 @@ def main():
   target, members, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   [first] = members.values()
+  specs = meshes.specs(mesh, {"target": first.model})
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   rows = _rows(target, tokenizer, output_dir, mesh)
   drafters = [first]
   for number in range(2, _DRAFTERS.value + 1):
     drafters.append(_train(number, first, drafters, rows["training"],
-                           rows["held_out"], tokenizer, output_dir, mesh))
+                           rows["held_out"], tokenizer, output_dir, mesh,
+                           specs))
 
   held_out = rows["held_out"]
   ranks = [_ranks(d, held_out) for d in drafters]

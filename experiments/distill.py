@@ -171,6 +171,14 @@ def _vocabulary(tokenizer, answers, size):
   return reduction.reduced(tokenizer, counts, _VOCAB_SIZE.value)
 
 
+def _drafter(vocab_size, target):
+  """The model that is trained."""
+  return Transformer(TransformerConfig(
+      vocab_size=vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
+      heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
+      mlp_width=_MLP_WIDTH.value, context_length=target.context_length))
+
+
 def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
   """Of block verification, at temperatures 0 and 1."""
   found = {}
@@ -193,16 +201,15 @@ def main():
   if _ROW_TOKENS.value > target.model.context_length:
     raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
                      f"context has {target.model.context_length}; give fewer")
+  # What the flags alone make wrong is refused before the target writes.
+  meshes.specs(mesh, {"drafter": _drafter(
+      _VOCAB_SIZE.value or tokenizer.vocab_size, target.model)})
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   learned, measured = _answers(target, tokenizer, output_dir, mesh)
   own = _vocabulary(tokenizer, learned, target.model.vocab_size)
   vocabulary = vocabularies.map_vocabularies(
       own, tokenizer, target_size=target.model.vocab_size)
-  drafter = Transformer(TransformerConfig(
-      vocab_size=own.vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
-      heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
-      mlp_width=_MLP_WIDTH.value,
-      context_length=target.model.context_length))
+  drafter = _drafter(own.vocab_size, target.model)
   specs = meshes.specs(mesh, {"drafter": drafter})
   tables = jax.tree.map(np.asarray, vocabulary)
   rows, held_out = (LawRows(answers, tables, _ROW_TOKENS.value)

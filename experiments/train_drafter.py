@@ -377,7 +377,9 @@ def main():
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,
       accumulate=_ACCUMULATE.value, seed=_SEED.value, mesh=mesh,
-      param_shardings=specs)
+      param_shardings=specs and {
+          name: tree for name, tree in specs.items()
+          if name in {**trainable, **frozen}})
   before = evaluate({"target": target.params,
                      "drafter": loop.cast(params, sj.models.default_dtype())})
   trained = processes.gathered(trainer.run(trainable, frozen))

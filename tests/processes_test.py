@@ -1,14 +1,12 @@
 """Two real processes, killed and started again, and as many devices as asked.
 
 A backend has its devices when it starts, so each program runs in processes of
-its own: this file as a script, which runs a training script with several sets
-of flags, one after the other, decodes on several meshes, and prints one line of
-JSON.
+its own: this file as a script, which runs scripts one after the other, decodes
+on several meshes, and prints one line of JSON.
 """
 
 import contextlib
-import importlib
-import io
+import dataclasses
 import json
 import os
 import shutil
@@ -26,7 +24,9 @@ import scripts
 
 import specjax as sj
 from specjax import testing
+from specjax.models import save_model
 from specjax.models import sharding
+from specjax.training import checkpoints
 
 _MESH = "--mesh=data:2,model:2"
 _REFUSED = [  # of eight devices
@@ -44,22 +44,68 @@ _REFUSED = [  # of eight devices
 ]
 
 
-def _run_all(flag_sets):
-  """What `train_lm.py` said of each set of flags."""
-  sys.path.insert(0, str(scripts.ROOT / "experiments"))
-  from absl import flags
-  from lib import common
-  script, found = importlib.import_module("train_lm"), []
-  for flag_set in flag_sets:
-    flags.FLAGS.unparse_flags()
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-      try:
-        common.run(script.main, ["train_lm", *flag_set])
-      except SystemExit as e:
-        code = e.code or 0
-    found.append({"code": code, "stdout": out.getvalue(),
-                  "stderr": error.getvalue()})
+_TINY = ["--target=target", "--steps=2", "--warmup_steps=1", "--batch_size=4",
+         "--evaluate_every=0", "--save_dtype=float32"]
+_DISTILL = [*_TINY, "--prompts=code", "--num_prompts=8", "--rows_per_file=4",
+            "--prompt_tokens=4", "--new_tokens=4", "--vocab_size=0", "--top=4",
+            "--width=8", "--layers=1", "--heads=2", "--kv_heads=2",
+            "--head_dim=4", "--mlp_width=8", "--row_tokens=16", "--gamma=2"]
+_BOOST = [*_TINY, "--drafter=target", "--data=corpus.txt", "--rows=4",
+          "--held_out_rows=2", "--length=2", "--prompt_tokens=4",
+          "--continuation=4"]
+_ON_A_MESH = [  # the other scripts that take one
+    ["train_drafter.py", *_TINY, "--method=medusa", "--data=corpus.txt",
+     "--row_tokens=8", "--held_out_rows=2", "--heads=1", "--output_dir=heads",
+     _MESH],
+    ["distill.py", *_DISTILL, "--output_dir=distilled", _MESH],
+    ["boost_drafters.py", *_BOOST, "--output_dir=boosted", _MESH],
+    ["generate.py", "--target=target", "--drafter=target", "--gamma=2",
+     "--prompt=draft verify", "--max_new_tokens=4", "--mesh=model:2"]]
+_REFUSED_EARLY = [  # before the target writes for hours
+    (["distill.py", *_DISTILL, "--heads=3", "--mesh=model:2"], "heads is 3"),
+    (["boost_drafters.py", *_BOOST, "--mesh=model:8"], "heads is 4")]
+
+
+def _run(script, *flags, hook=None):
+  """A run of `experiments/<script>`, with what happens to the second process.
+  """
+  return {"script": script, "flags": flags, "hook": hook}
+
+
+@contextlib.contextmanager
+def _bad_disk():
+  """The newest checkpoint cannot be read, by this process alone."""
+  read, steps = checkpoints._read, []
+
+  def read_others(manager, step, like):
+    steps.append(step)
+    if step == steps[0]:
+      raise OSError("bad disk")
+    return read(manager, step, like)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(checkpoints, "_read", read_others)
+    yield
+
+
+@contextlib.contextmanager
+def _sigterm():
+  """SIGTERM before the run; JAX looks for it once a second."""
+  os.kill(os.getpid(), signal.SIGTERM)
+  time.sleep(3)
+  yield
+
+
+_HOOKS = {None: contextlib.nullcontext, "bad disk": _bad_disk,
+          "sigterm": _sigterm}
+
+
+def _run_all(runs):
+  """What each run said, see `scripts.run_all`."""
+  found = []
+  for run in runs:
+    with _HOOKS[run["hook"]]():
+      found += scripts.run_all(run["script"], run["flags"], cwd=".")
   return found
 
 
@@ -121,13 +167,13 @@ def _watched(programs):
     sharding._start = start
 
 
-def _start(cwd, devices, flag_sets, decodes):
+def _start(cwd, devices, runs, decodes):
   """A process with virtual devices; `_answer` waits for it.
 
   Args:
     cwd: its directory.
     devices: how many.
-    flag_sets: of runs of `train_lm.py`.
+    runs: of scripts, see `_run`.
     decodes: arguments of `_text`.
   """
   environment = scripts.environment()
@@ -137,7 +183,7 @@ def _start(cwd, devices, flag_sets, decodes):
   environment["PYTHONPATH"] = os.pathsep.join(
       [str(scripts.ROOT), os.environ.get("PYTHONPATH", "")])
   return subprocess.Popen(
-      [sys.executable, __file__, json.dumps([flag_sets, decodes])], cwd=cwd,
+      [sys.executable, __file__, json.dumps([runs, decodes])], cwd=cwd,
       text=True, env=environment, stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -148,14 +194,25 @@ def _answer(process):
   return json.loads(out.splitlines()[-1])
 
 
-def _start_two(cwd, flag_sets, decodes=()):
+def _start_two(cwd, runs, decodes=()):
   """Two processes of two devices each, joined."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
     place = f"--coordinator=localhost:{s.getsockname()[1]}"
   return [_start(cwd, 2, [
-      [*flags, _MESH, place, "--num_processes=2", f"--process_id={number}"]
-      for flags in flag_sets], decodes) for number in range(2)]
+      _run(run["script"], *run["flags"], _MESH, place, "--num_processes=2",
+           f"--process_id={number}", hook=run["hook"] if number else None)
+      for run in runs], decodes) for number in range(2)]
+
+
+def _save_target(directory, texts):
+  """A random target with a tokenizer."""
+  tokenizer = sj.data.tokenizers.train(texts, 264)
+  config = testing.tiny_pair(8, heads=4, kv_heads=2).target.config
+  model = sj.models.Transformer(dataclasses.replace(
+      config, vocab_size=tokenizer.vocab_size, context_length=64))
+  save_model(directory, model, model.init(jax.random.key(0)))
+  tokenizer.save(directory / "tokenizer.json")
 
 
 def _weights(directory):
@@ -167,19 +224,21 @@ def _weights(directory):
 def test_two_processes_train_and_decode_as_one(tmp_path):
   # Broken: all processes train on the rows of one; a checkpoint of several is
   # lost, or is read by as many alone; a killed run ends with other weights; a
-  # mesh decodes other texts than one device.
+  # mesh decodes other texts than one device; a checkpoint that one process
+  # cannot read, or SIGTERM between two runs, leaves the others waiting.
   words = np.random.default_rng(0).choice(
       ["draft", "verify", "accept", "root", "token"], 4000)
   (tmp_path / "corpus.txt").write_text(" ".join(words))
+  _save_target(tmp_path / "target", [" ".join(words)])
   train = [
-      "--data=corpus.txt", "--vocab_size=264", "--width=8", "--layers=1",
-      "--heads=4", "--kv_heads=2", "--head_dim=4", "--mlp_width=8",
-      "--context_length=16", "--batch_size=4", "--steps=20",
+      "train_lm.py", "--data=corpus.txt", "--vocab_size=264", "--width=8",
+      "--layers=1", "--heads=4", "--kv_heads=2", "--head_dim=4",
+      "--mlp_width=8", "--context_length=16", "--batch_size=4", "--steps=20",
       "--warmup_steps=2", "--evaluate_every=0", "--save_dtype=float32",
       "--optimizer=adamw", "--learning_rate=0.003"]
 
   first, second = _start_two(
-      tmp_path, [[*train, "--output_dir=killed", "--checkpoint_every=1"]])
+      tmp_path, [_run(*train, "--output_dir=killed", "--checkpoint_every=1")])
   killed = tmp_path / "killed"
   deadline = time.monotonic() + 200
   while max(scripts.checkpoints(killed), default=0) < 5:
@@ -191,33 +250,52 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
   assert not (killed / "model.safetensors").exists()
-  assert max(scripts.checkpoints(killed)) < 20
+  last = max(scripts.checkpoints(killed))
+  assert last < 20
   for name in ("alone", "narrow"):
     shutil.copytree(killed, tmp_path / name)
 
-  two = _start_two(tmp_path, [[*train, "--output_dir=killed"],
-                              [*train, "--output_dir=whole"]],
+  two = _start_two(tmp_path, [
+      _run(*train, "--output_dir=killed", hook="bad disk"),
+      _run(*train, "--output_dir=whole"),
+      _run(*train, "--output_dir=stopped", hook="sigterm")],
                    [("chain", (2, 2))])
   one = _start(tmp_path, 8, [
-      [*train, "--output_dir=alone"],
-      [*train, "--output_dir=narrow", "--mesh=model:2"],
-      *([*train, "--output_dir=none", *flags] for flags, _ in _REFUSED)], [
+      _run(*train, "--output_dir=alone"),
+      _run(*train, "--output_dir=narrow", "--mesh=model:2"),
+      *(_run(*flags) for flags in _ON_A_MESH),
+      *(_run(*train, "--output_dir=none", *flags) for flags, _ in _REFUSED),
+      *(_run(*flags, "--output_dir=early") for flags, _ in _REFUSED_EARLY)], [
           ("chain", None), ("tree", None), ("chain", (2, 4)), ("tree", (4, 2))])
   (spoken, texts), (unspoken, same) = map(_answer, two)
-  for speaker, silent in zip(spoken, unspoken):
+  assert spoken[-1]["code"] == unspoken[-1]["code"] == 128 + signal.SIGTERM
+  assert "SIGTERM after step 1, which is saved" in spoken[-1]["stderr"]
+  assert scripts.checkpoints(tmp_path / "stopped") == [1]
+  assert [path.name for path in killed.glob("damaged*")] == [f"damaged_{last}"]
+  for speaker, silent in zip(spoken[:-1], unspoken[:-1], strict=True):
     assert speaker["code"] == silent["code"] == 0, (speaker, silent)
     line = json.loads(speaker["stdout"].splitlines()[-1])
     assert line["study"] == "train_lm"
     assert silent["stdout"] == ""  # one speaks for all
-  (alone, narrow, *refused), (chain, tree, split_chain, split_tree) = _answer(
+  (alone, narrow, *others), (chain, tree, split_chain, split_tree) = _answer(
       one)
   assert alone["code"] == narrow["code"] == 0, (alone, narrow)
-  for found, (flags, words) in zip(refused, _REFUSED, strict=True):
+  on_a_mesh, refused = others[:len(_ON_A_MESH)], others[len(_ON_A_MESH):]
+  for found, (script, *_) in zip(on_a_mesh, _ON_A_MESH):
+    assert found["code"] == 0, (script, found)
+  *studies, text = on_a_mesh
+  for found, name in zip(studies, ("train_drafter", "distill",
+                                   "boost_drafters"), strict=True):
+    assert scripts.last_line(found)["study"] == name
+  assert text["stdout"].startswith("draft verify")
+  refusals = [*_REFUSED, *((flags, [words]) for flags, words in _REFUSED_EARLY)]
+  for found, (flags, words) in zip(refused, refusals, strict=True):
     assert str(found["code"]).startswith("error: "), (flags, found)
     assert "\n" not in found["code"]
     for word in words:
       assert word in found["code"], (flags, found)
   assert not (tmp_path / "none" / "run.json").exists()
+  assert not (tmp_path / "early").exists()
 
   # What a mesh decodes is what one device does, in two processes too.
   assert chain == split_chain == texts[0] == same[0]
@@ -237,6 +315,6 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
 
 
 if __name__ == "__main__":
-  _flag_sets, _decodes = json.loads(sys.argv[1])
-  print(json.dumps([_run_all(_flag_sets),
+  _runs, _decodes = json.loads(sys.argv[1])
+  print(json.dumps([_run_all(_runs),
                     [_text(*arguments) for arguments in _decodes]]))

@@ -33,7 +33,8 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     flags: of `shared.mesh`.
     rows: that a pass reads, which the data axis must divide.
     trains: whether SIGTERM ends a training run at a common step, with a
-      checkpoint; else it ends the process, as it does without a coordinator.
+      checkpoint, and the sampling for it between two files; else it ends the
+      process, as it does without a coordinator.
 
   Raises:
     ValueError: the flags do not fit each other, or not the devices.
