@@ -121,6 +121,7 @@ def _torch_model(target):
 
 def _row(prompts, temperature, name, rule, runs, base):
   """Figures of a drafter on the prompts of a set."""
+  mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
   tokens, error = analysis.ratio_estimate(accepted, rounds)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,
@@ -129,6 +130,10 @@ def _row(prompts, temperature, name, rule, runs, base):
          "stderr": error}
   row["gain"], row["gain_stderr"] = analysis.relative_gain(
       accepted, rounds, *_accepted(runs, base))
+  if "reading" in mine[0]:
+    found = generation_arms.speed_ratio(runs, name, _ALONE, decoding=True)
+    row |= zip((f"decoding_speedup{end}" for end in ("", "_low", "_high")),
+               found)
   for column, other in (("speedup", _ALONE),
                         ("speedup_over_transformers", _THEIRS),
                         ("speedup_over_prompt_lookup", _LOOKUP)):

@@ -46,23 +46,30 @@ class Ours:
     """Compiles what it runs, for all lengths of prompts."""
     del prompt
     for one in self._lengths.values():
-      self._generate(one, 0, 0, 0)
+      self._decode(self._read(one, 0, 0, 0))
 
   def decode(self, prompt, seed, request_id):
-    """Its text of a prompt, "seconds" and "rounds"."""
+    """Its text of a prompt, "seconds" and "rounds".
+
+    "reading" are the seconds that went into the prompt.
+    """
     start = time.perf_counter()
-    state, stats = self._generate(prompt, seed, request_id, self._new_tokens)
+    state = self._read(prompt, seed, request_id, self._new_tokens)
+    reading = time.perf_counter() - start
+    state, stats = self._decode(state)
     seconds = time.perf_counter() - start
     sj.raise_if_not_finite(stats)
     text = np.asarray(state.tokens)[0, len(prompt):int(state.lengths[0])]
-    return {"seconds": seconds, "rounds": int(stats.active[0]),
-            "tokens": text.tolist()}
+    return {"seconds": seconds, "reading": reading,
+            "rounds": int(stats.active[0]), "tokens": text.tolist()}
 
-  def _generate(self, prompt, seed, request_id, new_tokens):
-    state = self.program.prefill(
+  def _read(self, prompt, seed, request_id, new_tokens):
+    return jax.block_until_ready(self.program.prefill(
         self._params, [prompt], jax.random.key(seed),
         limits=len(prompt) + new_tokens, request_ids=[request_id],
-        capacity=self._capacity)
+        capacity=self._capacity))
+
+  def _decode(self, state):
     return jax.block_until_ready(
         self.program.decode_until(self._params, state))
 
@@ -129,18 +136,21 @@ class Theirs:
     return out[0, len(prompt):].tolist()
 
 
-def speed_ratio(runs, arm: str, other: str) -> tuple[float, float, float]:
+def speed_ratio(runs, arm: str, other: str, decoding: bool = False
+                ) -> tuple[float, float, float]:
   """Tokens a second of an arm over another's, prompt by prompt.
 
   Args:
     runs: for every prompt what each arm's `decode` returned, by name.
     arm: the one.
     other: the one that it is compared with.
+    decoding: whether the time after reading the prompt counts alone.
 
   Returns:
     The median over prompts, and the first and the third quartile.
   """
-  speed = lambda run: len(run["tokens"]) / run["seconds"]
+  speed = lambda run: len(run["tokens"]) / (
+      run["seconds"] - run.get("reading", 0) * decoding)
   found = np.percentile([speed(run[arm]) / speed(run[other]) for run in runs],
                         (50, 25, 75))
   return tuple(map(float, found))
