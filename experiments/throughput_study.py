@@ -231,7 +231,11 @@ def _draw(full, load, output_dir):
 
 
 def main():
-  loads = [x for x in common.numbers("--loads", _LOADS.value) if x]
+  loads = common.numbers("--loads", _LOADS.value)
+  if not all(0 <= x < np.inf for x in loads):
+    raise ValueError(f"--loads is {','.join(_LOADS.value)!r}; give shares of "
+                     "at least 0, such as 0.25,0.5,1")
+  loads = [x for x in loads if x]
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as small"))

@@ -33,7 +33,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
            "--requests=12", "--prompt_tokens=20", "--new_tokens=6",
            "--drafter=noise", "--gamma=1", "--slots=2", "--loads=0.5,1"]
 
-  def study():
+  def study(*more):
     code = 0
     with imported("throughput_study.py") as script:
       monkeypatch.setattr(script.models, "load_models",
@@ -41,10 +41,15 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
       monkeypatch.setattr(sj.costs, "measured", lambda *_, lengths, **__: (
           sj.Controller(lengths=lengths, seconds=(1.0, 1.5))))
       try:
-        common.run(script.main, ["throughput_study", *flags])
+        common.run(script.main, ["throughput_study", *flags, *more])
       except SystemExit as e:
         code = e.code or 0
     return {"code": code, "stdout": capsys.readouterr().out}
+
+  for loads in ("0.5,-1", "nan", "inf"):
+    refused = study(f"--loads={loads}")["code"]
+    assert f"--loads is {loads!r}; give shares of at least 0" in refused
+  assert not out.exists()
 
   found = last_line(study())
   arms = ["none", "none, waiting", "noise", "noise, waiting",
