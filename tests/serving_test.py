@@ -210,16 +210,16 @@ def test_each_size_has_its_controller():
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=1),
-      transform=sj.LogitsTransform(temperature=0))
+      transform=sj.LogitsTransform(temperature=0), debug=True)
   costs = lambda second: sj.Controller(
-      lengths=(0, 2), seconds=(1.0, second), credit=0.0)
+      lengths=(0, 4), seconds=(1.0, second), credit=0.0)
   queue = Queue(
-      decoder, {"target": table, "drafter": table}, slots=(1, 2), max_length=64,
-      controllers={1: costs(1.1), 2: costs(9.0)})
-  request = Request(prompt=[0], max_new_tokens=24)
+      decoder, {"target": table, "drafter": table}, slots=(1, 2),
+      max_length=126, controllers={1: costs(1.1), 2: costs(9.0)})
+  request = Request(prompt=[0], max_new_tokens=125)
   alone, = queue.results([request])
-  assert alone.tokens.tolist() == [i % 4 for i in range(25)]
+  assert alone.tokens.tolist() == [i % 4 for i in range(126)]
   beside = list(queue.results([request, request]))
-  assert alone.rounds < 10 and alone.accepted > 12
-  assert [one.rounds for one in beside] > [20, 20]
+  assert alone.rounds < 50 and alone.accepted > 75
+  assert min(one.rounds for one in beside) > 100
   assert len({tuple(one.tokens) for one in (alone, *beside)}) == 1
