@@ -24,7 +24,8 @@ steps the queue in a thread, and a generator for each request:
   >>> async def pump(queue, streams):
   ...   while True:
   ...     for update in await asyncio.to_thread(queue.step):
-  ...       streams[update.number].put_nowait(update)
+  ...       if update.number in streams:     # else the client has left
+  ...         streams[update.number].put_nowait(update)
   ...     if queue.idle:
   ...       await asyncio.sleep(0.01)
   >>> async def answer(queue, streams, request):
@@ -38,16 +39,21 @@ steps the queue in a thread, and a generator for each request:
   ...     queue.cancel(number)
   ...     del streams[number]
 
-It is tried here with two clients and a model that is a table:
+It is tried here with three clients, one of which leaves, and a model that is a
+table:
 
   >>> async def client(*arguments):
   ...   return [t async for tokens in answer(*arguments) for t in tokens]
   >>> async def main(queue):
   ...   streams = {}
   ...   task = asyncio.create_task(pump(queue, streams))
-  ...   texts = await asyncio.gather(*(
-  ...       client(queue, streams, sj.serving.Request(
-  ...           prompt=prompt, max_new_tokens=6)) for prompt in ([1, 2], [3])))
+  ...   clients = [
+  ...       asyncio.create_task(client(queue, streams, sj.serving.Request(
+  ...           prompt=prompt, max_new_tokens=6)))
+  ...       for prompt in ([1, 2], [3], [0])]
+  ...   await asyncio.sleep(0)               # all have asked
+  ...   clients.pop().cancel()
+  ...   texts = await asyncio.wait_for(asyncio.gather(*clients), 60)  # seconds
   ...   task.cancel()
   ...   return texts
   >>> model = sj.testing.MarkovModel(vocab_size=4)
@@ -189,6 +195,8 @@ class Queue:
       params: `{"target": ..., "drafter": ...}`.
       slots: rows of the batch; or several sizes, of which at any time the
         smallest is decoded that holds all who are there. Each is a program.
+        A change copies the caches, and while it does both states are there:
+        the memory must hold the two largest.
       max_length: tokens of a prompt and its text at most; caches have room for
         them. Default: the context length.
       rounds: of a chunk, at most: who comes while it runs waits for its end,
@@ -223,6 +231,7 @@ class Queue:
     self._numbers = itertools.count()
     self._open, self._waiting, self._cancelled = {}, collections.deque(), set()
     self._rows, self._state = [None] * self.sizes[0], None
+    self._found = []  # updates that no step has returned yet
 
   @property
   def idle(self) -> bool:
@@ -240,7 +249,12 @@ class Queue:
     Raises:
       ValueError: it can never be decoded here.
     """
-    row = self._checked(request, next(self._numbers))
+    number = next(self._numbers)
+    try:
+      row = self._checked(request, number)
+    except (TypeError, OverflowError) as e:
+      raise ValueError(f"a field of the request is of a wrong kind: {e}; see "
+                       "specjax.serving.Request for what they hold") from e
     self._open[row.number] = row
     self._waiting.append(row)
     return row.number
@@ -262,16 +276,18 @@ class Queue:
       An update for every request that has new tokens or has ended.
 
     Raises:
-      ValueError: with `Decoder(debug=True)`, a part is wrong.
+      ValueError: with `Decoder(debug=True)`, a part is wrong. After an error
+        the next step returns what this one had found, too.
     """
-    found = self._dropped()
+    self._drop()
     self._resize()
     for slot, row in enumerate(self._rows):
       if row is None and self._waiting:
         self._insert(slot, self._waiting[0])
         self._waiting.popleft()  # now: what cannot be read stays in line
     if any(self._rows):
-      found += self._decoded()
+      self._decode()
+    found, self._found = self._found, []
     for update in found:
       if update.result is not None:
         del self._open[update.number]
@@ -285,6 +301,10 @@ class Queue:
       requests: taken when there will soon be room for them, so that there may
         be any number of them. What can never be decoded has a result too.
       order: "arrival", or "completion" for each as soon as it is there.
+
+    Raises:
+      ValueError: the order is unknown, or `step` raises it.
+      RuntimeError: somebody else called `step`, and so has a result.
     """
     if order not in ("arrival", "completion"):
       raise ValueError(f"order is {order!r}; it must be 'arrival' or "
@@ -304,6 +324,10 @@ class Queue:
               error=str(e))
       if not expected:
         return
+      if expected[0] not in self._open and expected[0] not in finished:
+        raise RuntimeError(
+            f"another reader of this queue has the result of request "
+            f"{expected[0]}; let only one call `step` or iterate `results`")
       finished |= {update.number: update.result for update in self.step()
                    if update.result is not None}
       if order == "completion":
@@ -319,7 +343,7 @@ class Queue:
     decoder = self._decoder
     tokens, lengths = decoder._checked_prompts([request.prompt])
     length, new = int(lengths[0]), request.max_new_tokens
-    if new < 0 or new != int(new):
+    if not _is_whole(new) or new < 0:
       raise ValueError(f"max_new_tokens is {new}; it must be a whole number of "
                        "at least 0")
     if length + new > self._length:
@@ -327,7 +351,7 @@ class Queue:
           f"a prompt of {length} tokens and {new} new ones do not fit into a "
           f"slot of {self._length}: shorten the prompt, ask for fewer, or give "
           "the queue a larger max_length")
-    if not 0 <= request.seed < 2**32 or request.seed != int(request.seed):
+    if not _is_whole(request.seed) or not 0 <= request.seed < 2**32:
       raise ValueError(f"seed is {request.seed}; it must be a whole number "
                        "from 0 to 2^32 - 1")
     ends = decoder._eos_rows(
@@ -351,20 +375,19 @@ class Queue:
         temperature=decoder._temperatures(request.temperature, 1), eos=ends,
         seed=int(request.seed), context=context)
 
-  def _dropped(self):
-    """Updates of what was cancelled; their slots are free."""
-    found = []
+  def _drop(self):
+    """Ends what was cancelled; its slots are free."""
     for number in tuple(self._cancelled):
       self._cancelled.remove(number)
       row = self._open.get(number)
       if row is not None and row in self._rows:
         self._rows[self._rows.index(row)] = None
-      elif row is not None:
+      elif row in self._waiting:
         self._waiting.remove(row)
-      if row is not None:
-        found.append(Update(
-            number, np.zeros(0, np.int32), row.result("cancelled")))
-    return found
+      else:
+        continue  # it has ended
+      self._found.append(Update(
+          number, np.zeros(0, np.int32), row.result("cancelled")))
 
   def _resize(self):
     """Moves the rows into the smallest batch that holds all who are there."""
@@ -374,10 +397,10 @@ class Queue:
     if size == len(self._rows) or not wanted:
       return
     empty = [None] * (size - len(here))
-    self._rows = [self._rows[slot] for slot in here] + empty
     if self._state is not None:
       self._state = _moved(self._state, np.array(
           here + [0] * len(empty), np.int32))
+    self._rows = [self._rows[slot] for slot in here] + empty
 
   def _insert(self, slot, row):
     """Reads a prompt, padded to a power of two, into a slot."""
@@ -397,8 +420,8 @@ class Queue:
         self._state, np.array([slot], np.int32), fresh)
     self._rows[slot] = row
 
-  def _decoded(self):
-    """Decodes a chunk; the updates of the rows."""
+  def _decode(self):
+    """Decodes a chunk, and finds the updates of the rows."""
     free = np.array([row is None for row in self._rows])
     window = min(self._rounds * self._nodes, self._capacity)
     self._state, seen = _chunk(
@@ -406,8 +429,6 @@ class Queue:
         np.int32(self._rounds),
         np.int32(free.sum() + 1 if self._waiting else len(free)), window=window)
     tokens, done, stats = jax.device_get(seen)
-    checks.raise_if_bad(stats.checks)
-    found = []
     for slot, row in enumerate(self._rows):
       if row is None:
         continue
@@ -419,8 +440,8 @@ class Queue:
       if result is not None:
         self._rows[slot] = None
       if result is not None or new.size:
-        found.append(Update(row.number, new, result))
-    return found
+        self._found.append(Update(row.number, new, result))
+    checks.raise_if_bad(stats.checks)  # last: no token is lost
 
 
 def _programs(decoder, sizes, controllers):
@@ -434,6 +455,14 @@ def _programs(decoder, sizes, controllers):
         f"{list(sizes)}; give one for each of these, all with the same lengths")
   return {n: dataclasses.replace(decoder, controller=controllers[n])._round
           for n in sizes}
+
+
+def _is_whole(value):
+  """Whether it is one whole number."""
+  try:
+    return bool(value == int(value))
+  except (TypeError, ValueError, OverflowError):
+    return False
 
 
 def _form(context):

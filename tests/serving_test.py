@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import serving
 from specjax import testing
 from specjax.serving import Queue
 from specjax.serving import Request
@@ -139,7 +140,12 @@ def test_cancelled_and_refused_requests_harm_nobody():
       (dict(temperature=-1.0), "temperature is -1"),
       (dict(eos=(1, 2)), "eos holds 2 token ids .* room for 1"),
       (dict(eos=9), "eos of prompt 0 is 9"),
+      (dict(max_new_tokens=None), "max_new_tokens is None"),
+      (dict(max_new_tokens=float("inf")), "max_new_tokens is inf"),
       (dict(seed=2**32), "seed is 4294967296"),
+      (dict(seed=None), "seed is None"),
+      (dict(eos="end"), "a field of the request is of a wrong kind"),
+      (dict(temperature={}), "a field of the request is of a wrong kind"),
       (dict(context={"reference": np.zeros(3)}), "context is .* queue's is")):
     bad = Request(**{"prompt": [1, 2], "max_new_tokens": 3, **change})
     with pytest.raises(ValueError, match=words) as caught:
@@ -157,6 +163,66 @@ def test_cancelled_and_refused_requests_harm_nobody():
           lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .* for \[1\]")):
     with pytest.raises(ValueError, match=words):
       Queue(_DECODER, _PAIR.params, **options)
+
+
+def test_a_step_that_fails_loses_nothing(monkeypatch):
+  # Broken: what was cancelled never ends, or a text has a hole, when a prompt
+  # cannot be read or a check of debug mode fails.
+  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
+                rounds=_ROUNDS)
+  requests = _requests()[:5]
+  texts = {queue.submit(one): list(one.prompt) for one in requests}
+  reasons = {}
+
+  def step():
+    for number, tokens, result in queue.step():
+      texts[number] += tokens.tolist()
+      if result is not None:
+        assert number not in reasons and result.tokens.tolist() == texts[number]
+        reasons[number] = result.reason
+
+  def fails(*_):
+    raise MemoryError
+
+  step()
+  running = next(number for number in range(3) if number not in reasons)
+  assert queue.waiting and queue.cancel(running)
+  for module, name in ((serving.rounds_lib, "start"),
+                       (serving.checks, "raise_if_bad")):
+    with monkeypatch.context() as patch:
+      patch.setattr(module, name, fails)
+      with pytest.raises(MemoryError):
+        step()
+  while not queue.idle:
+    step()
+  assert reasons.pop(running) == "cancelled" and len(reasons) == 4
+  assert all(texts[number] == _texts()[number] for number in reasons)
+
+  # What is cancelled when its end is known, and not yet told, has one end.
+  number = queue.submit(requests[3])
+  texts[number] = list(requests[3].prompt)
+  with monkeypatch.context() as patch:
+    patch.setattr(serving.checks, "raise_if_bad", fails)
+    with pytest.raises(MemoryError):
+      step()
+  assert queue.cancel(number)
+  step()
+  assert reasons[number] == "limit" and queue.idle
+
+
+def test_results_that_another_reader_took():
+  # Broken: whoever waits for them waits for ever.
+  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
+                rounds=_ROUNDS)
+  requests = _requests()
+  results = queue.results([requests[3], requests[0]])  # of 0 and 19 tokens
+  assert next(results).number == 0
+  while not queue.idle:
+    queue.step()
+  steps = itertools.count()
+  queue.step = lambda: [] if next(steps) < 9 else pytest.fail("for ever")
+  with pytest.raises(RuntimeError, match="has the result of request 1; let"):
+    list(results)
 
 
 def test_a_request_whose_numbers_break_down_fails_alone():
