@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import contract
+from specjax import paged_cache
 from specjax import prefill
 from specjax import rounds
 from specjax.types import DecodeState
@@ -67,7 +68,13 @@ def until(one: Any, params: Any, state: DecodeState, whole: int
     params: its parameters.
     state: it is donated.
     whole: as in `first`.
+
+  Raises:
+    ValueError: a `Pool` gives out the pages of the state.
   """
+  if paged_cache.is_pooled(state):
+    raise ValueError("a Pool gives out the pages of the state, and rows would "
+                     "outgrow them here; call Pool.extend and decode by turns")
   state, stats, ended = _until(one, params, state)
   while not ended:
     slots = state.tokens.shape[1]

@@ -73,6 +73,8 @@ are
   with_rows  `(slots [R], fresh) -> cache`: the same with the R rows of another
              cache in the place of some, see `Decoder.insert`. Default: every
              leaf has the rows B first.
+  take_rows  `(rows [R]) -> cache`: these rows alone, in order, copied. A cache
+             with `with_rows` must have it for a `serving.Queue`.
   grow       `(form, longer) -> cache`: the same with more slots in every row.
              `form` is the shapes of an empty cache of that capacity, and
              `longer(array, form)` an array with zeros after its end. Default:

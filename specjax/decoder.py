@@ -14,6 +14,7 @@ from specjax import capacity as capacity_lib
 from specjax import checks
 from specjax import contract
 from specjax import ladder as ladder_lib
+from specjax import paged_cache
 from specjax import prefill as prefill_lib
 from specjax import processes
 from specjax import rounds as rounds_lib
@@ -260,8 +261,8 @@ class Decoder:
              fresh: DecodeState) -> DecodeState:
     """Puts the rows of another state of this decoder in the place of some.
 
-    Every leaf of a state has B first, so a batch stays full: a row that is
-    done gives its slot to a new prompt, and the other rows do not notice.
+    So a batch stays full: a row that is done gives its slot to a new prompt,
+    and the other rows do not notice.
 
     Args:
       state: B rows; it is donated.
@@ -271,9 +272,12 @@ class Decoder:
         numbers.
 
     Raises:
-      ValueError: a slot is out of range, or the two states are of different
-        structure, shapes or dtypes.
+      ValueError: a slot is out of range, the two states are of different
+        structure, shapes or dtypes, or the pages are those of a `Pool`.
     """
+    if paged_cache.is_pooled(state):
+      raise ValueError("a Pool gives out the pages of the state; use "
+                       "Pool.insert, which gives the new row its own")
     slots = np.atleast_1d(np.asarray(slot))
     rows, new = len(state.lengths), len(fresh.lengths)
     if slots.shape != (new,) or len(set(slots.tolist())) != new:
@@ -330,7 +334,11 @@ class Decoder:
 
     Returns:
       `(state, stats)` with every field of the stats stacked, `[rounds, ...]`.
+
+    Raises:
+      ValueError: a row has too few pages of a `Pool`.
     """
+    paged_cache.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self._round, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
     return state, stats
@@ -342,6 +350,7 @@ class Decoder:
     The traces are stacked like the stats; they take rounds * B * 2 * N * V
     floats.
     """
+    paged_cache.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
         self._round, params, state, rounds=rounds, traced=True)
     checks.raise_if_bad(stats.checks)

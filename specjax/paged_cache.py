@@ -2,9 +2,8 @@
 
 Paged attention (Kwon et al. 2023, arXiv:2309.06180). A table names the pages of
 each row; attention goes through it (`attention.past_attention`), and what is
-committed is written to the page that it falls into. Page 0 is nobody's: what a
-row writes where it has no page goes there and is never read, for no row reads
-after its length.
+committed is written to the page that it falls into. Page 0 is nobody's and is
+never written: what a row writes where it has no page is dropped.
 
   PagedCache   as the cache of a `Transformer`: each row has pages of its own
   Pool         on the host, between chunks of rounds: fewer pages than rows
@@ -17,8 +16,8 @@ after its length.
     decoder.decode   ...                     pool.release(state, slot)
 
 A shared page is never written: a row writes after its length alone, and of its
-prompt a drafter reads the last few tokens again at most. So the page where two
-prompts part is each row's own, and so are some tokens before.
+prompt a drafter reads the last few tokens again at most (`reread`). So the page
+where two prompts part is each row's own, and so are some tokens before.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from specjax.types import DecodeState
 
 _PAGE = 128  # slots
 _SINK = 0  # the page of rows that have none
-_REREAD = 16  # tokens of the text that a drafter may feed and write again
+_REREAD = 16  # tokens: of the drafters here only long `Paths` feed more again
 
 
 @struct.dataclass
@@ -91,7 +90,7 @@ class PagedCache(KVCache):
     new, inside = (
         x.reshape(rows, -1, count, self.page, x.shape[3]).swapaxes(1, 2)
         for x in (new, inside[:, None, :, None]))
-    return pages.at[ids].set(jnp.where(inside, new, pages[ids]))
+    return _set(pages, ids, jnp.where(inside, new, pages[ids]))
 
   def with_rows(self, slots: jax.Array, fresh: "PagedCache",
                 into: jax.Array | None = None) -> "PagedCache":
@@ -104,10 +103,20 @@ class PagedCache(KVCache):
     """
     into = self.table[slots] if into is None else into
     put = lambda all, new: tuple(
-        old.at[into].set(x[fresh.table]) for old, x in zip(all, new))
+        _set(old, into, x[fresh.table]) for old, x in zip(all, new))
     return self.replace(
         k=put(self.k, fresh.k), v=put(self.v, fresh.v),
         lengths=self.lengths.at[slots].set(fresh.lengths))
+
+  def take_rows(self, rows: jax.Array) -> "PagedCache":
+    """Rows `[R]` of the cache, in this order, each with pages of its own."""
+    ids = self.table[rows]
+    # Page 0 is nobody's here, too.
+    source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=_SINK)
+    take = lambda arrays: tuple(x[source] for x in arrays)
+    return self.replace(
+        k=take(self.k), v=take(self.v), lengths=self.lengths[rows],
+        table=1 + jnp.arange(ids.size, dtype=ids.dtype).reshape(ids.shape))
 
   def grow(self, form: "PagedCache", longer: Any) -> "PagedCache":
     """The cache with more pages for every row, see `capacity.grow`.
@@ -141,6 +150,15 @@ class PagedCache(KVCache):
         held=None if self.held is None else PartitionSpec(rows))
 
 
+def _set(pages, ids, new):
+  """`pages [P, ...]` with `new [..., ...]` at `ids [...]`, but for page 0.
+
+  Rows share it: numbers of one that has failed would reach the others.
+  """
+  ids = jnp.where(ids == _SINK, len(pages), ids)
+  return pages.at[ids].set(new, mode="drop")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paged:
   """`PagedCache` with pages of another size, for `Transformer(cache=)`.
@@ -163,6 +181,36 @@ class Paged:
 _is_paged = lambda node: isinstance(node, PagedCache)
 
 
+def is_pooled(state: DecodeState) -> bool:
+  """Whether a `Pool` gives out the pages of a state."""
+  return _is_paged(state.target_cache) and state.target_cache.pooled
+
+
+def check_pages(state: DecodeState, tokens: int) -> None:
+  """Checks that the rows of a pooled state have pages for their next tokens.
+
+  What a row writes after its last page is lost, and its text goes wrong. Of a
+  state that is not pooled, or is part of a program, nothing is asked.
+
+  Args:
+    state: of the loop.
+    tokens: that a row may get, at most.
+
+  Raises:
+    ValueError: a row has too few.
+  """
+  if not is_pooled(state) or isinstance(state.lengths, jax.core.Tracer):
+    return
+  table, lengths, limits, done = jax.device_get((
+      state.target_cache.table, state.lengths, state.limits, state.done))
+  room = (table > _SINK).sum(axis=1) * state.target_cache.page
+  most = np.minimum(lengths + tokens, limits)
+  for row in np.flatnonzero(~done & (most > room)):
+    raise ValueError(
+        f"row {row} has pages for {room[row]} tokens and may get {most[row]}; "
+        f"call Pool.extend(state, {tokens}) before it is decoded")
+
+
 class Pool:
   """The pages of the paged caches of a state, given out on the host.
 
@@ -174,20 +222,25 @@ class Pool:
     free: pages that nobody has.
   """
 
-  def __init__(self, rows: int, pages: int):
+  def __init__(self, rows: int, pages: int, *, reread: int = _REREAD):
     """No page is given out yet.
 
     Args:
       rows: B, of the state.
       pages: how many there are.
+      reread: the last tokens of a text that the drafter may feed, and so write,
+        again; at least 16, which is what it catches up with in one pass.
+        `Paths` of several models feed their `length` and one more.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are none, or too few tokens may be read again.
     """
     if rows < 1 or pages < 1:
       raise ValueError(f"the pool has {pages} pages for {rows} rows; give at "
                        "least one of each")
-    self.rows = rows
+    if reread < _REREAD:
+      raise ValueError(f"reread is {reread}; it must be at least {_REREAD}")
+    self.rows, self._reread = rows, reread
     self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
     self._users[_SINK] = 1
     self._pages: dict[int, list[int]] = {}
@@ -214,7 +267,8 @@ class Pool:
       if not _is_paged(node):
         return node
       pages = lambda arrays: tuple(
-          jnp.zeros((len(self._users), *x.shape[1:]), x.dtype) for x in arrays)
+          jnp.zeros((len(self._users), *x.shape[1:]), x.dtype,
+                    device=x.sharding) for x in arrays)
       new = node.replace(k=pages(node.k), v=pages(node.v),
                          table=jnp.zeros_like(node.table), pooled=True)
       for x in (*node.k, *node.v, node.table):
@@ -239,10 +293,10 @@ class Pool:
         pages are free.
     """
     table = self._check(state)
-    if not 0 <= slot < self.rows or len(fresh.lengths) != 1:
-      raise ValueError(f"slot is {slot} and the fresh state has "
-                       f"{len(fresh.lengths)} rows; give one row, and a slot "
-                       f"from 0 to {self.rows - 1}")
+    self._check_slot(slot)
+    if len(fresh.lengths) != 1:
+      raise ValueError(f"the fresh state has {len(fresh.lengths)} rows; insert "
+                       "them one by one")
     row = lambda state: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.tree.map(
             lambda x: x.replace(pooled=True) if _is_paged(x) else x, state,
@@ -286,8 +340,10 @@ class Pool:
     """The state in which a row that is done has no pages.
 
     Raises:
-      ValueError: it is not done.
+      ValueError: the slot is none, or its row is not done.
     """
+    self._check(state)
+    self._check_slot(slot)
     if not jax.device_get(state.done)[slot]:
       raise ValueError(f"row {slot} is not done and would write its text "
                        "nowhere; decode it to its end, or put another there")
@@ -312,6 +368,11 @@ class Pool:
                        f"is for {self.rows}; make another one")
     return caches[0].table
 
+  def _check_slot(self, slot):
+    if not 0 <= slot < self.rows:
+      raise ValueError(f"slot is {slot} and the pool has rows from 0 to "
+                       f"{self.rows - 1}; give one of these")
+
   def _alike(self, prompt, slot, page):
     """The pages of the longest beginning that another row's prompt shares."""
     best = []
@@ -319,7 +380,7 @@ class Pool:
       size = min(len(prompt), len(text))
       same = prompt[:size] == text[:size]
       common = size if same.all() else int(np.argmin(same))
-      count = max(0, common - _REREAD) // page
+      count = max(0, common - self._reread) // page
       if other != slot and count > len(best):
         best = self._pages[other][:count]
     return best

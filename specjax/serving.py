@@ -494,7 +494,9 @@ def _keys(seed):
 @jax.jit
 def _moved(state, rows):
   """A state of these rows of another, in order."""
-  return jax.tree.map(lambda x: x[rows], state)
+  own = lambda node: hasattr(node, "with_rows")
+  return jax.tree.map(
+      lambda x: x.take_rows(rows) if own(x) else x[rows], state, is_leaf=own)
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "window"),

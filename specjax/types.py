@@ -203,7 +203,8 @@ class DecodeState:
 
   Every leaf of a state has the rows B as its first axis, those of its parts
   included. So one row can be put into the place of another, see
-  `Decoder.insert`, and rows can be split over devices.
+  `Decoder.insert`, and rows can be split over devices. Only a cache may have
+  others, such as pages, if it has `with_rows`, see `specjax.contract`.
 
   Attributes:
     tokens: `[B, C]` int32, prompt and output; the slots after `lengths` are

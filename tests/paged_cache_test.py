@@ -4,11 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 import specjax as sj
 from specjax import paged_cache
+from specjax import serving
 from specjax import testing
 
 _PAGE = 8
@@ -86,12 +90,29 @@ def test_a_block_falls_into_pages():
 
 def test_a_row_without_pages_writes_nowhere():
   # Broken: a row that is done, or longer than its pages, writes into those of
-  # another row.
+  # another row, or into the page that all rows read where they have none.
   table = [[1, 2, 0], [3, 4, 5], [0, 0, 0]]
   cache = _cache([24, 24, 24], capacity=24, table=table)
   assert _slots(cache, 1).tolist() == list(range(200, 224))
   assert _slots(cache.rollback(jnp.array([16, 24, 0])), 0).tolist() == list(
       range(100, 116))
+  assert not np.asarray(cache.k[0])[0].any()
+  fresh = _cache([24], capacity=24)
+  again = cache.with_rows(np.array([2]), fresh)
+  assert not np.asarray(again.k[0])[0].any()
+
+
+def test_rows_move_with_their_pages():
+  # Broken: a `Queue` that changes its size mixes up the pages of its rows, or
+  # rows made of one row write into the same pages.
+  cache = _cache([6, 0, 23], table=[
+      [7, 2, 3, 4, 5], [6, 1, 8, 9, 10], [15, 14, 13, 12, 11]])
+  moved = serving._moved(cache, np.array([2, 0, 0, 2], np.int32))
+  moved = _fed(moved.rollback(jnp.array([20, 6, 5, 23])), 2)
+  for row, (old, count) in enumerate(((2, 20), (0, 6), (0, 5), (2, 23))):
+    want = [100 * (old + 1) + i for i in range(count)]
+    want += [100 * (row + 1) + count + i for i in range(2)]
+    assert _slots(moved, row).tolist() == want
 
 
 def test_pages_change_no_text():
@@ -108,9 +129,16 @@ def test_pages_change_no_text():
   assert texts[0] == texts[1]
 
 
+def _failed(cache):
+  """The cache with NaNs in all pages."""
+  nan = lambda arrays: tuple(jnp.full_like(x, jnp.nan) for x in arrays)
+  return cache.replace(k=nan(cache.k), v=nan(cache.v))
+
+
 def test_rows_of_a_pool_share_their_beginning():
   # Broken: rows that share pages write into them, a page is given to two rows
-  # or never comes back, or a row that takes over pages reads what is left.
+  # or never comes back, or a row that takes over pages reads what is left: a
+  # NaN, from a row that has failed, would spread to the others.
   decoder, params = _decoder(_PAGE, tree=True)
   prompts, new = _prompts(70, 90, 66, 40, same=50), (20, 30, 40, 30)
   fresh = lambda i: decoder.prefill(
@@ -122,6 +150,8 @@ def test_rows_of_a_pool_share_their_beginning():
   pool = paged_cache.Pool(rows=2, pages=30)
   state = pool.start(decoder.prefill(
       params, [[0], [0]], jax.random.key(0), limits=1))
+  state = jax.tree.map(lambda x: _failed(x) if paged_cache._is_paged(x) else x,
+                       state, is_leaf=paged_cache._is_paged)
   state = decoder.grow(params, state, 256)
   waiting, playing, got = [0, 1, 2, 3], {}, {}
   free = []
@@ -151,11 +181,25 @@ def test_a_pool_refuses_what_it_cannot_hold():
   fresh = lambda **options: decoder.prefill(
       params, [[1] * 30], jax.random.key(0), limits=90, **options)
   pool = paged_cache.Pool(rows=2, pages=6)
+  placed = NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), P())
+  for cache in jax.tree.leaves(pool.start(jax.device_put(start(), placed)),
+                               is_leaf=paged_cache._is_paged):
+    if paged_cache._is_paged(cache):
+      assert {x.sharding for x in jax.tree.leaves(cache)} == {placed}
   state = pool.start(start())
   with pytest.raises(ValueError, match="a row of the fresh state"):
     pool.insert(state, 0, fresh(capacity=256))
   state = pool.insert(state, 0, fresh())
   assert pool.free == 2
+  with pytest.raises(ValueError, match="use Pool.insert"):
+    decoder.insert(state, 0, fresh())
+  with pytest.raises(ValueError, match="call Pool.extend and decode by turns"):
+    decoder.decode_until(params, state)
+  with pytest.raises(ValueError, match=(
+      r"row 0 has pages for 32 tokens and may get 34; call Pool.extend\(sta")):
+    decoder.decode(params, state, rounds=1)
+  with pytest.raises(ValueError, match="slot is -1 and the pool"):
+    pool.release(state, -1)
   with pytest.raises(ValueError, match="row 0 needs 3 more pages and 2 are fr"):
     pool.extend(state, 20)
   with pytest.raises(ValueError, match="row 1 needs 4 more pages and 2 are fr"):
@@ -177,3 +221,15 @@ def test_a_pool_refuses_what_it_cannot_hold():
     paged_cache.Pool(rows=2, pages=0)
   with pytest.raises(ValueError, match="page is 0"):
     paged_cache.Paged(page=0)
+  with pytest.raises(ValueError, match="reread is 2; it must be at least 16"):
+    paged_cache.Pool(rows=2, pages=6, reread=2)
+
+
+def test_what_a_drafter_reads_again_is_not_shared():
+  # Broken: a drafter that feeds many tokens again writes into shared pages.
+  prompt, shared = np.arange(40), []
+  for more in ({}, {"reread": 17}):
+    pool = paged_cache.Pool(rows=2, pages=6, **more)
+    pool._prompts[0], pool._pages[0] = prompt, [1, 2, 3, 4, 5]
+    shared.append(pool._alike(prompt, 1, _PAGE))
+  assert shared == [[1, 2, 3], [1, 2]]

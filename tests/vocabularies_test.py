@@ -9,6 +9,7 @@ import dataclasses
 import doctest
 import functools
 import pathlib
+import types
 
 import contributions
 import jax
@@ -23,6 +24,7 @@ from specjax import testing
 from specjax.data import retokenization
 from specjax.data import tokenizers
 from specjax.data import vocabularies
+from specjax.drafters import reading as reading_lib
 from specjax.drafters import translation
 
 _List = testing.ListTokenizer
@@ -426,3 +428,28 @@ def test_a_text_without_room_is_not_cut(name, token, pieces):
   read = decoder(drafter).prefill(
       *arguments, limits=[len(row) + 30 for row in prompts], **more).drafter
   assert read.lengths[0] > 24 and read.lengths[1] == 18
+
+
+def test_a_lost_text_is_not_found_again_where_slots_are_added():
+  # Broken: a text that had no room is taken for known once there is more, with
+  # a gap in it; or it stays lost where all of it is spelled anew.
+  model = testing.MarkovModel(_DRAFT.vocab_size)
+  drafter = sj.drafters.TokenIntersection(
+      model=model, gamma=2, target_size=_TARGET.vocab_size)
+  vocabulary = data.map_vocabularies(_DRAFT, _TARGET)
+  lengths = jnp.array([5, 3, 3], jnp.int32)
+  reading = reading_lib.begun(
+      model, model.init(jax.random.key(0)), jnp.ones((3, 4), jnp.int32),
+      lengths, lengths, room=6, gamma=2)
+  new = jnp.array([[0, 1, 0, 1]] * 3, jnp.int32)
+  for room in (6, 12):
+    reading = reading.amended(
+        reading.lengths, new, jnp.array([1, 4, 2]), lengths, room)
+    # The first had more than its columns, and the second outgrew its room.
+    assert (np.asarray(reading.lengths) > 99).tolist() == [True, True, False]
+  assert reading.lengths[2] == 7
+  text = jnp.array([[2, 3, 0, 3]] * 3, jnp.int32)
+  state = types.SimpleNamespace(
+      tokens=text, lengths=jnp.array([4, 4, 2]), drafter=reading)
+  again = drafter.catch_up({"drafter": {"vocabulary": vocabulary}}, state, None)
+  assert (np.asarray(again.lengths) < 9).all()

@@ -73,7 +73,8 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     v: as `k`.
     lengths: `[B]` int32, slots that count, from the first.
     positions: `[B, S]` int32, of the queries; only a window asks for them.
-    table: `[B, C / T]` int32, the pages of each row, in order.
+    table: `[B, C / T]` int32, the pages of each row, in order; after the last
+      one in use any pages.
     window: how many positions back each query sees, itself included; 0: all.
     softcap: c of c tanh(scores / c); 0: none.
 

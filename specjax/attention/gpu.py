@@ -31,7 +31,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
       or k.dtype not in _DTYPES or cudnn.cuda_versions is None):
     return plain.whole(query, k, v, lengths, positions, table, window=window,
                        softcap=softcap)
-  k, v = plain.in_order(k, table), plain.in_order(v, table)
+  k, v = (plain.in_order(x, table, lengths) for x in (k, v))
   batch, size, query_heads, _ = query.shape
   heads = k.shape[1]
   folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)

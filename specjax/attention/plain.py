@@ -50,13 +50,16 @@ def _part(query, k, v, visible, softcap):
   return unfolded(out), unfolded(log)[..., 0]
 
 
-def in_order(cache: jax.Array, table: jax.Array | None,
+def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
              slots: int | None = None) -> jax.Array:
   """The first slots of every row, default all: `[B, H, slots, D]`.
 
   Args:
     cache: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
     table: `[B, C / T]` int32, the pages of each row, or None.
+    lengths: `[B]` int32, slots that count. In pages those after them are set to
+      0: a row that had the page before may have left a NaN there, and a weight
+      of 0 does not take it away.
     slots: how many.
   """
   if table is None:
@@ -64,8 +67,10 @@ def in_order(cache: jax.Array, table: jax.Array | None,
   size = cache.shape[2]
   pages = cache[table if slots is None else table[:, :-(-slots // size)]]
   rows, count, heads, _, dim = pages.shape
-  return pages.swapaxes(1, 2).reshape(
+  whole = pages.swapaxes(1, 2).reshape(
       rows, heads, count * size, dim)[:, :, :slots]
+  counts = jnp.arange(whole.shape[2], dtype=jnp.int32) < lengths[:, None]
+  return jnp.where(counts[:, None, :, None], whole, 0)
 
 
 def _over(query, k, v, lengths, positions, window, softcap):
@@ -80,7 +85,7 @@ def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           positions: jax.Array | None = None, table: jax.Array | None = None, *,
           window: int = 0, softcap: float = 0.0) -> Part:
   """`attention.past_attention` over all slots."""
-  k, v = in_order(k, table), in_order(v, table)
+  k, v = (in_order(x, table, lengths) for x in (k, v))
   return _over(_folded(query, k.shape[1]), k, v, lengths, positions, window,
                softcap)
 
@@ -98,9 +103,9 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   no such difference.
   """
   def over(bucket):
-    return lambda query, k, v, table, *rest: _over(
-        query, in_order(k, table, bucket), in_order(v, table, bucket), *rest,
-        window, softcap)
+    return lambda query, k, v, table, lengths, positions: _over(
+        query, *(in_order(x, table, lengths, bucket) for x in (k, v)), lengths,
+        positions, window, softcap)
 
   return _switch(over, query.shape[1], _folded(query, k.shape[1]), k, v, table,
                  lengths, positions)
@@ -124,7 +129,7 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   def over(bucket):
     def attention(rows, k, v, table, lengths, positions, block_k, block_v,
                   visible):
-      k, v = in_order(k, table, bucket), in_order(v, table, bucket)
+      k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
       slot = jnp.arange(bucket, dtype=jnp.int32)
       seen = (slot < lengths[:, None])[:, None]
       if window:

@@ -46,8 +46,8 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     v: as `k`.
     lengths: `[B]` int32.
     positions: `[B, S]` int32, for a window.
-    table: `[B, C / T]` int32, the pages of each row in order; entries after
-      the last page in use are not read.
+    table: `[B, C / T]` int32, the pages of each row in order. Every entry must
+      be a page, also those after the last one in use.
     window: how many tokens back each query sees, itself included; 0: all.
     softcap: c of c tanh(scores / c); 0: none.
     interpret: whether to run without a TPU, which is slow.
@@ -150,7 +150,7 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
                for _ in positions]
   kernel = functools.partial(
       _kernel, scalars=len(scalars), block=block, blocks=blocks, window=window,
-      softcap=softcap, scale=dim**-0.5, ragged=bool(slots % block),
+      softcap=softcap, scale=dim**-0.5, ragged=paged or bool(slots % block),
       narrow=narrow)
   out, lse = pl.pallas_call(
       kernel,
@@ -201,7 +201,7 @@ def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
     weights = jnp.where(seen, jnp.exp(scores - now), 0)
     kept = jnp.exp(before - now)
     values = v[0, head]
-    if ragged:  # after the end of the array there may be anything
+    if ragged:  # after the row's end there may be anything, such as a NaN
       row = start + jax.lax.broadcasted_iota(
           jnp.int32, values.shape, int(narrow))
       values = jnp.where(row < lengths[b], values, 0)

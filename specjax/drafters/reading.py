@@ -12,7 +12,8 @@ token. So nothing needs to know how many drafted tokens were accepted, nor
 whether the two tokenizers split the accepted text alike.
 
 Rows have room for a fixed number of tokens. A row whose text outgrows it is
-lost: it drafts nothing from then on, and nothing of it is cut.
+lost: it drafts nothing from then on, and nothing of it is cut. It stays lost
+where slots are added, for what it committed meanwhile was not noted.
 """
 
 from typing import Any
@@ -31,6 +32,7 @@ from specjax.types import Prompt
 from specjax.types import Verdict
 
 _PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
+_LOST = 2**30  # the length of a lost text: more than any room
 
 
 @struct.dataclass
@@ -39,7 +41,7 @@ class Reading:
 
   Attributes:
     tokens: `[B, C]` int32, the text, then what was drafted last.
-    lengths: `[B]` int32, tokens of the text.
+    lengths: `[B]` int32, tokens of the text; 2**30 of one that is lost.
     fed: `[B]` int32, the cache holds the first `fed` of `tokens`.
     seen: `[B]` int32, target tokens that the text stands for.
     cache: the model's.
@@ -68,11 +70,12 @@ class Reading:
     old = jnp.take_along_axis(self.tokens, slots, axis=1, mode="clip")
     agree = jnp.sum(jnp.cumprod(new & (old == ids), axis=1), axis=1)
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-    known = self.lengths <= room
+    known = self.lengths < _LOST
+    fits = known & (start + count <= room)
     return self.replace(
         tokens=put(self.tokens, jnp.where(
             new & known[:, None], slots, self.tokens.shape[1]), ids),
-        lengths=jnp.where(known, start + count, self.lengths),
+        lengths=jnp.where(fits, start + count, _LOST),
         fed=jnp.minimum(self.fed, start + agree.astype(jnp.int32)), seen=seen)
 
   def drafted(self, length: jax.Array, ids: jax.Array, cache: Any) -> "Reading":
@@ -144,7 +147,7 @@ def begun(model: ModelFn, params: Any, ids: jax.Array, count: jax.Array,
   slots = max(slots_needed(room, gamma), columns)
   out = read_prompt(model, params, Prompt(
       tokens=ids, lengths=count, capacity=slots))
-  lengths = jnp.where(count > columns, jnp.maximum(count, room + 1), count)
+  lengths = jnp.where(count > min(columns, room), _LOST, count)
   return Reading(
       tokens=jnp.pad(ids, ((0, 0), (0, slots - columns))), lengths=lengths,
       fed=jnp.minimum(count, columns), seen=seen, cache=out.cache)

@@ -185,14 +185,16 @@ class TokenIntersection(reading_lib.Reader):
     """The committed text in the drafter's tokens; see `specjax.contract`.
 
     All of it is spelled anew, whatever was read before: the cache is kept as
-    far as it is the same, and `propose` reads the rest.
+    far as it is the same, and `propose` reads the rest. A row that was lost
+    is known again if its text fits.
     """
     del since
     room = self._room(state.tokens.shape[1])
     ids, count = self._spelled(params["drafter"]["vocabulary"], state.tokens,
                                state.lengths, room)
-    return state.drafter.amended(
-        jnp.zeros_like(count), ids, count, state.lengths, room)
+    none = jnp.zeros_like(count)
+    return state.drafter.replace(lengths=none).amended(
+        none, ids, count, state.lengths, room)
 
   def follow(self) -> following.Following:
     """The same, beside or inside of other drafters; see `specjax.contract`."""
