@@ -53,17 +53,18 @@ _DISTILL = [*_TINY, "--prompts=code", "--num_prompts=8", "--rows_per_file=4",
 _BOOST = [*_TINY, "--drafter=target", "--data=corpus.txt", "--rows=4",
           "--held_out_rows=2", "--length=2", "--prompt_tokens=4",
           "--continuation=4"]
-_ON_A_MESH = [  # the other scripts that take one
+_ON_A_MESH = [  # other scripts; boost_drafters.py does what these do
     ["train_drafter.py", *_TINY, "--method=medusa", "--data=corpus.txt",
      "--row_tokens=8", "--held_out_rows=2", "--heads=1", "--output_dir=heads",
      _MESH],
     ["distill.py", *_DISTILL, "--output_dir=distilled", _MESH],
-    ["boost_drafters.py", *_BOOST, "--output_dir=boosted", _MESH],
     ["generate.py", "--target=target", "--drafter=target", "--gamma=2",
      "--prompt=draft verify", "--max_new_tokens=4", "--mesh=model:2"]]
 _REFUSED_EARLY = [  # before the target writes for hours
-    (["distill.py", *_DISTILL, "--heads=3", "--mesh=model:2"], "heads is 3"),
-    (["boost_drafters.py", *_BOOST, "--mesh=model:8"], "heads is 4")]
+    (["distill.py", *_DISTILL, "--heads=3", "--kv_heads=3", "--mesh=model:2"],
+     "heads is 3 and mesh axis"),
+    (["boost_drafters.py", *_BOOST, "--mesh=model:8"],
+     "heads is 4 and mesh axis")]
 
 
 def _run(script, *flags, hook=None):
@@ -284,8 +285,7 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
   for found, (script, *_) in zip(on_a_mesh, _ON_A_MESH):
     assert found["code"] == 0, (script, found)
   *studies, text = on_a_mesh
-  for found, name in zip(studies, ("train_drafter", "distill",
-                                   "boost_drafters"), strict=True):
+  for found, name in zip(studies, ("train_drafter", "distill"), strict=True):
     assert scripts.last_line(found)["study"] == name
   assert text["stdout"].startswith("draft verify")
   refusals = [*_REFUSED, *((flags, [words]) for flags, words in _REFUSED_EARLY)]
