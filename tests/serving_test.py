@@ -276,16 +276,24 @@ def test_each_size_has_its_controller():
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=1),
-      transform=sj.LogitsTransform(temperature=0), debug=True)
+      transform=sj.LogitsTransform(temperature=0))
   costs = lambda second: sj.Controller(
       lengths=(0, 4), seconds=(1.0, second), credit=0.0)
   queue = Queue(
       decoder, {"target": table, "drafter": table}, slots=(1, 2),
       max_length=126, controllers={1: costs(1.1), 2: costs(9.0)})
   request = Request(prompt=[0], max_new_tokens=125)
-  alone, = queue.results([request])
+
+  def decoded(count):  # in so many steps, for a row without room never ends
+    for _ in range(count):
+      queue.submit(request)
+    return [update.result for _ in range(30) for update in queue.step()
+            if update.result is not None]
+
+  alone, = decoded(1)
   assert alone.tokens.tolist() == [i % 4 for i in range(126)]
-  beside = list(queue.results([request, request]))
+  beside = decoded(2)
+  assert len(beside) == 2
   assert alone.rounds < 50 and alone.accepted > 75
   assert min(one.rounds for one in beside) > 100
   assert len({tuple(one.tokens) for one in (alone, *beside)}) == 1
