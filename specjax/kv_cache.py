@@ -8,7 +8,7 @@ are written once a round, in place, however many passes it has.
 Who feeds token after token reserves a block for all of them: what is committed
 then stays in the block until it is settled.
 
-This is the only file that indexes `k` and `v`.
+Beside this file `paged_cache` and `attention` alone index `k` and `v`.
 """
 
 from typing import Any
@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import attention
-
-_MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -37,21 +35,8 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   Returns:
     `[B, S, H * G, D]`.
   """
-  batch, size, _, dim = query.shape
-  heads, slots = k.shape[1:3]
-  query = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
-  query = (query * dim**-0.5).reshape(batch, heads, -1, dim)
-  scores = jnp.einsum("bhqd,bhtd->bhqt", query, k, preferred_element_type=(
-      jnp.promote_types(query.dtype, jnp.float32)))
-  if softcap:
-    scores = softcap * jnp.tanh(scores / softcap)
-  scores = scores.reshape(batch, heads, -1, size, slots)
-  scores = jnp.where(visible[:, None, None], scores, _MASKED)
-  weights = jax.nn.softmax(scores).astype(v.dtype)
-  out = jnp.einsum("bhqt,bhtd->bhqd",
-                   weights.reshape(batch, heads, -1, slots), v)
-  out = out.reshape(batch, heads, -1, size, dim).transpose(0, 3, 1, 2, 4)
-  return out.reshape(batch, size, -1, dim)
+  out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
+  return out.astype(v.dtype)
 
 
 def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
@@ -70,10 +55,11 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
   Returns:
     `[B, T, G * H, D]`.
   """
-  none = jnp.zeros(query.shape[:1], jnp.int32)
-  visible = visible_slots(none, ancestors, query.shape[1], window)
+  if window:
+    none = jnp.zeros(query.shape[:1], jnp.int32)
+    ancestors = visible_slots(none, ancestors, query.shape[1], window)
   return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
-                           visible, softcap)
+                           ancestors, softcap)
 
 
 @struct.dataclass
@@ -186,11 +172,17 @@ class KVCache:
     """The same cache, whose writes come after `x`.
 
     An array that is read and written in no order that XLA knows is copied
-    first. So where a pass ends the lengths are made to depend on its result,
-    by a number that is 0 and that no compiler knows to be.
+    first. So where a pass ends the slots that are written next are made to
+    depend on its result, by a number that is 0 and that no compiler knows to
+    be. Each row has its own: a mesh may have split them.
+
+    Args:
+      x: `[B, ...]`, of every row what its last layer computed.
     """
-    never = x.reshape(-1)[0] * 0 == 1
-    return self.replace(lengths=self.lengths + never)
+    never = x.reshape(len(x), -1)[:, 0] * 0 == 1
+    return self.replace(
+        lengths=self.lengths + never,
+        held=None if self.held is None else self.held + never)
 
   def commit(self, path: jax.Array, count: jax.Array) -> "KVCache":
     """Keeps the accepted path of the block.

@@ -28,6 +28,7 @@ import pytest
 
 import specjax as sj
 from specjax import attention
+from specjax import kv_cache
 from specjax import testing
 from specjax.attention import plain
 from specjax.attention import tpu
@@ -122,6 +123,33 @@ def test_the_kernel_is_the_plain_part(name):
   assert (np.asarray(got[1])[~seen] <= plain.MASKED).all()
 
 
+@pytest.mark.parametrize("dim", [16, 128])  # the slots are last, or not
+def test_a_row_fetches_its_own_blocks_once(monkeypatch, dim):
+  # Broken: the kernel fetches blocks after a row's length or before its window,
+  # so that its cost follows the allocation, or fetches one of them again.
+  spec, maps = tpu.pl.BlockSpec, []
+
+  def recorded(shape, at):
+    maps.append((shape, at))
+    return spec(shape, at)
+
+  monkeypatch.setattr(tpu.pl, "BlockSpec", recorded)
+  lengths = (0, 1, 512, 513, 2048, 1500)
+  query, k, v, *_ = _operands(lengths, size=2, heads=1, group=1, slots=2048,
+                              dim=dim)
+  jax.eval_shape(functools.partial(tpu.past_attention, interpret=True),
+                 query, k, v, jnp.asarray(lengths))
+  axis = 2 if dim == 128 else 3
+  [at] = {at for shape, at in maps if shape[axis] == 512}
+  first = jnp.array([0, 0, 0, 0, 0, 600], jnp.int32)  # of the last one's window
+  for row, want in enumerate((
+      [0], [0], [0], [0, 1], [0, 1, 2, 3], [1, 2])):
+    steps = [int(at(row, 0, 0, j, jnp.array(lengths, jnp.int32), first)[axis])
+             for j in range(4)]
+    fetched = [j for i, j in enumerate(steps) if i == 0 or j != steps[i - 1]]
+    assert fetched == want, lengths[row]
+
+
 def test_pages_in_any_order_are_the_same_row():
   # Broken: a block of a row is read from another page than its table says, or
   # a NaN that was left after the row's end reaches the sum.
@@ -170,18 +198,15 @@ def test_it_is_mapped_and_differentiated_as_plain_attention():
 
 
 def _lowered(function, *operands):
-  """StableHLO for a GPU, as one of several devices lowers its own part."""
-  # Lowered alone, cuDNN's function asks for the devices, which are not there.
-  mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
-  local = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(),
-                        check_vma=False)
-  return jax.jit(local).trace(*operands).lower(
+  """StableHLO for a GPU."""
+  return jax.jit(function).trace(*operands).lower(
       lowering_platforms=("cuda",)).as_text()
 
 
 def test_a_gpu_attends_by_cudnn(monkeypatch):
   # Broken: the past is read by plain attention, over all slots; or what cuDNN
-  # does not take is given to it.
+  # does not take is given to it; or its function, which asks for the devices,
+  # is not told them, and nothing runs on a GPU.
   monkeypatch.setattr(cudnn, "cuda_versions", types.SimpleNamespace(
       cudnn_get_version=lambda: 91200))
   for dtype, window, fits in ((jnp.bfloat16, 0, True), (jnp.float32, 0, False),
@@ -230,10 +255,12 @@ def _compile():
       cache = array((129, 8, 128, dim), jnp.bfloat16, None, "model")
       table = array((8, 16), jnp.int32, "data")
 
-    def attend(weights, query, k, v, lengths, positions, table, window=window):
+    def attend(weights, query, k, v, lengths, positions, table, hidden,
+               window=window):
       # Work before it, in which the compiler would fetch what comes next.
       query = jnp.einsum("bshd,hde->bshe", query, weights)
-      return attention.past_attention(
+      cache = kv_cache.KVCache(k=(k,), v=(v,), lengths=lengths)
+      return cache.after(hidden).lengths, attention.past_attention(
           query, k, v, lengths, positions=positions, table=table,
           window=window)
 
@@ -241,7 +268,8 @@ def _compile():
         array((32, dim, dim), jnp.bfloat16, "model"),
         array((8, size, 32, dim), jnp.bfloat16, "data", None, "model"),
         cache, cache, array((8,), jnp.int32, "data"),
-        array((8, size), jnp.int32, "data"), table).compile().as_text()
+        array((8, size), jnp.int32, "data"), table,
+        array((8, size, 64), jnp.bfloat16, "data")).compile().as_text()
     local = math.prod(cache.sharding.shard_shape(cache.shape))
     moved = [kind for sizes, kind in re.findall(
         r" = \(?bf16\[([\d,]+)\]\S* ([a-z-]+)\(", hlo)
@@ -255,7 +283,8 @@ def _compile():
 @pytest.mark.timeout(600)
 def test_the_kernel_compiles_for_a_tpu_and_copies_no_cache():
   # Broken: the kernel is no program for a TPU, or a cache is laid out or split
-  # in another way than the kernel wants, and is copied in every pass.
+  # in another way than the kernel wants, and is copied in every pass; or the
+  # lengths of all rows wait for one device.
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
   environment = dict(

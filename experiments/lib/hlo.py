@@ -20,7 +20,9 @@ _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
          "iota", "custom-call", "while", "conditional", "call",
          "partition-id", "after-all", "opt-barrier")
 # They touch a part of their first operand.
-_SPARSE = ("dynamic-slice", "dynamic-update-slice", "gather", "slice")
+_SPARSE = ("dynamic-slice", "dynamic-update-slice", "gather", "scatter",
+           "slice")
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # operand that is new
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(
     r"^ +(ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*?)\)(.*)$", re.M)
@@ -151,7 +153,7 @@ class Program:
     if op.kind == "fusion":
       return self._fusion_reads(op, operands)
     if op.kind in _SPARSE:
-      part = 0 if op.kind == "dynamic-update-slice" else sum(
+      part = 0 if op.kind in _IN_PLACE else sum(
           sizes(op.shape, memory=False)) * any(sizes(operands[0]))
       return sum(map(sizes, operands[1:]), [part])
     return sum(map(sizes, operands), [])
@@ -177,8 +179,9 @@ class Program:
     for result, size in zip(results, sizes(op.shape)):
       while result.kind == "bitcast":
         result = named[result.operands[0]]
-      if size and result.kind == "dynamic-update-slice":
-        size = sum(sizes(named[result.operands[1]].shape, memory=False))
+      if size and result.kind in _IN_PLACE:
+        new = result.operands[_IN_PLACE[result.kind]]
+        size = sum(sizes(named[new].shape, memory=False))
       found.append(size)
     return found
 
@@ -211,7 +214,7 @@ class Program:
       found = list(through(one.name))
       if sum(whole) and found and all(
           i == 0 and user.kind in _SPARSE for i, user in found):
-        whole = [0 if user.kind == "dynamic-update-slice" else
+        whole = [0 if user.kind in _IN_PLACE else
                  sum(sizes(user.shape, memory=False)) for _, user in found]
       read += whole
     return read

@@ -32,18 +32,14 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     return plain.whole(query, k, v, lengths, positions, table, window=window,
                        softcap=softcap)
   k, v = (plain.in_order(x, table, lengths) for x in (k, v))
-  batch, size, query_heads, _ = query.shape
-  heads = k.shape[1]
-  folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
-  folded = folded.reshape(batch, heads, -1, dim)
-  queries = jnp.full((batch,), folded.shape[2], jnp.int32)
+  folded = plain.folded(query, k.shape[1])
+  queries = jnp.full(lengths.shape, folded.shape[2], jnp.int32)
   out, lse = cudnn.dot_product_attention(
       folded, k, v, q_seqlen=queries, scale=dim**-0.5, qkv_layout="BNTH",
       # A row that sees nothing is asked for one slot, whose part has no weight.
       kv_seqlen=jnp.maximum(lengths, 1).astype(jnp.int32),
       mask_type=cudnn.MaskType.PADDING, return_residual=True)
   lse = jnp.where((lengths > 0)[:, None, None], lse, plain.MASKED)
-  unfold = lambda x: jnp.moveaxis(
-      x.reshape(batch, heads, -1, size, *x.shape[3:]), 3, 1
-  ).reshape(batch, size, query_heads, *x.shape[3:])
-  return unfold(out.astype(jnp.float32)), unfold(lse)
+  size = query.shape[1]
+  return (plain.unfolded(out.astype(jnp.float32), size),
+          plain.unfolded(lse, size))

@@ -20,34 +20,50 @@ MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
 Part = tuple[jax.Array, jax.Array]
 
 
-def _folded(query, heads):
-  """`[B, S, H * G, D]` -> `[B, H, G, S, D]`, scaled."""
+def folded(query: jax.Array, heads: int) -> jax.Array:
+  """The queries of each key-value head: `[B, S, H * G, D] -> [B, H, G * S, D]`.
+
+  Args:
+    query: of S tokens.
+    heads: H, key-value heads.
+  """
   batch, size, _, dim = query.shape
-  query = (query * dim**-0.5).reshape(batch, size, heads, -1, dim)
-  return query.transpose(0, 2, 3, 1, 4)
+  query = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
+  return query.reshape(batch, heads, -1, dim)
 
 
-def _part(query, k, v, visible, softcap):
-  """One part, of `query [B, H, G, S, D]`; visible `[B or 1, S or 1, T]`."""
-  batch, heads, group, size, dim = query.shape
+def unfolded(x: jax.Array, size: int) -> jax.Array:
+  """Back again: `[B, H, G * S, ...] -> [B, S, H * G, ...]`, S = `size`."""
+  batch, heads, _, *rest = x.shape
+  x = jnp.moveaxis(x.reshape(batch, heads, -1, size, *rest), 3, 1)
+  return x.reshape(batch, size, -1, *rest)
+
+
+def _scaled(query, heads):
+  return folded(query * query.shape[3]**-0.5, heads)
+
+
+def _part(query, k, v, visible, size, softcap):
+  """One part, of `query [B, H, G * S, D]`; visible `[B or 1, S or 1, T]`."""
+  batch, heads, rows, _ = query.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
-  scores = jnp.einsum(
-      "bhqd,bhtd->bhqt", query.reshape(batch, heads, -1, dim), k,
-      preferred_element_type=wide).reshape(batch, heads, group, size, -1)
+  scores = jnp.einsum("bhqd,bhtd->bhqt", query, k, preferred_element_type=wide)
   if softcap:
     scores = softcap * jnp.tanh(scores / softcap)
+  slots = k.shape[2]  # may be none
+  scores = scores.reshape(batch, heads, rows // size, size, slots)
   scores = jnp.where(visible[:, None, None], scores, MASKED)
-  top = jnp.max(scores, axis=-1, keepdims=True, initial=MASKED)
+  # No derivative depends on it: it cancels in both results.
+  top = jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True,
+                initial=MASKED)
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
   out = jnp.einsum(
-      "bhqt,bhtd->bhqd",
-      weights.astype(v.dtype).reshape(batch, heads, group * size, -1), v,
-      preferred_element_type=wide).reshape(query.shape)
-  out, log = out / jnp.maximum(total, 1e-30), top + jnp.log(total)
-  unfolded = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(
-      batch, size, heads * group, -1)
-  return unfolded(out), unfolded(log)[..., 0]
+      "bhqt,bhtd->bhqd", weights.astype(v.dtype).reshape(
+          batch, heads, rows, slots), v, preferred_element_type=wide)
+  out = out / jnp.maximum(total, 1e-30).reshape(batch, heads, rows, 1)
+  log = (top + jnp.log(total)).reshape(batch, heads, rows)
+  return unfolded(out, size), unfolded(log, size)
 
 
 def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
@@ -73,12 +89,12 @@ def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
   return jnp.where(counts[:, None, :, None], whole, 0)
 
 
-def _over(query, k, v, lengths, positions, window, softcap):
+def _over(query, k, v, lengths, positions, size, window, softcap):
   slot = jnp.arange(k.shape[2], dtype=jnp.int32)
   visible = (slot < lengths[:, None])[:, None]
   if window:
     visible &= positions[..., None] - slot < window
-  return _part(query, k, v, visible, softcap)
+  return _part(query, k, v, visible, size, softcap)
 
 
 def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
@@ -86,8 +102,8 @@ def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           window: int = 0, softcap: float = 0.0) -> Part:
   """`attention.past_attention` over all slots."""
   k, v = (in_order(x, table, lengths) for x in (k, v))
-  return _over(_folded(query, k.shape[1]), k, v, lengths, positions, window,
-               softcap)
+  return _over(_scaled(query, k.shape[1]), k, v, lengths, positions,
+               query.shape[1], window, softcap)
 
 
 def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
@@ -102,13 +118,15 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   last digits when a longer row joins its batch. In float32 the tests have seen
   no such difference.
   """
+  size = query.shape[1]
+
   def over(bucket):
     return lambda query, k, v, table, lengths, positions: _over(
         query, *(in_order(x, table, lengths, bucket) for x in (k, v)), lengths,
-        positions, window, softcap)
+        positions, size, window, softcap)
 
-  return _switch(over, query.shape[1], _folded(query, k.shape[1]), k, v, table,
-                 lengths, positions)
+  return _switch(over, size, _scaled(query, k.shape[1]), k, v, table, lengths,
+                 positions)
 
 
 def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
@@ -120,9 +138,8 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   A CPU spends as long on starting a small operation as on its work: merging two
   parts would cost a tenth of a small model's pass.
   """
-  folded = _folded(query, k.shape[1])
-  batch, heads, group, size, dim = folded.shape
-  rows = folded.reshape(batch, heads, -1, dim)
+  size, rows = query.shape[1], _scaled(query, k.shape[1])
+  batch, heads, count, _ = rows.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
 
@@ -137,12 +154,12 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       seen = jnp.broadcast_to(seen, (*visible.shape[:2], bucket))
       scores = jnp.concatenate(
           [product("bhqd,bhtd->bhqt", rows, x) for x in (k, block_k)], axis=-1)
-      scores = scores.reshape(batch, heads, group, size, -1)
+      scores = scores.reshape(batch, heads, count // size, size, -1)
       if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
       seen = jnp.concatenate([seen, visible], axis=-1)[:, None, None]
       weights = jax.nn.softmax(jnp.where(seen, scores, MASKED)).astype(v.dtype)
-      weights = weights.reshape(batch, heads, group * size, -1)
+      weights = weights.reshape(batch, heads, count, -1)
       return (product("bhqt,bhtd->bhqd", weights[..., :bucket], v)
               + product("bhqt,bhtd->bhqd", weights[..., bucket:], block_v))
 
@@ -150,7 +167,7 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 
   out = _switch(over, size, rows, k, v, table, lengths, positions, block_k,
                 block_v, visible)
-  return out.reshape(folded.shape).transpose(0, 3, 1, 2, 4).reshape(query.shape)
+  return unfolded(out, size)
 
 
 def _switch(over, size, query, k, v, table, lengths, *more):
@@ -187,7 +204,8 @@ def block_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   Returns:
     As `attention.past_attention`.
   """
-  return _part(_folded(query, k.shape[1]), k, v, visible, softcap)
+  return _part(_scaled(query, k.shape[1]), k, v, visible, query.shape[1],
+               softcap)
 
 
 def merge(one: Part, other: Part) -> Part:

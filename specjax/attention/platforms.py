@@ -8,6 +8,7 @@ a program is lowered for its platform, which may be another than the machine's.
 import functools
 
 import jax
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.interpreters import mlir
@@ -67,6 +68,8 @@ def _primitive(name, count, versions, shapes):
   """
   one = Primitive(name)
   one.multiple_results = True
+  # As cuDNN's does, which the lowering for GPUs holds. No public name does it.
+  dispatch.prim_requires_devices_during_lowering.add(one)
   as_list = lambda attend: lambda *operands, **options: jax.tree.leaves(
       _named(attend, count)(*operands, **options))
   one.def_impl(as_list(versions[None]))

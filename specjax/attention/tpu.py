@@ -59,13 +59,12 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   if query.dtype != k.dtype or k.dtype not in _DTYPES:
     return plain.whole(query, k, v, lengths, positions, table, window=window,
                        softcap=softcap)
-  batch, size, query_heads, dim = query.shape
+  batch, size, query_heads, _ = query.shape
   heads = k.shape[1]
   rows = size * query_heads // heads
-  folded = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
   tile = _QUERIES if rows > _QUERIES else _SUBLANES
   more = -rows % tile
-  folded = jnp.pad(folded.reshape(batch, heads, rows, dim),
+  folded = jnp.pad(plain.folded(query, heads),
                    ((0, 0), (0, 0), (0, more), (0, 0)))
   first = jnp.zeros((batch,), jnp.int32)
   extra = ()
@@ -81,9 +80,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   call = functools.partial(_call, window=window, softcap=softcap,
                            interpret=interpret, paged=table is not None)
   out, lse = _split(call, operands, table is not None)(*operands)
-  unfold = lambda x: jnp.moveaxis(
-      x[:, :, :rows].reshape(batch, heads, -1, size, *x.shape[3:]), 3, 1
-  ).reshape(batch, size, query_heads, *x.shape[3:])
+  unfold = lambda x: plain.unfolded(x[:, :, :rows], size)
   return unfold(out), unfold(lse)
 
 
@@ -91,8 +88,9 @@ def _split(call, operands, paged):
   """`call`, split over the mesh that the operands are on, if there is one.
 
   Rows go over the axis "data" and heads over "model", the names that
-  `models.sharding` has by default, where they divide. Whatever the placement of
-  the cache is, the result is the same; one that differs is moved.
+  `models.sharding` asks for on a TPU, where they divide. Whatever the placement
+  of the cache is, the result is the same; one that differs is moved, and where
+  every device of "model" has all heads each cuts out its own.
   """
   meshes = (jax.typeof(x).sharding.mesh for x in operands)
   mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
@@ -123,7 +121,7 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
   # Else a cache that fits is fetched whole to on-chip memory, used or not.
   k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
   positions, tables = extra[:bool(window)], extra[bool(window):]
-  block = slots if paged else _block(slots)
+  block = slots if paged else block_size(slots)
   blocks = tables[0].shape[1] if paged else pl.cdiv(slots, block)
   tile = min(rows, _QUERIES)
   some = _heads_at_once(heads, block, tile, dim, k.dtype.itemsize)
@@ -225,7 +223,7 @@ def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
     lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(some), plain.MASKED)
 
 
-def _block(slots):
+def block_size(slots: int) -> int:
   """Slots of a block: as many as divide a capacity of the decoder."""
   fitting = [n for n in (_BLOCK, _BLOCK // 2, _BLOCK // 4) if slots % n == 0]
   return min(slots, fitting[0] if fitting else _BLOCK)
