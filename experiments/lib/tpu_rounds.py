@@ -15,8 +15,10 @@ import numpy as np
 
 from lib import hlo
 import specjax as sj
+from specjax.attention import tpu
 from specjax.models import sharding
 
+SHORT = 128  # slots in use, of short texts
 _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # all of them split the models
 _LLAMA = dict(vocab_size=128256, context_length=1 << 16, rope_theta=500_000.0)
@@ -103,6 +105,19 @@ def on_a_chip(tree) -> int:
              for x in jax.tree.leaves(tree))
 
 
+def caches_read(program: hlo.Program) -> int:
+  """Bytes that the kernels fetch of one chip's caches, were all slots in use.
+
+  A kernel takes the keys and the values of a layer as they lie. It fetches them
+  once: a draft has no more queries than it takes at a time.
+  """
+  keys = [times * max(sizes) for times, where, op in program.executed
+          if _KERNEL in op.rest
+          and (sizes := [n for shape in program.operands(where, op)
+                         for n in hlo.sizes(shape)])]
+  return 2 * sum(keys)
+
+
 def figures(setting: Setting, text: str, memory, params, state) -> dict:
   """What a compiled round moves and holds, in bytes of one chip.
 
@@ -114,11 +129,11 @@ def figures(setting: Setting, text: str, memory, params, state) -> dict:
     state: likewise.
 
   Returns:
-    `weights` and `used`, what the passes must read of weights and full caches;
-    `cache`, what both caches hold; `law`, a law for every node of the batch, on
-    all chips; `moved` by the program and `inside` its kernels, were all slots
-    in use; `copied`, what writes a whole layer of a cache; `loops`, `cycles`,
-    as the compiler estimates; `temporaries`.
+    `moved`, to and from main memory, and `floor`, what the passes must read of
+    weights and caches: two numbers each, with all slots in use and with `SHORT`
+    of each row; `cache`, what both caches hold; `law`, a law for every node of
+    the batch, on all chips; `copied`, what writes a whole layer of a cache;
+    `loops`, `cycles`, as the compiler estimates; `temporaries`.
   """
   program = hlo.Program(text)
   passes = (len(set(sj.trees.depths(setting.parents)))
@@ -128,18 +143,19 @@ def figures(setting: Setting, text: str, memory, params, state) -> dict:
   del weights["embedding"]  # a few of its rows are gathered, it is not read
   caches = state.target_cache, state.drafter
   leaves = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
-  # A kernel takes a cache as it lies, and reads the slots in use.
-  inside = [max(sizes) for times, where, op in program.executed
-            if _KERNEL in op.rest for _ in range(times)
-            if (sizes := [n for shape in program.operands(where, op)
-                          for n in hlo.sizes(shape)])]
+  read, needed = caches_read(program), (
+      on_a_chip(caches[0]) + passes * on_a_chip(caches[1]))
+  # Whole blocks are fetched, and of each row no more than are in use.
+  capacity, block = setting.capacity, tpu.block_size(setting.capacity)
+  fetched = min(capacity, -(-SHORT // block) * block)
+  must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])
   copied = [op.name for _, where, op in program.executed
             if leaves & set(program.written(where, op))]
   return {
-      "weights": on_a_chip(weights) + passes * on_a_chip(params["drafter"]),
-      "used": on_a_chip(caches[0]) + passes * on_a_chip(caches[1]),
-      "cache": on_a_chip(caches),
+      "moved": [program.total + share * read
+                for share in (1, fetched / capacity)],
+      "floor": [must + share * needed for share in (1, SHORT / capacity)],
+      "cache": on_a_chip(caches), "copied": copied,
       "law": 4 * setting.batch * nodes * _LLAMA["vocab_size"],
-      "moved": program.total, "inside": 2 * sum(inside), "copied": copied,
       "loops": program.loops, "cycles": program.cycles,
       "temporaries": memory.temp_size_in_bytes}

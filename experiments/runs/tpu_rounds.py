@@ -24,13 +24,12 @@ from lib import tpu_rounds  # noqa: E402
 
 import specjax as sj  # noqa: E402
 
-_USED = 128  # slots, of the short texts
-
 
 def main(layers) -> None:
   tree = sj.trees.full_tree((3, 3, 2, 1, 1))[:64]
   print("| round | whole layers copied | temporaries, GB | HBM, GB, full / "
-        f"{_USED} slots used | floor | cycles, M | loops | compiled in, s |")
+        f"{tpu_rounds.SHORT} slots used | floor | cycles, M | loops | "
+        "compiled in, s |")
   print("|---|---|---|---|---|---|---|---|")
   for name, options in (
       ("capacity 2048, batch 8", dict(capacity=2048)),
@@ -44,11 +43,8 @@ def main(layers) -> None:
     seconds = time.time() - start
     found = tpu_rounds.figures(setting, compiled.as_text(),
                                compiled.memory_analysis(), params, state)
-    shares = 1, _USED / setting.capacity
-    moved = [(found["moved"] + share * found["inside"]) / 1e9
-             for share in shares]
-    floor = [(found["weights"] + share * found["used"]) / 1e9
-             for share in shares]
+    moved, floor = ([n / 1e9 for n in found[name]]
+                    for name in ("moved", "floor"))
     print(f"| {name} | {len(found['copied'])} | "
           f"{found['temporaries'] / 1e9:.2f} | {moved[0]:.2f} / {moved[1]:.2f} "
           f"| {floor[0]:.2f} / {floor[1]:.2f} | {found['cycles'] / 1e6:.0f} | "
