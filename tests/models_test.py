@@ -184,6 +184,18 @@ def test_factor_on_queries_is_not_rounded():
   assert not np.array_equal(plain, other)
 
 
+def test_factor_on_queries_is_as_wide_as_the_model():
+  # Broken: a model in float64 computes its scores from float32 queries.
+  scaled = Transformer(dataclasses.replace(
+      _pair().target.config, query_scale=0.3))
+  with jax.enable_x64(True):
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float64),
+        _pair().params["target"])
+    program = str(jax.make_jaxpr(scaled)(params, jnp.arange(6)[None]))
+  assert "f64[" in program and "f32[" not in program
+
+
 def test_bfloat16_pass_gives_float32_logits():
   # Broken: softmax and residuals are computed in half precision.
   pair = _pair()

@@ -127,9 +127,9 @@ class _Attention(nn.Module):
     if c.rotated:
       query, key = (self._rotated(part, positions) for part in (query, key))
     if c.query_scale is not None:
-      # In float32: bfloat16 would round the factor itself.
-      wide = query.astype(jnp.float32) * (c.query_scale * c.head_dim**0.5)
-      query = wide.astype(query.dtype)
+      # In float32 at least: bfloat16 would round the factor itself.
+      wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+      query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
 
     # Named only where the model has them: not every cache knows them.
     options = {name: value for name, value in
