@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import gc
+import types
+from unittest import mock
 
 import contributions
 import jax
@@ -167,6 +169,21 @@ def test_a_cache_that_does_not_answer_is_refused(monkeypatch):
   drafter = sj.drafters.LanguageModel(model=model, gamma=2)
   with pytest.raises(ValueError, match="LengthCache does not say.*2 devices"):
     _placements(drafter, params, sj.verifiers.Block())
+
+
+def test_a_tpu_has_names_for_its_axes():
+  # Broken: the kernel does not know how to split, and each pass gathers whole
+  # caches on every device.
+  def mesh(**shape):
+    chip = types.SimpleNamespace(platform="tpu")
+    return mock.Mock(spec=Mesh, shape=shape, devices=np.array([chip]))
+
+  sharding.Placement(mesh=mesh(data=2, model=2))
+  sharding.Placement(mesh=mesh(tp=1), axis="tp")
+  with pytest.raises(ValueError, match="'tp' has 4 devices.*'model'"):
+    sharding.Placement(mesh=mesh(tp=4), axis="tp")
+  with pytest.raises(ValueError, match="'rows' has 2 devices.*'data'"):
+    sharding.Placement(mesh=mesh(rows=2, model=2), data_axis="rows")
 
 
 def test_a_mesh_without_the_axis_is_refused():

@@ -55,8 +55,8 @@ class Placement:
 
   Attributes:
     mesh: a mesh with `axis`.
-    axis: over which models are split.
-    data_axis: over which rows are split, if the mesh has it.
+    axis: over which models are split; on TPUs it must be "model".
+    data_axis: over which rows are split, if the mesh has it; on TPUs "data".
     drafter: "split" as the target is, or "replicate": every device has all of
       it and drafts for its own rows, which suits a small one and one whose
       heads do not divide.
@@ -66,6 +66,9 @@ class Placement:
   axis: str = "model"
   data_axis: str = "data"
   drafter: str = "split"
+
+  def __post_init__(self):
+    _check_names(self.mesh, self.axis, self.data_axis)
 
   def put(self, decoder: "Decoder", params: Any) -> Any:
     """`{"target": ..., "drafter": ...}` on the mesh.
@@ -130,9 +133,11 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
     the `in_shardings` and `out_shardings` of a jit.
 
   Raises:
-    ValueError: the mesh lacks `axis`; a size is no multiple of its axis; or a
-      part does not say how it is split over an axis of several devices.
+    ValueError: the mesh lacks `axis`, or has other names than those that a TPU
+      asks for; a size is no multiple of its axis; or a part does not say how it
+      is split over an axis of several devices.
   """
+  _check_names(mesh, axis, data_axis)
   placed = _param_shardings(decoder, params, mesh, axis, drafter)
   rows = data_axis if data_axis in mesh.shape else None
   if rows:
@@ -143,6 +148,18 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
       "target_cache": place(axis, state.target_cache)}
   rest = state.replace(**dict.fromkeys(by_part))
   return placed, place(None, rest).replace(**by_part)
+
+
+def _check_names(mesh, axis, data_axis):
+  """A TPU's kernel knows by these names how to split, see `attention.tpu`."""
+  if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
+    return
+  for name, wanted in ((axis, "model"), (data_axis, "data")):
+    if name != wanted and mesh.shape.get(name, 1) > 1:
+      raise ValueError(
+          f"mesh axis {name!r} has {mesh.shape[name]} devices, and attention "
+          f"on a TPU is split over {wanted!r} alone: every pass would gather "
+          f"the caches; call the axis {wanted!r}")
 
 
 def _param_shardings(decoder, params, mesh, axis, drafter):
