@@ -23,7 +23,9 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
              tokens), for chains; default: P(depth of the stop >= i | draft).
 
 A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
-`commit`. Optional are
+`commit`. What `propose` returns may have another structure than the state, such
+as a reserved cache, which `commit` settles; but not of a drafter that a
+controller or a `Fallback` may leave out of a round. Optional are
 
   chain, iid, conditional, autoregressive, certain
              bools, default False, see `CAPABILITIES`.

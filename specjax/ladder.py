@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax import contract
 from specjax.controller import Controller
 from specjax.drafters import common
@@ -116,6 +117,10 @@ class Ladder:
     chosen = self.controller.choose(state)
 
     draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
+    # It is carried by a loop, see `common.once`.
+    name = type(self.drafter).__name__
+    checks.check_same(f"the state that {name}.propose returned", drafter,
+                      state.drafter)
     packed = jax.eval_shape(self._packed, draft)
     _, *whole = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
     blank = jax.eval_shape(lambda *found: padded(*found, whole[0]), *whole)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax.drafters import common
 from specjax.drafters import parts
 from specjax.sampling import LogitsTransform
@@ -104,7 +105,10 @@ class Fallback(parts.Parts):
     lacking = parts.real_nodes(draft).sum(-1) < self.min_tokens
     ask = lambda both: self.asked(
         1, params, coins, state.replace(drafter=(first, both[1])))
-    shapes = jax.eval_shape(ask, (None, state.drafter[1]))[0]
+    shapes, own = jax.eval_shape(ask, (None, state.drafter[1]))
+    checks.check_same(
+        f"the state that {type(self.second).__name__}.propose returned", own,
+        state.drafter[1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     other, second = common.once(
         jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
