@@ -478,8 +478,9 @@ class _Recorder:
   def __init__(self):
     self.slots = []
 
-  def prefill(self, params, prompts, key, *, limits, request_ids, capacity):
-    del params, key, request_ids
+  def prefill(self, params, prompts, key, *, limits, request_ids, capacity,
+              placement=None):
+    del params, key, request_ids, placement
     self.slots.append(max(limits + self.num_nodes, capacity))
     return _State(jnp.zeros((1, self.slots[-1]), jnp.int32),
                   jnp.array([limits]), jnp.array([True]))
