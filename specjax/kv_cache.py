@@ -23,17 +23,12 @@ from specjax import attention
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                       visible: jax.Array, softcap: float = 0.0) -> jax.Array:
-  """Softmax attention with G query heads for each key-value head.
+  """Softmax attention over one part alone, for caches that have no other.
 
-  Args:
-    query: `[B, S, H * G, D]`.
-    k: `[B, H, T, D]`.
-    v: `[B, H, T, D]`.
-    visible: `[B or 1, S, T]` bool.
-    softcap: c of c tanh(scores / c); 0: none.
+  Arguments are those of `attention.block_attention`.
 
   Returns:
-    `[B, S, H * G, D]`.
+    `[B, S, H * G, D]`, in the dtype of `v`.
   """
   out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
   return out.astype(v.dtype)
@@ -50,7 +45,7 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
     value: `[B, T, H, D]`.
     ancestors: `[B, T, T]` bool.
     window: how many tokens back each one sees, itself included; 0: all.
-    softcap: see `grouped_attention`.
+    softcap: see `attention.block_attention`.
 
   Returns:
     `[B, T, G * H, D]`.
@@ -133,7 +128,7 @@ class KVCache:
       ancestors: `[B, S, T]` bool, over all T tokens of the block; the
         queries are those of the last S.
       window: how many tokens back each one sees, itself included; 0: all.
-      softcap: see `grouped_attention`.
+      softcap: see `attention.block_attention`.
 
     Returns:
       `[B, S, G * H, D]`.

@@ -22,7 +22,7 @@ python experiments/controller_study.py --target=smollm2 --chat --drafter=noise \
   --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=64 \
   --batches=4 --output_dir=results/controller/smollm2
 # Certain drafts beside drawn ones, at temperature 1.
-python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix \
+python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \
   --prompts=code,docstrings,tests,prose --num_prompts=24 --prompt_tokens=256 \
   --new_tokens=128 --output_dir=results/free_drafts/drawn
