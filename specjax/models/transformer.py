@@ -6,7 +6,6 @@ is passed in and out; the module holds no state.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 from flax import linen as nn
@@ -14,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.kv_cache import attention_in_block
 from specjax.kv_cache import KVCache
-from specjax.models import rotary
+from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.types import Cache
@@ -31,156 +29,6 @@ _SPLITS = {
     "down": (True, False),
 }
 _REPLICATED = ("scale", "bias", "positions", "lookahead")  # a few rows
-
-_ACTIVATIONS = {
-    "silu": nn.silu,
-    "gelu": lambda x: nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
-}
-
-
-def _product(x, kernel):
-  """`[B, S, D]`, `[D, ...]` -> `[B, S, ...]`, summed in float32 at least.
-
-  On a CPU a lone row of bfloat16 is fed twice: XLA's product of one row with a
-  matrix takes four times as long there as that of two.
-  """
-  lone = (x.shape[:2] == (1, 1) and x.dtype == jnp.bfloat16
-          and jax.default_backend() == "cpu")
-  out = jax.lax.dot_general(
-      jnp.concatenate([x, x], axis=1) if lone else x, kernel,
-      (((2,), (0,)), ((), ())),
-      preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-  return out[:, :1] if lone else out
-
-
-class _Linear(nn.Module):
-  """A product with a kernel `[D, *outputs]`; the bias is flat.
-
-  Attributes:
-    outputs: sizes of the output axes.
-    bias: whether there is one.
-    scale: standard deviation of the initial kernel.
-  """
-
-  outputs: tuple[int, ...]
-  bias: bool = False
-  scale: float = 0.02
-
-  @nn.compact
-  def __call__(self, x):
-    kernel = self.param("kernel", nn.initializers.normal(self.scale),
-                        (x.shape[-1], *self.outputs), jnp.float32)
-    out = _product(x, kernel)
-    if self.bias:
-      bias = self.param("bias", nn.initializers.zeros,
-                        (math.prod(self.outputs),), jnp.float32)
-      out = out + bias.reshape(self.outputs)
-    return out.astype(x.dtype)
-
-
-class _Norm(nn.Module):
-  """RMSNorm or LayerNorm, computed in float32 at least."""
-
-  config: TransformerConfig
-  rms: bool = False  # whatever the configuration says
-
-  @nn.compact
-  def __call__(self, x):
-    c, size = self.config, x.shape[-1:]
-    dtype, wide = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    plain = nn.initializers.zeros if c.norm_plus_one else nn.initializers.ones
-    scale = self.param("scale", plain, size, jnp.float32).astype(wide.dtype)
-    scale = scale + c.norm_plus_one
-    if self.rms or c.norm == "rms":
-      mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-      return (wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale).astype(dtype)
-    bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    out = wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale
-    return (out + bias.astype(wide.dtype)).astype(dtype)
-
-
-class _Attention(nn.Module):
-  """Query, key and value are one product with a kernel `[D, K, G + 2, H]`.
-
-  For each of K key-value heads it has the G query heads that read it, the key
-  and the value, so that a mesh splits all three along K.
-  """
-
-  config: TransformerConfig
-  layer: int
-
-  @nn.compact
-  def __call__(self, x, positions, ancestors, cache):
-    c, window = self.config, self.config.window(self.layer)
-    qkv = _Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
-                  name="qkv")(x)
-    query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
-    query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
-    key, value = key[:, :, :, 0], value[:, :, :, 0]
-    if c.qk_norm:
-      query, key = (
-          self._normed(name, part)
-          for name, part in (("query_norm", query), ("key_norm", key)))
-    if c.rotated:
-      query, key = (self._rotated(part, positions) for part in (query, key))
-    if c.query_scale is not None:
-      # In float32 at least: bfloat16 would round the factor itself.
-      wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-      query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
-
-    # Named only where the model has them: not every cache knows them.
-    options = {name: value for name, value in
-               (("window", window), ("softcap", c.attention_softcap)) if value}
-    if cache is None:
-      out = attention_in_block(query, key, value, ancestors, **options)
-    else:
-      cache = cache.append(self.layer, key, value,
-                           after=ancestors.shape[-1] - x.shape[1])
-      out = cache.attend(self.layer, query, ancestors, **options)
-    out = _Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
-                  name="out")(out.reshape(*x.shape[:2], -1))
-    return out, cache
-
-  def _normed(self, name, x):
-    norm = _Norm(self.config, rms=True, name=name)
-    if self.config.qk_norm == "head":
-      return norm(x)
-    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-
-  def _rotated(self, x, positions):
-    c = self.config
-    theta, scaling = c.rope_theta, c.rope_scaling
-    if c.window(self.layer) and c.local_rope_theta is not None:
-      theta, scaling = c.local_rope_theta, None
-    return rotary.rotate(
-        x, positions, rotary.frequencies(c.rotated, theta, scaling),
-        scaling.attention_factor if scaling else 1.0)
-
-
-class _MLP(nn.Module):
-  """Gate and up are one product with a kernel `[D, 2, F]`."""
-
-  config: TransformerConfig
-
-  @nn.compact
-  def __call__(self, x):
-    c = self.config
-    activation = _ACTIVATIONS[c.activation]
-    if c.gated:
-      both = _Linear((2, c.mlp_width), c.mlp_bias, name="gate_up")(x)
-      inner = activation(both[..., 0, :]) * both[..., 1, :]
-    else:
-      inner = activation(_Linear((c.mlp_width,), c.mlp_bias, name="up")(x))
-    return _Linear((c.width,), c.mlp_bias, 0.02 * (2 * c.layers) ** -0.5,
-                   name="down")(inner)
-
-
-def _logits(x, head, config):
-  logits, cap = _product(x, head), config.logit_softcap
-  return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 class TransformerModule(nn.Module):
@@ -202,22 +50,13 @@ class TransformerModule(nn.Module):
     table = self.param("embedding", nn.initializers.normal(0.02),
                        (c.vocab_size, c.width), jnp.float32)
 
-    def norm(wanted, name, x):
-      return _Norm(c, name=name)(x) if wanted else x
-
     x = self._embedded(table, tokens, positions)
     states = {0: x}
     for i in range(c.layers):
-      out, cache = _Attention(c, i, name=f"attention_{i}")(
-          norm(c.pre_norm, f"attention_norm_{i}", x), positions, ancestors,
-          cache)
-      out = norm(c.post_norm, f"attention_post_norm_{i}", out)
-      read = x if c.parallel_residual else x + out
-      new = _MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", read))
-      new = norm(c.post_norm, f"mlp_post_norm_{i}", new)
-      x = x + out + new
+      x, cache = layers.decoder_layer(
+          c, i, x, positions, ancestors, cache)
       states[i + 1] = x
-    x = states[FINAL] = norm(True, "final_norm", x)
+    x = states[FINAL] = layers.Norm(c, name="final_norm")(x)
     if hasattr(cache, "after"):
       cache = cache.after(x)
 
@@ -226,7 +65,8 @@ class TransformerModule(nn.Module):
                        (c.width, c.vocab_size), jnp.float32))
     hidden = jnp.concatenate(
         [states[name] for name in c.features or (FINAL,)], axis=-1)
-    return ModelOutput(logits=_logits(x, head, c), hidden=hidden, cache=cache)
+    return ModelOutput(
+        logits=layers.logits(x, head, c), hidden=hidden, cache=cache)
 
   def _embedded(self, table, tokens, positions):
     """`[B, S, D]`, the residual stream before the first layer."""
@@ -305,7 +145,7 @@ class Transformer:
                                  axis=1)
     tied = self.config.tie_embeddings
     head = params["embedding"].T if tied else params["head"]
-    return _logits(hidden, head, self.config)
+    return layers.logits(hidden, head, self.config)
 
   def feature(self, hidden: jax.Array, name: int | str = FINAL) -> jax.Array:
     """One of the hidden states that `config.features` joins.
