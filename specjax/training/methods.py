@@ -13,8 +13,6 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
-
 from specjax import contract
 from specjax import strategies
 from specjax import verifiers
@@ -99,7 +97,7 @@ def of(heads: Heads) -> Method:
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
-               dtype: Any = None) -> tuple[Heads, dict[str, jax.Array]]:
+               dtype: Any = None) -> tuple[Heads, dict[str, Any]]:
   """`models.heads.load_heads`, of whatever kind a method here has."""
   kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
   return heads_lib.load_heads(directory, target, dtype, kinds)

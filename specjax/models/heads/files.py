@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import safetensors.numpy
@@ -33,14 +34,14 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
   Args:
     directory: created if needed; it may hold a target's checkpoint as well.
     heads: `Heads` of any kind.
-    params: their parameters.
+    params: their parameters; the names of a tree are joined by dots.
     target: the model that they were trained for.
     dtype: to store the weights in; None keeps theirs.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   tensors = {name: jax.device_get(jnp.asarray(x, dtype or x.dtype))
-             for name, x in params.items()}
+             for name, x in _flat(params).items()}
   config = json.dumps({"kind": heads.kind, "heads": dataclasses.asdict(heads),
                        "target": _sizes(target)}, indent=2) + "\n"
   for name, data in ((_WEIGHTS, safetensors.numpy.save(tensors)),
@@ -51,7 +52,7 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
                dtype: Any = None, kinds: Sequence[type[Heads]] = KINDS
-               ) -> tuple[Heads, dict[str, jax.Array]]:
+               ) -> tuple[Heads, dict[str, Any]]:
   """Reads what `save_heads` wrote.
 
   Args:
@@ -90,13 +91,18 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
                             jax.random.key(0))
   shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
+  expected = _flat(expected)
   if shapes(tensors) != shapes(expected):
     raise ValueError(
         f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
         f"for {shapes(expected)}; the two files do not belong together")
   dtype = dtype or default_dtype()
-  return heads, {name: jnp.array(x.read(), dtype)
-                 for name, x in tensors.items()}
+  params = {name: jnp.array(x.read(), dtype) for name, x in tensors.items()}
+  return heads, flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def _flat(params):
+  return flax.traverse_util.flatten_dict(params, sep=".")
 
 
 def _sizes(target: Transformer):
