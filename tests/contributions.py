@@ -22,17 +22,21 @@ from specjax import testing
 from specjax.data import datastores
 from specjax.drafters import Blockwise
 from specjax.drafters import Cascade
+from specjax.drafters import DynamicEagle
 from specjax.drafters import DynamicTree
+from specjax.drafters import Eagle
 from specjax.drafters import Fallback
 from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
 from specjax.drafters import Merge
+from specjax.drafters import MTP
 from specjax.drafters import NGram
 from specjax.drafters import Paths
 from specjax.drafters import Recycling
 from specjax.drafters import Reference
 from specjax.drafters import Retrieval
+from specjax.drafters import SampledEagle
 from specjax.drafters import stop_rules
 from specjax.drafters import StringMatch
 from specjax.drafters import Suffix
@@ -111,6 +115,15 @@ def _paths(models):
 def _heads(heads, **kwargs):
   params = {"target": pair().params["target"], "drafter": disturbed(heads)}
   return Contributed(params=params, **kwargs)
+
+
+def _layer(kind, drafter, rule, count=3, drafts=None, controller=None,
+           **options):
+  heads = kind.for_target(pair().target, count, **options)
+  target, params = heads.attach(
+      pair().target, pair().params["target"], disturbed(heads))
+  return Contributed(drafter(heads=heads, **(drafts or {})), rule, target,
+                     params, controller=controller)
 
 
 def _lookahead(rule, **kwargs):
@@ -411,6 +424,21 @@ DRAFTERS = {
     "Blockwise": lambda: _heads(
         _BLOCKWISE, drafter=Blockwise(heads=_BLOCKWISE),
         rule=sj.verifiers.Token()),
+    "EAGLE-1 chain with a controller": lambda: _layer(
+        heads_lib.Eagle1Heads, Eagle, sj.verifiers.Block(),
+        drafts=dict(parents=CHAIN),
+        controller=sj.Controller(lengths=(0, 3), seconds=(1.0, 2.0))),
+    "EAGLE-3 tree of few tokens": lambda: _layer(
+        heads_lib.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
+        taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),
+    "EAGLE-2 tree": lambda: _layer(
+        heads_lib.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
+        drafts=dict(depth=3, top_k=2, num_nodes=7)),
+    "EAGLE tree expanded by score": lambda: _layer(
+        heads_lib.Eagle1Heads, SampledEagle, sj.verifiers.Traversal(),
+        drafts=dict(depth=3, expanded=2, children=2)),
+    "MTP modules": lambda: _layer(
+        heads_lib.MTPHeads, MTP, sj.verifiers.Block()),
     "Lookahead as published": lambda: _lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),

@@ -22,17 +22,23 @@ _TARGET = Transformer(TransformerConfig(
     vocab_size=_V, width=_D, layers=1, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
 _HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
+_LAYER = heads_lib.Eagle1Heads.for_target(_TARGET, 2)
+_MODULES = heads_lib.ParallelLayers.for_target(
+    _TARGET, 2, taps="final")
 _TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
 _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
 _DRAFTER = sj.drafters.LanguageModel(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
+          "layer": _LAYER, "expanded": 2, "children": 2,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
           "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
           "members": (_DRAFTER, _DRAFTER)}
+_OF_TEN = ("eagle2_tree", "eagle_dynamic")  # children a node, by default
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
 _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
+          "eagle": {"parents": _TREE}, "mtp": {"layer": _MODULES},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},
           "sampled_medusa": {"proposal": "iid",
                              "verifier": sj.verifiers.KSeq()}}
@@ -45,10 +51,10 @@ def _decoder(name, **config):
   """A decoder of a strategy; one that is unsound is refused when it is made."""
   function = _FUNCTIONS[name]
   needed = [p.name for p in inspect.signature(function).parameters.values()
-            if p.default is p.empty or name == "eagle2_tree"]
+            if p.default is p.empty or name in _OF_TEN]
   strategy = function(**{**{n: _SIZES[n] for n in needed}, **config})
   target = _MODEL
-  if "heads" in needed:
+  if {"heads", "layer"} & set(needed):
     target = _TARGET
   if "embeddings" in needed:
     table = {"embeddings": jnp.zeros((2, _D))}

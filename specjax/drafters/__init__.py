@@ -1,8 +1,8 @@
 """Drafters: how tokens are proposed; one file each.
 
-`common`, `growth`, `children`, `continuations`, `following`, `forecasts`,
-`matches`, `parts`, `reading` and `translation` hold what several of them share;
-`stop_rules` end chains while they are drafted.
+`common`, `growth`, `children`, `continuations`, `drawn_trees`, `features`,
+`following`, `forecasts`, `matches`, `parts`, `reading` and `translation` hold
+what several of them share; `stop_rules` end chains while they are drafted.
 """
 
 from specjax.drafters import stop_rules
@@ -10,12 +10,16 @@ from specjax.drafters.blockwise import Blockwise
 from specjax.drafters.cascade import Cascade
 from specjax.drafters.dynamic_tree import DynamicTree
 from specjax.drafters.dynamic_tree import DynamicTreeState
+from specjax.drafters.eagle import DynamicEagle
+from specjax.drafters.eagle import Eagle
+from specjax.drafters.eagle import SampledEagle
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
 from specjax.drafters.language_model import LanguageModel
 from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.merge import Merge
+from specjax.drafters.mtp import MTP
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram import Reference
 from specjax.drafters.ngram import reference_texts
@@ -28,8 +32,9 @@ from specjax.drafters.suffix import Suffix
 from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
-__all__ = ["Blockwise", "Cascade", "DynamicTree", "DynamicTreeState", "Empty",
-           "Fallback", "LanguageModel", "Lookahead", "Medusa", "Merge",
-           "NGram", "Paths", "Recycling", "Reference", "Retrieval",
-           "StringMatch", "Suffix", "TokenIntersection", "TreeLanguageModel",
-           "recycling_tree", "reference_texts", "stop_rules"]
+__all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
+           "DynamicTreeState", "Eagle", "Empty", "Fallback", "LanguageModel",
+           "Lookahead", "Medusa", "Merge", "NGram", "Paths", "Recycling",
+           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
+           "TokenIntersection", "TreeLanguageModel", "recycling_tree",
+           "reference_texts", "stop_rules"]

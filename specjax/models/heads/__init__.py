@@ -14,6 +14,12 @@ from specjax.models.heads.base import check_fits
 from specjax.models.heads.base import Heads
 from specjax.models.heads.base import lm_head
 from specjax.models.heads.blockwise import BlockwiseHeads
+from specjax.models.heads.features import Eagle1Heads
+from specjax.models.heads.features import Eagle3Heads
+from specjax.models.heads.features import FeatureHeads
+from specjax.models.heads.features import FeatureOutput
+from specjax.models.heads.features import MTPHeads
+from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.files import KINDS
 from specjax.models.heads.files import load_heads
 from specjax.models.heads.files import save_heads
@@ -24,9 +30,15 @@ from specjax.models.heads.medusa import MedusaHeads
 __all__ = [
     "KINDS",
     "BlockwiseHeads",
+    "Eagle1Heads",
+    "Eagle3Heads",
+    "FeatureHeads",
+    "FeatureOutput",
     "Heads",
     "LookaheadEmbeddings",
+    "MTPHeads",
     "MedusaHeads",
+    "ParallelLayers",
     "check_fits",
     "lm_head",
     "load_heads",

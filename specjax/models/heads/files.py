@@ -16,6 +16,10 @@ from specjax.files import atomically
 from specjax.models.heads.base import Heads
 from specjax.models.heads.base import Params
 from specjax.models.heads.blockwise import BlockwiseHeads
+from specjax.models.heads.features import Eagle1Heads
+from specjax.models.heads.features import Eagle3Heads
+from specjax.models.heads.features import MTPHeads
+from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
 from specjax.models.safetensors_files import open_safetensors
@@ -24,7 +28,8 @@ from specjax.models.transformer import Transformer
 
 _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 KINDS: tuple[type[Heads], ...] = (
-    MedusaHeads, BlockwiseHeads, LookaheadEmbeddings)
+    MedusaHeads, BlockwiseHeads, LookaheadEmbeddings, Eagle1Heads, Eagle3Heads,
+    MTPHeads, ParallelLayers)
 
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,

@@ -1,0 +1,146 @@
+"""The network of a `features.FeatureConfig`, and keys without a cache."""
+
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import attention
+from specjax.models import layers
+from specjax.models.features import FeatureConfig
+
+
+@struct.dataclass
+class Keys:
+  """Keys and values of passes without a cache, for those that come after.
+
+  In training a text is read in one pass of T rows, and then again from the
+  layer's own output, step after step. A row of such a step sees of the first
+  pass what it saw then, and of each later step its own key alone.
+
+  Attributes:
+    k: `[B, T, H, D]` of the block; None before the first pass.
+    v: the same of the values.
+    visible: `[B or 1, S, T]` bool, what each row sees of the block.
+    own_k: `[B, S, I, H, D]`, keys that each row alone sees, or None.
+    own_v: the same of the values.
+    own: whether the next keys are such.
+  """
+
+  k: jax.Array | None
+  v: jax.Array | None
+  visible: jax.Array
+  own_k: jax.Array | None = None
+  own_v: jax.Array | None = None
+  own: bool = struct.field(pytree_node=False, default=False)
+
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "Keys":
+    """With `k`, `v [B, S, H, D]` of a pass; see `types.Cache`."""
+    del layer, after
+    if self.own:
+      grown = lambda old, new: new[:, :, None] if old is None else (
+          jnp.concatenate([old, new[:, :, None]], axis=2))
+      return self.replace(own_k=grown(self.own_k, k),
+                          own_v=grown(self.own_v, v))
+    grown = lambda old, new: new if old is None else (
+        jnp.concatenate([old, new], axis=1))
+    return self.replace(k=grown(self.k, k), v=grown(self.v, v))
+
+  def attend(self, layer: int, query: jax.Array, visible: jax.Array,
+             softcap: float = 0.0) -> jax.Array:
+    """Attention of `query [B, S, G * H, D]`, one row for each of the keys'."""
+    del layer
+    part = attention.block_attention(
+        query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
+        softcap=softcap)
+    if self.own_k is not None:
+      part = attention.merge(part, _own_part(query, self.own_k, self.own_v,
+                                             softcap))
+    return part[0].astype(self.v.dtype)
+
+
+def _own_part(query, k, v, softcap):
+  """Attention of each row over `k`, `v [B, S, I, H, D]` of its own."""
+  wide = jnp.promote_types(query.dtype, jnp.float32)
+  shape, heads = query.shape, k.shape[3]
+  query = (query * shape[3]**-0.5).reshape(*shape[:2], heads, -1, shape[3])
+  scores = jnp.einsum("bshgd,bsihd->bshgi", query, k,
+                      preferred_element_type=wide)
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
+  log = jax.nn.logsumexp(scores, axis=-1)
+  weights = jnp.exp(scores - log[..., None]).astype(v.dtype)
+  out = jnp.einsum("bshgi,bsihd->bshgd", weights, v,
+                   preferred_element_type=wide)
+  return out.reshape(shape), log.reshape(shape[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+  """One layer of a cache, to a module that counts its layers from 0.
+
+  Attributes:
+    cache: with `append` and `attend` of `types.Cache`.
+    layer: which.
+  """
+
+  cache: Any
+  layer: int
+
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "LayerOf":
+    """See `types.Cache`."""
+    return LayerOf(self.cache.append(self.layer + layer, k, v, after=after),
+                   self.layer)
+
+  def attend(self, layer: int, query: jax.Array, visible: jax.Array,
+             **options: Any) -> jax.Array:
+    """See `types.Cache`."""
+    return self.cache.attend(self.layer + layer, query, visible, **options)
+
+
+class Entry(nn.Module):
+  """The taps `[B, S, F]` as features `[B, S, D]` of the layer's width."""
+
+  config: FeatureConfig
+
+  @nn.compact
+  def __call__(self, taps):
+    c = self.config
+    if c.entry_norm == "each":
+      parts = jnp.split(taps, len(c.taps), axis=-1)
+      taps = jnp.concatenate(
+          [layers.Norm(c, name=f"entry_norm_{i}")(part)
+           for i, part in enumerate(parts)], axis=-1)
+    elif c.entry_norm == "all":
+      taps = layers.Norm(c, name="entry_norm")(taps)
+    return layers.Linear((c.width,), c.entry_bias, name="entry")(taps)
+
+
+class FeatureModule(nn.Module):
+  """One module: features `[B, S, D]` and embeddings in, the stream out."""
+
+  config: FeatureConfig
+
+  @nn.compact
+  def __call__(self, hidden, embedded, positions, visible, cache):
+    c = self.config
+    x, read = hidden, None
+    if c.fusion != "none":
+      if c.fusion_norms:
+        embedded = layers.Norm(c, name="embedding_norm")(embedded)
+        hidden = layers.Norm(c, name="hidden_norm")(hidden)
+      both = jnp.concatenate([embedded, hidden], axis=-1)
+      if c.fusion == "attention":
+        x, read = hidden if c.norm_before_residual else x, both
+      else:
+        x = layers.Linear((c.width,), c.fusion_bias, name="fusion")(both)
+    if read is None and not c.attention_norm:
+      read = x
+    x, cache = layers.decoder_layer(c, 0, x, positions, visible, cache, read)
+    out = layers.Norm(c, name="final_norm")(x) if c.final_norm == "own" else x
+    return x, out, cache

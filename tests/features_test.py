@@ -1,0 +1,305 @@
+"""Layers on the target's features: what they compute, and as they decode."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import DynamicEagle
+from specjax.drafters import Eagle
+from specjax.drafters import MTP
+from specjax.drafters import SampledEagle
+from specjax.models import heads as heads_lib
+from specjax.models import Transformer
+from specjax.models.heads import Eagle1Heads
+from specjax.models.heads import Eagle3Heads
+from specjax.models.heads import MTPHeads
+from specjax.models.heads import ParallelLayers
+from specjax.verifiers import Block
+from specjax.verifiers import TargetWalk
+from specjax.verifiers import Traversal
+
+_V, _K, _SLOTS, _ROUNDS = 5, 3, 48, 4
+_PROMPTS = ([2], [4, 1], [3] * 7, [*range(5)] * 4)
+_CHAIN = (-1, 0, 1, 2)
+
+
+@functools.cache
+def _pair():
+  return testing.tiny_pair(_V, layers=2, seed=1)
+
+
+def _heads(kind, count=_K, **options):
+  return kind.for_target(_pair().target, count, **options)
+
+
+# Of EAGLE-3 with all that 3.1 and others add to it.
+_EAGLE_3 = dict(taps=(0, 1, 2), width=24, own_embedding=True, ids=(0, 1, 3, 4),
+                qk_norm="head")
+_CASES = {
+    "EAGLE-3": lambda: (Eagle(heads=_heads(Eagle3Heads, **_EAGLE_3),
+                              parents=_CHAIN), Block()),
+    "EAGLE-3.1 tree": lambda: (SampledEagle(heads=_heads(
+        Eagle3Heads, taps=(1, 2), entry_norm="each", feed_normed=True,
+        norm_before_residual=True), depth=3, expanded=2, children=2),
+                               Traversal()),
+    "chained modules": lambda: (MTP(heads=_heads(MTPHeads)), Block()),
+    "modules": lambda: (
+        MTP(heads=_heads(MTPHeads, chained=False), gamma=2), Block()),
+}
+
+
+def _disturbed(heads):
+  rng = np.random.default_rng(0)
+  params = heads.init(jax.random.key(0), _pair().params["target"])
+  return jax.tree.map(
+      lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@functools.cache
+def _decoded(name):
+  """Some rounds: `(drafter, target, params, state, lengths, draft)`."""
+  drafter, rule = _CASES[name]()
+  target, params = drafter.heads.attach(
+      _pair().target, _pair().params["target"], _disturbed(drafter.heads))
+  decoder = sj.Decoder(target=target, drafter=drafter, verifier=rule)
+  state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=_SLOTS)
+  state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
+  sj.raise_if_not_finite(stats)
+  emitted = np.asarray(stats.emitted)
+  assert {1, emitted.max()} <= set(emitted.ravel()) and emitted.max() > 2
+  before = [len(p) for p in _PROMPTS] + np.cumsum(emitted, 0) - emitted
+  return drafter, target, params, state, before, jax.tree.map(
+      np.asarray, traces.draft)
+
+
+def _laws(heads, target, params, texts, lengths):
+  """q of the tokens after `lengths`, from passes without a cache: `[n, S, V]`.
+
+  Args:
+    heads: the layer.
+    target: of its `attach`.
+    params: `{"target", "drafter"}`.
+    texts: `[n, T]`, what is committed and then what is drafted.
+    lengths: `[n]`, committed tokens.
+
+  Returns:
+    These laws, and the keys of the passes over the text itself.
+  """
+  own, given = params["drafter"], params["target"]
+  size = texts.shape[1]
+  ahead = lambda k: jnp.pad(texts[:, k:], ((0, 0), (0, k)))
+  row = jnp.maximum(lengths - 2, 0)[:, None, None]
+  hidden = target(given, texts).hidden
+  entered = hidden = heads.enter(own, heads.taps_of(hidden))
+  keys, found, passes = None, [], []
+  for k in range(1, _K + 1):
+    if heads.reuse:
+      out = heads.step(
+          own, given, hidden, ahead(k), keys=keys, positions=jnp.tile(
+              jnp.arange(size) + k - 1, (len(texts), 1)))
+      hidden, keys = out.hidden, out.keys
+    else:
+      out = heads.step(own, given, hidden if heads.chained else entered,
+                       ahead(k), module=k - 1)
+      hidden = out.hidden
+    passes.append(out.keys)
+    logits = heads.logits(own, given, jnp.take_along_axis(
+        out.read, row, axis=1))
+    found.append(jax.nn.softmax(heads.whole(logits))[:, 0])
+  return jnp.stack(found, 1), passes[:1] if heads.reuse else passes
+
+
+def _texts(state, before, draft):
+  """`(texts, lengths, nodes)` of every path to a node that has children.
+
+  A node is where it is in the draft, its depth and its first child.
+  """
+  tokens = np.asarray(state.tokens)
+  texts, lengths, nodes = [], [], []
+  for at in np.ndindex(before.shape):
+    for node in sorted(set(draft.parents[at][1:])):
+      path, above = [], node
+      while above:
+        path, above = [draft.tokens[at][above], *path], draft.parents[at][above]
+      n = before[at]
+      text = np.zeros(_SLOTS, np.int32)
+      text[:n] = tokens[at[1], :n]
+      text[n:n + len(path)] = path
+      texts.append(text)
+      lengths.append(n)
+      nodes.append((at, len(path), int(np.argmax(draft.parents[at] == node))))
+  return np.stack(texts), np.array(lengths), nodes
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_decoding_is_what_training_computes(name):
+  # Broken: a position, a mask, a token or a feature is off by one in decoding,
+  # drafted features stay in the cache, or another feature is fed back.
+  drafter, target, params, state, before, draft = _decoded(name)
+  heads = drafter.heads
+  texts, lengths, nodes = _texts(state, before, draft)
+  # The texts as they ended come along, for the cache.
+  ends = np.asarray(state.lengths)
+  whole = np.where(np.arange(_SLOTS) < ends[:, None],
+                   np.asarray(state.tokens)[:, :_SLOTS], 0)
+  laws, keys = jax.jit(functools.partial(_laws, heads, target))(
+      params, np.concatenate([texts, whole]), np.concatenate([lengths, ends]))
+  for law, n, (at, depth, child) in zip(laws, lengths, nodes):
+    want = law[depth] if n >= 2 else np.zeros(_V)
+    np.testing.assert_allclose(draft.probs[at][child], want, atol=1e-5)
+
+  cache, behind = state.drafter.cache, 1
+  if not heads.reuse:
+    behind = 1 + np.asarray(state.drafter.held)
+    assert len(cache.k) == drafter.gamma and behind.max() > drafter.gamma
+  np.testing.assert_array_equal(cache.lengths, ends - behind)
+  for got, want in zip(cache.k, keys):
+    for row, n in enumerate(np.asarray(cache.lengths)):
+      np.testing.assert_allclose(got[row, :, :n].swapaxes(0, 1),
+                                 want.k[len(texts) + row, :n], atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_own_keys_are_a_mask(softcap):
+  # Broken: a step of the training-time test sees other keys than it should.
+  heads = _heads(Eagle3Heads, taps=(1, 2), attention_softcap=softcap)
+  own, given = _disturbed(heads), _pair().params["target"]
+  rng, size = np.random.default_rng(0), 6
+  hidden = jnp.asarray(rng.normal(size=(2, size, 16)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(_V, size=(3, 2, size)))
+  causal, each = np.tril(np.ones((size, size), bool)), np.eye(size, dtype=bool)
+
+  @functools.partial(jax.jit, static_argnames="masked")
+  def steps(own, masked):
+    keys, out, x = None, [], hidden
+    for i in range(3):
+      visible = jnp.asarray(np.concatenate([causal] + [each] * i, axis=1))[None]
+      found = heads.step(
+          own, given, x, tokens[i], keys=keys,
+          positions=jnp.tile(jnp.arange(size) + i, (2, 1)),
+          visible=visible if masked else None)
+      x, keys = found.hidden, found.keys
+      out.append(found.read)
+    return jnp.stack(out)
+
+  masked = steps(own, True)
+  np.testing.assert_allclose(steps(own, False), masked, atol=2e-5)
+  assert np.abs(masked[1:] - masked[:-1]).max() > 0.1
+
+
+def test_dynamic_tree_is_that_of_the_layers_laws():
+  # Broken: EAGLE-2's tree is grown from other laws than the layer's.
+  drafter, target, params, *_ = _decoded("EAGLE-3")
+  dynamic = DynamicEagle(heads=drafter.heads, depth=3, top_k=2, num_nodes=7)
+  decoder = sj.Decoder(target=target, drafter=dynamic, verifier=TargetWalk())
+  state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=_SLOTS)
+  draft, _ = jax.jit(dynamic.propose)(params, jnp.zeros((4, 0)), state)
+  draft = jax.tree.map(lambda x: np.asarray(x)[None], draft)
+  assert not draft.probs[0, 0].any()  # a prompt of one token
+  before = np.array([[len(p) for p in _PROMPTS]])
+  texts, lengths, nodes = _texts(state, before, draft)
+  laws, _ = jax.jit(functools.partial(_laws, drafter.heads, target))(
+      params, texts, lengths)
+  for law, n, ((_, row), depth, child) in zip(laws, lengths, nodes):
+    if n >= 2:  # the first child of a node is the likeliest
+      assert draft.tokens[0, row, child] == np.argmax(law[depth])
+
+
+def test_files_keep_a_layer(tmp_path):
+  # Broken: a layer on disk is another one, or drafts for another target.
+  for kind, options in ((Eagle3Heads, _EAGLE_3), (ParallelLayers, {})):
+    heads = _heads(kind, **options)
+    params = _disturbed(heads)
+    heads_lib.save_heads(tmp_path, heads, params, _pair().target)
+    loaded, read = heads_lib.load_heads(tmp_path, _pair().target)
+    assert loaded == heads
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+  other = testing.tiny_pair(_V, layers=1).target
+  with pytest.raises(ValueError, match="1 layers"):
+    heads_lib.load_heads(tmp_path, other)
+
+
+def test_an_own_head_begins_as_the_targets():
+  # Broken: a column of a reduced vocabulary is that of another token.
+  heads = _heads(Eagle3Heads, ids=(1, 4), taps=(0, 1))
+  given = _pair().params["target"]
+  params = heads.init(jax.random.key(0), given)
+  np.testing.assert_array_equal(params["head"], given["head"][:, [1, 4]])
+  whole = np.asarray(heads.whole(jnp.array([[3.0, 2.0]])))[0]
+  np.testing.assert_array_equal(whole, np.array(
+      [-1e30, 3, -1e30, -1e30, 2], np.float32))
+
+
+@pytest.mark.parametrize("layers,taps", [
+    (32, (2, 16, 29)), (7, (2, 3, 4)), (4, (1, 2, 4)), (2, (1, 2)), (1, (1,))])
+def test_taps_of_eagle_3(layers, taps):
+  # Broken: heads are trained on other layers than the published ones.
+  assert Eagle3Heads.default_taps(layers) == taps
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(fusion="sum"), "fusion is 'sum'"),
+    (dict(taps=()), "taps is ()"),
+    (dict(taps=(0, 1)), "taps have 32"),
+    (dict(ids=(3, 1)), "ids must be sorted"),
+    (dict(ids=(0, 9)), "[0, 5)"),
+    (dict(ids=(0, 1)), "own_head"),
+    (dict(fusion="none"), "reuse=False"),
+    (dict(entry_norm="each"), "entry=True"),
+    (dict(fusion="attention", attention_norm=True), "attention_norm=False"),
+    (dict(width=24, entry=True), "own_head is False"),
+    (dict(forecasts=0), "forecasts is 0"),
+    (dict(windows=(4,)), "windows (4,)")])
+def test_a_layer_that_cannot_be_is_refused(change, words):
+  # Broken: a setting is dropped in silence, or fails inside of a program.
+  with pytest.raises(ValueError) as caught:
+    dataclasses.replace(_heads(Eagle1Heads), **change)
+  assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def _decoder(drafter, **config):
+  target = Transformer(dataclasses.replace(_pair().target.config, **config))
+  return sj.Decoder(target=target, drafter=drafter, verifier=TargetWalk())
+
+
+@pytest.mark.parametrize("make,words", [
+    (lambda: _decoder(Eagle(heads=_heads(Eagle3Heads), parents=_CHAIN)),
+     "reads (1, 2) first"),
+    (lambda: _decoder(Eagle(heads=_heads(Eagle1Heads), parents=_CHAIN),
+                      width=24), "width 16 and this one has 24"),
+    (lambda: _heads(Eagle1Heads).attach(Transformer(dataclasses.replace(
+        _pair().target.config, vocab_size=9)), {}, {}), "vocab_size 5"),
+    (lambda: _decoder(Eagle(heads=_heads(MTPHeads), parents=_CHAIN)),
+     "drafters.MTP"),
+    (lambda: MTP(heads=_heads(Eagle1Heads)), "drafters.Eagle"),
+    (lambda: MTP(heads=_heads(MTPHeads), gamma=4), "gamma is 4"),
+    (lambda: MTP(heads=_heads(MTPHeads), gamma=0), "gamma is 0"),
+    (lambda: _decoder(Eagle(heads=_heads(
+        Eagle3Heads, taps=("final",), ids=(0, 1)), parents=(-1, 0, 0, 0))),
+     "3 children and the drafter knows 2"),
+    (lambda: DynamicEagle(heads=_heads(Eagle1Heads), depth=2, top_k=2,
+                          num_nodes=9), "num_nodes is 9"),
+    (lambda: SampledEagle(heads=_heads(Eagle1Heads), depth=2, expanded=0,
+                          children=2), "expanded is 0"),
+    (lambda: SampledEagle(heads=_heads(Eagle1Heads), depth=2, expanded=1,
+                          children=2, proposal="best"), "'best'")])
+def test_what_does_not_fit_is_refused(make, words):
+  # Broken: a layer reads other hidden states than it was made for.
+  with pytest.raises(ValueError) as caught:
+    make()
+  assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_controller_leaves_modules_out_of_no_round():
+  # Broken: what they did not read is missing from their cache in silence.
+  heads = _heads(MTPHeads, taps=("final",))
+  with pytest.raises(ValueError, match="leave the controller out"):
+    sj.Decoder(
+        target=_pair().target, drafter=MTP(heads=heads), verifier=Block(),
+        controller=sj.Controller(lengths=(0, 3), seconds=(1.0, 1.1)))
