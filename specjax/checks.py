@@ -210,6 +210,9 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
     one_hot = (own[:, 1:, 0] == total) & ((total == 0) | (total == 1))
     good[f"the drafter {drafter} declares `certain = True` and has a row of "
          "probs in row {row} that is not one-hot"] = one_hot.all(-1)
+  if "full" in declared:
+    good[f"the drafter {drafter} declares `full = True` and has padding in row "
+         "{row}"] = (total != 0).all(-1)
   return {text: ok | state.done | ~usable for text, ok in good.items()}
 
 

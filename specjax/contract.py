@@ -27,7 +27,7 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
 as a reserved cache, which `commit` settles; but not of a drafter that a
 controller or a `Fallback` may leave out of a round. Optional are
 
-  chain, iid, conditional, autoregressive, certain
+  chain, iid, conditional, autoregressive, certain, full
              bools, default False, see `CAPABILITIES`.
   num_coins  how many uniform numbers it needs for a row and round. Then
              `propose` gets them as `[B, num_coins]` float32 in [0, 1) in place
@@ -116,6 +116,8 @@ CAPABILITIES = {
                       "position, not on the tokens before it",
     "certain": "every row of `probs` is one-hot or padding, so that its token "
                "tells the whole law",
+    "full": "no node is padding, so that nobody need look how much was "
+            "drafted",
 }
 
 

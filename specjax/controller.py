@@ -144,31 +144,37 @@ class Controller:
     place before it was seen is what is known of the place before it: deep
     places are reached seldom, and drafts that survived so far go on.
     """
-    believed, shares = jnp.full_like(own.purse, self.prior), []
+    believed, survived = jnp.full_like(own.purse, self.prior), []
     for i in range(self.lengths[-1]):
       believed = ((own.accepted[:, i] + _PRIOR_ROUNDS * believed)
                   / (own.reached[:, i] + _PRIOR_ROUNDS))
-      shares.append(believed)
-    return jnp.cumprod(jnp.stack(shares, axis=1), axis=1)
+      survived.append(believed * survived[-1] if survived else believed)
+    return jnp.stack(survived, axis=1)
 
   def choose(self, state: DecodeState) -> jax.Array:
     """`[]` int32, the index of the length that the batch drafts now."""
+    added = jnp.asarray(self.costs[1:]) - 1 + self._late(state)
+    purse = _mean(state.controller.purse, ~state.done)
+    # A round without a draft pays for this, and mostly it is all it pays.
+    return jax.lax.cond(
+        added[0] <= purse, lambda: self._choose(state, added <= purse),
+        lambda: jnp.zeros((), jnp.int32))
+
+  def _choose(self, state, affordable):
+    """`choose` among those lengths above 0 that are `affordable [K - 1]`."""
     own, active = state.controller, ~state.done
-    mean = lambda x: _mean(x, active)
     # A row emits no more than its limit allows.
     place = jnp.arange(self.lengths[-1] + 1)
     left = (state.limits - state.lengths)[:, None]
     tokens = jnp.pad(self.survival(own), ((0, 0), (1, 0)), constant_values=1)
-    tokens = jnp.cumsum(jnp.where(place < left, tokens, 0), axis=1)
-    tokens = jnp.sum(jnp.where(active[:, None], tokens, 0), axis=0)
-    tokens = tokens[jnp.array(self.lengths)]
-    added = jnp.asarray(self.costs) - 1
-    late = self._late(state) * (jnp.arange(len(self.lengths)) > 0)
+    tokens = jnp.where(active[:, None] & (place < left), tokens, 0)
+    within = place <= np.array(self.lengths)[:, None]
+    tokens = jnp.sum(jnp.where(within[:, None], tokens, 0), axis=(1, 2))
     # Every draft reaches its first token: so many rounds are counted.
-    share = mean((own.needed + _PRIOR_ROUNDS)
-                 / (own.reached[:, 0] + _PRIOR_ROUNDS))
-    goodput = tokens / (1 + share * added)
-    affordable = (added + late <= mean(own.purse)).at[0].set(True)
+    share = _mean((own.needed + _PRIOR_ROUNDS)
+                  / (own.reached[:, 0] + _PRIOR_ROUNDS), active)
+    goodput = tokens / (1 + share * (jnp.asarray(self.costs) - 1))
+    affordable = jnp.pad(affordable, (1, 0), constant_values=True)
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 
   def _late(self, state):

@@ -136,6 +136,18 @@ class Ladder:
       return state.replace(controller=self.controller.rested(
           before, found[0].emitted)), found
 
+    def learned(before, state, found, size):
+      return state.replace(controller=self.controller.learned(
+          before, found[0], state.lengths, chosen, size)), found
+
+    def at_once(carry):
+      before, found = carry
+      carry = self._caught_up(params, before), found
+      for i in range(1, len(self.rungs)):
+        carry = common.once(chosen == i, lambda c, i=i: verified(
+            i, c[0], *propose[i](params, c[0], coins)), carry)
+      return learned(before, *carry, chosen)
+
     def drafted(carry):
       before, found = carry
       state = self._caught_up(params, before)
@@ -144,13 +156,13 @@ class Ladder:
         draft, drafter = propose[i](
             params, state.replace(drafter=carry[1]), coins)
         return self._packed(_padded_draft(
-            draft, self.drafter.num_nodes)), drafter
+            draft, self.drafter.num_nodes)), drafter, self._needed(
+                draft, state.done, i)
 
-      carry = _blank(packed), state.drafter
+      carry = _blank(packed), state.drafter, jnp.zeros((), jnp.int32)
       for i in range(1, len(self.rungs)):
         carry = common.once(chosen == i, lambda c, i=i: proposed(i, c), carry)
-      draft, drafter = carry
-      size = self._needed(draft, state.done, chosen)
+      draft, drafter, size = carry
       carry = state.replace(drafter=drafter), found
       for i, one in enumerate(self.rungs):
         # Cut where it is verified, or each round would write all lengths.
@@ -158,12 +170,11 @@ class Ladder:
             jax.tree.map(lambda x: x[:, :n], draft))
         carry = common.once(size == i, lambda c, i=i, short=short: verified(
             i, c[0], short(), c[0].drafter), carry)
-      state, found = carry
-      return state.replace(controller=self.controller.learned(
-          before, found[0], state.lengths, chosen, size)), found
+      return learned(before, *carry, size)
 
+    full = "full" in contract.capabilities(self.drafter)
     carry = common.once(chosen == 0, rest, (state, _blank(blank)))
-    return common.once(chosen > 0, drafted, carry)
+    return common.once(chosen > 0, at_once if full else drafted, carry)
 
   def _caught_up(self, params, state):
     """The state whose drafter has read what was committed without it."""
@@ -200,10 +211,10 @@ class Ladder:
     return not self.rungs[0].debug and (
         "certain" in contract.capabilities(self.drafter))
 
-  def _needed(self, draft, done, chosen):
-    """`[]` int32, the lowest rung that holds all that was drafted."""
+  def _needed(self, draft, done, rung):
+    """`[]` int32, the lowest rung that holds all that `rung` drafted."""
     if not has_gamma(self.drafter):  # look-ahead positions look like padding
-      return chosen
+      return jnp.asarray(rung, jnp.int32)
     # Numbers that broke down are not padding, but reported by the loop.
     some = jnp.any(jnp.atleast_3d(draft.probs) != 0, axis=-1)
     place = jnp.arange(some.shape[1])

@@ -26,6 +26,7 @@ class _Drafter:
   spoil_commit: Any = None
   chain: Any = True
   certain: Any = False
+  full: Any = False
 
   def init(self, params, prompt, prefill_output):
     rows = prompt.lengths
@@ -196,6 +197,8 @@ def test_slips_of_a_model(spoil, words):
      "_Drafter declares `chain = True`.*row 1"),
     (_Drafter(certain=True), _Rule(),
      "_Drafter declares `certain = True`.*row 0"),
+    (_Drafter(lambda d: d.replace(probs=d.probs.at[1, 2].set(0)), full=True),
+     _Rule(), "_Drafter declares `full = True`.*row 1"),
     (_Drafter(), _Rule(lambda x: x.replace(stop=0.9 * x.stop)),
      "stop of the verifier _Rule is no law"),
     (_Drafter(), _Rule(lambda x: x.replace(next_token=0.9 * x.next_token)),

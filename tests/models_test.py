@@ -102,7 +102,8 @@ def test_position_matters():
 
 
 @pytest.mark.parametrize("longest,columns", [
-    (1, 32), (32, 32), (33, 64), (256, 256), (257, 512), (600, 768)])
+    (1, 32), (32, 32), (33, 64), (256, 256), (257, 320), (600, 640),
+    (1025, 1280)])
 def test_prompts_are_padded_to_few_sizes(longest, columns):
   # Broken: every prompt length compiles a program of its own, or a chunk is
   # cut through.

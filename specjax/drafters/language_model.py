@@ -87,6 +87,12 @@ class LanguageModel:
     return self.stop is None
 
   @property
+  def full(self) -> bool:
+    # A constraint may leave no token to draft.
+    return self.stop is None and not (
+        self.transform and self.transform.constraints)
+
+  @property
   def num_nodes(self) -> int:
     return self.gamma + 1
 
