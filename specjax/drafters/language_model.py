@@ -262,14 +262,10 @@ class LanguageModel:
     The cache stays: the next `propose` rolls it back by itself.
     """
     del params, target_output
-    if self.stop is None or not jax.tree.leaves(drafter.rule):
+    if self.stop is None:
       return drafter
-    drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
-    learn = functools.partial(self.stop.commit, gamma=self.gamma)
-    new = jax.vmap(learn)(drafter.rule, drafted.astype(jnp.int32),
-                          verdict.num_accepted)
-    keep = lambda new, old: jax.vmap(jnp.where)(count > 0, new, old)
-    return drafter.replace(rule=jax.tree.map(keep, new, drafter.rule))
+    return drafter.replace(rule=stop_rules.learned(
+        self.stop, drafter.rule, draft, verdict, count, self.gamma))
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`; a stop rule's are everywhere."""

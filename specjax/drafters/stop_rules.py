@@ -18,11 +18,15 @@ any, are `params["drafter"]["stop"]`.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from flax import struct
 import jax
 import jax.numpy as jnp
+
+from specjax.types import Draft
+from specjax.types import Verdict
 
 
 @struct.dataclass
@@ -311,6 +315,28 @@ def ask(rule: StopRule, params: Any, seen: Seen, going: jax.Array, memory: Any
   """The rows whose chains go on `[B]`, and the memory; batched."""
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
   return going & ~stop, memory
+
+
+def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
+            count: jax.Array, gamma: int) -> Any:
+  """What a rule remembers after a round; batched.
+
+  Args:
+    rule: a `StopRule`.
+    state: what it remembered before, leaves `[B, ...]`.
+    draft: of the round.
+    verdict: of the round.
+    count: `[B]` int32, tokens committed; rows without any learn nothing.
+    gamma: the most that a chain has.
+  """
+  if not jax.tree.leaves(state):
+    return state
+  drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
+  learn = functools.partial(rule.commit, gamma=gamma)
+  new = jax.vmap(learn)(
+      state, drafted.astype(jnp.int32), verdict.num_accepted)
+  keep = lambda new, old: jax.vmap(jnp.where)(count > 0, new, old)
+  return jax.tree.map(keep, new, state)
 
 
 def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
