@@ -60,6 +60,11 @@ controller or a `Fallback` may leave out of a round. Optional are
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
              whole branches of it, on a mesh; see `param_specs` below.
+  target_pass
+             `(params, drafter, draft, depths, ancestors, cache) -> ModelOutput`
+             for a drafter that has run a part of the target: what the target's
+             own pass over the draft would return, logits and cache, from what
+             `propose` left in its state. Default: the target reads the draft.
 
 A cache (`specjax.types.Cache`) has `lengths`, `commit` and `rollback`. Optional
 are
@@ -367,6 +372,27 @@ def logits_at(model: ModelFn, params: Any, output: ModelOutput, at: jax.Array
   if hasattr(model, "logits_at"):
     return model.logits_at(params, output, at)
   return jnp.take_along_axis(output.logits, at[..., None], axis=1)
+
+
+def target_pass(drafter: Drafter, target: ModelFn, params: Any, proposed: Any,
+                draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                cache: Any) -> ModelOutput:
+  """The pass that verifies a draft.
+
+  Args:
+    drafter: which may have run a part of it.
+    target: the model.
+    params: `{"target": ..., "drafter": ...}`.
+    proposed: the drafter's state, as `propose` returned it.
+    draft: N nodes a row.
+    depths: `[B, N]` int32.
+    ancestors: `[B, N, N]` bool.
+    cache: the target's, before the round.
+  """
+  if hasattr(drafter, "target_pass"):
+    return drafter.target_pass(
+        params, proposed, draft, depths, ancestors, cache)
+  return target(params["target"], draft.tokens, depths, ancestors, cache)
 
 
 def reserved(cache: Any, size: int) -> Any:

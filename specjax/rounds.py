@@ -111,8 +111,9 @@ class Round:
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = topology.depths_of(ancestors)
-    output = self.target(params["target"], draft.tokens, depths, ancestors,
-                         state.target_cache)
+    output = contract.target_pass(
+        self.drafter, self.target, params, drafter, draft, depths, ancestors,
+        state.target_cache)
     checks.check_output(type(self.target).__name__, output, batch, nodes,
                         self.target.vocab_size)
     constraints = self.transform.constraints
