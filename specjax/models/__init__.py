@@ -10,6 +10,9 @@ from specjax.models.published import load_pretrained
 from specjax.models.published import load_tokenizer
 from specjax.models.published import Pretrained
 from specjax.models.rotary import RopeScaling
+from specjax.models.shortened import Masked
+from specjax.models.shortened import Shortened
+from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.vocabulary_subset import frequent_tokens
@@ -18,8 +21,11 @@ from specjax.models.vocabulary_subset import VocabularySubset
 __all__ = [
     "Contrastive",
     "GenerationDefaults",
+    "Masked",
     "Pretrained",
     "RopeScaling",
+    "Shortened",
+    "Sublayers",
     "Transformer",
     "TransformerConfig",
     "VocabularySubset",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.kv_cache import attention_in_block
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
+from specjax.models.sublayers import Sublayers
 
 _ACTIVATIONS = {
     "silu": nn.silu,
@@ -94,10 +95,12 @@ class Attention(nn.Module):
 
   config: TransformerConfig
   layer: int
+  slot: int | None = None  # the layer of the cache; None: the same number
 
   @nn.compact
   def __call__(self, x, positions, ancestors, cache):
     c, window = self.config, self.config.window(self.layer)
+    slot = self.layer if self.slot is None else self.slot
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
                  name="qkv")(x)
     query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
@@ -120,9 +123,9 @@ class Attention(nn.Module):
     if cache is None:
       out = attention_in_block(query, key, value, ancestors, **options)
     else:
-      cache = cache.append(self.layer, key, value,
+      cache = cache.append(slot, key, value,
                            after=ancestors.shape[-1] - x.shape[1])
-      out = cache.attend(self.layer, query, ancestors, **options)
+      out = cache.attend(slot, query, ancestors, **options)
     out = Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
                  name="out")(out.reshape(*x.shape[:2], -1))
     return out, cache
@@ -163,7 +166,9 @@ class MLP(nn.Module):
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
                   positions: jax.Array, ancestors: jax.Array, cache: Any,
-                  read: jax.Array | None = None) -> tuple[jax.Array, Any]:
+                  read: jax.Array | None = None, *,
+                  sublayers: Sublayers | None = None,
+                  keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
   """One layer of the residual stream, for use inside a compact module.
 
   Its parameters, whose names end in `i`, are those of the calling module.
@@ -177,23 +182,34 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     cache: see there; None: the tokens have no past.
     read: `[B, S, ...]`, what attention reads in place of the stream, normed if
       it has to be.
+    sublayers: which are run; None: both.
+    keep: `[2]` or `[2, B]`, factors of what attention and MLP add; None: 1.
 
   Returns:
     The stream after the layer, and the cache with its keys and values.
   """
-  c = config
+  c, out, new = config, 0, 0  # what a part that is not run adds
+  both = sublayers or Sublayers.between(i, i + 1)
 
   def norm(wanted, name, x):
     return Norm(c, name=name)(x) if wanted else x
 
-  if read is None:
-    read = norm(c.pre_norm, f"attention_norm_{i}", x)
-  out, cache = Attention(c, i, name=f"attention_{i}")(
-      read, positions, ancestors, cache)
-  out = norm(c.post_norm, f"attention_post_norm_{i}", out)
-  inner = x if c.parallel_residual else x + out
-  new = MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", inner))
-  new = norm(c.post_norm, f"mlp_post_norm_{i}", new)
+  def kept(part, x):
+    if keep is None:
+      return x
+    return x * keep[part].astype(x.dtype).reshape(-1, 1, 1)
+
+  if i in both.attention:
+    if read is None:
+      read = norm(c.pre_norm, f"attention_norm_{i}", x)
+    slot = sublayers and sublayers.slot(i)
+    out, cache = Attention(c, i, slot, name=f"attention_{i}")(
+        read, positions, ancestors, cache)
+    out = kept(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
+  if i in both.mlp:
+    inner = x if c.parallel_residual else x + out
+    new = MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", inner))
+    new = kept(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
   return x + out + new, cache
 
 

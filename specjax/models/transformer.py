@@ -17,6 +17,7 @@ from specjax.kv_cache import KVCache
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
+from specjax.models.sublayers import Sublayers
 from specjax.types import Cache
 from specjax.types import ModelOutput
 
@@ -35,35 +36,39 @@ class TransformerModule(nn.Module):
   """The Linen module; `Transformer` is the callable that the loop takes."""
 
   config: TransformerConfig
+  sublayers: Sublayers | None = None  # None: a whole pass
 
   @nn.compact
-  def __call__(self, tokens, depths=None, ancestors=None, cache=None):
-    c = self.config
-    size = tokens.shape[1]
+  def __call__(self, tokens, depths=None, ancestors=None, cache=None, x=None,
+               keep=None):
+    c, part = self.config, self.sublayers
+    rows, size = (tokens if x is None else x).shape[:2]
     if depths is None:
       depths = jnp.broadcast_to(
-          jnp.arange(size, dtype=jnp.int32), tokens.shape)
+          jnp.arange(size, dtype=jnp.int32), (rows, size))
     if ancestors is None:
       ancestors = jnp.broadcast_to(
-          jnp.tril(jnp.ones((size, size), bool)), (len(tokens), size, size))
+          jnp.tril(jnp.ones((size, size), bool)), (rows, size, size))
     positions = depths if cache is None else cache.lengths[:, None] + depths
     table = self.param("embedding", nn.initializers.normal(0.02),
                        (c.vocab_size, c.width), jnp.float32)
 
-    x = self._embedded(table, tokens, positions)
+    x = self._embedded(table, tokens, positions) if x is None else x
     states = {0: x}
-    for i in range(c.layers):
+    for i in range(c.layers) if part is None else part.layers:
       x, cache = layers.decoder_layer(
-          c, i, x, positions, ancestors, cache)
+          c, i, x, positions, ancestors, cache, sublayers=part,
+          keep=None if keep is None else keep[i])
       states[i + 1] = x
-    x = states[FINAL] = layers.Norm(c, name="final_norm")(x)
+    last, x = x, layers.Norm(c, name="final_norm")(x)
+    states[FINAL] = x
     if hasattr(cache, "after"):
       cache = cache.after(x)
 
     head = (table.T if c.tie_embeddings else
             self.param("head", nn.initializers.normal(0.02),
                        (c.width, c.vocab_size), jnp.float32))
-    hidden = jnp.concatenate(
+    hidden = last if part else jnp.concatenate(
         [states[name] for name in c.features or (FINAL,)], axis=-1)
     return ModelOutput(
         logits=layers.logits(x, head, c), hidden=hidden, cache=cache)
@@ -114,12 +119,14 @@ class Transformer:
     tokens = jnp.zeros((1, 1), jnp.int32)
     return TransformerModule(self.config).init(key, tokens)["params"]
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
-    """An empty cache in the parameters' dtype."""
+  def init_cache(self, params: Any, batch: int, capacity: int,
+                 layers: int | None = None) -> Cache:
+    """An empty cache in the parameters' dtype, of all layers or as many."""
     c = self.config
     return self.cache.empty(
-        layers=c.layers, batch=batch, heads=c.kv_heads, capacity=capacity,
-        head_dim=c.head_dim, dtype=params["embedding"].dtype)
+        layers=c.layers if layers is None else layers, batch=batch,
+        heads=c.kv_heads, capacity=capacity, head_dim=c.head_dim,
+        dtype=params["embedding"].dtype)
 
   def __call__(self, params: Any, tokens: jax.Array,
                depths: jax.Array | None = None,
@@ -132,6 +139,38 @@ class Transformer:
     """
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
+
+  def run(self, params: Any, sublayers: Sublayers,
+          tokens: jax.Array | None = None, depths: jax.Array | None = None,
+          ancestors: jax.Array | None = None, cache: Cache | None = None, *,
+          hidden: jax.Array | None = None, keep: jax.Array | None = None
+          ) -> ModelOutput:
+    """A pass through some of the layers, as if there were no others.
+
+    Several such passes make a whole one: what one of them returns as `hidden`
+    and `cache`, the next one takes. A cache may have a block of keys and values
+    in some layers and none, or a shorter one, in others; before it commits the
+    block every layer must have all of it.
+
+    Args:
+      params: of the whole model.
+      sublayers: what is run, `Sublayers.between(a, b)` for whole layers.
+      tokens: `[B, S]` int32; None where `hidden` is given.
+      depths: as in `ModelFn`.
+      ancestors: as in `ModelFn`.
+      cache: as in `ModelFn`.
+      hidden: `[B, S, D]`, the residual stream to go on with, before any norm,
+        in place of the tokens.
+      keep: `[L, 2]` or `[L, 2, B]`, factors of what each attention and each MLP
+        adds to the stream. A factor of 0 leaves it out as data: one program
+        serves all choices, and no time is saved.
+
+    Returns:
+      `logits` of the final norm and the LM head on what the last layer
+      returned; `hidden` is that, `[B, S, D]` and not normed.
+    """
+    return TransformerModule(self.config, sublayers).apply(
+        {"params": params}, tokens, depths, ancestors, cache, hidden, keep)
 
   def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
