@@ -25,7 +25,9 @@ from specjax.drafters import Cascade
 from specjax.drafters import DynamicEagle
 from specjax.drafters import DynamicTree
 from specjax.drafters import Eagle
+from specjax.drafters import EarlyExit
 from specjax.drafters import Fallback
+from specjax.drafters import Kangaroo
 from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
@@ -322,6 +324,40 @@ def _vocabulary_subset():
       params={**pair().params, "drafter": own})
 
 
+class Deeper(sj.models.Transformer):
+  """Three layers; a class of its own, for its greedy texts are others."""
+
+
+@functools.cache
+def deep():
+  """A target with layers to leave out, and its parameters."""
+  found = testing.tiny_pair(VOCAB, seed=2, scale=12.0, layers=3)
+  return Deeper(found.target.config), found.params["target"]
+
+
+def _part_of_target(make, rule, own=lambda target: target):
+  """A drafter that is made of the target: `make(model)`."""
+  model, target = deep()
+  return Contributed(make(model), rule, model,
+                     {"target": target, "drafter": own(target)})
+
+
+def _kangaroo():
+  adapter = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
+  return _part_of_target(
+      lambda _: Kangaroo(adapter=adapter, gamma=3,
+                         stop=stop_rules.Confidence(threshold=0.5)),
+      sj.verifiers.Block(), lambda target: adapter.init(None, target))
+
+
+def _skipping():
+  left = sj.models.Sublayers.without(3, attention=[1], mlp=[2])
+  return _part_of_target(
+      lambda model: LanguageModel(
+          model=sj.models.Shortened(model, left), gamma=3),
+      sj.verifiers.GreedyBlock())
+
+
 def _references():
   text = sj.drafters.reference_texts([[[3, 0, 2, 4], [1, 1, 2, 0, 2, 0]]])
   return Contributed(
@@ -463,6 +499,10 @@ DRAFTERS = {
     "Fallback": _fallback,
     "Fallback to another vocabulary": _fallback_to_another_vocabulary,
     "Merge": _merge,
+    "EarlyExit": lambda: _part_of_target(
+        lambda _: EarlyExit(exit=2, gamma=3), sj.verifiers.GreedyBlock()),
+    "Kangaroo": _kangaroo,
+    "a part of the target": _skipping,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),
     "a text of the row": _reference,

@@ -13,8 +13,10 @@ from specjax.drafters.dynamic_tree import DynamicTreeState
 from specjax.drafters.eagle import DynamicEagle
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle import SampledEagle
+from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
+from specjax.drafters.kangaroo import Kangaroo
 from specjax.drafters.language_model import LanguageModel
 from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.medusa import Medusa
@@ -33,8 +35,9 @@ from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
-           "DynamicTreeState", "Eagle", "Empty", "Fallback", "LanguageModel",
-           "Lookahead", "Medusa", "Merge", "NGram", "Paths", "Recycling",
-           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
-           "TokenIntersection", "TreeLanguageModel", "recycling_tree",
-           "reference_texts", "stop_rules"]
+           "DynamicTreeState", "Eagle", "EarlyExit", "Empty", "Fallback",
+           "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
+           "NGram", "Paths", "Recycling", "Reference", "Retrieval",
+           "SampledEagle", "StringMatch", "Suffix", "TokenIntersection",
+           "TreeLanguageModel", "recycling_tree", "reference_texts",
+           "stop_rules"]

@@ -23,6 +23,7 @@ from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.files import KINDS
 from specjax.models.heads.files import load_heads
 from specjax.models.heads.files import save_heads
+from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.lookahead import with_lookahead
 from specjax.models.heads.medusa import MedusaHeads
@@ -35,6 +36,7 @@ __all__ = [
     "FeatureHeads",
     "FeatureOutput",
     "Heads",
+    "KangarooAdapter",
     "LookaheadEmbeddings",
     "MTPHeads",
     "MedusaHeads",
