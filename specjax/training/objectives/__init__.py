@@ -16,18 +16,26 @@ from specjax.training.objectives.base import Objective
 from specjax.training.objectives.blockwise import Blockwise
 from specjax.training.objectives.distillation import AcceptedLength
 from specjax.training.objectives.distillation import Distillation
+from specjax.training.objectives.eagle import Eagle1
+from specjax.training.objectives.eagle import Eagle3
 from specjax.training.objectives.lookahead import Lookahead
 from specjax.training.objectives.medusa import Medusa
 from specjax.training.objectives.medusa import MedusaJoint
+from specjax.training.objectives.mtp import MTP
+from specjax.training.objectives.mtp import MTPJoint
 from specjax.training.objectives.next_token import NextToken
 from specjax.training.objectives.stored_laws import StoredLaws
 
 __all__ = [
+    "MTP",
     "AcceptedLength",
     "Blockwise",
     "Distillation",
     "DrafterObjective",
+    "Eagle1",
+    "Eagle3",
     "Lookahead",
+    "MTPJoint",
     "Medusa",
     "MedusaJoint",
     "NextToken",

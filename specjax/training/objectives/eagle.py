@@ -1,0 +1,179 @@
+"""EAGLE: the losses of its first version and of its third."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specjax.models.heads import FeatureHeads
+from specjax.models.transformer import Transformer
+from specjax.training.objectives import unrolled
+from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import Loss
+from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import Score
+
+_NOISE_TOKENS = 512  # of a row that the published scale of the noise is for
+_NORMALIZERS = ("rows", "mask")
+
+
+def uniform_noise(key: jax.Array, features: jax.Array, width: float
+                  ) -> jax.Array:
+  """Noise for `features [B, S, F]`, in +- width / 2 where a row has 512 tokens.
+
+  The published code scales it by 512 / S.
+  """
+  return width * _NOISE_TOKENS / features.shape[1] * jax.random.uniform(
+      key, features.shape, features.dtype, -0.5, 0.5)
+
+
+class _Unrolled:
+  """What both have: targets and heads that fit, and how they are measured."""
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    self.heads.check_sizes(self.model)
+    if not self.heads.reuse:
+      raise ValueError("the heads have a module for every step (reuse is "
+                       "False); EAGLE has one that is used again: train them "
+                       "as MTP")
+
+  def _target(self, params, tokens):
+    """What the target says of all but the last token; it gets no gradient."""
+    unrolled.check_rows(tokens, self.heads)
+    return jax.lax.stop_gradient(
+        unrolled.read(self.model, self.heads, params, tokens[:, :-1]))
+
+  def _law(self, logits):
+    """`[..., Vd]` of `[..., V]`: the target's law of what can be drafted."""
+    return jax.nn.softmax(
+        logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every step, stacked along K."""
+    del key
+    return unrolled.score(self.model, self.heads, params, tokens, score)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle1(_Unrolled):
+  """SmoothL1(f, f^) + w CE(p, p^): the next feature, and the law it gives.
+
+  Li et al. 2024 (arXiv:2401.15077, section 4.2), in the published code's terms:
+  the first is a mean over features as well. The features that are read, not
+  those that are learned, have noise on them, uniform and of width `noise` for
+  rows of 512 tokens; for others as wide as the published code makes it.
+
+  Attributes:
+    model: the target.
+    heads: `models.heads.Eagle1Heads`, or others whose state is a feature.
+    noise: 0.2 in the paper.
+    law_weight: w, 0.1 in the paper.
+  """
+
+  model: Transformer
+  heads: FeatureHeads
+  noise: float = 0.2
+  law_weight: float = 0.1
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.heads.entry or len(self.heads.taps) != 1:
+      raise ValueError(f"the heads read {self.heads.taps} through a layer of "
+                       "their own; EAGLE-1's state is the feature that it "
+                       "reads: give one tap and no entry, or train as EAGLE-3")
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, `feature_loss` and `law_loss`."""
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    seen = self._target(params, tokens)
+    noisy = seen.features + uniform_noise(key, seen.features, self.noise)
+    out = next(unrolled.forecasts(self.heads, params, noisy, tokens, 1))
+    # Nothing is known of the feature after the last one.
+    law = self._law(seen.logits[:, 1:])
+    log_q = jax.nn.log_softmax(self.heads.logits(
+        params["drafter"], params["target"], out.read[:, :-1]))
+    feature_loss = jnp.mean(optax.huber_loss(
+        out.hidden[:, :-1].astype(jnp.float32),
+        seen.features[:, 1:].astype(jnp.float32)))
+    law_loss = -jnp.mean(jnp.sum(law * log_q, axis=-1))
+    return feature_loss + self.law_weight * law_loss, {
+        "feature_loss": feature_loss, "law_loss": law_loss}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3(_Unrolled):
+  """-sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v): the training-time test.
+
+  Li et al. 2025 (arXiv:2503.01840, section 3.2). The layer runs K =
+  `heads.num_forecasts` steps on its own states, as it will when it drafts, and
+  learns at each step the target's law two tokens and more ahead, restricted to
+  the tokens that it can draft.
+
+  Attributes:
+    model: the target.
+    heads: `models.heads.Eagle3Heads`, or others with one module.
+    decay: of the steps' weights, 0.8 in the published code.
+    normalizer: what a step's sum is divided by: "rows", all places of all rows
+      (SafeAILab/EAGLE), or "mask", the places that count (vLLM's speculators).
+    drop_outside: whether places do not count whose likeliest token cannot be
+      drafted (SafeAILab/EAGLE).
+  """
+
+  model: Transformer
+  heads: FeatureHeads
+  decay: float = 0.8
+  normalizer: str = "rows"
+  drop_outside: bool = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.normalizer not in _NORMALIZERS:
+      raise ValueError(f"normalizer is {self.normalizer!r}; it must be one of "
+                       f"{', '.join(_NORMALIZERS)}")
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, and each step's own as `head_<i + 1>/train_loss`."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    seen = self._target(params, tokens)
+    losses = self.losses(params, seen.features, seen.logits, tokens)
+    weights = self.decay**jnp.arange(len(losses))
+    return jnp.sum(weights * losses), {
+        f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+  def losses(self, params: Params, features: jax.Array, logits: jax.Array,
+             tokens: jax.Array) -> jax.Array:
+    """`[K]`, of the steps.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      features: `[B, S, F]`, the target's.
+      logits: `[B, S, V]`, the target's.
+      tokens: `[B, >= S]` int32.
+    """
+    heads, found = self.heads, []
+    counts = jnp.ones(logits.shape[:2], jnp.float32)
+    if heads.ids and self.drop_outside:
+      drafted = np.zeros(logits.shape[-1], np.float32)
+      drafted[np.array(heads.ids)] = 1
+      counts = jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
+    law = self._law(logits)
+    for k, out in enumerate(unrolled.forecasts(
+        heads, params, features, tokens, heads.num_forecasts), 1):
+      # Row t forecasts token t + 1 + k, whose law is known after t + k.
+      log_q = jax.nn.log_softmax(heads.logits(
+          params["drafter"], params["target"], out.read[:, :-k]))
+      nats = -jnp.sum(law[:, k:] * log_q, axis=-1)
+      total = (counts.size if self.normalizer == "rows"
+               else jnp.maximum(jnp.sum(counts[:, k:]), 1))
+      found.append(jnp.sum(counts[:, k:] * nats) / total)
+    return jnp.stack(found)
