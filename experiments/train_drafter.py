@@ -4,6 +4,12 @@
   --method=blockwise  residual feed-forward heads (Stern et al. 2018)
   --method=medusa     Medusa heads; the target stays as it is (Medusa-1)
   --method=medusa2    Medusa heads and the target, jointly
+  --method=eagle1     a layer that forecasts the target's next feature
+  --method=eagle3     a layer on three of the target's states, trained on its
+                      own forecasts (the training-time test)
+  --method=mtp        modules for the tokens after the next one, of a target
+                      that stays as it is, one after the other
+  --method=parallel_layers   layers beside the target's last one
 
 Leaves in --output_dir:
 
@@ -28,12 +34,18 @@ on text that the target writes itself:
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/self \\
     --data=self
 
+A layer that drafts the 1024 tokens that the text has most often:
+
+  python experiments/train_drafter.py --method=eagle3 \\
+    --output_dir=/tmp/eagle --draft_vocabulary=1024
+
 A joint run that begins with trained heads (the paper's two stages):
 
   python experiments/train_drafter.py --method=medusa2 \\
     --output_dir=/tmp/joint --heads_from=/tmp/medusa
 """
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -75,6 +87,7 @@ def _option(option):
   """The flag of a method's `Option`."""
   kinds = {bool: flags.DEFINE_bool, type(None): flags.DEFINE_bool,
            int: lambda *x: flags.DEFINE_integer(*x, 1),
+           str: flags.DEFINE_string,
            float: lambda *x: flags.DEFINE_float(*x, 0.0)}
   if option.choices:
     return flags.DEFINE_enum(
@@ -103,6 +116,9 @@ _HEADS = flags.DEFINE_integer(
     "heads", 4, "K, heads or look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "directory of heads to begin with; default: new ones")
+_DRAFT_VOCABULARY = flags.DEFINE_integer(
+    "draft_vocabulary", None, "tokens that eagle3 can draft: those that the "
+    "text has most often, and the ends of a text; default: all", 1)
 _HEAD_OPTIONS = _options("head_options")
 _OPTIONS = _options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -143,9 +159,32 @@ def _values(options, taken):
           for name, value in values.items()}
 
 
-def _heads(method, target):
-  """The heads or embeddings to begin with, and their float32 parameters."""
-  for flag in (_HEADS, *_HEAD_OPTIONS.values()):
+def _frequent(target, tokenizer, tokens):
+  """The ids that --draft_vocabulary keeps, counted in `tokens [T]`."""
+  size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
+  always = [end for end in models.ends(target, tokenizer) or ()
+            if end < vocab_size]
+  if not len(always) < size <= vocab_size:
+    raise ValueError(f"--draft_vocabulary is {size}; the target has "
+                     f"{vocab_size} tokens, {len(always)} of which end a text "
+                     "and are always kept: give a number between")
+  counts = np.bincount(tokens, minlength=vocab_size)
+  ids = sj.models.frequent_tokens(counts, size, always)
+  print(f"{size:,} of {vocab_size:,} tokens can be drafted, which are "
+        f"{counts[ids].sum() / counts.sum():.1%} of the text", file=sys.stderr)
+  return tuple(ids.tolist())
+
+
+def _heads(method, target, tokenizer, tokens):
+  """The heads or embeddings to begin with, and their float32 parameters.
+
+  Args:
+    method: of the run.
+    target: the one that they draft for.
+    tokenizer: the target's.
+    tokens: `[T]`, the text to train on.
+  """
+  for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.values()):
     if _HEADS_FROM.value is not None and flag.present:
       raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
                        "heads of its own form; give one of the two")
@@ -153,6 +192,14 @@ def _heads(method, target):
     heads = method.heads.for_target(
         target.model, _HEADS.value,
         **_values(_HEAD_OPTIONS, method.head_options))
+    if _DRAFT_VOCABULARY.value is not None:
+      if not getattr(heads, "own_head", False):
+        raise ValueError(
+            f"--draft_vocabulary is {_DRAFT_VOCABULARY.value} and the heads of "
+            f"--method={method.name} draft with the target's own LM head; "
+            "leave the flag out, or take --method=eagle3")
+      heads = dataclasses.replace(
+          heads, ids=_frequent(target, tokenizer, tokens))
     return heads, heads.init(jax.random.key(_SEED.value), target.params)
   heads, params = methods.load_heads(
       _HEADS_FROM.value, target.model, jnp.float32)
@@ -339,14 +386,14 @@ def main():
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   method = _METHODS[_METHOD.value]
   options = _values(_OPTIONS, method.options)
-  heads, params = _heads(method, target)
+  streams, corpus = _streams(tokenizer)
+  heads, params = _heads(method, target, tokenizer, streams[0])
   objective = method.objective(target.model, heads, **options)
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
   row_tokens = _row_tokens(target, heads)
-  streams, corpus = _streams(tokenizer)
   data = _data(target, streams, row_tokens, mesh)
 
   trainable, frozen = {"drafter": params}, {"target": target.params}

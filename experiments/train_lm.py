@@ -12,12 +12,21 @@ a Llama-shaped decoder, and leaves in --output_dir:
 Killed and started again with the same flags it ends with the same weights,
 bit for bit. A finished run goes on when it is given more --steps: from its end
 on it has the learning rate of a run of the new length, which may rise before it
-falls to 0 again. A target and a small drafter on Python's standard library:
+falls to 0 again. --mtp trains heads with the model, which then drafts for
+itself: heads.safetensors, heads.json and training.json are as train_drafter.py
+leaves them. A target and a small drafter on Python's standard library:
 
   python experiments/train_lm.py --output_dir=/tmp/target
   python experiments/train_lm.py --output_dir=/tmp/drafter \\
     --tokenizer=/tmp/target/tokenizer.json \\
     --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
+
+The target with a module for the token after the next one (DeepSeek-V3), or with
+its last layer and three more in parallel on one trunk (Gloeckle et al. 2024):
+
+  python experiments/train_lm.py --output_dir=/tmp/mtp --mtp=modules
+  python experiments/train_lm.py --output_dir=/tmp/mtp4 --mtp=parallel \\
+    --mtp_heads=3 --layers=3
 """
 
 import sys
@@ -29,20 +38,26 @@ from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib import models
+import numpy as np
 
 from specjax import processes
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
 from specjax.files import fingerprint
+from specjax.files import write_json
 from specjax.models import checkpoint
+from specjax.models import heads as heads_lib
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.training import evaluation
 from specjax.training import loop
+from specjax.training import metrics
 from specjax.training import objectives
 from specjax.training import optimizers
 from specjax.training import runs
+
+_KINDS = {"modules": heads_lib.MTPHeads, "parallel": heads_lib.ParallelLayers}
 
 _DATA = shared.data()
 _FIELD = shared.field()
@@ -76,6 +91,15 @@ _EVALUATION_STRIDE = flags.DEFINE_integer(
     "evaluation_stride", 256, "tokens between held-out windows; each token is "
     "predicted from at least context_length minus this many", 1)
 _CHECKPOINT_EVERY = shared.checkpoint_every()
+_MTP = flags.DEFINE_enum(
+    "mtp", "none", ["none", *_KINDS], "what forecasts later tokens: modules "
+    "one after the other, or layers beside the last one")
+_MTP_HEADS = flags.DEFINE_integer(
+    "mtp_heads", 1, "later tokens that are forecast", 1)
+_MTP_WEIGHT = flags.DEFINE_float(
+    "mtp_weight", None, "of their mean loss; default: 0.3 for modules, and "
+    "--mtp_heads for parallel, where each counts as the next token does", 0.0)
+_HELD_OUT_ROWS = 16  # by which forecasts are measured
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
@@ -94,6 +118,69 @@ def _tokenizer(path, training_texts):
   return given
 
 
+def _model(tokenizer):
+  return Transformer(TransformerConfig(
+      vocab_size=tokenizer.vocab_size, width=_WIDTH.value,
+      layers=_LAYERS.value, heads=_HEADS.value, kv_heads=_KV_HEADS.value,
+      head_dim=_HEAD_DIM.value, mlp_width=_MLP_WIDTH.value,
+      context_length=_CONTEXT_LENGTH.value))
+
+
+def _optimizer(lengths):
+  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
+  return make[_OPTIMIZER.value](runs.schedule(
+      lengths, lambda steps: optimizers.trapezoid(
+          _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
+          int(steps * _DECAY_FRACTION.value))))
+
+
+def _objective(model):
+  """What the model learns by, and the heads that learn with it, or None."""
+  if _MTP.value == "none":
+    for flag in (_MTP_HEADS, _MTP_WEIGHT):
+      if flag.present:
+        raise ValueError(f"--{flag.name} is {flag.value} and --mtp is none; "
+                         f"give --mtp={' or --mtp='.join(_KINDS)}")
+    return objectives.NextToken(model=model), None
+  heads = _KINDS[_MTP.value].for_target(model, _MTP_HEADS.value)
+  weight = _MTP_WEIGHT.value
+  if weight is None:
+    weight = {"modules": 0.3, "parallel": float(_MTP_HEADS.value)}[_MTP.value]
+  return objectives.MTPJoint(
+      mtp=objectives.MTP(model=model, heads=heads), weight=weight), heads
+
+
+def _save_heads(output_dir, objective, trained, held_out, spent):
+  """Writes the heads; returns what training.json says of them.
+
+  Args:
+    output_dir: of the run.
+    objective: that they were trained by.
+    trained: `{"target", "drafter"}`, as they are saved.
+    held_out: `[T]`, a stream of tokens to measure with.
+    spent: what the run says of its data and tokens.
+  """
+  heads = objective.mtp.heads
+  heads_lib.save_heads(
+      output_dir, heads, trained["drafter"], objective.model)
+  size = min(_CONTEXT_LENGTH.value + 1, len(held_out))
+  starts = np.linspace(0, len(held_out) - size, _HELD_OUT_ROWS).astype(int)
+  measured = evaluation.head_accuracy(
+      objective, held_out[starts[:, None] + np.arange(size)])(
+          loop.cast(trained, jnp.float32))
+  steps, pace = zip(*metrics.read(output_dir, "tokens_per_second"))
+  per_step = _BATCH_SIZE.value * _CONTEXT_LENGTH.value
+  minutes = sum((step - before) * per_step / tokens_per_second / 60
+                for before, step, tokens_per_second in zip(
+                    (0, *steps), steps, pace))
+  training = {
+      "method": heads.kind, **spent, "minutes": minutes,
+      "curve": [(spent["tokens"], measured["greedy_block_efficiency"])],
+      "accuracy": evaluation.by_head(measured, "top")}
+  write_json(output_dir / "training.json", training)
+  return {"heads": training, "loss": evaluation.by_head(measured, "loss")}
+
+
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
@@ -106,16 +193,18 @@ def main():
   print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
         f"{len(held_out)} documents held out", file=sys.stderr)
 
-  model = Transformer(TransformerConfig(
-      vocab_size=tokenizer.vocab_size, width=_WIDTH.value,
-      layers=_LAYERS.value, heads=_HEADS.value, kv_heads=_KV_HEADS.value,
-      head_dim=_HEAD_DIM.value, mlp_width=_MLP_WIDTH.value,
-      context_length=_CONTEXT_LENGTH.value))
+  model = _model(tokenizer)
+  objective, heads = _objective(model)
   specs = meshes.specs(mesh, {"target": model})
   params = model.init(jax.random.key(_SEED.value))
-  num_params = common.num_parameters(params)
+  trainable = {"target": params}
+  if heads is not None:
+    trainable["drafter"] = heads.init(
+        jax.random.fold_in(jax.random.key(_SEED.value), 1), params)
+  num_params = common.num_parameters(trainable)
+  held_out_tokens = tokenizer.encode_stream(held_out)
   bits_per_byte = evaluation.bits_per_byte(
-      model, tokenizer.encode_stream(held_out),
+      model, held_out_tokens,
       sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
   windows = batches.TokenWindows(
@@ -123,33 +212,32 @@ def main():
   lengths = runs.claim_run(output_dir, {
       "model": repr(model), "corpus": fingerprint(documents),
       "tokens": fingerprint(tokens),
+      **({"objective": repr(objective)} if heads is not None else {}),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)
-  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
-  schedule = runs.schedule(lengths, lambda steps: optimizers.trapezoid(
-      _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
-      int(steps * _DECAY_FRACTION.value)))
   trained = loop.Trainer(
-      objective=objectives.NextToken(model=model),
-      optimizer=make[_OPTIMIZER.value](schedule),
+      objective=objective, optimizer=_optimizer(lengths),
       batch=lambda step: {"tokens": windows.batch(step)},
       steps=_STEPS.value, directory=output_dir,
       evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value,
-      mesh=mesh, param_shardings=specs).run({"target": params})
+      mesh=mesh, param_shardings=specs).run(trainable)
 
-  saved = loop.cast(processes.gathered(trained["target"]), _SAVE_DTYPE.value)
-  checkpoint.save_model(output_dir, model, saved)
-  final = bits_per_byte(loop.cast(saved, jnp.float32))
+  saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
+  checkpoint.save_model(output_dir, model, saved["target"])
+  final = bits_per_byte(loop.cast(saved["target"], jnp.float32))
+  spent = {"data": _DATA.value, "corpus": fingerprint(documents),
+           "tokens": _STEPS.value * windows.batch_size * windows.length}
+  if heads is not None:
+    final |= _save_heads(
+        output_dir, objective, saved, held_out_tokens, spent)
   common.finish(output_dir, "train_lm", {
-      "data": _DATA.value, "parameters": num_params,
-      "tokens": _STEPS.value * windows.batch_size * windows.length,
-      "corpus": fingerprint(documents), **final})
+      **spent, "parameters": num_params, **final})
 
 
 if __name__ == "__main__":
