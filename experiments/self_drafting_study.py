@@ -13,6 +13,9 @@ autoregressive decoding:
   medusa, sampled chain  tokens drawn from the heads' product law
   medusa, sampled tree   the same, without replacement, on that tree
   medusa, i.i.d. tree    the same, independently
+  eagle3, sampled chain  tokens drawn from the layer's own laws, one by one
+  eagle3, dynamic tree   EAGLE-2's tree of the likeliest candidates
+  eagle3, sampled dynamic tree   drawn tokens, expanded where it is confident
 
   python experiments/self_drafting_study.py
   python experiments/self_drafting_study.py \\
@@ -22,10 +25,12 @@ autoregressive decoding:
 holds a target of its own (Medusa-2) is measured on that target and against its
 autoregressive decoding. Tokens per round toss no coin: given the draft, the
 expected number of accepted tokens is known; verifiers are also compared on the
-same drafts. Every prompt's results are appended to runs.jsonl in --output_dir;
-killed and started again the study goes on there. Writes self_drafting.csv and
-.json, which the last line of stdout names, and the figures
-self_drafting_tokens.png, _speed.png, _positions.png and _training.png.
+same drafts. The predicted speed-up is that number over what a round costs in
+autoregressive steps; the measured one has the luck of the draw in it. Every
+prompt's results are appended to runs.jsonl in --output_dir; killed and started
+again the study goes on there. Writes self_drafting.csv and .json, which the
+last line of stdout names, and the figures self_drafting_tokens.png, _speed.png,
+_positions.png and _training.png.
 """
 
 import dataclasses
@@ -266,6 +271,7 @@ def _rows(runs, source, temperature, arms, pass_seconds):
         "block_efficiency": 1 + tokens, "stderr": error,
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),
+        "predicted_speedup": (1 + tokens) * step / spent,
         "round_over_step": spent / step,
         "draft_over_step": (spent - pass_seconds[drafter]) / step,
         "nodes": nodes, "survival": survival[1:reached + 1].tolist(),

@@ -18,6 +18,9 @@ _ON_TREES = {
     ("i.i.d. tree", "traversal"): "iid_traversal",
     ("i.i.d. tree", "k_seq"): "k_seq",
     ("top-k tree", "target_walk"): "top_k",
+    ("dynamic tree", "target_walk"): "top_k",
+    ("sampled dynamic tree", "recursive"): "without_replacement",
+    ("sampled dynamic tree", "traversal"): "traversal",
 }
 
 
@@ -42,13 +45,15 @@ def print_tables(rows, paired, sources):
   width = max(len(r["drafter"]) for r in rows)
   print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
         f"{'tokens a round':>15s} {'a pass':>6s} {'speed-up':>8s} "
-        f"{'draft/step':>10s} {'added':>9s}  accepted to position 1, 2, ...")
+        f"{'predicted':>9s} {'draft/step':>10s} {'added':>9s}  "
+        "accepted to position 1, 2, ...")
   for r in rows:
     print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
           f"{style.rule(r['verifier']):15s} "
           f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
           f"{r['block_efficiency'] / passes(r['drafter']):6.2f} "
-          f"{r['speedup']:7.2f}x {r['draft_over_step']:10.2f} "
+          f"{r['speedup']:7.2f}x {r['predicted_speedup']:8.2f}x "
+          f"{r['draft_over_step']:10.2f} "
           f"{r['added_parameters']:9,d}  "
           + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
   print("± is one standard error over prompts; a pass is one of the target\n")
