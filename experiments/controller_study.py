@@ -30,6 +30,7 @@ from lib import rollouts
 import numpy as np
 
 import specjax as sj
+from specjax import contract
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -87,7 +88,7 @@ def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
   params = {"target": target.params, "drafter": own}
   fixed = lambda gamma: dataclasses.replace(
       alone, verifier=strategy.verifier,
-      drafter=dataclasses.replace(strategy.drafter, gamma=gamma))
+      drafter=contract.with_gamma(strategy.drafter)(gamma))
   decoders = {"0": alone, **{str(n): fixed(n) for n in lengths}}
   longest = decoders[str(lengths[-1])]
   print(f"measuring what rounds of {batch} rows cost, unless it is known",
@@ -147,7 +148,7 @@ def main():
   drafters = {name: compositions.strategy(name, lengths[-1], target, members)
               for name in names}
   for name, (strategy, _) in drafters.items():
-    if not hasattr(strategy.drafter, "gamma"):
+    if contract.with_gamma(strategy.drafter) is None:
       raise ValueError(f"--drafter={name} has no length to choose; give chains "
                        "such as small, ngram or suffix")
   read = prompts_lib.read(

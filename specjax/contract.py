@@ -44,6 +44,8 @@ controller or a `Fallback` may leave out of a round. Optional are
              longest sequence that it can draft for; default: no limit.
   gamma      as a field, the tokens of a chain: a controller replaces it. The
              state must have the same form for every length.
+  with_gamma `(gamma) -> drafter`: the same with chains of another length, where
+             a field is not enough; None where there is no such length.
   catch_up   `(params, state, since) -> drafter`: its state after reading what
              rounds in which a controller let it rest have added to the
              `since [B]` tokens that it had read. In such a round `commit` gets
@@ -88,6 +90,7 @@ are
              these zeros, see `Decoder.grow`.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
 import inspect
@@ -300,6 +303,16 @@ def capabilities(drafter: Drafter) -> frozenset[str]:
 def num_coins(drafter: Drafter) -> int | None:
   """Uniform numbers that a drafter takes; None: it takes keys."""
   return getattr(drafter, "num_coins", None)
+
+
+def with_gamma(drafter: Drafter) -> Callable[[int], Drafter] | None:
+  """What makes the same drafter with chains of another length, or None."""
+  if hasattr(drafter, "with_gamma"):
+    return drafter.with_gamma
+  if dataclasses.is_dataclass(drafter) and any(
+      field.name == "gamma" for field in dataclasses.fields(drafter)):
+    return lambda gamma: dataclasses.replace(drafter, gamma=gamma)
+  return None
 
 
 def context_length(drafter: Drafter) -> float:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from specjax import contract
 from specjax import files
 from specjax import rounds as rounds_lib
 from specjax.controller import Controller
 from specjax.decoder import Decoder
-from specjax.ladder import has_gamma
 
 _ROUNDS, _TIMES = 16, 5  # rounds of a timed call, and calls of each length
 _READ = 32  # tokens that a drafter reads to find what a missed one costs
@@ -38,14 +38,15 @@ def lengths_for(drafter: Any) -> tuple[int, ...]:
   """
   longest = drafter.num_nodes - 1
   some = -(-longest // 4), -(-longest // 2)
-  fit = has_gamma(drafter) and all(_is_chain_of(drafter, n) for n in some)
+  make = contract.with_gamma(drafter)
+  fit = make is not None and all(_is_chain_of(make, n) for n in some)
   return tuple(sorted({0, *(some if fit else ()), longest}))
 
 
-def _is_chain_of(drafter, length):
-  """Whether with that gamma its drafts have `length` tokens."""
+def _is_chain_of(make, length):
+  """Whether with that gamma the drafts have `length` tokens."""
   try:
-    return dataclasses.replace(drafter, gamma=length).num_nodes == length + 1
+    return make(length).num_nodes == length + 1
   except ValueError:
     return False
 

@@ -213,7 +213,8 @@ class Ladder:
 
   def _needed(self, draft, done, rung):
     """`[]` int32, the lowest rung that holds all that `rung` drafted."""
-    if not has_gamma(self.drafter):  # look-ahead positions look like padding
+    if contract.with_gamma(self.drafter) is None:
+      # Look-ahead positions look like padding.
       return jnp.asarray(rung, jnp.int32)
     # Numbers that broke down are not padding, but reported by the loop.
     some = jnp.any(jnp.atleast_3d(draft.probs) != 0, axis=-1)
@@ -264,24 +265,18 @@ def _of_length(one, length):
   drafter, name = one.drafter, type(one.drafter).__name__
   if drafter.num_nodes == length + 1:
     return drafter
-  if not has_gamma(drafter):
+  make = contract.with_gamma(drafter)
+  if make is None:
     raise ValueError(
         f"{name} drafts {drafter.num_nodes - 1} tokens and has no field "
         f"`gamma`, and the controller's lengths hold {length}; give "
         f"lengths=(0, {drafter.num_nodes - 1})")
-  drafter = contract.bind(
-      dataclasses.replace(drafter, gamma=length), one.target, one.transform)
+  drafter = contract.bind(make(length), one.target, one.transform)
   if drafter.num_nodes != length + 1:
     raise ValueError(
         f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "
         f"nodes and not of {length + 1}; leave {length} out of the lengths")
   return drafter
-
-
-def has_gamma(drafter):
-  """Whether the length of a drafter's chains is a field of it."""
-  return dataclasses.is_dataclass(drafter) and any(
-      f.name == "gamma" for f in dataclasses.fields(drafter))
 
 
 def _has_model(part):

@@ -279,6 +279,31 @@ def test_rest_leaves_no_trace():
   assert not re.search(rf"f32\[{size}\]\S* copy", program)
 
 
+def test_a_fallback_has_a_length_to_choose():
+  # Broken: it drafts all or nothing; a part keeps its own length.
+  pair = _pair()
+  decoder = sj.Decoder(
+      target=pair.target, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.Fallback(
+          first=sj.drafters.NGram(gamma=4, max_ngram=2, min_ngram=2),
+          second=sj.drafters.LanguageModel(model=pair.drafter, gamma=4)),
+      controller=_controller(
+          lengths=(0, 2, 4), seconds=(1, 1.1, 1.1), credit=16.0),
+      transform=sj.LogitsTransform(temperature=0))
+  params = {**pair.params, "drafter": (None, pair.params["drafter"])}
+  text = decoder.generate(
+      params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
+  alone = dataclasses.replace(
+      decoder, controller=None, **sj.strategies.autoregressive()._asdict())
+  want = alone.generate(
+      pair.params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
+  for got, row in zip(text.tokens, want.tokens):
+    np.testing.assert_array_equal(got, row)
+  rungs = decoder._round.rungs
+  assert [one.drafter.num_nodes for one in rungs] == [1, 3, 5]
+  assert [one.drafter.second.num_nodes for one in rungs[1:]] == [3, 5]
+
+
 def test_refusals():
   # Broken: a controller runs where it is not exact or cannot be right.
   pair = _pair()
@@ -340,8 +365,11 @@ def test_lengths_and_rounds_that_fit():
   cascade = functools.partial(
       sj.drafters.Cascade, model=model, gamma=4,
       drafter=sj.drafters.LanguageModel(model=model, gamma=2))
+  fallback = lambda second: sj.drafters.Fallback(
+      first=sj.drafters.NGram(gamma=4), second=second, min_tokens=2)
   for drafter, lengths in (
-      (cascade(), (0, 1, 2, 4)), (cascade(tail=True), (0, 6)),
+      (cascade(), (0, 1, 2, 4)), (fallback(cascade()), (0, 1, 2, 4)),
+      (fallback(cascade(tail=True)), (0, 6)), (cascade(tail=True), (0, 6)),
       (sj.drafters.Retrieval(gamma=4, nodes=9), (0, 8))):
     assert sj.costs.lengths_for(drafter) == lengths
   for context_length, nodes, want in (

@@ -5,6 +5,7 @@ SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
 al. 2024, arXiv:2411.10666), which fall back to a trained drafter.
 """
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import checks
+from specjax import contract
 from specjax.drafters import common
 from specjax.drafters import parts
 from specjax.sampling import LogitsTransform
@@ -69,6 +71,15 @@ class Fallback(parts.Parts):
   @property
   def num_nodes(self) -> int:
     return max(self.first.num_nodes, self.second.num_nodes)
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Fallback"] | None:
+    makes = [contract.with_gamma(part) for part in self.drafters]
+    if None in makes:
+      return None
+    return lambda gamma: dataclasses.replace(
+        self, first=makes[0](gamma), second=makes[1](gamma),
+        min_tokens=min(self.min_tokens, gamma))
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
     """The same drafter, for this target and its transform.

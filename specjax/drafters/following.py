@@ -10,6 +10,7 @@ found by comparing it with the committed text, token by token, and what is
 missing is read a few tokens a pass; mostly nothing is.
 """
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -133,6 +134,12 @@ class Following:
   @property
   def context_length(self) -> float:
     return contract.context_length(self.drafter)
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Following"] | None:
+    make = contract.with_gamma(self.drafter)
+    return make and (
+        lambda gamma: dataclasses.replace(self, drafter=make(gamma)))
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Following":
     """The same drafter, for this target and its transform."""
