@@ -27,6 +27,10 @@ its last layer and three more in parallel on one trunk (Gloeckle et al. 2024):
   python experiments/train_lm.py --output_dir=/tmp/mtp --mtp=modules
   python experiments/train_lm.py --output_dir=/tmp/mtp4 --mtp=parallel \\
     --mtp_heads=3 --layers=3
+
+A target whose first layers draft for it (LayerSkip, for drafters.EarlyExit):
+
+  python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1
 """
 
 import sys
@@ -100,6 +104,16 @@ _MTP_WEIGHT = flags.DEFINE_float(
     "mtp_weight", None, "of their mean loss; default: 0.3 for modules, and "
     "--mtp_heads for parallel, where each counts as the next token does", 0.0)
 _HELD_OUT_ROWS = 16  # by which forecasts are measured
+_EXIT_SCALE = flags.DEFINE_float(
+    "exit_scale", None, "LayerSkip: how much the next-token losses after "
+    "earlier layers count, 0.1 to 1 as a rule; default: no LayerSkip", 0.0)
+_EXIT_EVERY = flags.DEFINE_integer(
+    "exit_every", 2, "LayerSkip: an earlier layer has its loss in one of so "
+    "many steps", 1)
+_LAYER_DROPOUT = flags.DEFINE_float(
+    "layer_dropout", 0.1, "LayerSkip: probability that the last layer is "
+    "dropped at the end of the run; earlier ones and steps less", 0.0)
+_LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
@@ -141,13 +155,30 @@ def _objective(model):
       if flag.present:
         raise ValueError(f"--{flag.name} is {flag.value} and --mtp is none; "
                          f"give --mtp={' or --mtp='.join(_KINDS)}")
-    return objectives.NextToken(model=model), None
+    return _layer_skip(model) or objectives.NextToken(model=model), None
+  if _EXIT_SCALE.value is not None:
+    raise ValueError(f"--exit_scale is {_EXIT_SCALE.value} and --mtp "
+                     f"{_MTP.value}; leave one of them out")
   heads = _KINDS[_MTP.value].for_target(model, _MTP_HEADS.value)
   weight = _MTP_WEIGHT.value
   if weight is None:
     weight = {"modules": 0.3, "parallel": float(_MTP_HEADS.value)}[_MTP.value]
   return objectives.MTPJoint(
       mtp=objectives.MTP(model=model, heads=heads), weight=weight), heads
+
+
+def _layer_skip(model):
+  """LayerSkip's objective; None where no flag asks for it."""
+  if _EXIT_SCALE.value is not None:
+    return objectives.LayerSkip(
+        model=model, steps=_STEPS.value, scale=_EXIT_SCALE.value,
+        every=_EXIT_EVERY.value, dropout=_LAYER_DROPOUT.value)
+  for flag in _LAYER_SKIP[1:]:
+    if flag.present:
+      raise ValueError(f"--{flag.name} is {flag.value}, and --exit_scale, of "
+                       "LayerSkip, is not given; give it, such as "
+                       "--exit_scale=1")
+  return None
 
 
 def _save_heads(output_dir, objective, trained, held_out, spent):
@@ -214,13 +245,15 @@ def main():
       "tokens": fingerprint(tokens),
       **({"objective": repr(objective)} if heads is not None else {}),
       **{flag.name: flag.value for flag in (
+          *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
           _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)
   trained = loop.Trainer(
       objective=objective, optimizer=_optimizer(lengths),
-      batch=lambda step: {"tokens": windows.batch(step)},
+      batch=lambda step: {"tokens": windows.batch(step),
+                          "progress": np.float32(step / _STEPS.value)},
       steps=_STEPS.value, directory=output_dir,
       evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,

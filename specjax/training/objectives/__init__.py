@@ -18,6 +18,8 @@ from specjax.training.objectives.distillation import AcceptedLength
 from specjax.training.objectives.distillation import Distillation
 from specjax.training.objectives.eagle import Eagle1
 from specjax.training.objectives.eagle import Eagle3
+from specjax.training.objectives.kangaroo import Kangaroo
+from specjax.training.objectives.layer_skip import LayerSkip
 from specjax.training.objectives.lookahead import Lookahead
 from specjax.training.objectives.medusa import Medusa
 from specjax.training.objectives.medusa import MedusaJoint
@@ -34,6 +36,8 @@ __all__ = [
     "DrafterObjective",
     "Eagle1",
     "Eagle3",
+    "Kangaroo",
+    "LayerSkip",
     "Lookahead",
     "MTPJoint",
     "Medusa",
