@@ -106,12 +106,13 @@ def test_heads_for_the_bundled_target_are_small():
   assert 2 * sum(x.size for x in jax.tree.leaves(shapes)) < 4e6  # bfloat16
 
 
-@pytest.mark.parametrize("kind", [*_KINDS, "lookahead"])
+@pytest.mark.parametrize("kind", [*_KINDS, "lookahead", "parallel"])
 def test_files_keep_heads_and_refuse_another_target(tmp_path, kind):
   # Broken: heads change on disk, or draft for a target that they do not know.
   pair = _pair()
   heads = {**_KINDS, "lookahead": heads_lib.LookaheadEmbeddings(
-      count=_K, width=_D)}[kind]
+      count=_K, width=_D), "parallel": heads_lib.ParallelHeads.for_target(
+          pair.target, _K)}[kind]
   params = _random(heads.init(jax.random.key(0), pair.params["target"]))
   heads_lib.save_heads(tmp_path, heads, params, pair.target)
   loaded, read = heads_lib.load_heads(tmp_path, pair.target)

@@ -6,7 +6,8 @@ token k, which the target reads k positions after t. The hidden state is the
 one that the LM head sees (`TransformerConfig.features` empty), p^(k) the law
 of head k.
 
-The parameters of K heads are stacked along their first axis. A file of heads
+The parameters of K heads are stacked along their first axis. `ParallelHeads`
+are a network of their own, which reads other hidden states. A file of heads
 names the target that they were trained for, and is refused by any other.
 """
 
@@ -27,6 +28,7 @@ from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.lookahead import with_lookahead
 from specjax.models.heads.medusa import MedusaHeads
+from specjax.models.heads.parallel import ParallelHeads
 
 __all__ = [
     "KINDS",
@@ -40,6 +42,7 @@ __all__ = [
     "LookaheadEmbeddings",
     "MTPHeads",
     "MedusaHeads",
+    "ParallelHeads",
     "ParallelLayers",
     "check_fits",
     "lm_head",

@@ -11,6 +11,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
 
@@ -102,12 +103,11 @@ class HiddenStateHeads:
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
-def check_fits(heads: Heads, target: ModelFn) -> None:
-  """Checks that a target has the hidden states that heads read.
+def check_sizes_match(heads: Heads, target: ModelFn) -> TransformerConfig:
+  """The target's configuration, which has the sizes of the heads.
 
   Raises:
-    ValueError: width or vocabulary differ, or the target returns other
-      features than what its LM head sees.
+    ValueError: it is no `Transformer`, or width or vocabulary differ.
   """
   config = getattr(target, "config", None)
   if config is None:
@@ -118,6 +118,17 @@ def check_fits(heads: Heads, target: ModelFn) -> None:
     if wants not in (None, has):
       raise ValueError(f"{name} of the heads is {wants} and of the target "
                        f"{has}; both must be equal: make heads for this target")
+  return config
+
+
+def check_fits(heads: Heads, target: ModelFn) -> None:
+  """Checks that a target has the hidden states that heads read.
+
+  Raises:
+    ValueError: width or vocabulary differ, or the target returns other
+      features than what its LM head sees.
+  """
+  config = check_sizes_match(heads, target)
   if config.features:
     raise ValueError(f"the target returns features {config.features}; heads "
                      "read what the LM head does: set features to ()")

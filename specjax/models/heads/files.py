@@ -22,6 +22,7 @@ from specjax.models.heads.features import MTPHeads
 from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
+from specjax.models.heads.parallel import ParallelHeads
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
@@ -29,7 +30,7 @@ from specjax.models.transformer import Transformer
 _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 KINDS: tuple[type[Heads], ...] = (
     MedusaHeads, BlockwiseHeads, LookaheadEmbeddings, Eagle1Heads, Eagle3Heads,
-    MTPHeads, ParallelLayers)
+    MTPHeads, ParallelLayers, ParallelHeads)
 
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
