@@ -1,8 +1,9 @@
 """Drafters: how tokens are proposed; one file each.
 
 `common`, `growth`, `children`, `continuations`, `drawn_trees`, `features`,
-`following`, `forecasts`, `matches`, `parts`, `reading` and `translation` hold
-what several of them share; `stop_rules` end chains while they are drafted.
+`following`, `forecasts`, `matches`, `parts`, `reading`, `slot_trees` and
+`translation` hold what several of them share; `stop_rules` end chains while
+they are drafted.
 """
 
 from specjax.drafters import stop_rules
@@ -25,6 +26,8 @@ from specjax.drafters.mtp import MTP
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram import Reference
 from specjax.drafters.ngram import reference_texts
+from specjax.drafters.parallel import Parallel
+from specjax.drafters.parallel import ParallelTree
 from specjax.drafters.paths import Paths
 from specjax.drafters.recycling import Recycling
 from specjax.drafters.recycling import recycling_tree
@@ -37,7 +40,7 @@ from specjax.drafters.tree_language_model import TreeLanguageModel
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "DynamicTreeState", "Eagle", "EarlyExit", "Empty", "Fallback",
            "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
-           "NGram", "Paths", "Recycling", "Reference", "Retrieval",
-           "SampledEagle", "StringMatch", "Suffix", "TokenIntersection",
-           "TreeLanguageModel", "recycling_tree", "reference_texts",
-           "stop_rules"]
+           "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
+           "Reference", "Retrieval", "SampledEagle", "StringMatch",
+           "Suffix", "TokenIntersection", "TreeLanguageModel",
+           "recycling_tree", "reference_texts", "stop_rules"]

@@ -277,8 +277,7 @@ class Scheduler(StopRule):
     """c_k `[]`, of q_k, the hidden state and the token before x_k."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
-    return jax.nn.sigmoid(
-        seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"])
+    return _accepted(params, seen.hidden)
 
   def start(self, state):
     one = jnp.float32(1)
@@ -293,6 +292,29 @@ class Scheduler(StopRule):
         jnp.minimum(seen.place + 1, last)]
     return tokens * speed <= best, (
         reach, tokens, jnp.maximum(best, tokens * speed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Threshold(StopRule):
+  """Ends the chain before a token that a head expects to be rejected.
+
+  DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not drawn
+  where sigmoid(w . hidden + b) is below it. Parameters are those of `Scheduler`
+  where that is `learned`.
+
+  Attributes:
+    threshold: in [0, 1].
+  """
+
+  threshold: float = 0.5
+  keeps = False
+  has_params = learned = True
+
+  def __post_init__(self):
+    _check_share("threshold", self.threshold)
+
+  def stops(self, params, seen, memory):
+    return _accepted(params, seen.hidden) < self.threshold, memory
 
 
 def begun(rule: StopRule, state: Any, rows: jax.Array) -> tuple[Any, Any]:
@@ -366,6 +388,32 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
   carry = jnp.ones((), bool), memory, jnp.zeros((), jnp.int32)
   (_, _, count), _ = jax.lax.scan(step, carry, seen)
   return count
+
+
+def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
+            count: jax.Array, gamma: int) -> Any:
+  """What a rule remembers after a round, leaves `[B, ...]`.
+
+  Args:
+    rule: a `StopRule`.
+    state: what it remembered before.
+    draft: of the round, a chain.
+    verdict: of the round.
+    count: `[B]` int32, tokens committed; rows without any learn nothing.
+    gamma: the most that a chain has.
+  """
+  if not jax.tree.leaves(state):
+    return state
+  drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
+  learn = functools.partial(rule.commit, gamma=gamma)
+  new = jax.vmap(learn)(state, drafted.astype(jnp.int32), verdict.num_accepted)
+  keep = lambda new, old: jax.vmap(jnp.where)(count > 0, new, old)
+  return jax.tree.map(keep, new, state)
+
+
+def _accepted(params, hidden):
+  return jax.nn.sigmoid(
+      hidden.astype(jnp.float32) @ params["kernel"] + params["bias"])
 
 
 def _check_share(name, value):

@@ -1,0 +1,66 @@
+"""DDTree's trees against all trees there are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters import slot_trees
+
+_DEPTH, _V = 3, 3
+
+
+def _paths(parents, tokens):
+  """The path of tokens of every node below the root."""
+  found = [()]
+  for parent, token in zip(parents[1:], tokens):
+    found.append((*found[parent], int(token)))
+  return found[1:]
+
+
+def _all_trees(num_nodes):
+  """Every connected tree of paths, as a set of its nodes below the root."""
+  trees = {frozenset()}
+  for _ in range(num_nodes - 1):
+    trees = {tree | {(*above, token)} for tree in trees
+             for above in (*tree, ()) if len(above) < _DEPTH
+             for token in range(_V) if (*above, token) not in tree}
+  return trees
+
+
+def _laws(seed, ties=False):
+  draw = np.random.default_rng(seed).dirichlet
+  laws = np.stack([draw([0.7] * _V) for _ in range(_DEPTH)])
+  return np.full_like(laws, 1 / _V) if ties else laws
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tree_of_the_product_law_promises_more(seed):
+  # Broken: the tree is not the best one, or not connected, or a node twice.
+  laws = _laws(seed, ties=seed == 3)
+  best = jax.jit(slot_trees.best_tree, static_argnums=1)
+  for num_nodes in (2, 5, 6):
+    tokens, parents, values = best(jnp.log(laws), num_nodes)
+    parents = np.asarray(parents)
+    assert parents[0] == -1 and (parents[1:] < np.arange(1, num_nodes)).all()
+    paths = _paths(parents, tokens)
+    assert len(set(paths)) == num_nodes - 1
+    reach = lambda path: np.prod([laws[d, x] for d, x in enumerate(path)])
+    np.testing.assert_allclose(
+        np.exp(values), [reach(path) for path in paths], rtol=1e-5)
+    promised = max(sum(map(reach, tree)) for tree in _all_trees(num_nodes))
+    np.testing.assert_allclose(sum(map(reach, paths)), promised, rtol=1e-5)
+
+
+def test_the_whole_tree_and_laws_with_zeros():
+  # Broken: few tokens, or probabilities of 0, leave places without a node.
+  laws = _laws(0)
+  laws[1] = [0, 1, 0]
+  whole = slot_trees.most_nodes(_DEPTH, _V)
+  assert whole == 1 + 3 + 9 + 27
+  tokens, parents, values = slot_trees.best_tree(jnp.log(laws), whole)
+  assert len(set(_paths(np.asarray(parents), tokens))) == whole - 1
+  assert not np.isnan(values).any()
+  tokens, parents, _ = slot_trees.best_tree(jnp.log(laws), 13)
+  assert all(path[1:2] in ((), (1,)) for path in _paths(
+      np.asarray(parents), tokens))
