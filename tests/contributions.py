@@ -34,6 +34,8 @@ from specjax.drafters import Medusa
 from specjax.drafters import Merge
 from specjax.drafters import MTP
 from specjax.drafters import NGram
+from specjax.drafters import Parallel
+from specjax.drafters import ParallelTree
 from specjax.drafters import Paths
 from specjax.drafters import Recycling
 from specjax.drafters import Reference
@@ -56,6 +58,10 @@ _MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
 _BLOCKWISE = heads_lib.BlockwiseHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
 _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
+_PARALLEL = heads_lib.ParallelHeads(
+    width=WIDTH, vocab_size=VOCAB, layers=1, heads=2, kv_heads=1, head_dim=8,
+    mlp_width=8, context_length=512, block_size=HEADS, taps=(0, 1),
+    markov="plain", markov_rank=4, confidence="markov")
 
 
 @functools.cache
@@ -133,6 +139,13 @@ def _lookahead(rule, **kwargs):
       pair().target, pair().params["target"], disturbed(_EMBEDDINGS))
   return Contributed(Lookahead(embeddings=_EMBEDDINGS, **kwargs), rule, model,
                      {"target": params, "drafter": ()})
+
+
+def _parallel(drafter, rule, options, **kwargs):
+  heads = dataclasses.replace(_PARALLEL, **options)
+  model, params = heads.attach(
+      pair().target, pair().params["target"], disturbed(heads))
+  return Contributed(drafter(heads=heads, **kwargs), rule, model, params)
 
 
 # Another vocabulary than the target's: of its tokens a has two ids, abca is
@@ -478,6 +491,16 @@ DRAFTERS = {
     "Lookahead as published": lambda: _lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),
+    "Parallel chain with a stop rule": lambda: _parallel(
+        Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
+        stop=stop_rules.Threshold(threshold=0.4)),
+    "Parallel without_replacement": lambda: _parallel(
+        Parallel, sj.verifiers.Traversal(), {"markov": "rnn"}, parents=UNEVEN,
+        proposal="without_replacement"),
+    "ParallelTree": lambda: _parallel(
+        ParallelTree, sj.verifiers.TargetWalk(), {
+            "markov": "none", "confidence": "none", "from_anchor": False,
+            "block_size": HEADS + 1}, num_nodes=8),
     "TokenIntersection": _token_intersection,
     "StringMatch": _string_match,
     "NGram": lambda: Contributed(
@@ -530,4 +553,6 @@ OBJECTIVES = {
         model=model, heads=_BLOCKWISE, one_head=False), _BLOCKWISE),
     "Lookahead": lambda model: (objectives.Lookahead(
         model=model, embeddings=_EMBEDDINGS, cuts=4), _EMBEDDINGS),
+    "Parallel": lambda model: (objectives.Parallel(
+        model=model, heads=_PARALLEL, anchors=4), _PARALLEL),
 }

@@ -188,6 +188,33 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
           Strategy(sampled, rule) for rule in (_TRAVERSAL, _RECURSIVE))}
 
 
+def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
+                       ) -> Strategy:
+  """A sampled chain or tree, or the likeliest paths: what the rule asks for."""
+  rule = verifier or _BLOCK
+  requires = contract.rule(rule).requires
+  if "chain" in requires:
+    return strategies.parallel(heads, gamma, verifier=rule)
+  if not requires:
+    return strategies.ddtree(heads, len(tree()))._replace(verifier=rule)
+  return strategies.parallel(
+      heads, parents=tree(), verifier=rule,
+      proposal="iid" if "iid" in requires else "without_replacement")
+
+
+def _parallel_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree = tree()
+  walked = strategies.ddtree(heads, len(tree))
+  return {
+      "sampled chain": tuple(strategies.parallel(heads, verifier=rule)
+                             for rule in (_BLOCK, _TOKEN)),
+      "sampled tree": tuple(
+          strategies.parallel(heads, parents=tree, verifier=rule,
+                              proposal="without_replacement")
+          for rule in (_TRAVERSAL, _RECURSIVE)),
+      "best-first tree": (walked,)}
+
+
 PASS = Method(
     name="pass", heads=heads_lib.LookaheadEmbeddings, learning_rate=0.05,
     objective=lambda target, heads, cuts: objectives.Lookahead(
@@ -306,5 +333,40 @@ PARALLEL_LAYERS = dataclasses.replace(
     MTP, name="parallel_layers", heads=heads_lib.ParallelLayers,
     head_options=(_MLP_WIDTH,))
 
+PARALLEL = Method(
+    name="parallel", heads=heads_lib.ParallelHeads, learning_rate=2e-3,
+    objective=lambda target, heads, anchors, position_weights, position_decay,
+        ce_share, confidence_weight: objectives.Parallel(
+            model=target, heads=heads, anchors=anchors,
+            position_weights=position_weights, position_decay=position_decay,
+            ce_share=ce_share, confidence_weight=confidence_weight),
+    measure=lambda target, heads: objectives.Parallel(
+        model=target, heads=heads, anchors=_CUTS),
+    chain=lambda heads: strategies.parallel(
+        heads, proposal="top_k", verifier=_TOKEN),
+    strategy=_parallel_strategy, compared=_parallel_compared,
+    head_options=(
+        Option("layers", 1, "parallel: draft layers"),
+        Option("mlp_width", 512, "parallel: inner width of their MLPs"),
+        Option("taps", "", "parallel: the target's hidden states that are "
+               "read, such as 2,4; default: three of the inner ones"),
+        Option("from_anchor", True, "parallel: whether the anchor's slot "
+               "predicts as well (DSpark), or the masks alone (DFlash)"),
+        Option("markov", "plain", "parallel: the Markov head",
+               ("none", "plain", "gated", "rnn")),
+        Option("markov_rank", 32, "parallel: of the Markov head"),
+        Option("confidence", "markov", "parallel: what the confidence head "
+               "reads", ("none", "hidden", "markov"))),
+    options=(
+        Option("anchors", 32, "parallel: blocks of a row that is trained on"),
+        Option("position_weights", "decay", "parallel: by which the slots of "
+               "a block count", ("decay", "dpace")),
+        Option("position_decay", 4.0, "parallel: slots after which a weight is "
+               "1/e"),
+        Option("ce_share", 0.1, "parallel: share of the data's cross-entropy "
+               "beside the distance from the target's law"),
+        Option("confidence_weight", 1.0, "parallel: of the confidence head's "
+               "loss")))
+
 METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, EAGLE_1, EAGLE_3, MTP,
-           PARALLEL_LAYERS)
+           PARALLEL_LAYERS, PARALLEL)

@@ -26,6 +26,7 @@ from specjax.training.objectives.medusa import MedusaJoint
 from specjax.training.objectives.mtp import MTP
 from specjax.training.objectives.mtp import MTPJoint
 from specjax.training.objectives.next_token import NextToken
+from specjax.training.objectives.parallel import Parallel
 from specjax.training.objectives.stored_laws import StoredLaws
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "MedusaJoint",
     "NextToken",
     "Objective",
+    "Parallel",
     "StoredLaws",
 ]

@@ -1,0 +1,349 @@
+"""The block-parallel network: what it reads, and when it may be read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import stop_rules
+from specjax.models import heads as heads_lib
+from specjax.models.heads import coupling
+from specjax.training import objectives
+from specjax.training.objectives import parallel as losses
+
+_V, _D, _K = 7, 16, 3
+_LENGTH = 14  # tokens of a row
+_HEADS = heads_lib.ParallelHeads(
+    width=_D, vocab_size=_V, layers=2, heads=2, kv_heads=1, head_dim=8,
+    mlp_width=8, context_length=64, block_size=_K, taps=(0, 2))
+_CASES = {
+    "product": dataclasses.replace(
+        _HEADS, from_anchor=False, block_size=_K + 1, mask_token=2),
+    "plain": dataclasses.replace(
+        _HEADS, markov="plain", markov_rank=4, confidence="markov"),
+    "gated": dataclasses.replace(
+        _HEADS, markov="gated", markov_rank=4, confidence="hidden"),
+    "rnn": dataclasses.replace(_HEADS, markov="rnn", markov_rank=4)}
+
+
+@functools.cache
+def _pair():
+  return testing.tiny_pair(_V, layers=2)
+
+
+@functools.cache
+def _setup(name):
+  """`(heads, target with features, params)`, random: no law is like another."""
+  heads, rng = _CASES[name], np.random.default_rng(0)
+  params = jax.tree.map(
+      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32),
+      heads.init(jax.random.key(0), _pair().params["target"]))
+  return heads, *heads.attach(_pair().target, _pair().params["target"], params)
+
+
+def _row(seed=0):
+  return np.random.default_rng(seed).integers(
+      _V, size=(1, _LENGTH)).astype(np.int32)
+
+
+def _objective(name, **options):
+  return objectives.Parallel(
+      model=_pair().target, heads=_CASES[name], **options)
+
+
+@functools.cache
+def _blocks(name):
+  return jax.jit(_objective(name).blocks)
+
+
+# Training and decoding.
+
+@pytest.mark.parametrize("name", _CASES)
+def test_training_computes_what_decoding_does(name):
+  # Broken: a block in training has other keys, positions or masks than the
+  # same block while decoding, after a prompt and after every round.
+  heads, target, params = _setup(name)
+  drafter = sj.drafters.Parallel(heads=heads, parents=range(-1, _K))
+  decoder = sj.Decoder(target=target, drafter=drafter,
+                       verifier=sj.verifiers.Block())
+  prompts = [_row(i)[0, :n] for i, n in enumerate((2, 3, 9))]
+  state = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
+  starts, hidden = [], []
+  state, stats, traces = decoder.decode_traced(params, state, rounds=4)
+  assert np.asarray(stats.accepted).max() > 1
+  lengths = np.array([len(p) for p in prompts])
+  emitted = np.asarray(stats.emitted)
+  starts = lengths + np.cumsum(emitted, axis=0) - emitted  # of every round
+  texts = np.asarray(state.tokens)[:, :starts.max() + _K + 2]
+  found = _blocks(name)(params, texts, jnp.array(starts.T - 1))
+  drafted = np.asarray(traces.draft.tokens).swapaxes(0, 1)  # [B, rounds, N]
+  logits = heads.logits(params["target"], found.hidden)
+  if heads.markov != "none":
+    logits += heads.coupled(params["drafter"], found.hidden, drafted[..., :-1])
+  q = np.asarray(traces.draft.probs).swapaxes(0, 1)[:, :, 1:]
+  np.testing.assert_allclose(q, jax.nn.softmax(logits), atol=1e-5)
+  # The hidden states themselves, before the first round.
+  fresh = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
+  hidden, _ = decoder.drafter.forecast(params, fresh)
+  np.testing.assert_allclose(hidden, found.hidden[:, 0], atol=1e-5)
+
+
+def test_a_block_sees_the_text_before_it_and_itself():
+  # Broken: a block sees its own future, another block, or its anchor twice.
+  anchors, size, length = np.array([4, 1, 7]), 2, 9
+  seen = np.asarray(losses.visible(jnp.array(anchors), size, length))
+  assert seen.shape == (6, length + 6)
+  for query in range(6):
+    block = query // size
+    for key in range(length + 6):
+      want = (key < anchors[block] if key < length
+              else (key - length) // size == block)
+      assert seen[query, key] == want
+
+
+def test_what_comes_later_changes_no_block():
+  # Broken: the same, by any way through the target, its features or a layer.
+  name = "rnn"
+  _, _, params = _setup(name)
+  tokens, anchors = _row(), jnp.array([[5, 9]])
+  found = _blocks(name)(params, tokens, anchors)
+  other = tokens.copy()
+  other[:, 6:] = (tokens[:, 6:] + 1) % _V
+  changed = _blocks(name)(params, other, anchors)
+  np.testing.assert_allclose(changed.hidden[:, 0], found.hidden[:, 0],
+                             atol=1e-6)
+  assert np.abs(changed.hidden[:, 1] - found.hidden[:, 1]).max() > 1e-2
+  moved = _blocks(name)(params, tokens, jnp.array([[5, 10]]))
+  np.testing.assert_allclose(moved.hidden[:, 0], found.hidden[:, 0], atol=1e-6)
+
+
+# Losses.
+
+def test_labels_and_teachers_are_those_of_the_slots():
+  # Broken: a slot learns its neighbour's token, or another place's law.
+  for name in ("product", "plain"):
+    _, _, params = _setup(name)
+    tokens, anchors = _row(), jnp.array([[1, 6, _LENGTH - 1 - _K]])
+    found = _blocks(name)(params, tokens, anchors)
+    logits = _pair().target(params["target"], tokens).logits
+    for j, anchor in enumerate(np.asarray(anchors)[0]):
+      after = slice(anchor + 1, anchor + 1 + _K)
+      np.testing.assert_array_equal(found.labels[0, j], tokens[0, after])
+      np.testing.assert_array_equal(
+          found.before[0, j], tokens[0, anchor:anchor + _K])
+      np.testing.assert_allclose(
+          found.target[0, j], logits[0, anchor:anchor + _K], atol=1e-4)
+
+
+def _loss_by_hand(objective, found, confidence):
+  law = lambda x: np.asarray(jax.nn.softmax(x), np.float64)
+  q, p = law(found.logits), law(found.target)
+  total = weights = 0.0
+  for at in np.ndindex(found.labels.shape[:2]):
+    right = q[at][np.arange(_K), np.asarray(found.labels[at])]
+    for k in range(_K):
+      if objective.position_weights == "dpace":
+        weight = sum(np.prod(0.5 * right[:j + 1] + 0.5) for j in range(k, _K))
+      else:
+        weight = np.exp(-k / objective.position_decay)
+      distance = np.abs(q[at][k] - p[at][k]).sum()
+      loss = (objective.ce_share * -np.log(right[k])
+              + (1 - objective.ce_share) * distance)
+      if confidence is not None:
+        c = 1 / (1 + np.exp(-np.float64(confidence[at][k])))
+        label = 1 - distance / 2
+        loss -= objective.confidence_weight * (
+            label * np.log(c) + (1 - label) * np.log(1 - c))
+      total += weight * loss
+      weights += weight
+  dpace = objective.position_weights == "dpace"
+  return total / (found.labels.size if dpace else weights)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("product", dict(ce_share=1.0, position_weights="dpace")),
+    ("plain", dict(position_decay=2.0, confidence_weight=0.7))])
+def test_the_loss_by_hand(name, options):
+  # Broken: a weight, the share of a term, or the confidence head's label.
+  heads, _, params = _setup(name)
+  objective = _objective(name, anchors=4, **options)
+  batch, key = {"tokens": _row()}, jax.random.key(3)
+  (loss, metrics), grads = jax.jit(jax.value_and_grad(
+      lambda own: objective({"drafter": own}, {"target": params["target"]},
+                            batch, key), has_aux=True))(params["drafter"])
+  anchors = objective.draw(key, *batch["tokens"].shape)
+  found = _blocks(name)(params, batch["tokens"], anchors)
+  confidence = None
+  if heads.confidence != "none":
+    confidence = np.asarray(heads.confidences(
+        params["drafter"], found.hidden, found.before))
+  np.testing.assert_allclose(
+      loss, _loss_by_hand(objective, found, confidence), rtol=1e-4)
+  q, p = jax.nn.softmax(found.logits), jax.nn.softmax(found.target)
+  alpha = np.minimum(q, p).sum(-1)
+  np.testing.assert_allclose(metrics["acceptance"], alpha.mean(), rtol=1e-4)
+  np.testing.assert_allclose(
+      metrics["accepted"], np.cumprod(alpha, -1).sum(-1).mean(), rtol=1e-4)
+  for leaf in jax.tree.leaves(grads):
+    assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
+
+
+def test_weights_are_constants_of_the_gradient():
+  # Broken: D-PACE makes a slot less sure in order to weigh less.
+  objective = _objective("product", position_weights="dpace")
+  grad = jax.grad(lambda nats: objective.weights(nats).sum())(jnp.ones((2, _K)))
+  assert (grad == 0).all()
+
+
+def test_anchors_differ_and_their_blocks_lie_in_the_row():
+  # Broken: two equal blocks see each other, or a block leaves the row.
+  objective = _objective("product", anchors=100)
+  drawn = np.asarray(objective.draw(jax.random.key(0), 3, _LENGTH))
+  want = np.arange(1, _LENGTH - _K)
+  np.testing.assert_array_equal(np.sort(drawn), np.tile(want, (3, 1)))
+  few = _objective("product", anchors=2)
+  with pytest.raises(ValueError, match="a row predicts 3 tokens"):
+    few.draw(jax.random.key(0), 3, _K + 1)
+
+
+def test_forecasts_are_scored_where_they_are_made():
+  # Broken: accuracy by slot is that of other tokens.
+  objective = _objective("rnn", anchors=4)
+  _, _, params = _setup("rnn")
+  key = jax.random.key(5)
+  seen = objective.score(
+      params, _row(), key, lambda k, logits, positions: (positions + k, logits))
+  anchors = objective.draw(key, 1, _LENGTH)
+  found = _blocks("rnn")(params, _row(), anchors)
+  for k in range(_K):
+    np.testing.assert_array_equal(seen[0][k], anchors + k)
+    np.testing.assert_allclose(seen[1][k], found.logits[:, :, k], atol=1e-4)
+
+
+# The Markov and the confidence head.
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def _bias_by_hand(kind, own, state, h, before):
+  x = own["w1"][before]
+  if kind == "gated":
+    gate = _sigmoid(np.concatenate([h, x]) @ own["gate"]["kernel"]
+                    + own["gate"]["bias"])
+    x = gate * x
+  elif kind == "rnn":
+    z = np.concatenate([state, x, h]) @ own["joint"]["kernel"]
+    gate, new, out = np.split(z + own["joint"]["bias"], 3)
+    state = _sigmoid(gate) * state + (1 - _sigmoid(gate)) * np.tanh(new)
+    x = np.tanh(out)
+  return x @ own["w2"], state
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "rnn"])
+def test_markov_heads_by_hand(kind):
+  # Broken: a gate, the order of what is joined, or the recurrent state.
+  _, _, params = _setup(kind)
+  own = jax.tree.map(lambda x: np.asarray(x, np.float64),
+                     params["drafter"]["markov"])
+  rng = np.random.default_rng(1)
+  hidden = rng.normal(size=(2, _K, _D)).astype(np.float32)
+  before = rng.integers(_V, size=(2, _K))
+  got = coupling.along(kind, params["drafter"]["markov"], hidden, before)
+  for row in range(2):
+    state = np.zeros(4)
+    for k in range(_K):
+      want, state = _bias_by_hand(
+          kind, own, state, hidden[row, k], before[row, k])
+      np.testing.assert_allclose(got[row, k], want, atol=1e-5)
+
+
+def test_an_untrained_markov_head_changes_nothing():
+  # Broken: training begins with noise on every law.
+  for kind in ("plain", "gated", "rnn"):
+    own = coupling.init(jax.random.key(0), kind, _V, _D, 4)
+    bias = coupling.along(
+        kind, own, jnp.ones((1, _K, _D)), jnp.ones((1, _K), jnp.int32))
+    assert (bias == 0).all()
+
+
+def test_a_chain_ends_where_the_confidence_head_says():
+  # Broken: the end depends on another slot, or on the token that is dropped.
+  heads, target, params = _setup("plain")
+  own = params["drafter"]
+  rule = stop_rules.Threshold(threshold=0.5)
+  make = lambda stop: sj.Decoder(
+      target=target, verifier=sj.verifiers.Token(),
+      drafter=sj.drafters.Parallel(
+          heads=heads, parents=range(-1, _K), stop=stop))
+  prompts = [_row(i)[0, :3 + i] for i in range(8)]
+  drafts = []
+  for stop in (rule, None):
+    decoder = make(stop)
+    state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
+    if stop is None:
+      hidden, _ = decoder.drafter.forecast(params, state)
+    _, _, trace = decoder.decode_traced(params, state, rounds=1)
+    drafts.append(jax.tree.map(lambda x: np.asarray(x[0]), trace.draft))
+  ended, whole = drafts
+  sure = _sigmoid(np.asarray(heads.confidences(
+      own, hidden, whole.tokens[:, :-1]), np.float64))
+  kept = np.cumprod(sure >= 0.5, axis=-1).astype(bool)
+  assert kept.any() and not kept.all()
+  np.testing.assert_allclose(
+      ended.probs[:, 1:], np.where(kept[..., None], whole.probs[:, 1:], 0),
+      atol=1e-6)
+
+
+# Bad input.
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: dataclasses.replace(_HEADS, block_size=0), "block_size is 0"),
+    (lambda: dataclasses.replace(_HEADS, from_anchor=False, block_size=1),
+     "at least 2"),
+    (lambda: dataclasses.replace(_HEADS, markov="lstm"), "markov is 'lstm'"),
+    (lambda: dataclasses.replace(_HEADS, confidence="markov"),
+     "give confidence='hidden'"),
+    (lambda: dataclasses.replace(_HEADS, taps=()), "at least one hidden"),
+    (lambda: dataclasses.replace(_HEADS, mask_token=_V), "mask_token is 7"),
+    (lambda: dataclasses.replace(_HEADS, windows=(0, 4)), "windows is"),
+    (lambda: heads_lib.ParallelHeads.for_target(
+        _pair().target, 2, taps="1,x"), "taps is '1,x'"),
+    (lambda: heads_lib.ParallelHeads.for_target(
+        _pair().target, 2, taps="3"), "taps holds 3"),
+    (lambda: _objective("plain", ce_share=2.0), "ce_share is 2.0"),
+    (lambda: _objective("plain", position_weights="x"), "position_weights is"),
+    (lambda: _objective("plain", position_decay=0.0), "position_decay is 0"),
+    (lambda: _objective("plain", anchors=0), "anchors is 0"),
+    (lambda: sj.drafters.Parallel(
+        heads=_HEADS, parents=(-1, 0, 0), stop=stop_rules.Confidence()),
+     "a tree; leave one"),
+    (lambda: sj.drafters.Parallel(
+        heads=_HEADS, parents=(-1, 0), stop=stop_rules.Threshold()),
+     "heads have none"),
+    (lambda: sj.drafters.Parallel(
+        heads=_HEADS, parents=(-1, 0), stop=stop_rules.AcceptanceHead()),
+     "parameters of its own"),
+    (lambda: sj.drafters.ParallelTree(heads=_HEADS, num_nodes=500),
+     "allow 400"),
+    (lambda: sj.drafters.ParallelTree(heads=_CASES["plain"], top_k=8),
+     "top_k is 8"),
+    (lambda: sj.Decoder(
+        target=_pair().target, verifier=sj.verifiers.Token(),
+        drafter=sj.drafters.Parallel(heads=_HEADS, parents=(-1, 0))),
+     "heads.attach"),
+    (lambda: sj.Decoder(
+        target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Token(),
+        drafter=sj.drafters.Parallel(heads=_HEADS, parents=range(-1, 4))),
+     "a block forecasts 3"),
+])
+def test_what_does_not_fit_is_refused_in_one_line(make, words):
+  # Broken: a mistake shows as a traceback of shapes, or not at all.
+  with pytest.raises(ValueError, match=words) as e:
+    make()
+  assert "\n" not in str(e.value)
