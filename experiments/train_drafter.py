@@ -10,6 +10,7 @@
   --method=mtp        modules for the tokens after the next one, of a target
                       that stays as it is, one after the other
   --method=parallel_layers   layers beside the target's last one
+  --method=parallel   a network that forecasts a whole block (DFlash, DSpark)
 
 Leaves in --output_dir:
 

@@ -390,27 +390,6 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
   return count
 
 
-def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
-            count: jax.Array, gamma: int) -> Any:
-  """What a rule remembers after a round, leaves `[B, ...]`.
-
-  Args:
-    rule: a `StopRule`.
-    state: what it remembered before.
-    draft: of the round, a chain.
-    verdict: of the round.
-    count: `[B]` int32, tokens committed; rows without any learn nothing.
-    gamma: the most that a chain has.
-  """
-  if not jax.tree.leaves(state):
-    return state
-  drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
-  learn = functools.partial(rule.commit, gamma=gamma)
-  new = jax.vmap(learn)(state, drafted.astype(jnp.int32), verdict.num_accepted)
-  keep = lambda new, old: jax.vmap(jnp.where)(count > 0, new, old)
-  return jax.tree.map(keep, new, state)
-
-
 def _accepted(params, hidden):
   return jax.nn.sigmoid(
       hidden.astype(jnp.float32) @ params["kernel"] + params["bias"])

@@ -278,11 +278,13 @@ MEDUSA_2 = dataclasses.replace(
         Option("distill", None, "medusa2: hold the target to its own laws "
                "before training, not to the data; default: with --data=self")))
 
+# Of every method whose layers read the target's hidden states.
 _TAPS = Option(
-    "taps", "", "eagle3: the target's hidden states that are read, such as "
-    "2,4,final; default: low, middle and high")
+    "taps", "", "eagle3, parallel: the target's hidden states that are read, "
+    "such as 2,4,final; default: three, from low to high")
 _MLP_WIDTH = Option(
-    "mlp_width", 512, "eagle1, eagle3, mtp: inner width of a layer's MLP")
+    "mlp_width", 512, "eagle1, eagle3, mtp, parallel: inner width of a layer's "
+    "MLP")
 
 EAGLE_1 = Method(
     name="eagle1", heads=heads_lib.Eagle1Heads, learning_rate=2e-3,
@@ -347,9 +349,7 @@ PARALLEL = Method(
     strategy=_parallel_strategy, compared=_parallel_compared,
     head_options=(
         Option("layers", 1, "parallel: draft layers"),
-        Option("mlp_width", 512, "parallel: inner width of their MLPs"),
-        Option("taps", "", "parallel: the target's hidden states that are "
-               "read, such as 2,4; default: three of the inner ones"),
+        _MLP_WIDTH, _TAPS,
         Option("from_anchor", True, "parallel: whether the anchor's slot "
                "predicts as well (DSpark), or the masks alone (DFlash)"),
         Option("markov", "plain", "parallel: the Markov head",

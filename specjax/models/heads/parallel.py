@@ -73,7 +73,7 @@ class ParallelHeads(TransformerConfig):
   """
 
   block_size: int
-  taps: tuple[int, ...]
+  taps: tuple[int | str, ...]
   from_anchor: bool = True
   markov: str = "none"
   markov_rank: int = 32
@@ -121,7 +121,7 @@ class ParallelHeads(TransformerConfig):
   @classmethod
   def for_target(cls, target: Transformer, count: int, layers: int = 1,
                  mlp_width: int | None = None,
-                 taps: str | Sequence[int] = (), **options: Any) -> Self:
+                 taps: str | Sequence[int | str] = (), **options: Any) -> Self:
     """Heads of the target's sizes that forecast `count` tokens.
 
     Args:
@@ -129,13 +129,13 @@ class ParallelHeads(TransformerConfig):
       count: K.
       layers: draft layers.
       mlp_width: of their MLPs; None: the target's.
-      taps: the target's hidden states, as numbers or as a text like "2,4";
+      taps: the target's hidden states, or a text like "2,4,final";
         nothing: three, evenly from 1 to those before the last layer.
       **options: the other fields of the class.
     """
     config = target.config
     if isinstance(taps, str):
-      taps = _numbers(taps)
+      taps = _states(taps)
     if not taps:
       last = max(1, config.layers - 1)
       taps = sorted({round(float(x)) for x in np.linspace(1, last, _TAPS)})
@@ -151,10 +151,10 @@ class ParallelHeads(TransformerConfig):
   def check_taps(self, target: Transformer) -> None:
     """Raises a `ValueError` where the target has no such hidden states."""
     for tap in self.taps:
-      if tap not in range(target.config.layers + 1):
+      if tap != FINAL and tap not in range(target.config.layers + 1):
         raise ValueError(
-            f"taps holds {tap}; it must be a whole number from 0 to the "
-            f"{target.config.layers} layers of the target")
+            f"taps holds {tap}; it must be {FINAL!r} or a whole number from 0 "
+            f"to the {target.config.layers} layers of the target")
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
     """Float32 parameters, by the names of a `Transformer`'s and these.
@@ -346,12 +346,13 @@ class ParallelHeads(TransformerConfig):
     return evidence @ own["kernel"] + own["bias"]
 
 
-def _numbers(text):
+def _states(text):
   try:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    parts = (part.strip() for part in text.split(","))
+    return tuple(part if part == FINAL else int(part) for part in parts if part)
   except ValueError:
-    raise ValueError(f"taps is {text!r}; give whole numbers with commas "
-                     "between them, such as 2,4") from None
+    raise ValueError(f"taps is {text!r}; give whole numbers, or {FINAL}, with "
+                     "commas between them, such as 2,4") from None
 
 
 class _Layers(nn.Module):
