@@ -31,6 +31,7 @@ from specjax.data import Retokenizer
 from specjax.drafters import stop_rules
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import FeatureHeads
+from specjax.models.heads import HydraHeads
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import MedusaHeads
 from specjax.models.heads import ParallelHeads
@@ -414,6 +415,34 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
     verifier: a rule for these drafts.
   """
   return Strategy(drafters.Medusa(
+      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+
+
+def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
+          verifier: Verifier | None = None) -> Strategy:
+  """Heads that read the drafted tokens draft a tree, or a chain.
+
+  Ankner et al. 2024 (arXiv:2402.05109). The paper ranks; the law of a node
+  given its path is known as well, so that drafts may be sampled from it.
+
+  >>> from specjax.models import heads
+  >>> own = heads.HydraHeads(width=8, vocab_size=7, heads=2)
+  >>> hydra(own, trees.full_tree((3, 2))).verifier
+  TargetWalk()
+  >>> hydra(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
+  True
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root, at most as deep as there are
+      heads; `range(-1, K)` is a chain of K.
+    proposal: how the children of a node are drawn: "top_k",
+      "without_replacement" or "iid".
+    verifier: a rule for these drafts; None: what is exact for them.
+  """
+  if verifier is None:
+    verifier = (verifiers.TargetWalk() if proposal == "top_k" else _TRAVERSAL)
+  return Strategy(drafters.Hydra(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
 
 

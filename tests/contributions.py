@@ -27,6 +27,7 @@ from specjax.drafters import DynamicTree
 from specjax.drafters import Eagle
 from specjax.drafters import EarlyExit
 from specjax.drafters import Fallback
+from specjax.drafters import Hydra
 from specjax.drafters import Kangaroo
 from specjax.drafters import LanguageModel
 from specjax.drafters import Lookahead
@@ -57,6 +58,8 @@ CHAIN = (-1, 0, 1, 2)
 _MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
 _BLOCKWISE = heads_lib.BlockwiseHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
+_HYDRA = heads_lib.HydraHeads(
+    width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
 _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
 _PARALLEL = heads_lib.ParallelHeads(
     width=WIDTH, vocab_size=VOCAB, layers=1, heads=2, kv_heads=1, head_dim=8,
@@ -470,6 +473,10 @@ DRAFTERS = {
         _MEDUSA, drafter=Medusa(heads=_MEDUSA, parents=UNEVEN,
                                 proposal="without_replacement"),
         rule=sj.verifiers.Traversal()),
+    "Hydra without_replacement": lambda: _heads(
+        _HYDRA, drafter=Hydra(heads=_HYDRA, parents=UNEVEN,
+                              proposal="without_replacement"),
+        rule=sj.verifiers.Traversal()),
     "Blockwise": lambda: _heads(
         _BLOCKWISE, drafter=Blockwise(heads=_BLOCKWISE),
         rule=sj.verifiers.Token()),
@@ -551,6 +558,8 @@ OBJECTIVES = {
         medusa=objectives.Medusa(model=model, heads=_MEDUSA)), _MEDUSA),
     "Blockwise": lambda model: (objectives.Blockwise(
         model=model, heads=_BLOCKWISE, one_head=False), _BLOCKWISE),
+    "Hydra": lambda model: (
+        objectives.Hydra(model=model, heads=_HYDRA), _HYDRA),
     "Lookahead": lambda model: (objectives.Lookahead(
         model=model, embeddings=_EMBEDDINGS, cuts=4), _EMBEDDINGS),
     "Parallel": lambda model: (objectives.Parallel(

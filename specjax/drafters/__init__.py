@@ -17,6 +17,7 @@ from specjax.drafters.eagle import SampledEagle
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
+from specjax.drafters.hydra import Hydra
 from specjax.drafters.kangaroo import Kangaroo
 from specjax.drafters.language_model import LanguageModel
 from specjax.drafters.lookahead import Lookahead
@@ -39,8 +40,8 @@ from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "DynamicTreeState", "Eagle", "EarlyExit", "Empty", "Fallback",
-           "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
-           "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
-           "Reference", "Retrieval", "SampledEagle", "StringMatch",
-           "Suffix", "TokenIntersection", "TreeLanguageModel",
-           "recycling_tree", "reference_texts", "stop_rules"]
+           "Hydra", "Kangaroo", "LanguageModel", "Lookahead", "Medusa",
+           "Merge", "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
+           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
+           "TokenIntersection", "TreeLanguageModel", "recycling_tree",
+           "reference_texts", "stop_rules"]

@@ -186,6 +186,26 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
           for rule in (_TRAVERSAL, _RECURSIVE)),
       "sampled dynamic tree": tuple(
           Strategy(sampled, rule) for rule in (_TRAVERSAL, _RECURSIVE))}
+def _hydra_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
+  """A sampled chain or tree, or a top-k tree: what the rule asks for."""
+  rule = verifiers.TargetWalk() if verifier is None else verifier
+  requires = contract.rule(rule).requires
+  if "chain" in requires:
+    return strategies.hydra(heads, _chain_of(heads, gamma), "iid", rule)
+  proposal = ("top_k" if not requires else
+              "iid" if "iid" in requires else "without_replacement")
+  return strategies.hydra(heads, tree(), proposal, rule)
+
+
+def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree, chain = tree(), _chain_of(heads, heads.num_forecasts)
+  sampled = lambda parents, proposal, *rules: tuple(
+      strategies.hydra(heads, parents, proposal, rule) for rule in rules)
+  return {
+      "top-k tree": (strategies.hydra(heads, tree),),
+      "sampled chain": sampled(chain, "iid", _BLOCK, _TOKEN),
+      "sampled tree": sampled(
+          tree, "without_replacement", _TRAVERSAL, _RECURSIVE)}
 
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
@@ -251,6 +271,8 @@ BLOCKWISE = Method(
              Option("train_target", False,
                     "blockwise: train the target with its heads")))
 
+_BLOCKS = Option("blocks", 1, "Medusa and Hydra: residual blocks a head")
+
 MEDUSA = Method(
     name="medusa", heads=heads_lib.MedusaHeads, learning_rate=6e-3,
     objective=lambda target, heads: objectives.Medusa(
@@ -263,7 +285,7 @@ MEDUSA = Method(
                "Medusa: a head's output matrix, its own, the LM head plus a "
                "low rank, or the LM head", ("own", "low_rank", "shared")),
         Option("rank", 64, "Medusa: of that low rank"),
-        Option("blocks", 1, "Medusa: residual blocks a head")))
+        _BLOCKS))
 
 MEDUSA_2 = dataclasses.replace(
     MEDUSA, name="medusa2", learning_rate=2e-3, tunes_target=True,
@@ -277,6 +299,15 @@ MEDUSA_2 = dataclasses.replace(
         Option("heads_weight", 0.2, "medusa2: peak of that weight"),
         Option("distill", None, "medusa2: hold the target to its own laws "
                "before training, not to the data; default: with --data=self")))
+
+HYDRA = Method(
+    name="hydra", heads=heads_lib.HydraHeads, learning_rate=6e-3,
+    objective=lambda target, heads: objectives.Hydra(model=target, heads=heads),
+    measure=lambda target, heads: objectives.Hydra(model=target, heads=heads),
+    chain=lambda heads: strategies.hydra(
+        heads, _chain_of(heads, heads.num_forecasts), "top_k", _TOKEN),
+    strategy=_hydra_strategy, compared=_hydra_compared,
+    head_options=(_BLOCKS,))
 
 # Of every method whose layers read the target's hidden states.
 _TAPS = Option(
@@ -368,5 +399,5 @@ PARALLEL = Method(
         Option("confidence_weight", 1.0, "parallel: of the confidence head's "
                "loss")))
 
-METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, EAGLE_1, EAGLE_3, MTP,
+METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
            PARALLEL_LAYERS, PARALLEL)

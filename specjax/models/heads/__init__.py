@@ -24,6 +24,7 @@ from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.files import KINDS
 from specjax.models.heads.files import load_heads
 from specjax.models.heads.files import save_heads
+from specjax.models.heads.hydra import HydraHeads
 from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.lookahead import with_lookahead
@@ -38,6 +39,7 @@ __all__ = [
     "FeatureHeads",
     "FeatureOutput",
     "Heads",
+    "HydraHeads",
     "KangarooAdapter",
     "LookaheadEmbeddings",
     "MTPHeads",

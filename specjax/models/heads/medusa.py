@@ -28,6 +28,7 @@ class MedusaHeads(base.HiddenStateHeads):
       A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
       head is an argument and no parameter of the heads.
     rank: columns of A_k, where `output` is "low_rank".
+    bias: whether W1 has a bias, as in the published heads; 0 at the start.
   """
 
   width: int
@@ -36,6 +37,7 @@ class MedusaHeads(base.HiddenStateHeads):
   blocks: int = 1
   output: str = "own"
   rank: int = 64
+  bias: bool = False
 
   kind: ClassVar[str] = "medusa"
 
@@ -54,11 +56,13 @@ class MedusaHeads(base.HiddenStateHeads):
       target_params: of the `Transformer` that the heads are for.
 
     Returns:
-      `blocks [K, blocks, D, D]`, and `output [K, D, V]` or `down [K, D, rank]`
-      and `up [K, rank, V]`.
+      `blocks [K, blocks, D, D]`, with a bias `block_bias [K, blocks, D]`, and
+      `output [K, D, V]` or `down [K, D, rank]` and `up [K, rank, V]`.
     """
     k, d, v = self.heads, self.width, self.vocab_size
     params = {"blocks": jnp.zeros((k, self.blocks, d, d), jnp.float32)}
+    if self.bias:
+      params["block_bias"] = jnp.zeros((k, self.blocks, d), jnp.float32)
     if self.output == "own":
       head = base.lm_head(target_params).astype(jnp.float32)
       params["output"] = jnp.tile(head, (k, 1, 1))
@@ -78,7 +82,10 @@ class MedusaHeads(base.HiddenStateHeads):
       lm_head: `[D, V]`.
     """
     for i in range(self.blocks):
-      hidden = hidden + jax.nn.silu(hidden @ params["blocks"][i])
+      inner = hidden @ params["blocks"][i]
+      if self.bias:
+        inner = inner + params["block_bias"][i]
+      hidden = hidden + jax.nn.silu(inner)
     if self.output == "own":
       return base.project(hidden, params["output"])
     logits = base.project(hidden, lm_head)

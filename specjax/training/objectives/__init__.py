@@ -18,6 +18,7 @@ from specjax.training.objectives.distillation import AcceptedLength
 from specjax.training.objectives.distillation import Distillation
 from specjax.training.objectives.eagle import Eagle1
 from specjax.training.objectives.eagle import Eagle3
+from specjax.training.objectives.hydra import Hydra
 from specjax.training.objectives.kangaroo import Kangaroo
 from specjax.training.objectives.layer_skip import LayerSkip
 from specjax.training.objectives.lookahead import Lookahead
@@ -37,6 +38,7 @@ __all__ = [
     "DrafterObjective",
     "Eagle1",
     "Eagle3",
+    "Hydra",
     "Kangaroo",
     "LayerSkip",
     "Lookahead",
