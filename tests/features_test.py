@@ -165,6 +165,67 @@ def test_decoding_is_what_training_computes(name):
                                  want.k[len(texts) + row, :n], atol=1e-5)
 
 
+def _norm(x, own):
+  return x / np.sqrt(np.mean(x**2) + 1e-5) * own["scale"]
+
+
+def _by_hand(heads, params, given, taps, token):
+  """`(hidden, read)` of one position alone, which attends to itself."""
+  g, parts = taps, np.split(taps, len(heads.taps))
+  if heads.entry_norm == "each":
+    g = np.concatenate([_norm(part, params[f"entry_norm_{i}"])
+                        for i, part in enumerate(parts)])
+  elif heads.entry_norm == "all":
+    g = _norm(taps, params["entry_norm"])
+  if heads.entry:
+    g = g @ params["entry"]["kernel"]
+  own, x = params["module_0"], g
+  e = (params if heads.own_embedding else given)["embedding"][token]
+  if heads.fusion_norms:
+    e, g = _norm(e, own["embedding_norm"]), _norm(g, own["hidden_norm"])
+  if heads.fusion == "project":
+    x = np.concatenate([e, g]) @ own["fusion"]["kernel"]
+    x = x + (own["fusion"]["bias"] if heads.fusion_bias else 0)
+  read = np.concatenate([e, g]) if heads.fusion == "attention" else x
+  if heads.fusion == "attention" and heads.norm_before_residual:
+    x = g
+  if heads.attention_norm:
+    read = _norm(read, own["attention_norm_0"])
+  value = read @ own["attention_0"]["qkv"]["kernel"][:, 0, -1]
+  x = x + np.tile(value, heads.heads) @ own["attention_0"]["out"]["kernel"]
+  gate, up = np.tensordot(
+      _norm(x, own["mlp_norm_0"]), own["mlp_0"]["gate_up"]["kernel"], 1)
+  x = x + gate / (1 + np.exp(-gate)) * up @ own["mlp_0"]["down"]["kernel"]
+  read = x
+  if heads.final_norm:
+    read = _norm(x, own["final_norm"] if heads.final_norm == "own" else
+                 given["final_norm"])
+  return read if heads.feed_normed else x, read
+
+
+@pytest.mark.parametrize("kind,options", [
+    (Eagle1Heads, {}), (Eagle3Heads, {**_EAGLE_3, "qk_norm": None}),
+    (Eagle3Heads, dict(taps=(0, 2), entry_norm="each", feed_normed=True,
+                       norm_before_residual=True)),
+    (Eagle3Heads, dict(taps=(0, 2), entry_norm="all")), (MTPHeads, {}),
+    (ParallelLayers, {})])
+def test_one_position_by_hand(kind, options):
+  # Broken: a norm, a bias or the order of what is joined is another one than
+  # the papers', or another state is fed back.
+  heads = _heads(kind, **options)
+  own, given = _disturbed(heads), _pair().params["target"]
+  taps = np.random.default_rng(1).normal(
+      size=len(heads.taps) * heads.target_width).astype(np.float32)
+  out = jax.jit(lambda own, given, taps: heads.step(
+      own, given, heads.enter(own, taps), jnp.array([[3]])))(
+          own, given, taps[None, None])
+  as_numpy = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64),
+                                       tree)
+  hidden, read = _by_hand(heads, as_numpy(own), as_numpy(given), taps, 3)
+  np.testing.assert_allclose(out.hidden[0, 0], hidden, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(out.read[0, 0], read, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_own_keys_are_a_mask(softcap):
   # Broken: a step of the training-time test sees other keys than it should.
