@@ -1,0 +1,234 @@
+"""Which part of a target drafts for it, and how is it found?
+
+The target writes continuations of training text, on which sets of attentions
+and MLPs to leave out are searched, and of held-out text, on which what was
+found is measured. No draft is drawn: one pass says what token verification is
+expected to accept from every place on (specjax.training.skip_search).
+
+  exit E          the first E layers (LayerSkip)
+  --searches      random sets (SWIFT), greedy (one part after the other), local
+                  (random, then swaps), clasp (whole layers, by hidden states)
+  --scores        what a search looks at: accepted tokens of a draft, or
+                  agreement, the share of tokens whose argmax is the target's
+
+  python experiments/skip_study.py
+  python experiments/skip_study.py --target=smollm2 --rows=8 --skip=0.1,0.2
+
+The table has agreement and tokens per round, with standard errors over the
+held-out rows. `cost` is the share of the target's weights that a pass of the
+part reads, its head included, and `speed` the tokens of a round over its cost,
+(1 + accepted) / (1 + length * cost), with the draft length that is best: what a
+machine that is bound by reading weights would gain. Then the gain in tokens per
+round of one score's sets over the other's, by the same search. Writes
+skipping.csv and .json.
+"""
+
+import sys
+
+from absl import flags
+from lib import common
+from lib import flags as shared
+from lib import models
+import numpy as np
+
+from specjax import analysis
+from specjax.data import corpora
+from specjax.models import Sublayers
+from specjax.training import distillation
+from specjax.training import skip_search
+
+_SEARCHES = ("random", "greedy", "local", "clasp")
+_SCORES = {
+    "accepted": lambda found: float(found.accepted.mean()),
+    "agreement": lambda found: float(found.agreement.mean())}
+
+_TARGET = shared.target()
+_DTYPE = shared.dtype()
+_DATA = shared.data("text whose beginnings are continued")
+_FIELD = shared.field()
+_EXITS = flags.DEFINE_bool("exits", True, "measure the exit after every layer")
+_SKIP = flags.DEFINE_list(
+    "skip", ["0.25", "0.45"], "shares of the attentions and MLPs, but for the "
+    "first and the last layer's, that are left out; 0.45 is SWIFT's")
+_SEARCH = flags.DEFINE_list(
+    "searches", list(_SEARCHES), f"any of {', '.join(_SEARCHES)}")
+_SCORE = flags.DEFINE_list(
+    "scores", list(_SCORES), f"any of {', '.join(_SCORES)}")
+_TRIES = flags.DEFINE_integer(
+    "tries", 64, "sets that random and local score", 1)
+_ROWS = flags.DEFINE_integer("rows", 16, "rows to search on, and as many held "
+                             "out", 2)
+_PROMPT_TOKENS = shared.prompt_tokens(32, "tokens of a row that are the text's")
+_CONTINUATION = flags.DEFINE_integer(
+    "continuation", 96, "tokens of a row that are the target's", 1)
+_GAMMA = shared.gamma(8, "longest draft, in tokens")
+_TEMPERATURE = flags.DEFINE_enum(
+    "temperature", "1", ["0", "1"], "of both; 0 is greedy")
+_SEED = shared.seed("of the text and the searches")
+_OUTPUT_DIR = shared.output_dir("results/skipping")
+
+
+def _texts(target, tokenizer, output_dir):
+  """Rows of the target's own, from text to learn on and from held-out text."""
+  decoder = common.autoregressive(target.model, float(_TEMPERATURE.value))
+  found = []
+  for i, side in enumerate(corpora.split(
+      corpora.read_documents(_DATA.value, _FIELD.value))):
+    prompts = distillation.cut_prompts(
+        tokenizer.encode_stream([d.text for d in side]), _ROWS.value,
+        _PROMPT_TOKENS.value, _SEED.value)
+    found.append(distillation.sample_rows(
+        decoder, {"target": target.params}, prompts,
+        length=_PROMPT_TOKENS.value + _CONTINUATION.value,
+        directory=output_dir / ("rows" if i == 0 else "held_out"),
+        seed=_SEED.value + i))
+  return found
+
+
+def _counts(layers):
+  """How many parts are left out, for each of --skip."""
+  free, found = 2 * (layers - 2), []
+  for share in common.numbers("--skip", _SKIP.value) if _SKIP.value else ():
+    if not 0 < share <= 1:
+      raise ValueError(f"--skip holds {share:g}; give shares above 0, up to 1")
+    if free:
+      found.append(max(1, round(share * free)))
+  return list(dict.fromkeys(found))
+
+
+def _searched(search, score, layers, count):
+  """The set that a search finds by a score."""
+  if search == "greedy":
+    return skip_search.greedy_search(score, layers, count)[0]
+  tries = _TRIES.value if search == "random" else max(1, _TRIES.value // 2)
+  found, _ = skip_search.random_search(
+      score, layers, count, tries=tries, seed=_SEED.value)
+  if search == "local":
+    found, _ = skip_search.local_search(
+        score, layers, found, tries=_TRIES.value - tries, seed=_SEED.value)
+  return found
+
+
+def _parts(target, rows):
+  """What is compared: `(name, search, score, count, Sublayers)`."""
+  layers = target.model.config.layers
+  if _EXITS.value:
+    for exit in range(1, layers):
+      yield f"exit {exit}", "", "", 0, Sublayers.between(0, exit)
+  scored = skip_search.scorer(
+      target.model, target.params, rows, _GAMMA.value,
+      temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
+  for count in _counts(layers):
+    for search in dict.fromkeys(_SEARCH.value):
+      if search == "clasp":
+        whole = max(1, count // 2)
+        found = skip_search.clasp(
+            target.model, target.params, rows[:, :-1], whole)
+        yield (f"clasp, {len(found)} parts", "clasp", "", len(found),
+               skip_search.without(layers, found))
+        continue
+      for name in dict.fromkeys(_SCORE.value):
+        print(f"{search} search for {count} parts by {name}", file=sys.stderr)
+        found = _searched(search, lambda one, name=name: _SCORES[name](
+            scored(one)), layers, count)
+        yield (f"{search}, {count} parts, {name}", search, name, count,
+               skip_search.without(layers, found))
+
+
+def _cost(params, sublayers):
+  """The share of the weights of a pass that a part of the target reads."""
+  size = {name: common.num_parameters(x) for name, x in params.items()}
+  head = size.get("head", size["embedding"])
+  of = lambda kind, i: sum(
+      n for name, n in size.items()
+      if name.startswith(kind) and name.endswith(f"_{i}"))
+  layers = 1 + max(int(name.rsplit("_", 1)[1]) for name in size
+                   if name.startswith("mlp_"))
+  whole = head + sum(of("attention", i) + of("mlp", i) for i in range(layers))
+  return (head + sum(of("attention", i) for i in sublayers.attention)
+          + sum(of("mlp", i) for i in sublayers.mlp)) / whole
+
+
+def _row(part, found, params):
+  name, search, score, count, sublayers = part
+  cost = _cost(params, sublayers)
+  ones = np.ones(len(found.accepted))
+  accepted, error = analysis.ratio_estimate(found.accepted, ones)
+  agreement, agreement_error = analysis.ratio_estimate(found.agreement, ones)
+  lengths = np.arange(1, _GAMMA.value + 1)
+  speeds = (1 + np.cumsum(found.survival.mean(0))) / (1 + lengths * cost)
+  best = int(speeds.argmax())
+  return {
+      "target": models.label(_TARGET.value), "part": name, "search": search,
+      "score": score, "left_out": count, "cost": cost, "agreement": agreement,
+      "agreement_stderr": agreement_error, "tokens_per_round": 1 + accepted,
+      "stderr": error, "speed": float(speeds[best]), "length": best + 1,
+      "attention": " ".join(map(str, sublayers.attention)),
+      "mlp": " ".join(map(str, sublayers.mlp))}
+
+
+def _gains(rows, found):
+  """Of sets by accepted tokens over sets by agreement, of the same search."""
+  by = {(row["search"], row["left_out"], row["score"]): one
+        for row, one in zip(rows, found)}
+  gains = []
+  for (search, count, score), one in by.items():
+    other = by.get((search, count, "agreement"))
+    if score != "accepted" or other is None:
+      continue
+    ones = np.ones(len(one.accepted))
+    gain, error = analysis.relative_gain(
+        one.accepted, ones, other.accepted, ones)
+    gains.append({"search": search, "left_out": count, "gain": gain,
+                  "stderr": error})
+  return gains
+
+
+def _print_table(rows, gains):
+  wide = max(len(row["part"]) for row in rows)
+  print(f"{'part':{wide}s} {'cost':>5s} {'agreement':>15s} "
+        f"{'tokens a round':>15s} {'speed':>6s} {'length':>6s}")
+  for row in rows:
+    print(f"{row['part']:{wide}s} {row['cost']:5.2f} {row['agreement']:7.3f} ± "
+          f"{row['agreement_stderr']:5.3f} {row['tokens_per_round']:7.3f} ± "
+          f"{row['stderr']:5.3f} {row['speed']:6.2f} {row['length']:6d}")
+  for gain in gains:
+    print(f"{gain['search']}, {gain['left_out']} parts: accepted over "
+          f"agreement {100 * gain['gain']:+.2f} ± "
+          f"{100 * gain['stderr']:.2f} % tokens a round")
+
+
+def main():
+  for flag, names in ((_SEARCH, _SEARCHES), (_SCORE, tuple(_SCORES))):
+    for name in common.given(
+        f"--{flag.name}", flag.value, f"some of {', '.join(names)}"):
+      if name not in names:
+        raise ValueError(f"--{flag.name} holds {name!r}; choose among "
+                         f"{', '.join(names)}")
+  if _CONTINUATION.value < _GAMMA.value:
+    raise ValueError(f"--continuation is {_CONTINUATION.value} and --gamma "
+                     f"{_GAMMA.value}; give at least as many tokens")
+  target, _, tokenizer = models.load_models(
+      _TARGET.value, [], dtype=_DTYPE.value)
+  _counts(target.model.config.layers)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  rows, held_out = _texts(target, tokenizer, output_dir)
+  measure = skip_search.scorer(
+      target.model, target.params, held_out, _GAMMA.value,
+      temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
+  parts = list(_parts(target, rows))
+  if not parts:
+    raise ValueError("there is nothing to compare: a target of 2 layers has no "
+                     "layer to leave out, and --exits is off; leave it on")
+  found = [measure(part[-1]) for part in parts]
+  table = [_row(part, one, target.params) for part, one in zip(parts, found)]
+  gains = _gains(table, found)
+  _print_table(table, gains)
+  common.write_csv(output_dir / "skipping.csv", table)
+  common.finish(output_dir, "skipping", {
+      "rows": table, "gains": gains, "gamma": _GAMMA.value,
+      "temperature": float(_TEMPERATURE.value)})
+
+
+if __name__ == "__main__":
+  common.run(main)
