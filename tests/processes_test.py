@@ -117,9 +117,13 @@ _TEMPERATURES = (0.0, 1.0, 0.7, 0.0)
 def _text(kind, shape):
   """What rows, greedy and sampled, become on a mesh of a shape, or on none.
 
+  Of pages there are more from a certain length on, so these texts are longer.
+
   Broken: a device holds the whole of a cache before it is split.
   """
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
+  pages = sj.models.Transformer(pair.target.config, cache=sj.Paged(page=32))
+  target = pages if kind == "pages" else pair.target
   other = testing.tiny_pair(8, seed=1).drafter  # two heads, which do not divide
   own = testing.tiny_pair(8, seed=1).params["drafter"]
   drafter, rule, params, how = {
@@ -129,8 +133,10 @@ def _text(kind, shape):
           models=(pair.drafter, other), num_paths=2, length=2),
                sj.verifiers.Traversal(), (pair.params["drafter"], own),
                "replicate"),
+      "pages": (sj.drafters.LanguageModel(model=pages, gamma=3),
+                sj.verifiers.Block(), pair.params["drafter"], "split"),
   }[kind]
-  decoder = sj.Decoder(target=pair.target, drafter=drafter, verifier=rule)
+  decoder = sj.Decoder(target=target, drafter=drafter, verifier=rule)
   programs = []
   params = {"target": pair.params["target"], "drafter": params}
   placement = None
@@ -140,9 +146,10 @@ def _text(kind, shape):
     params = placement.put(decoder, params)
   with _watched(programs):
     found = decoder.generate(
-        params, _PROMPTS, jax.random.key(3), max_new_tokens=20,
-        temperature=_TEMPERATURES, placement=placement)
-  cache = jax.eval_shape(lambda params: pair.target.init_cache(
+        params, _PROMPTS, jax.random.key(3), temperature=_TEMPERATURES,
+        max_new_tokens=140 if kind == "pages" else 20, grows=kind == "pages",
+        placement=placement)
+  cache = jax.eval_shape(lambda params: target.init_cache(
       params, len(_PROMPTS), 128), params["target"])
   whole = {"f32[" + ",".join(map(str, x.shape)) + "]"
            for x in jax.tree.leaves(cache) if x.ndim > 1}
@@ -267,7 +274,8 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
       *(_run(*flags) for flags in _ON_A_MESH),
       *(_run(*train, "--output_dir=none", *flags) for flags, _ in _REFUSED),
       *(_run(*flags, "--output_dir=early") for flags, _ in _REFUSED_EARLY)], [
-          ("chain", None), ("tree", None), ("chain", (2, 4)), ("tree", (4, 2))])
+          ("chain", None), ("tree", None), ("chain", (2, 4)), ("tree", (4, 2)),
+          ("pages", (4, 2))])
   (spoken, texts), (unspoken, same) = map(_answer, two)
   assert spoken[-1]["code"] == unspoken[-1]["code"] == 128 + signal.SIGTERM
   assert "SIGTERM after step 1, which is saved" in spoken[-1]["stderr"]
@@ -278,8 +286,7 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
     line = json.loads(speaker["stdout"].splitlines()[-1])
     assert line["study"] == "train_lm"
     assert silent["stdout"] == ""  # one speaks for all
-  (alone, narrow, *others), (chain, tree, split_chain, split_tree) = _answer(
-      one)
+  (alone, narrow, *others), (chain, tree, *split) = _answer(one)
   assert alone["code"] == narrow["code"] == 0, (alone, narrow)
   on_a_mesh, refused = others[:len(_ON_A_MESH)], others[len(_ON_A_MESH):]
   for found, (script, *_) in zip(on_a_mesh, _ON_A_MESH):
@@ -298,9 +305,13 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
   assert not (tmp_path / "early").exists()
 
   # What a mesh decodes is what one device does, in two processes too.
+  # Cut off, a longer text on pages that became more is the same one.
+  split_chain, split_tree, pages = split
   assert chain == split_chain == texts[0] == same[0]
   assert tree == split_tree
   assert [len(row) for row in chain] == [len(row) + 20 for row in _PROMPTS]
+  assert [len(row) for row in pages] == [len(row) + 140 for row in _PROMPTS]
+  assert [row[:len(short)] for row, short in zip(pages, chain)] == chain
 
   whole = tmp_path / "whole"
   for name in ("model.safetensors", "config.json", "tokenizer.json",
