@@ -538,6 +538,7 @@ DRAFTERS = {
     "a text of the row": _reference,
     "a decoder": _stage,
     "your cache": lambda: _with_cache(SlotCache),
+    "Paged": lambda: _with_cache(sj.Paged(page=16)),
     "your drafter and rule": lambda: Contributed(
         Repeat(vocab_size=VOCAB), FirstToken()),
     "your model": _bigram,
