@@ -16,9 +16,16 @@ from specjax.serving import Request
 
 _VOCAB, _ROUNDS = 5, 4
 _PAIR = testing.tiny_pair(_VOCAB)
-_DECODER = sj.Decoder(
-    target=_PAIR.target, verifier=sj.verifiers.Block(), eos=4,
-    drafter=sj.drafters.LanguageModel(model=_PAIR.drafter, gamma=3))
+
+
+def _decoder(cache=sj.KVCache):
+  target, drafter = (sj.models.Transformer(model.config, cache=cache)
+                     for model in (_PAIR.target, _PAIR.drafter))
+  return sj.Decoder(target=target, verifier=sj.verifiers.Block(), eos=4,
+                    drafter=sj.drafters.LanguageModel(model=drafter, gamma=3))
+
+
+_DECODER = _decoder()
 
 
 def _alone(decoder, params, request):
@@ -57,12 +64,13 @@ def _streamed(queue, requests):
   return found
 
 
-def test_every_text_is_the_one_alone():
+@pytest.mark.parametrize("cache", [sj.KVCache, sj.Paged(page=16)])
+def test_every_text_is_the_one_alone(cache):
   # Broken: a text depends on its neighbours, its slot or the time it came; a
   # seed, an end, a limit or a temperature is another row's; a slot that is
   # filled again keeps something of the row before.
-  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
-                rounds=_ROUNDS)
+  queue = Queue(_decoder(cache), _PAIR.params, slots=3, max_length=96,
+                max_ends=1, rounds=_ROUNDS)
   results = list(queue.results(_requests()))
   assert [one.number for one in results] == list(range(8))
   assert [one.tokens.tolist() for one in results] == _texts()
