@@ -12,13 +12,12 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax import prefill
 from specjax.models.heads import FeatureHeads
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-
-_CHUNK = 256  # columns of a prompt that are read in one pass
 
 
 @struct.dataclass
@@ -48,7 +47,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
     `[B, S, S]` by which each of them is causal.
   """
   batch, columns = prompt.tokens.shape
-  size = min(columns, _CHUNK)
+  size = prefill.chunk_size(columns)
   split = lambda x: x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)
   causal = jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1))
   places = jnp.arange(columns, dtype=jnp.int32).reshape(-1, size)
