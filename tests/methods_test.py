@@ -23,7 +23,7 @@ from specjax.training import objectives
 _V, _D, _K = 7, 8, 3
 _TREE = trees.full_tree((2, 2))
 _TARGET = Transformer(TransformerConfig(
-    vocab_size=_V, width=_D, layers=1, heads=1, kv_heads=1, head_dim=8,
+    vocab_size=_V, width=_D, layers=2, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
 
 

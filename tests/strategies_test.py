@@ -19,7 +19,7 @@ from specjax.models.heads import with_lookahead
 _V, _D = 7, 8
 _MODEL, _TREE = testing.MarkovModel(_V), trees.full_tree((3, 2))
 _TARGET = Transformer(TransformerConfig(
-    vocab_size=_V, width=_D, layers=1, heads=1, kv_heads=1, head_dim=8,
+    vocab_size=_V, width=_D, layers=2, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
 _HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
 _LAYER = heads_lib.Eagle1Heads.for_target(_TARGET, 2)
@@ -33,6 +33,9 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "layer": _LAYER, "expanded": 2, "children": 2,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
           "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
+          "exit": 1, "adapter": heads_lib.KangarooAdapter(
+              width=_D, vocab_size=_V, exit=1), "target": _TARGET,
+          "sublayers": sj.models.Sublayers.between(0, 1),
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
           "members": (_DRAFTER, _DRAFTER)}
 _OF_TEN = ("eagle2_tree", "eagle_dynamic")  # children a node, by default
@@ -54,7 +57,7 @@ def _decoder(name, **config):
             if p.default is p.empty or name in _OF_TEN]
   strategy = function(**{**{n: _SIZES[n] for n in needed}, **config})
   target = _MODEL
-  if {"heads", "layer"} & set(needed):
+  if {"heads", "layer", "exit", "adapter", "target"} & set(needed):
     target = _TARGET
   if "embeddings" in needed:
     table = {"embeddings": jnp.zeros((2, _D))}

@@ -399,5 +399,21 @@ PARALLEL = Method(
         Option("confidence_weight", 1.0, "parallel: of the confidence head's "
                "loss")))
 
+KANGAROO = Method(
+    name="kangaroo", heads=heads_lib.KangarooAdapter, learning_rate=1e-3,
+    objective=lambda target, heads: objectives.Kangaroo(
+        model=target, adapter=heads),
+    measure=lambda target, heads: objectives.Kangaroo(
+        model=target, adapter=heads),
+    chain=lambda heads: strategies.kangaroo(
+        heads, heads.num_forecasts, stop=None, verifier=_TOKEN),
+    strategy=lambda heads, verifier, gamma, tree: strategies.kangaroo(
+        heads, gamma, stop=None, verifier=verifier or _BLOCK),
+    compared=lambda heads, tree: {"": tuple(
+        strategies.kangaroo(heads, heads.num_forecasts, None, rule)
+        for rule in (_BLOCK, _TOKEN, verifiers.GreedyBlock()))},
+    head_options=(Option("exit", 1, "kangaroo: layers of the target before "
+                         "the adapter"),))
+
 METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
-           PARALLEL_LAYERS, PARALLEL)
+           PARALLEL_LAYERS, PARALLEL, KANGAROO)

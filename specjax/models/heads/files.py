@@ -21,6 +21,7 @@ from specjax.models.heads.features import Eagle3Heads
 from specjax.models.heads.features import MTPHeads
 from specjax.models.heads.features import ParallelLayers
 from specjax.models.heads.hydra import HydraHeads
+from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
 from specjax.models.heads.parallel import ParallelHeads
@@ -31,7 +32,7 @@ from specjax.models.transformer import Transformer
 _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 KINDS: tuple[type[Heads], ...] = (
     MedusaHeads, HydraHeads, BlockwiseHeads, LookaheadEmbeddings, Eagle1Heads,
-    Eagle3Heads, MTPHeads, ParallelLayers, ParallelHeads)
+    Eagle3Heads, MTPHeads, ParallelLayers, ParallelHeads, KangarooAdapter)
 
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,

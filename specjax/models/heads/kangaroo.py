@@ -6,7 +6,6 @@ from typing import Any
 from typing import ClassVar
 
 from flax import struct
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -63,8 +62,7 @@ class KangarooAdapter:
     return cls(width=target.config.width, vocab_size=target.vocab_size,
                forecasts=count, exit=exit)
 
-  def init(self, key: jax.Array, target_params: Params
-           ) -> dict[str, jax.Array]:
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
     """Float32 parameters to begin with: the target's next layer, and its norm.
 
     Args:
@@ -72,15 +70,14 @@ class KangarooAdapter:
       target_params: of the target.
 
     Returns:
-      Arrays by the path of their names, joined by dots.
+      Those of layer 0 and the final norm of a `Transformer`.
     """
     del key
     end = f"_{self.exit}"
     layer = {name.removesuffix(end) + "_0": x
              for name, x in target_params.items() if name.endswith(end)}
     own = {**layer, "final_norm": target_params["final_norm"]}
-    return jax.tree.map(lambda x: x.astype(jnp.float32),
-                        flax.traverse_util.flatten_dict(own, sep="."))
+    return jax.tree.map(lambda x: x.astype(jnp.float32), own)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
@@ -100,10 +97,9 @@ class KangarooAdapter:
     Args:
       params: `{"target": ..., "drafter": the adapter's}`.
     """
-    own = flax.traverse_util.unflatten_dict(dict(params["drafter"]), sep=".")
     shared = {name: x for name, x in params["target"].items()
               if name in _SHARED}
-    return {**shared, **own}
+    return {**shared, **params["drafter"]}
 
 
 def check_exit(exit: int, target: Transformer) -> None:
