@@ -63,7 +63,7 @@ def _blocks(name):
 
 # Training and decoding.
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", ["product", "rnn"])
 def test_training_computes_what_decoding_does(name):
   # Broken: a block in training has other keys, positions or masks than the
   # same block while decoding, after a prompt and after every round.
@@ -73,7 +73,6 @@ def test_training_computes_what_decoding_does(name):
                        verifier=sj.verifiers.Block())
   prompts = [_row(i)[0, :n] for i, n in enumerate((2, 3, 9))]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
-  starts, hidden = [], []
   state, stats, traces = decoder.decode_traced(params, state, rounds=4)
   assert np.asarray(stats.accepted).max() > 1
   lengths = np.array([len(p) for p in prompts])
@@ -89,7 +88,7 @@ def test_training_computes_what_decoding_does(name):
   np.testing.assert_allclose(q, jax.nn.softmax(logits), atol=1e-5)
   # The hidden states themselves, before the first round.
   fresh = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
-  hidden, _ = decoder.drafter.forecast(params, fresh)
+  hidden, _ = jax.jit(decoder.drafter.forecast)(params, fresh)
   np.testing.assert_allclose(hidden, found.hidden[:, 0], atol=1e-5)
 
 
@@ -108,9 +107,9 @@ def test_a_block_sees_the_text_before_it_and_itself():
 
 def test_what_comes_later_changes_no_block():
   # Broken: the same, by any way through the target, its features or a layer.
-  name = "rnn"
+  name = "plain"
   _, _, params = _setup(name)
-  tokens, anchors = _row(), jnp.array([[5, 9]])
+  tokens, anchors = _row(), jnp.array([[5, 9, 1, 3]])
   found = _blocks(name)(params, tokens, anchors)
   other = tokens.copy()
   other[:, 6:] = (tokens[:, 6:] + 1) % _V
@@ -118,7 +117,7 @@ def test_what_comes_later_changes_no_block():
   np.testing.assert_allclose(changed.hidden[:, 0], found.hidden[:, 0],
                              atol=1e-6)
   assert np.abs(changed.hidden[:, 1] - found.hidden[:, 1]).max() > 1e-2
-  moved = _blocks(name)(params, tokens, jnp.array([[5, 10]]))
+  moved = _blocks(name)(params, tokens, jnp.array([[5, 10, 2, 4]]))
   np.testing.assert_allclose(moved.hidden[:, 0], found.hidden[:, 0], atol=1e-6)
 
 
@@ -128,9 +127,9 @@ def test_labels_and_teachers_are_those_of_the_slots():
   # Broken: a slot learns its neighbour's token, or another place's law.
   for name in ("product", "plain"):
     _, _, params = _setup(name)
-    tokens, anchors = _row(), jnp.array([[1, 6, _LENGTH - 1 - _K]])
+    tokens, anchors = _row(), jnp.array([[1, 6, 7, _LENGTH - 1 - _K]])
     found = _blocks(name)(params, tokens, anchors)
-    logits = _pair().target(params["target"], tokens).logits
+    logits = jax.jit(_pair().target)(params["target"], tokens).logits
     for j, anchor in enumerate(np.asarray(anchors)[0]):
       after = slice(anchor + 1, anchor + 1 + _K)
       np.testing.assert_array_equal(found.labels[0, j], tokens[0, after])
@@ -211,18 +210,20 @@ def test_anchors_differ_and_their_blocks_lie_in_the_row():
     few.draw(jax.random.key(0), 3, _K + 1)
 
 
-def test_forecasts_are_scored_where_they_are_made():
+def test_forecasts_are_scored_where_they_are_made(monkeypatch):
   # Broken: accuracy by slot is that of other tokens.
-  objective = _objective("rnn", anchors=4)
-  _, _, params = _setup("rnn")
+  objective = _objective("plain", anchors=4)
+  _, _, params = _setup("plain")
+  monkeypatch.setattr(objectives.Parallel, "blocks",
+                      lambda self, *arguments: _blocks("plain")(*arguments))
   key = jax.random.key(5)
   seen = objective.score(
       params, _row(), key, lambda k, logits, positions: (positions + k, logits))
   anchors = objective.draw(key, 1, _LENGTH)
-  found = _blocks("rnn")(params, _row(), anchors)
+  found = _blocks("plain")(params, _row(), anchors)
   for k in range(_K):
     np.testing.assert_array_equal(seen[0][k], anchors + k)
-    np.testing.assert_allclose(seen[1][k], found.logits[:, :, k], atol=1e-4)
+    np.testing.assert_array_equal(seen[1][k], found.logits[:, :, k])
 
 
 # The Markov and the confidence head.
@@ -275,29 +276,54 @@ def test_an_untrained_markov_head_changes_nothing():
 def test_a_chain_ends_where_the_confidence_head_says():
   # Broken: the end depends on another slot, or on the token that is dropped.
   heads, target, params = _setup("plain")
-  own = params["drafter"]
-  rule = stop_rules.Threshold(threshold=0.5)
-  make = lambda stop: sj.Decoder(
+  decoder = sj.Decoder(
       target=target, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.Parallel(
-          heads=heads, parents=range(-1, _K), stop=stop))
+          heads=heads, parents=range(-1, _K),
+          stop=stop_rules.Threshold(threshold=0.5)))
   prompts = [_row(i)[0, :3 + i] for i in range(8)]
-  drafts = []
-  for stop in (rule, None):
-    decoder = make(stop)
-    state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
-    if stop is None:
-      hidden, _ = decoder.drafter.forecast(params, state)
-    _, _, trace = decoder.decode_traced(params, state, rounds=1)
-    drafts.append(jax.tree.map(lambda x: np.asarray(x[0]), trace.draft))
-  ended, whole = drafts
-  sure = _sigmoid(np.asarray(heads.confidences(
-      own, hidden, whole.tokens[:, :-1]), np.float64))
-  kept = np.cumprod(sure >= 0.5, axis=-1).astype(bool)
+  state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
+  hidden, logits = jax.jit(decoder.drafter.forecast)(params, state)
+  _, _, trace = decoder.decode_traced(params, state, rounds=1)
+  draft = jax.tree.map(lambda x: np.asarray(x[0]), trace.draft)
+  own, before = params["drafter"], draft.tokens[:, :-1]
+  sure = _sigmoid(np.asarray(
+      heads.confidences(own, hidden, before), np.float64))
+  kept = np.cumprod(sure >= 0.5, axis=-1)
   assert kept.any() and not kept.all()
-  np.testing.assert_allclose(
-      ended.probs[:, 1:], np.where(kept[..., None], whole.probs[:, 1:], 0),
-      atol=1e-6)
+  q = jax.nn.softmax(logits + heads.coupled(own, hidden, before))
+  np.testing.assert_allclose(draft.probs[:, 1:], q * kept[..., None], atol=1e-5)
+
+
+def test_a_certain_tree_follows_the_markov_head():
+  # Broken: a node's children are those of another token, slot or state.
+  heads, target, params = _setup("rnn")
+  decoder = sj.Decoder(
+      target=target, verifier=sj.verifiers.TargetWalk(),
+      drafter=sj.drafters.ParallelTree(
+          heads=heads, num_nodes=9, depth=2, top_k=_V))
+  state = decoder.prefill(params, [_row()[0, :5]], jax.random.key(1), limits=40)
+
+  @jax.jit
+  def drafted(params, state):
+    hidden, logits = decoder.drafter.forecast(params, state)
+    root = jnp.full((_V,), state.tokens[0, 4])
+    before = jnp.stack([root, jnp.arange(_V)], axis=1)  # of every first token
+    bias = heads.coupled(
+        params["drafter"], jnp.tile(hidden, (_V, 1, 1)), before)
+    laws = jax.nn.softmax(logits + bias)
+    none = jnp.zeros((1, 0))
+    return decoder.drafter.propose(params, none, state)[0], laws
+
+  draft, laws = jax.tree.map(np.asarray, drafted(params, state))
+  reach = {(x,): laws[0, 0, x] for x in range(_V)}
+  reach |= {(x, y): laws[0, 0, x] * laws[x, 1, y]
+            for x in range(_V) for y in range(_V)}
+  paths = [()]
+  for parent, token in zip(draft.parents[0, 1:], draft.tokens[0, 1:]):
+    paths.append((*paths[parent], token))
+  assert set(paths[1:]) == set(sorted(reach, key=reach.get)[-8:])
+  assert any(len(path) == 2 for path in paths)
 
 
 # Bad input.

@@ -8,6 +8,7 @@ import pytest
 from specjax.drafters import slot_trees
 
 _DEPTH, _V = 3, 3
+_best = jax.jit(slot_trees.best_tree, static_argnums=1)
 
 
 def _paths(parents, tokens):
@@ -38,9 +39,8 @@ def _laws(seed, ties=False):
 def test_no_tree_of_the_product_law_promises_more(seed):
   # Broken: the tree is not the best one, or not connected, or a node twice.
   laws = _laws(seed, ties=seed == 3)
-  best = jax.jit(slot_trees.best_tree, static_argnums=1)
   for num_nodes in (2, 5, 6):
-    tokens, parents, values = best(jnp.log(laws), num_nodes)
+    tokens, parents, values = _best(jnp.log(laws), num_nodes)
     parents = np.asarray(parents)
     assert parents[0] == -1 and (parents[1:] < np.arange(1, num_nodes)).all()
     paths = _paths(parents, tokens)
@@ -58,9 +58,9 @@ def test_the_whole_tree_and_laws_with_zeros():
   laws[1] = [0, 1, 0]
   whole = slot_trees.most_nodes(_DEPTH, _V)
   assert whole == 1 + 3 + 9 + 27
-  tokens, parents, values = slot_trees.best_tree(jnp.log(laws), whole)
+  tokens, parents, values = _best(jnp.log(laws), whole)
   assert len(set(_paths(np.asarray(parents), tokens))) == whole - 1
   assert not np.isnan(values).any()
-  tokens, parents, _ = slot_trees.best_tree(jnp.log(laws), 13)
+  tokens, parents, _ = _best(jnp.log(laws), 13)
   assert all(path[1:2] in ((), (1,)) for path in _paths(
       np.asarray(parents), tokens))
