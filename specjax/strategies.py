@@ -578,15 +578,16 @@ def eagle(layer: FeatureHeads, parents: Sequence[int] | None = None,
 
   Args:
     layer: of one module.
-    parents: N entries, the tree with its root; None: a chain of as many tokens
-      as the layer forecasts.
+    parents: N entries, the tree with its root; None: a drawn chain of as many
+      tokens as the layer forecasts.
     proposal: how the children of a node are drawn, see
       `drafters.TreeLanguageModel`; EAGLE's own trees are "top_k".
     verifier: None: block verification of a chain, traversal of a drawn tree,
       and the target's walk through a certain one.
   """
   if parents is None:
-    parents = range(-1, layer.num_forecasts)
+    drafter = drafters.EagleChain(heads=layer, gamma=layer.num_forecasts)
+    return Strategy(drafter, verifier or _BLOCK)
   drafter = drafters.Eagle(
       heads=layer, parents=tuple(parents), proposal=proposal)
   return Strategy(drafter, verifier or (
@@ -655,8 +656,8 @@ def mtp(layer: FeatureHeads, gamma: int | None = None,
   >>> mtp(heads.MTPHeads.for_target(target, 3)).drafter.gamma
   3
   >>> again = heads.MTPHeads.for_target(target, 3, reuse=True)
-  >>> mtp(again).drafter.parents
-  (-1, 0, 1, 2)
+  >>> mtp(again).drafter.num_nodes
+  4
 
   Args:
     layer: its modules.
@@ -666,7 +667,8 @@ def mtp(layer: FeatureHeads, gamma: int | None = None,
   """
   if layer.reuse:
     gamma = layer.num_forecasts if gamma is None else gamma
-    return eagle(layer, range(-1, gamma), "iid", verifier)
+    return Strategy(
+        drafters.EagleChain(heads=layer, gamma=gamma), verifier)
   return Strategy(drafters.MTP(heads=layer, gamma=gamma), verifier)
 
 

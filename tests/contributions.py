@@ -25,6 +25,7 @@ from specjax.drafters import Cascade
 from specjax.drafters import DynamicEagle
 from specjax.drafters import DynamicTree
 from specjax.drafters import Eagle
+from specjax.drafters import EagleChain
 from specjax.drafters import EarlyExit
 from specjax.drafters import Fallback
 from specjax.drafters import Hydra
@@ -481,9 +482,9 @@ DRAFTERS = {
         _BLOCKWISE, drafter=Blockwise(heads=_BLOCKWISE),
         rule=sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: _layer(
-        heads_lib.Eagle1Heads, Eagle, sj.verifiers.Block(),
-        drafts=dict(parents=CHAIN),
-        controller=sj.Controller(lengths=(0, 3), seconds=(1.0, 2.0))),
+        heads_lib.Eagle1Heads, EagleChain, sj.verifiers.Block(),
+        drafts=dict(gamma=3), controller=sj.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "EAGLE-3 tree of few tokens": lambda: _layer(
         heads_lib.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
         taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),

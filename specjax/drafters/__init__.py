@@ -11,9 +11,10 @@ from specjax.drafters.blockwise import Blockwise
 from specjax.drafters.cascade import Cascade
 from specjax.drafters.dynamic_tree import DynamicTree
 from specjax.drafters.dynamic_tree import DynamicTreeState
-from specjax.drafters.eagle import DynamicEagle
 from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle import SampledEagle
+from specjax.drafters.eagle import EagleChain
+from specjax.drafters.eagle_trees import DynamicEagle
+from specjax.drafters.eagle_trees import SampledEagle
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
@@ -39,8 +40,9 @@ from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
-           "DynamicTreeState", "Eagle", "EarlyExit", "Empty", "Fallback",
-           "Hydra", "Kangaroo", "LanguageModel", "Lookahead", "Medusa",
+           "DynamicTreeState", "Eagle", "EagleChain", "EarlyExit",
+           "Empty", "Fallback", "Hydra", "Kangaroo", "LanguageModel",
+           "Lookahead", "Medusa",
            "Merge", "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
            "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "TokenIntersection", "TreeLanguageModel", "recycling_tree",

@@ -16,8 +16,6 @@ from specjax import sampling
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
-from specjax.drafters import drawn_trees
-from specjax.drafters import expansion
 from specjax.drafters import features
 from specjax.drafters import growth
 from specjax.drafters.features import FeatureState
@@ -119,8 +117,61 @@ class FeatureDrafter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleChain(FeatureDrafter):
+  """Draws a chain, whose length a controller may choose before every round.
+
+  Attributes:
+    heads: the layer, of one module.
+    gamma: drafted tokens of a round, at least 0.
+    transform: of the layer's logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  heads: FeatureHeads
+  gamma: int
+  transform: LogitsTransform | None = None
+
+  chain = True
+  iid = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    common.check_at_least("gamma", self.gamma, 0)
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def num_coins(self) -> int:
+    return sampling.COINS_A_DRAW * self.gamma
+
+  @property
+  def depth(self) -> int:
+    return self.gamma
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "EagleChain":
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the layer does not fit the target.
+    """
+    self.check_heads(target, 1)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
+
+  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
+    """The batch of drafts; arguments as `growth.grow` takes them."""
+    parents = tuple(range(-1, self.gamma))
+    tokens, probs, _ = growth.grow(
+        step, carry, logits, coins, parents,
+        children.drawer("iid", self.transform, state.temperature))
+    return jax.vmap(Draft.chain)(common.roots(state), tokens, probs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle(FeatureDrafter, growth.StaticTree):
-  """Draws the same chain or tree in every round.
+  """Draws the same tree in every round.
 
   Attributes:
     heads: the layer, of one module.
@@ -153,133 +204,3 @@ class Eagle(FeatureDrafter, growth.StaticTree):
     parents = jnp.array(self.parents, jnp.int32)
     return jax.vmap(lambda root, *rows: Draft.tree(root, parents, *rows))(
         common.roots(state), tokens, probs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicEagle(FeatureDrafter):
-  """EAGLE-2's tree: the likeliest candidates, with certainty.
-
-  As `DynamicTree` grows it, from a feature layer.
-
-  Attributes:
-    heads: the layer, of one module.
-    depth: levels below the root, one pass each.
-    top_k: nodes expanded of a level, and children of each.
-    num_nodes: N, the root included.
-    transform: from the layer's logits to its confidences; it need not be the
-      decoder's, and at temperature 0 there would be no second best.
-  """
-
-  heads: FeatureHeads
-  depth: int = 6
-  top_k: int = 10
-  num_nodes: int = 60
-  transform: LogitsTransform = LogitsTransform()
-
-  certain = True
-  num_coins = 0
-  proposal = "deterministic"
-
-  def __post_init__(self):
-    for name in ("depth", "top_k"):
-      common.check_at_least(name, getattr(self, name), 1)
-    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
-    if not 2 <= self.num_nodes <= most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"top_k {self.top_k} allow 2 to {most}: change one of "
-                       "the three")
-
-  @property
-  def chain(self) -> bool:
-    return self.top_k == 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain
-
-  def bind(self, target: ModelFn, transform: LogitsTransform
-           ) -> "DynamicEagle":
-    """The same drafter; of the transform it takes the constraints alone.
-
-    Raises:
-      ValueError: the layer does not fit the target, or has too few tokens.
-    """
-    self.check_heads(target, self.top_k)
-    return dataclasses.replace(self, transform=self.transform.under(transform))
-
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `expansion.expand` takes them."""
-    del coins
-    return expansion.expand(
-        step, carry, logits, common.roots(state), transform=self.transform,
-        depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)[0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampledEagle(FeatureDrafter):
-  """Draws a tree that is expanded where the layer is confident.
-
-  No one else's: trees of EAGLE-2 are certain. A score decides which nodes of a
-  level get children, and never which nodes stay, see `drawn_trees`: so q is the
-  law that tokens were drawn from, and rules for sampled trees are exact.
-
-  Attributes:
-    heads: the layer, of one module.
-    depth: levels below the root.
-    expanded: nodes of a level that get children, those with the best scores.
-    children: of each, and of the root.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the layer's logits; None takes the decoder's.
-    confidence: from the layer's logits to the probabilities whose product on
-      its path is the score of a node.
-  """
-
-  heads: FeatureHeads
-  depth: int
-  expanded: int
-  children: int
-  proposal: str = "without_replacement"
-  transform: LogitsTransform | None = None
-  confidence: LogitsTransform = LogitsTransform()
-
-  def __post_init__(self):
-    for name in ("depth", "expanded", "children"):
-      common.check_at_least(name, getattr(self, name), 1)
-    if self.proposal not in children.DRAWS:
-      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(children.DRAWS)}")
-
-  @property
-  def chain(self) -> bool:
-    return self.children == 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain or self.proposal == "iid"
-
-  @property
-  def num_nodes(self) -> int:
-    return drawn_trees.num_nodes(self.depth, self.expanded, self.children)
-
-  @property
-  def num_coins(self) -> int:
-    return sampling.COINS_A_DRAW * (self.num_nodes - 1)
-
-  def bind(self, target: ModelFn, transform: LogitsTransform
-           ) -> "SampledEagle":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the layer does not fit the target or the tree.
-    """
-    self.check_heads(target, 1 if self.iid else self.children)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
-
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `drawn_trees.grow` takes them."""
-    return drawn_trees.grow(
-        step, carry, logits, coins, common.roots(state),
-        children.drawer(self.proposal, self.transform, state.temperature),
-        confidence=self.confidence, depth=self.depth, expanded=self.expanded,
-        children=self.children)[0]
