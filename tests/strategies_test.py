@@ -38,7 +38,9 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "sublayers": sj.models.Sublayers.between(0, 1),
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
           "members": (_DRAFTER, _DRAFTER)}
-_OF_TEN = ("eagle2_tree", "eagle_dynamic")  # children a node, by default
+_BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
+_OF_BLOCK = ("ddtree", "parallel")
+_LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
 _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
           "eagle": {"parents": _TREE}, "mtp": {"layer": _MODULES},
@@ -54,15 +56,18 @@ def _decoder(name, **config):
   """A decoder of a strategy; one that is unsound is refused when it is made."""
   function = _FUNCTIONS[name]
   needed = [p.name for p in inspect.signature(function).parameters.values()
-            if p.default is p.empty or name in _OF_TEN]
-  strategy = function(**{**{n: _SIZES[n] for n in needed}, **config})
+            if p.default is p.empty or name in _LARGE]
+  sizes = {n: _SIZES[n] for n in needed}
   target = _MODEL
   if {"heads", "layer", "exit", "adapter", "target"} & set(needed):
     target = _TARGET
+  if name in _OF_BLOCK:
+    sizes["heads"], target = _BLOCK, _BLOCK.tapped(_TARGET)
   if "embeddings" in needed:
     table = {"embeddings": jnp.zeros((2, _D))}
     target, _ = with_lookahead(_TARGET, {"embedding": table["embeddings"]},
                                table)
+  strategy = function(**{**sizes, **config})
   return sj.Decoder(target=target, **strategy._asdict())
 
 
