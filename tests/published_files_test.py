@@ -110,6 +110,17 @@ def test_copy_of_a_tied_head(copy):
                 loaded("llama_tied").params, rtol=0, atol=0)
 
 
+def test_a_drafter_beside_the_target(copy):
+  # Broken: a target does not load since its files hold its drafter too.
+  extra = ("mtp.fc.weight", "model.layers.2.eh_proj.weight",
+           "medusa_head.0.1.weight")
+  target = copy("qwen3", lambda held: held | dict.fromkeys(
+      extra, np.ones((2, 2), np.float32)), num_nextn_predict_layers=1)
+  found = load_pretrained(target, dtype=jnp.float32)
+  assert found.model == loaded("qwen3").model
+  params_equal(found.params, loaded("qwen3").params, rtol=0, atol=0)
+
+
 def test_generation_defaults(tmp_path):
   # Broken: texts do not end where the makers of a model end them.
   shutil.copytree(GOLDEN / "qwen3", tmp_path / "m")

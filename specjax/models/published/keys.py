@@ -6,27 +6,29 @@ from typing import Any
 # What training, generation, other tasks and other libraries note in it. It
 # says nothing about what the model computes.
 _HARMLESS = frozenset("""
-    _attn_implementation _attn_implementation_autoset _name_or_path _num_labels
-    add_bos_token architectures attention_dropout attention_probs_dropout_prob
-    attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
-    custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size
-    eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing
-    hidden_dropout hidden_dropout_prob id2label initializer_range is_decoder
+    _attn_implementation _attn_implementation_autoset _name_or_path
+    _num_labels add_bos_token architectures attention_dropout
+    attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+    chunk_size_feed_forward classifier_dropout custom_pipelines
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing hidden_dropout
+    hidden_dropout_prob id2label initializer_range is_decoder
     is_llama_config keys_to_ignore_at_inference label2id length_penalty
-    max_length max_sequence_length min_length model_type n_ctx
-    no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_past
-    output_scores pad_token_id predict_special_tokens prefix pretraining_tp
-    problem_type remove_invalid_values reorder_and_upcast_attn
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p
-    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    max_length max_sequence_length medusa_num_heads medusa_num_layers
+    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_nextn_predict_layers num_return_sequences
+    output_attentions output_hidden_states output_past output_scores
+    pad_token_id predict_special_tokens prefix pretraining_tp problem_type
+    remove_invalid_values reorder_and_upcast_attn repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
 # What changes nothing only where it has this value, or that of another key.

@@ -23,6 +23,9 @@ from specjax.models.transformer import Transformer
 # What old files keep beside the weights: masks and frequencies.
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
+# What a target drafts for itself with, which `load_drafter` reads.
+_DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Gemma 3 with images: its text is read, the rest is not.
 _WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
@@ -156,7 +159,8 @@ def _from_directory(directory, dtype, context_length):
   architecture = ARCHITECTURES[model_type]
   [head] = architecture.names["head"].names
   tensors = {name.removeprefix(architecture.prefix): tensor
-             for name, tensor in tensors.items() if not _COMPUTED.search(name)}
+             for name, tensor in tensors.items()
+             if not _COMPUTED.search(name) and not _drafts(name, text)}
   if "lm_head.weight" in tensors:  # what transformers 5 calls all heads
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
   keys = Keys(text, str(config_path), architecture.defaults, context_length)
@@ -165,6 +169,15 @@ def _from_directory(directory, dtype, context_length):
     tensors.pop(f"{head}.weight", None)  # a copy
   params = fill(model, architecture.names, tensors, dtype, str(directory))
   return Pretrained(model, params, tokenizer, _generation(directory, text))
+
+
+def _drafts(name, config):
+  """Whether a tensor is of a drafter that lies beside its target."""
+  if not config.get("num_nextn_predict_layers"):
+    return bool(_DRAFTER.match(name))
+  layer = _LAYER.match(name)
+  return bool(_DRAFTER.match(name)) or layer is not None and (
+      int(layer[1]) >= config.get("num_hidden_layers", 0))
 
 
 def _generation(directory, config):
