@@ -68,7 +68,9 @@ _INTERACTIVE = flags.DEFINE_bool(
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
     f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, heads of "
-    f"train_drafter.py, {compositions.HELP}; default: small for the bundled "
+    "train_drafter.py, a directory of a published drafter (Medusa, Hydra, "
+    "EAGLE, MTP, DFlash, DSpark), "
+    f"{compositions.HELP}; default: small for the bundled "
     "target, smol for smollm2, none for others",
     None)
 _TAIL = flags.DEFINE_bool(
@@ -151,7 +153,7 @@ def _drafter():
 def _speculation():
   """`(target, its model, params, strategy, tokenizer)` of the flags."""
   name = _drafter()
-  itself = models.drafts_for_itself(name)
+  itself = models.drafts_for_itself(name, _TARGET.value)
   composed = compositions.composes(name)
   names = compositions.members(name) if composed else [name]
   target, members, tokenizer = models.load_models(
@@ -210,7 +212,8 @@ def _check_flags():
     raise ValueError("--tail is of a cascade, and --drafter is "
                      f"{name}; name one, such as ngram+small, or leave it out")
   if _VOCABULARY.value != "auto" and (
-      name == "none" or composed or models.drafts_for_itself(name)):
+      name == "none" or composed or models.drafts_for_itself(
+          name, _TARGET.value)):
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
@@ -220,7 +223,8 @@ def _check_flags():
                      f"and --drafter is {name}; leave it out, or name one")
   if _DRAFT_VOCABULARY.value and (
       name == "none" or composed and not compositions.members(name)
-      or models.drafts_for_itself(name)):
+      or models.drafts_for_itself(
+          name, _TARGET.value)):
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")

@@ -20,6 +20,7 @@ from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.models import Pretrained
+from specjax.models.published import drafters as published_drafters
 from specjax.strategies import Strategy
 from specjax.training import methods
 
@@ -266,10 +267,37 @@ def _heads_directory(name):
           else pathlib.Path(name))
 
 
-def drafts_for_itself(name: str) -> bool:
-  """Whether a name is that of heads or look-ahead embeddings."""
+def _unmeasured(heads):
+  """Shares for a tree of heads that nobody has measured.
+
+  Every token is right half as often as the likelier one before it, and every
+  head as often as the others; rows are of the LM head and of the heads.
+  """
+  row = np.cumsum(0.5 ** np.arange(1, 11)).tolist()
+  return [row] * (1 + heads.num_forecasts)
+
+
+def drafts_for_itself(name: str, target: str | None = None) -> bool:
+  """Whether a name is that of what a target drafts for itself with.
+
+  Args:
+    name: of a drafter.
+    target: of the target. Its own directory may hold its drafter, too.
+  """
   return (name in sj.zoo.HEADS
-          or bool(name) and (_heads_directory(name) / "heads.json").exists())
+          or bool(name) and (_heads_directory(name) / "heads.json").exists()
+          or _published(name, target) is not None)
+
+
+def _published(name, target=None):
+  """The layout of a published drafter; None: it is something else."""
+  if not name or not pathlib.Path(name).is_dir():
+    return None
+  layout = published_drafters.drafter_layout(name)
+  if layout is None or not published_drafters.LAYOUTS[layout].in_target:
+    return layout
+  # Another model may have one beside it, and draft by itself.
+  return layout if name == target else None
 
 
 class SelfDrafter(NamedTuple):
@@ -296,8 +324,8 @@ def load_self_drafter(name: str, target: Pretrained,
   """Reads heads or look-ahead embeddings, and the target that they draft for.
 
   Args:
-    name: "pass" or "medusa", those in the box, or a directory of
-      train_drafter.py.
+    name: "pass" or "medusa", those in the box, a directory of
+      train_drafter.py, or one of a published drafter.
     target: the one to draft for, unless the directory holds a target that was
       trained together with the heads.
     tokenizer: the target's tokenizer.
@@ -308,6 +336,13 @@ def load_self_drafter(name: str, target: Pretrained,
                      f"{', '.join(sj.zoo.HEADS)}, or give a directory of "
                      "train_drafter.py")
   directory = _heads_directory(name)
+  if not (directory / "heads.json").exists() and (
+      published_drafters.drafter_layout(directory)):
+    heads, params = sj.models.load_drafter(
+        directory, target.model, target.params,
+        dtype=dtype and jnp.dtype(dtype))
+    return SelfDrafter(target, tokenizer, heads, params, {
+        "accuracy": _unmeasured(heads)})
   if (directory / "model.safetensors").exists():
     target = _load(directory, dtype)
     tokenizer = tokenizer_of(target, name)

@@ -5,7 +5,9 @@ from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.contrastive import Contrastive
+from specjax.models.published import export_drafter
 from specjax.models.published import GenerationDefaults
+from specjax.models.published import load_drafter
 from specjax.models.published import load_pretrained
 from specjax.models.published import load_tokenizer
 from specjax.models.published import Pretrained
@@ -31,7 +33,9 @@ __all__ = [
     "VocabularySubset",
     "adapters",
     "default_dtype",
+    "export_drafter",
     "frequent_tokens",
+    "load_drafter",
     "load_model",
     "load_pretrained",
     "load_tokenizer",

@@ -1,5 +1,10 @@
-"""Published checkpoints: read into a `Transformer`, and written from one."""
+"""Published checkpoints: read into a `Transformer`, and written from one.
 
+Drafters that others trained for a target are in `drafters`.
+"""
+
+from specjax.models.published.drafters import export_drafter
+from specjax.models.published.drafters import load_drafter
 from specjax.models.published.export import export_pretrained
 from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.load import load_pretrained
@@ -9,7 +14,9 @@ from specjax.models.published.load import Pretrained
 __all__ = [
     "GenerationDefaults",
     "Pretrained",
+    "export_drafter",
     "export_pretrained",
+    "load_drafter",
     "load_pretrained",
     "load_tokenizer",
 ]

@@ -1,0 +1,107 @@
+"""Drafters in the layouts that others read: the tables backwards."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.files import write_json
+from specjax.models.heads import Heads
+from specjax.models.published.drafters.found import Found
+from specjax.models.published.drafters.layouts import LAYOUTS
+from specjax.models.published.drafters.load import places
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.safetensors_files import write_safetensors
+from specjax.models.transformer import Transformer
+
+
+def export_drafter(directory: str | os.PathLike[str], heads: Heads,
+                   params: Any, target: Transformer, *, dtype: Any = None,
+                   layout: str | None = None) -> str:
+  """Writes a drafter as a directory that `load_drafter` and others read.
+
+  Each file appears whole or not at all. What is written is read again before,
+  so that no layout loses anything of the heads but, in some, how many tokens
+  are drafted by default.
+
+  Args:
+    directory: created if needed.
+    heads: what the target drafts for itself with.
+    params: their parameters.
+    target: the model that they were made for.
+    dtype: to store the weights in; None keeps theirs.
+    layout: one of `LAYOUTS`; None: the first that holds these heads.
+
+  Returns:
+    The layout.
+
+  Raises:
+    ValueError: no layout, or not the one that is asked for, holds these heads.
+  """
+  if layout is not None and layout not in LAYOUTS:
+    raise ValueError(f"layout is {layout!r}; it must be one of "
+                     f"{', '.join(LAYOUTS)}")
+  leaves = jax.tree.leaves(params)
+  reason = "no published layout has heads of this kind"
+  for name in [layout] if layout else LAYOUTS:
+    record = LAYOUTS[name]
+    if record.write is None or record.kind != heads.kind:
+      continue
+    try:
+      config = record.write(heads)
+      _, stored = places(record, heads, target)
+      tensors = _tensors(heads, stored, leaves, dtype)
+      back = record.read(Found(source=name, config=config, target=target,
+                               tensors=tensors))
+    except ValueError as e:
+      reason = str(e)
+      continue
+    lost = [field.name for field in dataclasses.fields(heads)
+            if getattr(back, field.name) != getattr(heads, field.name)]
+    if set(lost) - {"forecasts"}:
+      reason = f"it has no place for {', '.join(lost)}"
+      continue
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        directory / record.file,
+        {key: (x.shape, x.dtype) for key, x in tensors.items()},
+        _arrays(heads, stored, leaves, dtype))
+    write_json(directory / "config.json", config, indent=2)
+    return name
+  raise ValueError(f"these {type(heads).__name__} cannot be written in the "
+                   f"layout {layout or 'of any other project'}: {reason}; use "
+                   "models.heads.save_heads")
+
+
+def _tensors(heads, stored, leaves, dtype):
+  """The tensors by name, as reading sees them; only ids can be read."""
+  tensors = {}
+  for (shape, how, names), x in zip(stored, leaves, strict=True):
+    for name, part in zip(names, how.shapes(heads, shape)):
+      tensors[name] = StoredTensor(tuple(part), np.dtype(dtype or x.dtype),
+                                   load=None)
+  for name, x in _vocabulary(heads).items():
+    tensors[name] = StoredTensor(x.shape, x.dtype, lambda _, x=x: x)
+  return tensors
+
+
+def _arrays(heads, stored, leaves, dtype):
+  """What is in them; one parameter at a time is copied from the device."""
+  for (_, how, _), x in zip(stored, leaves, strict=True):
+    yield from how.split(heads, np.asarray(x).astype(
+        np.dtype(dtype or x.dtype)))
+  yield from _vocabulary(heads).values()
+
+
+def _vocabulary(heads):
+  """`d2t` and `t2d` of a reduced vocabulary."""
+  ids = np.array(getattr(heads, "ids", ()), np.int64)
+  if not ids.size:
+    return {}
+  used = np.zeros(heads.vocab_size, np.bool_)
+  used[ids] = True
+  return {"d2t": ids - np.arange(ids.size), "t2d": used}

@@ -1,0 +1,152 @@
+"""What a directory holds, and what a reading has looked at of it."""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from specjax.models.configuration import TransformerConfig
+from specjax.models.heads import lm_head
+from specjax.models.published.architectures import ARCHITECTURES
+from specjax.models.published.keys import Keys
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.transformer import Transformer
+
+_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that drafters are made of
+# What trainers note beside that; it says nothing about what is computed.
+_NOTES = """
+    attention_mode base_model_name_or_path confidence_head_alpha
+    decoder_sparse_step draft_num_hidden_layers embed_requires_grad
+    has_no_defaults_at_init max_window_layers num_anchors num_target_layers
+    speculators_config speculators_model_type speculators_version
+    step_loss_decay target_hidden_size target_model_name_or_path
+    target_model_type target_vocab_size ttt_length
+""".split()
+_NEAR = dict(rtol=2.0**-7, atol=1e-4)  # what bfloat16 leaves of a number
+
+
+@dataclasses.dataclass
+class Found:
+  """The files of a drafter, and the target that it is for.
+
+  Attributes:
+    source: what errors call the directory.
+    config: its configuration.
+    tensors: by name, those of the drafter alone.
+    target: the model that is drafted for.
+    target_params: its parameters, or None.
+    used: the tensors that the reading has accounted for, beside parameters.
+  """
+
+  source: str
+  config: Mapping[str, Any]
+  tensors: Mapping[str, StoredTensor]
+  target: Transformer
+  target_params: Any = None
+  used: set[str] = dataclasses.field(default_factory=set)
+
+  def keys(self, config: Mapping[str, Any] | None = None) -> Keys:
+    """The configuration, or a part of it, with an architecture's defaults."""
+    config = self.config if config is None else config
+    model_type = config.get("model_type")
+    known = ARCHITECTURES.get(model_type)
+    keys = Keys(config, f"the configuration of {self.source}",
+                known.defaults if known else {})
+    for name in (*_NOTES, "tie_word_embeddings"):
+      keys(name)
+    return keys
+
+  def layer(self, keys: Keys) -> dict[str, Any]:
+    """The fields of `TransformerConfig` of the drafter's layers.
+
+    Raises:
+      ValueError: the layers are of a kind that specjax does not have, or for
+        another target.
+    """
+    for part, what in (("mlp.experts.", "a mixture of experts"),
+                       ("mlp.gate.", "a mixture of experts"),
+                       ("kv_a_proj", "latent attention (MLA)")):
+      for name in self.tensors:
+        if part in name:
+          self.fail(f"has the tensor {name}, of {what}, which specjax does not "
+                    "have; take a drafter of dense layers")
+    model_type = keys("model_type", "llama")
+    if model_type not in _LAYERS:
+      self.fail(f"is made of layers of the architecture {model_type!r}; "
+                f"specjax reads drafters of {', '.join(_LAYERS)}")
+    if not keys("use_sliding_window"):
+      keys("sliding_window")  # what the target has; plain layers have none
+    fields = ARCHITECTURES[model_type].read(keys)
+    config = TransformerConfig(**fields)
+    if any(0 < size < config.context_length for size in config.windows):
+      self.fail(f"has layers with a window of {max(config.windows)} tokens; "
+                "draft layers see the whole text here: take another drafter")
+    for name, bias in (("qkv_bias", "q_proj.bias"), ("out_bias", "o_proj.bias"),
+                       ("mlp_bias", "down_proj.bias")):
+      fields[name] = any(x.endswith(bias) for x in self.tensors)
+    fields.pop("windows", None)
+    if config.rope_scaling is None:  # then it has no longest text
+      fields["context_length"] = max(config.context_length,
+                                     self.target.context_length)
+    self.check("vocab_size", config.vocab_size, self.target.vocab_size)
+    return fields
+
+  def check(self, name: str, value: int, wanted: int) -> None:
+    """Raises a `ValueError` where a size is not the target's."""
+    if value != wanted:
+      self.fail(f"has {name} {value} and the target {wanted}; give the target "
+                "that it was made for")
+
+  def fail(self, what: str) -> None:
+    """Raises the `ValueError` that says `what` of the directory."""
+    raise ValueError(f"{self.source} {what}")
+
+  def count(self, pattern: str) -> int:
+    """One more than the largest number at the group of a pattern."""
+    return 1 + max((int(match[1]) for match in (
+        re.match(pattern, name) for name in self.tensors) if match), default=-1)
+
+  def columns(self, name: str) -> int:
+    """The columns of a tensor that must be there."""
+    return self.shape(name)[-1]
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """The sizes of a tensor that must be there."""
+    if name not in self.tensors:
+      self.fail(f"has no tensor {name}; download it again")
+    return self.tensors[name].shape
+
+  def own(self, name: str, part: str) -> bool:
+    """Whether a tensor is more than a copy of the target's.
+
+    Without the target's parameters nobody knows, and it is kept.
+
+    Args:
+      name: of the tensor, which need not be there.
+      part: "embedding" or "head".
+    """
+    if name not in self.tensors:
+      return False
+    if self.target_params is None:
+      return True
+    ours = (self.target_params["embedding"] if part == "embedding"
+            else lm_head(self.target_params).T)
+    theirs = self.tensors[name]
+    same = theirs.shape == ours.shape and np.allclose(
+        np.asarray(ours, np.float32), theirs.read().astype(np.float32), **_NEAR)
+    if same:
+      self.used.add(name)
+    return not same
+
+  def copy(self, name: str, part: str) -> None:
+    """Leaves out a tensor that its trainer copied from the target.
+
+    Raises:
+      ValueError: it is another one than the target's, as far as that is known.
+    """
+    if self.target_params is not None and self.own(name, part):
+      self.fail(f"has a tensor {name} that is not the target's; the drafter "
+                "is for other weights: give the target that it was made for")
+    self.used.add(name)

@@ -1,0 +1,140 @@
+"""One record for each layout that drafters are published in."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import functools
+import re
+from typing import Any
+
+from specjax.models.heads import Heads
+from specjax.models.published.drafters import readings
+from specjax.models.published.drafters import tables
+from specjax.models.published.drafters import writings
+from specjax.models.published.drafters.found import Found
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """How files hold a drafter.
+
+  Attributes:
+    read: from what a directory holds to the heads.
+    names: of the tensors.
+    write: from the heads to the keys of a configuration; None: drafters of
+      this layout lie in the files of their target, and are not written.
+    kind: of the heads.
+    file: of the weights.
+    algorithm: `speculators_model_type` of its configurations.
+    architectures: one of those that its configurations name first.
+    sign: a pattern that begins the name of a tensor of none but such files.
+    prefix: what begins the names of its tensors, and is no part of them in
+      `names`; what has another beginning belongs to the target.
+    within: a pattern that begins the names of its tensors, and is part of
+      them; what does not belongs to the target.
+  """
+
+  read: Callable[[Found], Heads]
+  kind: str
+  names: tables.Table
+  write: Callable[[Any], dict[str, Any]] | None = None
+  file: str = WEIGHTS
+  algorithm: str = ""
+  architectures: tuple[str, ...] = ()
+  sign: str = ""
+  prefix: str = ""
+  within: str = ""
+
+  @property
+  def in_target(self) -> bool:
+    """Whether it lies in the files of its target."""
+    return bool(self.prefix or self.within)
+
+  def known_by(self, config: Mapping[str, Any], tensors: Mapping[str, Any]
+               ) -> bool:
+    """Whether a configuration or the names of tensors are of this layout."""
+    algorithm = config.get("speculators_model_type")
+    if algorithm or self.algorithm:
+      return algorithm == self.algorithm
+    if (config.get("architectures") or [""])[0] in self.architectures:
+      return True
+    return bool(self.sign) and any(re.match(self.sign, x) for x in tensors)
+
+
+_dspark = functools.partial(readings.parallel, from_anchor=True)
+
+# By the names that `load_drafter` may be told. Of two that look alike the first
+# is taken.
+LAYOUTS = {
+    "medusa": Layout(
+        kind="medusa",
+        read=readings.medusa, names=tables.MEDUSA, write=writings.medusa,
+        file="medusa_lm_head.safetensors", sign=r"0\.0\.linear\."),
+    "medusa in its target": Layout(
+        kind="medusa",
+        read=readings.medusa, names=tables.MEDUSA, sign=r"medusa_head\.",
+        prefix="medusa_head."),
+    "hydra": Layout(
+        kind="hydra",
+        read=readings.hydra, names=tables.HYDRA, write=writings.hydra,
+        file="hydra_lm_head.safetensors", sign=r"hydra_mlp\."),
+    "eagle3 of speculators": Layout(
+        kind="eagle3",
+        read=readings.eagle3_speculators, names=tables.EAGLE_3_LAYERS,
+        write=writings.eagle3_speculators, algorithm="eagle3"),
+    "eagle3 of specforge": Layout(
+        kind="eagle3",
+        read=readings.specforge, names=tables.EAGLE_3,
+        write=writings.specforge, architectures=("LlamaForCausalLMEagle3",)),
+    "eagle3 of deepspec": Layout(
+        kind="eagle3",
+        read=readings.deepspec, names=tables.EAGLE_3_LAYERS,
+        write=writings.deepspec, architectures=("Qwen3Eagle3Model",)),
+    "eagle3": Layout(
+        kind="eagle3",
+        read=readings.safeailab, names=tables.EAGLE_3, write=writings.safeailab,
+        sign=r"midlayer\."),
+    "dspark of deepspec": Layout(
+        kind="parallel",
+        read=functools.partial(_dspark, nested=False), names=tables.PARALLEL,
+        write=writings.dspark_deepspec, architectures=("Qwen3DSparkModel",)),
+    "dspark of specforge": Layout(
+        kind="parallel",
+        read=functools.partial(_dspark, nested=True), names=tables.PARALLEL,
+        write=writings.dspark_specforge, architectures=("DSparkDraftModel",)),
+    "dspark of speculators": Layout(
+        kind="parallel",
+        read=functools.partial(
+            readings.parallel_speculators, from_anchor=True),
+        names=tables.PARALLEL, algorithm="dspark"),
+    "dflash": Layout(
+        kind="parallel",
+        read=functools.partial(
+            readings.parallel, from_anchor=False, nested=True),
+        names=tables.PARALLEL, write=writings.dflash,
+        architectures=("DFlashDraftModel",)),
+    "dflash of speculators": Layout(
+        kind="parallel",
+        read=functools.partial(
+            readings.parallel_speculators, from_anchor=False),
+        names=tables.PARALLEL, algorithm="dflash"),
+    "mtp of speculators": Layout(
+        kind="mtp",
+        read=readings.mtp_speculators, names=tables.MTP_SPECULATORS,
+        write=writings.mtp_speculators, algorithm="mtp"),
+    "mtp of qwen": Layout(
+        kind="mtp",
+        read=readings.mtp_qwen, names=tables.MTP_QWEN, sign=r"mtp\.fc\.",
+        within=r"mtp\."),
+    "mtp of deepseek": Layout(
+        kind="mtp",
+        read=readings.mtp_deepseek, names=tables.MTP_DEEPSEEK,
+        sign=r"model\.layers\.\d+\.eh_proj\.",
+        within=r"model\.layers\.{modules}\."),
+    "eagle1": Layout(
+        kind="eagle1",
+        read=readings.eagle1, names=tables.EAGLE_1, write=writings.eagle1,
+        sign=r"fc\.weight"),
+}

@@ -1,0 +1,327 @@
+"""From a published configuration, and what tensors there are, to heads.
+
+Where the two differ the tensors are trusted, unless what a key says outright
+contradicts them.
+"""
+
+from collections.abc import Callable
+import functools
+
+import numpy as np
+
+from specjax.models import heads as heads_lib
+from specjax.models.configuration import FINAL
+from specjax.models.heads import Heads
+from specjax.models.published.drafters.found import Found
+from specjax.models.published.keys import Keys
+
+_DEPTH = 5  # tokens of a draft where a file does not say
+_MARKOV = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
+
+
+def medusa(found: Found) -> Heads:
+  """Heads on the last hidden state; some uploaded configurations say 2 of 5."""
+  blocks = found.count(r"0\.(\d+)\.linear\.")
+  if not blocks:
+    found.shape("0.0.linear.weight")
+  heads = heads_lib.MedusaHeads(
+      heads=found.count(r"(\d+)\."), blocks=blocks,
+      width=found.columns("0.0.linear.weight"),
+      vocab_size=found.shape(f"0.{blocks}.weight")[0],
+      bias="0.0.linear.bias" in found.tensors)
+  _check_target(found, heads)
+  return heads
+
+
+def hydra(found: Found) -> Heads:
+  """Heads that read the drafted tokens: the kind "mlp" of Hydra."""
+  keys = found.keys()
+  for name in ("hydra_num_heads", "hydra_num_layers"):
+    keys(name)
+  for name, plain, otherwise in (
+      ("hydra_head_arch", "mlp", "mlp"), ("grounded_heads", True, False),
+      ("hidden_state_offset", 0, 0)):
+    if keys(name, otherwise) != plain:
+      found.fail(f"has {name} {keys(name, otherwise)!r}; specjax reads Hydra "
+                 f"heads with {name} {plain!r}")
+  keys.refuse_others()
+  rows, width = found.shape("hydra_mlp.0.0.linear.weight")
+  found.check("width", width, 2 * rows)
+  heads = heads_lib.HydraHeads(
+      heads=found.count(r"hydra_mlp\.(\d+)\."), width=rows,
+      blocks=found.count(r"hydra_mlp\.0\.(\d+)\."),
+      vocab_size=found.shape("hydra_lm_head.0.weight")[0])
+  _check_target(found, heads)
+  return heads
+
+
+def _check_target(found, heads):
+  found.check("width", heads.width, found.target.config.width)
+  found.check("vocab_size", heads.vocab_size, found.target.vocab_size)
+
+
+def _one_layer(found, keys):
+  """The fields of a feature layer that are its decoder layer's."""
+  fields = found.layer(keys)
+  if fields["layers"] != 1:
+    found.fail(f"has {fields['layers']} layers; a feature layer is one here: "
+               "take a drafter of one layer")
+  return fields | dict(target_width=found.target.config.width)
+
+
+def eagle1(found: Found) -> Heads:
+  """EAGLE-1 and 2: what the target's head reads, and no norm at either end."""
+  keys = found.keys()
+  fields = _one_layer(found, keys)
+  for name in ("qkv_bias", "eagle_fc_bias"):
+    keys(name)
+  bias = "fc.bias" in found.tensors
+  if keys("bias") is not None and bool(keys("bias")) != bias:
+    found.fail(f"has {keys('bias')!r} for bias and {'a' if bias else 'no'} "
+               "tensor fc.bias; correct the configuration")
+  keys.refuse_others()
+  return heads_lib.Eagle1Heads(
+      **fields, forecasts=_DEPTH, taps=(FINAL,), fusion_bias=bias,
+      own_embedding=found.own("embed_tokens.weight", "embedding"))
+
+
+def eagle3(found: Found, *, shift: int,
+           ids: Callable[[Keys], list[int] | None]) -> Heads:
+  """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
+
+  All feed back what was before the final norm; `norm_output` says there only
+  whether the head reads a normed state.
+
+  Args:
+    found: the files.
+    shift: what makes a tap of one of their layer ids.
+    ids: from the keys to the layer ids, if they name any.
+  """
+  keys = found.keys()
+  head_norm = keys("norm_output", True)
+  if not head_norm:
+    found.used.add("norm.weight")
+  given = ids(keys)
+  fields = _eagle3(found, keys, keys, given, shift)
+  keys.refuse_others()
+  return heads_lib.Eagle3Heads(
+      **fields, forecasts=_DEPTH, final_norm="own" if head_norm else None)
+
+
+def _eagle3(found, keys, outer, ids, shift):
+  """The fields that all EAGLE-3 files have in common."""
+  fields = _one_layer(found, keys)
+  norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
+                                  ) if outer(key)]
+  if len(norms) > 1:
+    found.fail("has both fc_norm and norm_before_fc; one of them is meant")
+  target = found.target.config
+  taps = heads_lib.Eagle3Heads.default_taps(target.layers) if ids is None else (
+      tuple(i + shift for i in ids))
+  columns = found.columns("fc.weight")
+  if columns != len(taps) * target.width:
+    found.fail(f"has {columns} columns in fc.weight; {len(taps)} hidden states "
+               f"of a target of width {target.width} have "
+               f"{len(taps) * target.width}: give the target that it was made "
+               "for")
+  _check_taps(found, taps)
+  return fields | dict(
+      taps=taps, entry_norm=norms[0] if norms else None,
+      ids=_ids(found, outer), own_embedding=found.own(
+          "embed_tokens.weight", "embedding"))
+
+
+def _check_taps(found, taps, normed=False):
+  """Refuses what the target has not, or not as the drafter was trained on."""
+  layers = found.target.config.layers
+  for tap in taps:
+    if tap not in range(layers + 1):
+      found.fail(f"reads the hidden state before layer {tap}; the target has "
+                 f"{layers} layers")
+    if normed and tap == layers:
+      found.fail(f"reads the output of layer {layers - 1}, the target's last, "
+                 "which transformers returns normed; specjax joins states "
+                 "before the final norm: take another drafter")
+
+
+def _ids(found, keys):
+  """The target's ids of a reduced vocabulary; () where it is the whole."""
+  size, whole = found.shape("lm_head.weight")[0], found.target.vocab_size
+  if keys.size("draft_vocab_size", size) != size:
+    found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
+               "rows in lm_head.weight; the two do not belong together")
+  found.used.update({"d2t", "t2d"})
+  if size == whole:
+    return ()
+  if "d2t" not in found.tensors:
+    found.fail(f"has no tensor d2t; without it nobody knows which {size} of "
+               f"the target's {whole} tokens it drafts: download it again")
+  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
+  ids = np.arange(len(offsets)) + offsets
+  if "t2d" in found.tensors:
+    known = np.flatnonzero(found.tensors["t2d"].read())
+    if not np.array_equal(known, ids):
+      # Some tools write the ids themselves.
+      if not np.array_equal(known, offsets):
+        found.fail("has tensors d2t and t2d that name different tokens; the "
+                   "two do not belong together")
+      ids = known
+  if len(ids) != size or (np.diff(ids) < 1).any() or not (
+      0 <= ids[0] and ids[-1] < whole):
+    found.fail(f"has in d2t the ids from {ids.min()} to {ids.max()} once row "
+               f"numbers are added; {size} of 0 to {whole - 1} in order are "
+               "needed: if it holds the ids themselves, subtract the row "
+               "numbers")
+  return tuple(ids.tolist())
+
+
+def eagle3_speculators(found: Found) -> Heads:
+  """EAGLE-3 and 3.1 of speculators, where `norm_output` says what is fed."""
+  outer = found.keys()
+  keys = found.keys(outer.mapping("transformer_layer_config"))
+  fields = _eagle3(found, keys, outer,
+                   outer("eagle_aux_hidden_state_layer_ids"), 0)
+  heads = heads_lib.Eagle3Heads(
+      **fields, forecasts=_steps(outer),
+      norm_before_residual=bool(outer("norm_before_residual")),
+      feed_normed=bool(outer("norm_output")))
+  for given in (keys, outer):
+    given.refuse_others()
+  return heads
+
+
+def _steps(keys):
+  """Tokens that speculators notes to be drafted."""
+  methods = keys.mapping("speculators_config").get("proposal_methods") or [{}]
+  return int(methods[0].get("speculative_tokens") or _DEPTH)
+
+
+def mtp_deepseek(found: Found) -> Heads:
+  """Modules after the target's layers, each with copies of its matrices.
+
+  Serving feeds the first one what the target's head reads. One module is used
+  again on its own output. More of them are chained, as DeepSeek trains them;
+  where each reads the target's state (MiMo-V2), set `chained=False` with
+  `dataclasses.replace`.
+  """
+  first = found.target.config.layers
+  modules = found.count(r"model\.layers\.(\d+)\.") - first
+  for i in range(first, first + modules):
+    found.copy(f"model.layers.{i}.embed_tokens.weight", "embedding")
+    found.copy(f"model.layers.{i}.shared_head.head.weight", "head")
+  return _mtp_of_target(found, modules, False)
+
+
+def mtp_qwen(found: Found) -> Heads:
+  """The module beside a Qwen3-Next, fed what its head reads."""
+  modules = found.count(r"mtp\.layers\.(\d+)\.")
+  if modules != 1:
+    found.fail(f"has {modules} modules with one final norm; specjax reads one "
+               "such module")
+  return _mtp_of_target(found, modules, True)
+
+
+def _mtp_of_target(found, modules, normed):
+  """Modules made as the target is, whose configuration has all other keys."""
+  keys, config = found.keys(), found.target.config
+  if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
+    found.fail("has attention with an output gate, which specjax does not "
+               "have; take a drafter without it")
+  fields = found.layer(keys)
+  found.check("width", fields["width"], config.width)
+  return heads_lib.MTPHeads(**fields | dict(
+      layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
+      reuse=modules == 1, feed_normed=normed))
+
+
+def mtp_speculators(found: Found) -> Heads:
+  """The one module of speculators, fed what its head reads."""
+  outer = found.keys()
+  keys = found.keys(outer.mapping("transformer_layer_config"))
+  fields = found.layer(keys)
+  for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
+    found.copy(f"{name}.weight", part)
+  outer("num_nextn_predict_layers")
+  for name in ("num_nextn_predict_layers", "layer_types"):
+    keys(name)
+  for given in (keys, outer):
+    given.refuse_others()
+  config = found.target.config
+  return heads_lib.MTPHeads(**fields | dict(
+      layers=1, target_width=config.width, forecasts=_steps(outer),
+      taps=(config.layers,), reuse=True, feed_normed=True))
+
+
+def parallel(found: Found, *, from_anchor: bool, nested: bool) -> Heads:
+  """DFlash of z-lab and SpecForge, DSpark of SpecForge and DeepSpec.
+
+  Their layer ids are those of outputs; `from_anchor` is their convention.
+  """
+  keys = found.keys()
+  inner = found.keys(keys.mapping("dflash_config")) if nested else keys
+  projector = inner("projector_type", "dspark" if from_anchor else "dflash")
+  if projector not in ("dflash", "dspark"):
+    found.fail(f"has projector_type {projector!r}; specjax reads dflash and "
+               "dspark")
+  ids = inner("target_layer_ids")
+  size = keys("block_size", inner("block_size"))
+  heads = _parallel(found, keys, inner, ids and [i + 1 for i in ids], size,
+                    from_anchor, True)
+  for given in (keys, inner):
+    given.refuse_others()
+  return heads
+
+
+def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
+  """DFlash and DSpark of speculators."""
+  outer = found.keys()
+  keys = found.keys(outer.mapping("transformer_layer_config"))
+  found.used.update({"d2t", "t2d"})
+  found.check("draft_vocab_size", outer.size("draft_vocab_size"),
+              found.target.vocab_size)
+  outer("sliding_window_non_causal")  # there are no windows
+  chosen = outer("sample_from_anchor")
+  heads = _parallel(
+      found, keys, outer, outer("aux_hidden_state_layer_ids"),
+      outer("block_size"), from_anchor if chosen is None else bool(chosen),
+      False)
+  for given in (keys, outer):
+    given.refuse_others()
+  return heads
+
+
+def _parallel(found, keys, own, taps, size, from_anchor, normed):
+  fields = found.layer(keys)
+  config = found.target.config
+  found.check("width", fields["width"], config.width)
+  for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
+    found.copy(f"{name}.weight", part)
+  if not taps:
+    found.fail("does not name the target's layers that it reads; put their "
+               "numbers into its configuration")
+  _check_taps(found, taps, normed)
+  rank = own("markov_rank", 0)
+  kind = own("markov_head_type", "vanilla")
+  if kind not in _MARKOV:
+    found.fail(f"has markov_head_type {kind!r}; specjax knows "
+               f"{', '.join(_MARKOV)}")
+  with_markov = own("confidence_head_with_markov")
+  confident = own("enable_confidence_head")
+  if confident is None:
+    confident = "confidence_head.proj.weight" in found.tensors
+  return heads_lib.ParallelHeads(**fields | dict(
+      block_size=size, taps=tuple(taps), from_anchor=from_anchor,
+      markov=_MARKOV[kind] if rank else "none", **(
+          dict(markov_rank=rank) if rank else {}),
+      confidence=("markov" if with_markov else "hidden") if confident
+      else "none", mask_token=own("mask_token_id"),
+      logit_softcap=config.logit_softcap,
+      embedding_scale=config.embedding_scale))
+
+
+safeailab = functools.partial(eagle3, shift=0, ids=lambda keys: None)
+specforge = functools.partial(
+    eagle3, shift=1, ids=lambda keys: keys.mapping("eagle_config").get(
+        "eagle_aux_hidden_state_layer_ids"))
+deepspec = functools.partial(
+    eagle3, shift=1, ids=lambda keys: keys("target_layer_ids"))

@@ -1,0 +1,547 @@
+"""Writes the recorded heads of published_drafters_test.py again.
+
+  pip install torch transformers pydantic
+  python tests/golden/make_drafters.py PUBLIC [case ...]
+
+PUBLIC holds clones of the public implementations:
+
+  Medusa (FasterDecoding) e2a5d20    Hydra (zankner) 3f39fbd
+  EAGLE (SafeAILab) cb7e084          SpecForge (sgl-project) a6b6b02
+  speculators (vllm-project) c05b95b dflash (z-lab) 44947fb
+  DeepSpec (deepseek-ai) afdfa7c
+
+Each case is a tiny random drafter in their layout, `config.json` and a
+safetensors file, and `expected.npz`: what it was given, and what their code
+computed in float32. The weights are numbers that float16 holds.
+
+No public code here has DeepSeek-V3's module; the case of its names is computed
+by the layer of speculators, which is the same but for what is fed back.
+"""
+
+import ast
+import importlib
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import shutil
+import sys
+import types
+import unittest.mock
+
+import numpy as np
+from safetensors.torch import save_file
+import torch
+from torch import nn
+import transformers
+from transformers.cache_utils import DynamicCache
+
+_HERE = pathlib.Path(__file__).parent / "drafters"
+_ROWS, _STEPS, _VOCAB, _WIDTH = 9, 2, 48, 16
+_LAYERS = 12  # of the target
+_USED = np.sort(np.random.default_rng(5).permutation(_VOCAB)[:20])
+_UNUSED = ("loguru", "openai", "datasets", "hs_connectors")
+_LLAMA = dict(
+    vocab_size=_VOCAB, hidden_size=_WIDTH, intermediate_size=24,
+    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, rms_norm_eps=2.0**-17, hidden_act="silu",
+    bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
+    model_type="llama", torch_dtype="float16", use_cache=True)
+_QWEN = _LLAMA | dict(
+    head_dim=8, num_hidden_layers=2, attention_bias=False, model_type="qwen3",
+    rope_theta=100.0, num_target_layers=_LAYERS, pad_token_id=None,
+    layer_types=["full_attention"] * 2, rope_scaling=None,
+    sliding_window=None, use_sliding_window=False, max_window_layers=2)
+
+
+def _bare(root, package):
+  """Packages of a repository, without what their `__init__` imports."""
+  parts = package.split(".")
+  for n in range(1, len(parts) + 1):
+    name = ".".join(parts[:n])
+    module = types.ModuleType(name)
+    module.__path__ = [str(root.joinpath(*parts[:n]))]
+    sys.modules[name] = module
+
+
+def _stub(name, **attributes):
+  sys.modules[name] = types.ModuleType(name)
+  vars(sys.modules[name]).update(attributes)
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  """Stands in for packages that are imported and not used here."""
+
+  def find_spec(self, name, path, target=None):
+    if name.split(".")[0] in _UNUSED:
+      return importlib.util.spec_from_loader(name, self, is_package=True)
+
+  def create_module(self, spec):
+    module = types.ModuleType(spec.name)
+    module.__getattr__ = lambda name: unittest.mock.MagicMock()
+    return module
+
+  def exec_module(self, module):
+    pass
+
+
+def _file(path):
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _classes(path, names, **scope):
+  """Classes of a file whose imports are not to be had."""
+  tree = ast.parse(path.read_text("utf-8"))
+  tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
+  exec(compile(tree, str(path), "exec"), scope)  # pylint: disable=exec-used
+  return [scope[name] for name in names]
+
+
+@torch.no_grad()
+def _randomise(module, seed):
+  """Weights so large that every part counts."""
+  generator = torch.Generator().manual_seed(seed)
+  for name, x in module.state_dict().items():
+    if not x.is_floating_point():
+      continue
+    noise = torch.randn(x.shape, generator=generator)
+    if x.ndim == 1:
+      noise = 0.3 * noise + ("norm" in name and name.endswith("weight"))
+    elif "embed" not in name and "markov_w1" not in name:
+      noise = 1.6 * noise * x.shape[1]**-0.5
+    x.copy_(noise.half().float())
+  return module.eval()
+
+
+def _draw(seed, *shape):
+  generator = torch.Generator().manual_seed(seed)
+  return torch.randn(*shape, generator=generator).half().float()
+
+
+def _tokens(seed, size):
+  return torch.tensor(np.random.default_rng(seed).integers(3, _VOCAB, size))
+
+
+def _embedding(seed, model=None):
+  """The target's: that which the drafter holds, if it does."""
+  if model is not None:
+    return model.embed_tokens.weight.detach()
+  return _draw(seed, _VOCAB, _WIDTH)
+
+
+def _offsets():
+  """`d2t` and `t2d` of the reduced vocabulary."""
+  t2d = torch.zeros(_VOCAB, dtype=torch.bool)
+  t2d[torch.tensor(_USED)] = True
+  return torch.tensor(_USED - np.arange(len(_USED))), t2d
+
+
+@torch.no_grad()
+def _steps(run, features, tokens):
+  """States of the rows, and then of steps that read their own."""
+  states, past = run(features[None], tokens[None, :_ROWS], None)
+  found = [states[0]]
+  for i in range(_STEPS):
+    states, past = run(states[:, -1:], tokens[None, _ROWS + i:][:, :1], past)
+    found.append(states[0])
+  return torch.cat(found)
+
+
+def _medusa(public, layers, full):
+  """Heads alone, and with the names that a whole model puts before them."""
+  [block] = _classes(public / "Medusa/medusa/model/medusa_model.py",
+                     ["ResBlock"], nn=nn, torch=torch)
+  heads = _randomise(nn.ModuleList([
+      nn.Sequential(*([block(_WIDTH)] * layers),
+                    nn.Linear(_WIDTH, _VOCAB, bias=False))
+      for _ in range(5)]), 1)
+  hidden = _draw(2, _ROWS, _WIDTH)
+  with torch.no_grad():
+    logits = torch.stack([head(hidden) for head in heads])
+  # What was uploaded says 2 heads; the repository reads 5 all the same.
+  config = dict(medusa_num_heads=2, medusa_num_layers=layers,
+                base_model_name_or_path="lmsys/vicuna-7b-v1.3",
+                transformers_version="4.31.0")
+  weights = dict(heads.state_dict())
+  if full:
+    config = _LLAMA | dict(
+        architectures=["MedusaLlamaForCausalLM"], medusa_num_heads=5,
+        medusa_num_layers=layers)
+    weights = {f"medusa_head.{name}": x for name, x in weights.items()}
+    weights["model.embed_tokens.weight"] = _embedding(3)
+  return config, weights, dict(hidden=hidden, logits=logits), (
+      "model.safetensors" if full else "medusa_lm_head.safetensors")
+
+
+def _hydra(public, layers):
+  mlp_head = _file(public / "Hydra/hydra/model/hydra_heads/mlp_head.py")
+  embedding = _embedding(4)
+  heads = _randomise(mlp_head.HydraMLP(
+      layers, 4, True, lambda ids: embedding[ids],
+      types.SimpleNamespace(hidden_size=_WIDTH, vocab_size=_VOCAB)), 5)
+  hidden, tokens = _draw(6, _ROWS, _WIDTH), _tokens(7, _ROWS)
+  with torch.no_grad():
+    logits, _ = heads(hidden[None], tokens[None])
+  config = dict(hydra_num_heads=4, hydra_num_layers=layers,
+                hydra_head_arch="mlp", grounded_heads=True,
+                hidden_state_offset=0, transformers_version="4.31.0",
+                base_model_name_or_path="lmsys/vicuna-7b-v1.3")
+  return config, heads.state_dict(), dict(
+      hidden=hidden, tokens=tokens, embedding=embedding,
+      logits=torch.cat(logits)), "hydra_lm_head.safetensors"
+
+
+def _eagle_module(public, name):
+  _bare(public / "EAGLE", "eagle.model")
+  return importlib.import_module(f"eagle.model.{name}")
+
+
+def _eagle_config(config):
+  """As the transformers of its time made it of such a file."""
+  heads = config["num_attention_heads"]
+  return types.SimpleNamespace(**{
+      "num_key_value_heads": heads, "rope_scaling": None, "pretraining_tp": 1,
+      **config})
+
+
+def _eagle1(public, bias):
+  cnets = _eagle_module(public, "cnets1")
+  config = _LLAMA | dict(architectures=["LlamaForCausalLM"])
+  del config["num_key_value_heads"]
+  if not bias:
+    config |= dict(bias=False, num_key_value_heads=2, rope_theta=100.0)
+  model = _randomise(cnets.Model(_eagle_config(config), bias=bias), 10)
+  features, tokens = _draw(11, _ROWS, _WIDTH), _tokens(12, _ROWS + _STEPS)
+  hidden = _steps(lambda features, tokens, past: model(
+      features, tokens, past_key_values=past, use_cache=True), features, tokens)
+  head = _draw(13, _VOCAB, _WIDTH)
+  weights = dict(model.state_dict())
+  if not bias:  # some files leave the target's embedding out
+    del weights["embed_tokens.weight"]
+  return config, weights, dict(
+      features=features, tokens=tokens, hidden=hidden, logits=hidden @ head.T,
+      embedding=_embedding(14, model), head=head), "model.safetensors"
+
+
+def _eagle3(public):
+  cnets = _eagle_module(public, "cnets")
+  config = _LLAMA | dict(architectures=["LlamaForCausalLM"],
+                         draft_vocab_size=len(_USED))
+  model = _randomise(cnets.Model(_eagle_config(config)), 20)
+  model.d2t[:], model.t2d[:] = _offsets()
+  features = _draw(21, _ROWS, 3 * _WIDTH)
+  tokens = _tokens(22, _ROWS + _STEPS)
+  hidden = _steps(lambda features, tokens, past: model(
+      features, tokens, past_key_values=past, use_cache=True), features, tokens)
+  with torch.no_grad():
+    logits = model.lm_head(model.norm(hidden))
+  weights = dict(model.state_dict())
+  del weights["embed_tokens.weight"]
+  return config, weights, dict(
+      features=features, tokens=tokens, hidden=hidden, logits=logits,
+      embedding=_embedding(23, model)), "model.safetensors"
+
+
+@torch.no_grad()
+def _specforge(public):
+  """EAGLE-3.1: normed taps, the whole vocabulary, as it is trained."""
+  torch.compile = lambda *args, **kwargs: lambda function: function
+  _bare(public / "SpecForge", "specforge.modeling.draft")
+  _stub("specforge.utils", print_with_rank=print)
+  _stub("specforge.distributed", get_sp_ring_group=None,
+        get_sp_ulysses_group=None)
+  module = importlib.import_module("specforge.modeling.draft.llama3_eagle")
+  config = _LLAMA | dict(
+      architectures=["LlamaForCausalLMEagle3"], head_dim=8, rope_theta=100.0,
+      draft_vocab_size=_VOCAB, fc_norm=True, norm_output=True,
+      eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 5, 8]))
+  given = transformers.LlamaConfig(**config)
+  model = _randomise(module.LlamaForCausalLMEagle3(given), 30)
+  size = _ROWS + _STEPS
+  features, tokens = _draw(31, size, 3 * _WIDTH), _tokens(32, size)
+  mask = module.prepare_decoder_attention_mask(
+      torch.ones(1, size, dtype=torch.bool), (1, size), features[None], 0)
+  cache, states, ids = [[], []], model.project_hidden_states(features[None]), (
+      tokens[None])
+  every, logits = [], []
+  for _ in range(1 + _STEPS):
+    states = model.backbone(
+        input_embeds=model.embed_input_ids(ids), hidden_states=states,
+        cache_hidden=cache, attention_mask=mask,
+        position_ids=torch.arange(size)[None], use_cache=True)
+    every.append(states[0])
+    logits.append(model.compute_logits(states)[0])
+    ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+  weights = {name: x for name, x in model.state_dict().items()
+             if name not in ("d2t", "t2d")}
+  chain = lambda rows: torch.cat(
+      [rows[0][:_ROWS], *(row[_ROWS - 1:_ROWS] for row in rows[1:])])
+  return config, weights, dict(
+      features=features[:_ROWS], tokens=tokens, hidden=chain(every),
+      logits=chain(logits), embedding=_embedding(33, model),
+      all_features=features, all_logits=torch.stack(logits)), (
+          "model.safetensors")
+
+
+def _deepspec(public):
+  """EAGLE-3 of five taps, with a copy of the embedding."""
+  if str(public / "DeepSpec") not in sys.path:
+    sys.path.insert(0, str(public / "DeepSpec"))
+  from deepspec.modeling.eagle3.qwen3.modeling import Qwen3Eagle3Model
+  config = _QWEN | dict(
+      architectures=["Qwen3Eagle3Model"], num_hidden_layers=1, ttt_length=7,
+      layer_types=["full_attention"], draft_num_hidden_layers=1,
+      target_layer_ids=[1, 3, 5, 7, 9], step_loss_decay=0.8)
+  model = _randomise(Qwen3Eagle3Model(transformers.Qwen3Config(
+      **config, attn_implementation="sdpa")), 80)
+
+  def run(states, tokens, past):
+    past = DynamicCache() if past is None else past
+    seen = past.get_seq_length()
+    return model(
+        hidden_states=states, input_ids=tokens, past_key_values=past,
+        position_ids=torch.arange(seen, seen + tokens.shape[1])[None]), past
+
+  features = _draw(81, _ROWS, 5 * _WIDTH)
+  tokens = _tokens(82, _ROWS + _STEPS)
+  hidden = _steps(run, features, tokens)
+  with torch.no_grad():
+    logits = model.compute_logits(hidden)
+  return config, model.state_dict(), dict(
+      features=features, tokens=tokens, hidden=hidden, logits=logits,
+      embedding=_embedding(83, model)), "model.safetensors"
+
+
+def _speculators(public):
+  """Their package, which imports more than its models need."""
+  root = public / "speculators/src"
+  if str(root) not in sys.path:
+    sys.path.insert(0, str(root))
+    sys.meta_path.append(_Absent())
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: (
+        "0" if name == "speculators" else version(name))
+
+
+def _speculators_config(config, algorithm):
+  from speculators.config import SpeculatorsConfig
+  from speculators.config import VerifierConfig
+  from speculators.proposals.greedy import GreedyTokenProposalConfig
+  return dict(
+      transformer_layer_config=config, speculators_config=SpeculatorsConfig(
+          algorithm=algorithm, default_proposal_method="greedy",
+          proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+          verifier=VerifierConfig(name_or_path=None, architectures=[])))
+
+
+@torch.no_grad()
+def _speculators_eagle3(public):
+  _speculators(public)
+  from speculators.models.eagle3 import Eagle3SpeculatorConfig
+  from speculators.models.eagle3.core import Eagle3DraftModel
+  # Their eager attention adds a mask of booleans to the scores in later steps.
+  layer = transformers.LlamaConfig(
+      **_LLAMA | dict(head_dim=8, attn_implementation="sdpa"))
+  config = Eagle3SpeculatorConfig(
+      **_speculators_config(layer, "eagle3"), draft_vocab_size=len(_USED),
+      norm_before_residual=True, norm_before_fc=True, norm_output=True,
+      eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+  model = Eagle3DraftModel(config)
+  _randomise(model, 40)
+  d2t, t2d = _offsets()
+  model.load_vocab_mappings(t2d, d2t)
+  size = _ROWS + _STEPS
+  features, tokens = _draw(41, size, 3 * _WIDTH), _tokens(42, size)
+  seen = []
+  model.lm_head.register_forward_hook(
+      lambda _, given, logits: seen.append((given[0][0], logits[0])))
+  model(features[None], tokens[None],
+        torch.zeros(1, size, dtype=torch.long), ttt_steps=1 + _STEPS)
+  chain = lambda k: torch.cat([seen[0][k][:_ROWS], *(
+      row[k][_ROWS - 1:_ROWS] for row in seen[1:])])
+  weights = {name: x for name, x in model.state_dict().items()
+             if not name.startswith("verifier_")}
+  return json.loads(config.to_json_string()), weights, dict(
+      features=features[:_ROWS], tokens=tokens, hidden=chain(0),
+      logits=chain(1), embedding=_embedding(43, model)), "model.safetensors"
+
+
+_DEEPSEEK = {
+    "token_layernorm": "enorm", "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+_QWEN_NEXT = {
+    "token_layernorm": "mtp.pre_fc_norm_embedding", "input_proj": "mtp.fc",
+    "hidden_layernorm": "mtp.pre_fc_norm_hidden", "final_layernorm": "mtp.norm"}
+
+
+@torch.no_grad()
+def _mtp(public, kind):
+  """A module for multi-token prediction, with the names of three makers."""
+  _speculators(public)
+  from speculators.models.mtp import MTPSpeculatorConfig
+  from speculators.models.mtp.core import MTPDraftModel
+  plain = _QWEN | dict(num_hidden_layers=1, layer_types=["full_attention"])
+  del plain["num_target_layers"]
+  config = MTPSpeculatorConfig(**_speculators_config(
+      transformers.Qwen3Config(**plain, attn_implementation="eager"), "mtp"))
+  model = _randomise(MTPDraftModel(config), 50)
+  [layer], made = model.mtp_layers, []
+  layer.final_layernorm.register_forward_hook(
+      lambda _, given, normed: made.append((given[0], normed)))
+
+  def run(states, tokens, past):
+    past = DynamicCache() if past is None else past
+    seen, rows = past.get_seq_length(), tokens.shape[1]
+    at = torch.arange(seen, seen + rows)[None]
+    hidden = torch.full((rows, rows), -torch.inf).triu(1)
+    layer(hidden_states=states, token_embeddings=model.embed_tokens(tokens),
+          attention_mask=hidden[None, None] if rows > 1 else None,
+          position_ids=at, position_embeddings=model.rotary_emb(states, at),
+          past_key_values=past)
+    return made[-1][kind != "deepseek"], past
+
+  features, tokens = _draw(51, _ROWS, _WIDTH), _tokens(52, _ROWS + _STEPS)
+  hidden = _steps(run, features, tokens)
+  logits = torch.cat([model.lm_head(normed[0]) for _, normed in made])
+  weights, names = {}, {"deepseek": _DEEPSEEK, "qwen": _QWEN_NEXT}.get(kind)
+  for name, x in layer.state_dict().items():
+    module, _, rest = name.partition(".")
+    if kind == "deepseek":
+      name = f"model.layers.{_LAYERS}.{names.get(module, module)}.{rest}"
+    elif kind == "qwen":
+      name = (f"{names[module]}.{rest}" if module in names
+              else f"mtp.layers.0.{name}")
+    else:
+      name = f"mtp_layers.0.{name}"
+    weights[name] = x
+  whole = plain | dict(num_hidden_layers=_LAYERS, num_nextn_predict_layers=1,
+                       layer_types=["full_attention"] * _LAYERS)
+  if kind == "deepseek":
+    copies = {"embed_tokens": model.embed_tokens, "shared_head.head": (
+        model.lm_head)}
+    weights |= {f"model.layers.{_LAYERS}.{name}.weight": module.weight
+                for name, module in copies.items()}
+  if kind != "speculators":  # modules lie in the target's own files
+    weights["model.norm.weight"] = torch.ones(_WIDTH)
+  config = json.loads(config.to_json_string()) if kind == "speculators" else (
+      whole)
+  return config, weights, dict(
+      features=features, tokens=tokens, hidden=hidden, logits=logits,
+      embedding=_embedding(53, model), head=model.lm_head.weight), (
+          "model.safetensors")
+
+
+@torch.no_grad()
+def _dflash(public):
+  module = _file(public / "dflash/dflash/model.py")
+  size = 6
+  config = _QWEN | dict(
+      architectures=["DFlashDraftModel"], block_size=size,
+      auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+      dflash_config=dict(mask_token_id=40, target_layer_ids=[1, 5, 8]))
+  model = _randomise(module.DFlashDraftModel(transformers.Qwen3Config(
+      **config, attn_implementation="eager")), 60)
+  features = _draw(61, _ROWS, 3 * _WIDTH)
+  embedding, head = _embedding(62), _draw(63, _VOCAB, _WIDTH)
+  anchor = _tokens(64, 1)
+  block = torch.cat([anchor, torch.full((size - 1,), 40)])
+  hidden = model(
+      position_ids=torch.arange(_ROWS + size)[None],
+      noise_embedding=embedding[block][None], target_hidden=features[None])[0]
+  return config, model.state_dict(), dict(
+      features=features, anchor=anchor, hidden=hidden, logits=hidden @ head.T,
+      embedding=embedding, head=head), "model.safetensors"
+
+
+@torch.no_grad()
+def _dspark(public, kind):
+  """DeepSpec's files hold embedding and head, SpecForge's do not."""
+  size = 5
+  head = dict(markov_rank=4, markov_head_type="vanilla",
+              enable_confidence_head=True, confidence_head_with_markov=True)
+  if kind == "deepspec":
+    sys.path.insert(0, str(public / "DeepSpec"))
+    from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
+    config = _QWEN | head | dict(
+        architectures=["Qwen3DSparkModel"], block_size=size, num_anchors=512,
+        mask_token_id=40, target_layer_ids=[1, 5, 8])
+    make = Qwen3DSparkModel
+  else:
+    _bare(public / "SpecForge", "specforge.modeling.draft")
+    make = importlib.import_module(
+        "specforge.modeling.draft.dspark").DSparkDraftModel
+    config = _QWEN | dict(
+        architectures=["DSparkDraftModel"], block_size=size,
+        auto_map={"AutoModel": "dspark.DSparkDraftModel"}, dflash_config=dict(
+            attention_mode="gqa", projector_type="dspark", mask_token_id=40,
+            target_layer_ids=[1, 5, 8], confidence_head_alpha=1.0,
+            **head | dict(markov_head_type=kind)))
+  model = _randomise(make(transformers.Qwen3Config(
+      **config, attn_implementation="eager")), 70)
+  features, anchor = _draw(71, _ROWS, 3 * _WIDTH), _tokens(72, 1)
+  own = kind == "deepspec"
+  embedding = _embedding(73, model if own else None)
+  output = model.lm_head.weight if own else _draw(74, _VOCAB, _WIDTH)
+  block = torch.cat([anchor, torch.full((size - 1,), 40)])
+  given = dict(position_ids=torch.arange(_ROWS + size)[None],
+               noise_embedding=embedding[block][None])
+  hidden = (model._forward_backbone(
+      target_hidden_states=features[None], **given) if own else model(
+          target_hidden=features[None], **given))
+  base = hidden @ output.T
+  tokens, logits = model.markov_head.sample_block_tokens(
+      base, first_prev_token_ids=anchor, hidden_states=hidden)
+  before = torch.cat([anchor[None], tokens[:, :-1]], dim=1)
+  confidence = (model.predict_confidence_step if own else
+                model.predict_confidence)(hidden, prev_token_ids=before)
+  return config, model.state_dict(), dict(
+      features=features, anchor=anchor, hidden=hidden[0], base=base[0],
+      drafted=tokens[0], logits=logits[0], confidence=confidence[0],
+      embedding=embedding, head=output), "model.safetensors"
+
+
+CASES = {
+    "medusa": lambda public: _medusa(public, 1, False),
+    "medusa_shared_blocks": lambda public: _medusa(public, 2, True),
+    "hydra": lambda public: _hydra(public, 1),
+    "hydra_shared_blocks": lambda public: _hydra(public, 3),
+    "eagle1": lambda public: _eagle1(public, True),
+    "eagle1_plain": lambda public: _eagle1(public, False),
+    "eagle3": _eagle3,
+    "eagle3_specforge": _specforge,
+    "eagle3_speculators": _speculators_eagle3,
+    "eagle3_deepspec": _deepspec,
+    "mtp_deepseek": lambda public: _mtp(public, "deepseek"),
+    "mtp_qwen": lambda public: _mtp(public, "qwen"),
+    "mtp_speculators": lambda public: _mtp(public, "speculators"),
+    "dflash": _dflash,
+    "dspark": lambda public: _dspark(public, "deepspec"),
+    "dspark_gated": lambda public: _dspark(public, "gated"),
+    "dspark_rnn": lambda public: _dspark(public, "rnn"),
+}
+
+
+def main():
+  public, *wanted = sys.argv[1:]
+  torch.set_num_threads(1)
+  for name in wanted or CASES:
+    config, weights, expected, file = CASES[name](pathlib.Path(public))
+    directory = _HERE / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(
+        json.dumps(config, indent=1) + "\n")
+    save_file({key: (x.half() if x.is_floating_point() else x).clone()
+               for key, x in weights.items()}, directory / file,
+              metadata={"format": "pt"})
+    np.savez_compressed(directory / "expected.npz", **{
+        key: x.detach().numpy() for key, x in expected.items()})
+    print(name, {key: tuple(x.shape) for key, x in expected.items()})
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,401 @@
+"""Published drafters compute here what they compute where they come from.
+
+The recorded drafters and activations are those of golden/make_drafters.py.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+import sys
+
+from golden.recorded import GOLDEN
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from scripts import ROOT
+
+import specjax as sj
+from specjax.models import export_drafter
+from specjax.models import load_drafter
+from specjax.models.published.drafters import drafter_layout
+from specjax.models.published.drafters import LAYOUTS
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import models  # noqa: E402
+
+_DRAFTERS = GOLDEN / "drafters"
+CASES = sorted(path.parent.name for path in _DRAFTERS.glob("*/expected.npz"))
+_ROWS, _LAYERS = 9, 12
+_TARGET = sj.models.Transformer(sj.models.TransformerConfig(
+    vocab_size=48, width=16, layers=_LAYERS, heads=4, kv_heads=2, head_dim=8,
+    mlp_width=24, context_length=64))
+_FEATURES = [name for name in CASES if name.startswith(("eagle", "mtp"))]
+_PARALLEL = [name for name in CASES if name.startswith("d")]
+
+
+def _expected(name):
+  return dict(np.load(_DRAFTERS / name / "expected.npz"))
+
+
+def _of_target(expected):
+  """What a drafter reads of its target's parameters."""
+  return {"embedding": expected["embedding"],
+          "head": expected.get("head", expected["embedding"]).T}
+
+
+@functools.cache
+def _loaded(name, known=False):
+  """A recorded drafter; `known`: with the target's parameters."""
+  return load_drafter(
+      _DRAFTERS / name, _TARGET, _of_target(_expected(name)) if known else None,
+      dtype=jnp.float32)
+
+
+def _close(found, wanted):
+  np.testing.assert_allclose(found, wanted, rtol=1e-5,
+                             atol=1e-5 * np.abs(wanted).max())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _chain(heads, params, target, features, tokens):
+  """States and logits of the rows, and of steps that read their own."""
+  hidden, keys, found = heads.enter(params, features[None]), None, []
+  start = 0
+  while start < len(tokens):
+    size = hidden.shape[1]
+    seen = None if keys is None else jnp.ones((1, 1, start + 1), bool)
+    out = heads.step(
+        params, target, hidden, tokens[None, start:start + size],
+        positions=start + jnp.arange(size)[None], keys=keys, visible=seen)
+    found.append((out.hidden[0], heads.logits(params, target, out.read)[0]))
+    hidden, keys, start = out.hidden[:, -1:], out.keys, start + size
+  return [jnp.concatenate(rows) for rows in zip(*found)]
+
+
+@pytest.mark.parametrize("name", _FEATURES)
+def test_feature_layers_as_published(name):
+  # Broken: an EAGLE or MTP checkpoint drafts other tokens here than there, at
+  # its first step or where it reads its own states: norms, fusion, the order
+  # of embedding and state, what is fed back, or the reduced head.
+  expected = _expected(name)
+  heads, params = _loaded(name, known=True)
+  hidden, logits = _chain(heads, params, _of_target(expected),
+                          expected["features"], expected["tokens"])
+  _close(hidden, expected["hidden"])
+  _close(logits, expected["logits"])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _block(heads, params, target, features, anchor, before):
+  cache = heads.init_cache(params, 1, 32)
+  cache = heads.with_context(
+      params, cache, heads.context(params, features[None]),
+      jnp.arange(_ROWS)[None])
+  cache = cache.rollback(jnp.array([_ROWS]))
+  hidden = heads.block(params, target, anchor, cache)
+  logits, bias, sure = heads.logits(target, hidden), 0.0, 0.0
+  if heads.markov != "none":
+    bias = heads.coupled(params, hidden, before[None])
+  if heads.confidence != "none":
+    sure = heads.confidences(params, hidden, before[None])
+  return hidden, logits, logits + bias, sure
+
+
+@pytest.mark.parametrize("name", _PARALLEL)
+def test_block_drafters_as_published(name):
+  # Broken: DFlash or DSpark reads the wrong layers, slots or positions, or its
+  # Markov or confidence head computes something else.
+  expected = _expected(name)
+  heads, params = _loaded(name, known=True)
+  skip = not heads.from_anchor
+  drafted = expected.get("drafted", np.zeros(heads.num_forecasts, np.int64))
+  before = np.append(expected["anchor"], drafted[:-1])
+  hidden, base, logits, sure = _block(
+      heads, params, _of_target(expected), expected["features"],
+      expected["anchor"], before)
+  _close(hidden[0], expected["hidden"][skip:])
+  _close(base[0], expected.get("base", expected["logits"])[skip:])
+  _close(logits[0], expected["logits"][skip:])
+  if "confidence" in expected:
+    _close(sure[0], expected["confidence"])
+  assert heads.taps == (2, 6, 9)
+
+
+def test_medusa_as_published():
+  # Broken: a head's bias or its second block is lost, or heads are swapped;
+  # a configuration that says 2 heads hides the 5 that the file has; names with
+  # the prefix of a whole model are not found.
+  for name, blocks in (("medusa", 1), ("medusa_shared_blocks", 2)):
+    expected = _expected(name)
+    heads, params = _loaded(name)
+    assert (heads.heads, heads.blocks, heads.bias) == (5, blocks, True)
+    logits = heads(params, expected["hidden"], None)
+    _close(np.moveaxis(logits, 1, 0), expected["logits"])
+  config = json.loads((_DRAFTERS / "medusa" / "config.json").read_text())
+  assert config["medusa_num_heads"] == 2
+
+
+def test_hydra_as_published():
+  # Broken: a head reads the embeddings in another order, or others of them.
+  for name, blocks in (("hydra", 1), ("hydra_shared_blocks", 3)):
+    expected = _expected(name)
+    heads, params = _loaded(name)
+    assert (heads.heads, heads.blocks) == (4, blocks)
+    embedded = expected["embedding"][expected["tokens"]]
+    read = [expected["hidden"]]
+    for k in range(heads.heads):
+      read.append(np.roll(embedded, -(k + 1), axis=0))
+      _close(heads.head(params, np.concatenate(read, -1)),
+             expected["logits"][k])
+
+
+@pytest.fixture(name="changed")
+def _changed(tmp_path):
+  """A recorded drafter with other keys or tensors, loaded for a target."""
+  def changed(name, tensors=None, target=_TARGET, known=None, drop=(), **keys):
+    directory = tmp_path / name
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(_DRAFTERS / name, directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({k: v for k, v in config.items()
+                                if k not in drop}))
+    [weights] = directory.glob("*.safetensors")
+    held = safetensors.numpy.load_file(weights) | (tensors or {})
+    safetensors.numpy.save_file(
+        {k: v for k, v in held.items() if k not in drop}, weights)
+    return load_drafter(directory, target, known)
+
+  return changed
+
+
+def test_numbers_of_layers(changed):
+  # Broken: an EAGLE-3 or DFlash drafter reads the state one layer off, since
+  # some projects count inputs of layers and others outputs.
+  taps = {name: _loaded(name)[0].taps for name in (*_FEATURES, *_PARALLEL)}
+  assert taps["eagle1"] == ("final",)
+  assert taps["eagle3"] == (2, _LAYERS // 2, _LAYERS - 3)
+  for name, there in (("eagle3_specforge", [1, 5, 8]),
+                      ("eagle3_speculators", [2, 6, 9]),
+                      ("dflash", [1, 5, 8]), ("dspark", [1, 5, 8])):
+    text = (_DRAFTERS / name / "config.json").read_text()
+    assert re.search(r"layer_ids\":\s*\[\s*" + r",\s*".join(map(str, there)),
+                     text)
+    assert taps[name] == (2, 6, 9)
+  # Unsaid: the middle of SpecForge's is one lower, as a number, and the same.
+  assert changed("eagle3_specforge", drop=("eagle_config",))[0].taps == (
+      2, 6, 9)
+  # DFlash would read the last layer's output normed; EAGLE-3 as it is.
+  last = [1, 5, _LAYERS - 1]
+  assert changed("eagle3_specforge", eagle_config=dict(
+      eagle_aux_hidden_state_layer_ids=last))[0].taps == (2, 6, _LAYERS)
+  with pytest.raises(ValueError, match="output of layer 11, the target's last"):
+    changed("dflash", dflash_config=dict(mask_token_id=40,
+                                         target_layer_ids=last))
+
+
+def test_two_meanings_of_norm_output(changed):
+  # Broken: SpecForge's heads are fed normed states, speculators' are not, or a
+  # head that reads no norm gets one.
+  assert _loaded("eagle3_speculators")[0].feed_normed
+  assert not changed("eagle3_speculators", norm_output=False)[0].feed_normed
+  heads = _loaded("eagle3_specforge")[0]
+  assert not heads.feed_normed and heads.final_norm == "own"
+  heads, params = changed("eagle3_specforge", norm_output=False)
+  assert not heads.feed_normed and heads.final_norm is None
+  assert "final_norm" not in params["module_0"]
+
+
+def test_bias_of_the_fusion(changed):
+  # Broken: EAGLE-1 gains or loses the bias of its fusion.
+  assert _loaded("eagle1")[0].fusion_bias
+  assert not _loaded("eagle1_plain")[0].fusion_bias
+  heads, _ = changed("eagle1_plain", drop=("bias",))  # the tensors decide
+  assert not heads.fusion_bias
+  with pytest.raises(ValueError, match="has False for bias and a tensor fc"):
+    changed("eagle1", bias=False)
+
+
+def test_reduced_vocabularies(changed):
+  # Broken: offsets are taken for ids, or ids for offsets, so that drafts are
+  # of other tokens; or a whole vocabulary without a map is refused.
+  ids = _loaded("eagle3")[0].ids
+  file = _DRAFTERS / "eagle3" / "model.safetensors"
+  held = safetensors.numpy.load_file(file)
+  known = np.flatnonzero(held["t2d"])
+  assert ids == tuple(known) and len(ids) == 20 < _TARGET.vocab_size
+  assert ids == tuple(np.arange(20) + held["d2t"])
+  assert _loaded("eagle3_specforge")[0].ids == ()
+  assert changed("eagle3", {"d2t": known})[0].ids == ids  # t2d tells
+  assert changed("eagle3", drop=("t2d",))[0].ids == ids
+  every = {"d2t": np.zeros(48, np.int64), "t2d": np.ones(48, bool)}
+  assert changed("eagle3_specforge", every)[0].ids == ()
+  for message, tensors, drop in (
+      ("has in d2t the ids from", {"d2t": known}, ("t2d",)),
+      ("d2t and t2d that name different", {"d2t": held["d2t"] + 1}, ()),
+      ("has no tensor d2t", None, ("d2t",))):
+    with pytest.raises(ValueError, match=message):
+      changed("eagle3", tensors, drop=drop)
+
+
+def test_embeddings_beside_a_drafter(changed):
+  # Broken: a copy of the target's embedding takes its memory again, or another
+  # embedding than the target's is thrown away.
+  expected = _expected("eagle1")
+  target = _of_target(expected)
+  assert "embedding" not in _loaded("eagle1", known=True)[1]
+  heads, params = _loaded("eagle1")  # nobody knows whether it is a copy
+  assert heads.own_embedding
+  np.testing.assert_array_equal(params["embedding"], expected["embedding"])
+  other = target | {"embedding": target["embedding"] + 1}
+  assert changed("eagle1", known=other)[0].own_embedding
+  assert not _loaded("eagle1_plain")[0].own_embedding  # the file has none
+  with pytest.raises(ValueError, match="embed_tokens.weight that is not the"):
+    changed("dspark", known=other)
+
+
+def test_modules_in_a_chain(changed):
+  # Broken: two modules are one that is used again, the second one is the
+  # first, or it reads the target's state where it was trained on the first's.
+  heads, _ = _loaded("mtp_deepseek")
+  assert heads.reuse and heads.forecasts == 1 and not heads.feed_normed
+  for name in ("mtp_qwen", "mtp_speculators"):
+    assert _loaded(name)[0].feed_normed
+  file = _DRAFTERS / "mtp_deepseek" / "model.safetensors"
+  held = safetensors.numpy.load_file(file)
+  more = {key.replace(".12.", ".13."): 2 * x for key, x in held.items()
+          if ".12." in key}
+  heads, params = changed("mtp_deepseek", more)
+  assert (heads.reuse, heads.forecasts, heads.chained) == (False, 2, True)
+  for kernel in ("fusion", "embedding_norm"):
+    first, second = (jax.tree.leaves(params[f"module_{m}"][kernel])[0]
+                     for m in (0, 1))
+    np.testing.assert_array_equal(2 * first, second)
+
+
+def test_every_drafter_is_written_as_it_was_read(tmp_path):
+  # Broken: an exported drafter is another one where it is read again.
+  in_target = {"mtp_deepseek", "mtp_qwen"}
+  for name in sorted({*CASES} - in_target):
+    heads, params = _loaded(name)
+    layout = export_drafter(tmp_path / name, heads, params, _TARGET)
+    again, read = load_drafter(tmp_path / name, _TARGET, dtype=jnp.float32)
+    assert again == heads, (name, layout)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+  odd = dataclasses.replace(_loaded("medusa")[0], output="shared")
+  for heads in (odd, *(_loaded(name)[0] for name in in_target)):
+    with pytest.raises(ValueError, match="cannot be written.*save_heads"):
+      export_drafter(tmp_path / "odd", heads, {}, _TARGET)
+  assert not (tmp_path / "odd").exists()
+
+
+def test_all_layouts_are_known(tmp_path):
+  # Broken: a layout is offered that nothing was compared with, or files are
+  # taken for those of another.
+  found = {drafter_layout(_DRAFTERS / name) for name in CASES}
+  assert found == LAYOUTS.keys() - {"dflash of speculators",
+                                    "dspark of speculators"}
+  assert drafter_layout(GOLDEN / "llama") is None  # a language model
+  # Those two have the names of the others, and other configurations.
+  for name in ("dflash", "dspark"):
+    directory = tmp_path / name
+    shutil.copytree(_DRAFTERS / name, directory)
+    path = directory / "config.json"
+    keys = json.loads(path.read_text())
+    inner = keys.pop("dflash_config", {})
+    size = keys.pop("block_size")
+    for key in ("architectures", "target_layer_ids"):
+      keys.pop(key, None)
+    own = {key: keys.pop(key, inner.get(key)) for key in (
+        "mask_token_id", "markov_rank", "markov_head_type",
+        "enable_confidence_head", "confidence_head_with_markov")}
+    path.write_text(json.dumps({
+        "speculators_model_type": name, "transformer_layer_config": keys,
+        "block_size": size, "draft_vocab_size": 48, **own,
+        "aux_hidden_state_layer_ids": [2, 6, 9]}))
+    assert drafter_layout(directory) == f"{name} of speculators"
+    heads, _ = load_drafter(directory, _TARGET)
+    assert heads == _loaded(name)[0]
+
+
+_REFUSED = {
+    "a missing tensor": (
+        "eagle1", dict(drop=("layers.0.mlp.up_proj.weight",)),
+        "has no tensor layers.0.mlp.up_proj.weight"),
+    "an unknown tensor": (
+        "eagle1", dict(tensors={"norm.weight": np.ones(16, np.float32)}),
+        r"has the tensor norm.weight \(16,\), which specjax does not know"),
+    "an unknown key": (
+        "eagle3", dict(mystery=3), "has 3 for mystery"),
+    "an unknown key of a part": (
+        "dflash", dict(dflash_config=dict(
+            mask_token_id=40, target_layer_ids=[1, 5, 8], mystery=3)),
+        "has 3 for mystery"),
+    "another tensor's shape": (
+        "medusa", dict(tensors={"1.0.linear.bias": np.ones(3, np.float32)}),
+        r"has the tensor 1.0.linear.bias \(3,\) where \(16,\)"),
+    "two layers": ("eagle1", dict(num_hidden_layers=2), "has 2 layers"),
+    "experts": (
+        "mtp_deepseek", dict(tensors={
+            "model.layers.12.mlp.gate.weight": np.ones((2, 2), np.float32)}),
+        "12.mlp.gate.weight, of a mixture of experts"),
+    "latent attention": (
+        "mtp_deepseek", dict(tensors={
+            "model.layers.12.self_attn.kv_a_proj_with_mqa.weight":
+                np.ones((2, 2), np.float32)}), "of latent attention"),
+    "an output gate": (
+        "mtp_qwen", dict(attn_output_gate=True), "with an output gate"),
+    "another vocabulary": (
+        "hydra", dict(target=sj.models.Transformer(dataclasses.replace(
+            _TARGET.config, vocab_size=50))),
+        "has vocab_size 48 and the target 50"),
+    "another kind of Hydra": (
+        "hydra", dict(hydra_head_arch="prefix-mlp"),
+        "has hydra_head_arch 'prefix-mlp'"),
+    "nothing that is known": (
+        "eagle1", dict(drop=("fc.weight",)), "holds no drafter that specjax"),
+}
+
+
+@pytest.mark.parametrize("name, options, message", _REFUSED.values(),
+                         ids=_REFUSED)
+def test_refused_in_one_line(changed, name, options, message):
+  # Broken: a drafter that computes something else is loaded in silence.
+  with pytest.raises(ValueError, match=message) as error:
+    changed(name, **options)
+  assert "\n" not in str(error.value)
+
+
+def test_pickles_are_refused(tmp_path):
+  # Broken: a file that can run code is read, or its owner is not told how to
+  # convert it.
+  (tmp_path / "medusa_lm_head.pt").write_bytes(b"pickle")
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(ValueError, match=(
+      r"save_file\(.*torch.load\(.*medusa_lm_head.safetensors'\)$")):
+    load_drafter(tmp_path, _TARGET)
+  with pytest.raises(ValueError, match="layout is 'x'; it must be one of"):
+    load_drafter(tmp_path, _TARGET, layout="x")
+
+
+def test_scripts_take_the_directory_of_a_drafter():
+  # Broken: generate.py takes a published drafter for a language model, or a
+  # language model for a drafter; or it cannot choose a tree for it.
+  itself = lambda name, target=None: models.drafts_for_itself(
+      str(name), target and str(target))
+  assert itself(_DRAFTERS / "medusa") and itself(_DRAFTERS / "dflash")
+  module = _DRAFTERS / "mtp_qwen"  # beside a model that drafts as well
+  assert itself(module, module) and not itself(module, GOLDEN / "qwen3")
+  assert not itself(GOLDEN / "llama") and not itself(GOLDEN / "missing")
+  target = sj.models.Pretrained(_TARGET, _of_target(_expected("eagle3")), None,
+                                None)
+  own = models.load_self_drafter(str(_DRAFTERS / "eagle3"), target, None)
+  assert own.heads == _loaded("eagle3")[0]
+  accuracy = np.diff(own.training["accuracy"][1:], axis=1, prepend=0)
+  assert len(accuracy) == own.heads.num_forecasts
+  assert len(sj.trees.medusa_tree(accuracy, 16)) == 16
