@@ -91,6 +91,30 @@ def test_feature_layers_as_published(name):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def _trained_steps(heads, params, target, features, tokens):
+  """Logits of every step of training-time test: `[steps, rows, Vd]`."""
+  hidden, keys, found = heads.enter(params, features[None]), None, []
+  for i in range(3):
+    out = heads.step(
+        params, target, hidden, jnp.pad(tokens[i:], (0, i))[None],
+        positions=i + jnp.arange(len(tokens))[None], keys=keys)
+    found.append(heads.logits(params, target, out.read)[0])
+    hidden, keys = out.hidden, out.keys
+  return jnp.stack(found)
+
+
+@pytest.mark.parametrize("name", ["eagle3_specforge", "eagle3_specjax"])
+def test_training_time_test_as_published(name):
+  # Broken: EAGLE-3 is trained on other states than it is where it comes from:
+  # a step sees other keys, other positions or other states.
+  expected = _expected(name)
+  heads, params = _loaded(name, known=True)
+  _close(_trained_steps(heads, params, _of_target(expected),
+                        expected["all_features"], expected["tokens"]),
+         expected["all_logits"])
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _block(heads, params, target, features, anchor, before):
   cache = heads.init_cache(params, 1, 32)
   cache = heads.with_context(
@@ -230,6 +254,7 @@ def test_reduced_vocabularies(changed):
   known = np.flatnonzero(held["t2d"])
   assert ids == tuple(known) and len(ids) == 20 < _TARGET.vocab_size
   assert ids == tuple(np.arange(20) + held["d2t"])
+  assert _loaded("eagle3_specjax")[0].ids == ids  # its t2d holds -1 and rows
   assert _loaded("eagle3_specforge")[0].ids == ()
   assert changed("eagle3", {"d2t": known})[0].ids == ids  # t2d tells
   assert changed("eagle3", drop=("t2d",))[0].ids == ids

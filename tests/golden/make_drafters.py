@@ -1,6 +1,6 @@
 """Writes the recorded heads of published_drafters_test.py again.
 
-  pip install torch transformers pydantic
+  pip install torch transformers pydantic jax
   python tests/golden/make_drafters.py PUBLIC [case ...]
 
 PUBLIC holds clones of the public implementations:
@@ -8,7 +8,7 @@ PUBLIC holds clones of the public implementations:
   Medusa (FasterDecoding) e2a5d20    Hydra (zankner) 3f39fbd
   EAGLE (SafeAILab) cb7e084          SpecForge (sgl-project) a6b6b02
   speculators (vllm-project) c05b95b dflash (z-lab) 44947fb
-  DeepSpec (deepseek-ai) afdfa7c
+  DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
 
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
@@ -27,10 +27,12 @@ import json
 import pathlib
 import shutil
 import sys
+import tempfile
 import types
 import unittest.mock
 
 import numpy as np
+from safetensors.torch import load_file
 from safetensors.torch import save_file
 import torch
 from torch import nn
@@ -278,13 +280,60 @@ def _specforge(public):
     ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
   weights = {name: x for name, x in model.state_dict().items()
              if name not in ("d2t", "t2d")}
+  return config, weights, _training(
+      features, tokens, every, logits, _embedding(33, model)), (
+          "model.safetensors")
+
+
+def _specjax(public):
+  """EAGLE-3 in pure JAX, as it is trained and as it is saved."""
+  for package in ("specjax.models.draft", "specjax.ops"):
+    _bare(public / "SpecJAX", package)
+  eagle3 = importlib.import_module("specjax.models.draft.eagle3")
+  import jax
+  import jax.numpy as jnp
+  config = eagle3.Eagle3Config(
+      hidden_size=_WIDTH, intermediate_size=24, num_heads=4, num_kv_heads=2,
+      head_dim=8, vocab_size=_VOCAB, draft_vocab_size=len(_USED),
+      rope_theta=100.0, rms_norm_eps=2.0**-17)
+  rng, params = np.random.default_rng(90), {}
+  for name, x in eagle3.init_eagle3_params(
+      config, jax.random.PRNGKey(0)).items():
+    noise = rng.normal(size=x.shape)
+    noise = (1 + np.round(10 * noise) / 32 if x.ndim == 1 else
+             1.6 * noise * x.shape[1]**-0.5)
+    params[name] = noise.astype(np.float16).astype(np.float32)
+  size = _ROWS + _STEPS
+  features, tokens = _draw(91, size, 3 * _WIDTH), _tokens(92, size)
+  embedding = _embedding(93)
+  states = jnp.array(features)[None] @ params["fc.weight"].T
+  ids, keys, values, every, logits = tokens[None], [], [], [], []
+  for step in range(1 + _STEPS):
+    out, states, keys, values = eagle3.eagle3_forward(
+        params, states, np.array(ids), jnp.array(embedding), config, keys,
+        values, position_offset=step)
+    every.append(torch.tensor(np.array(states[0])))
+    logits.append(torch.tensor(np.array(out[0])))
+    ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+  places = np.full(_VOCAB, -1, np.int32)
+  places[_USED] = np.arange(len(_USED))
+  with tempfile.TemporaryDirectory() as directory:
+    eagle3.save_eagle3_checkpoint(
+        params, dict(d2t=_USED.astype(np.int64), t2d=places), directory,
+        cfg=config)
+    weights = load_file(pathlib.Path(directory, "model.safetensors"))
+    saved = json.loads(pathlib.Path(directory, "config.json").read_text())
+  return saved, weights, _training(
+      features, tokens, every, logits, embedding), "model.safetensors"
+
+
+def _training(features, tokens, states, logits, embedding):
+  """All rows of every step, and those that drafting would compute."""
   chain = lambda rows: torch.cat(
       [rows[0][:_ROWS], *(row[_ROWS - 1:_ROWS] for row in rows[1:])])
-  return config, weights, dict(
-      features=features[:_ROWS], tokens=tokens, hidden=chain(every),
-      logits=chain(logits), embedding=_embedding(33, model),
-      all_features=features, all_logits=torch.stack(logits)), (
-          "model.safetensors")
+  return dict(features=features[:_ROWS], tokens=tokens, hidden=chain(states),
+              logits=chain(logits), embedding=embedding,
+              all_features=features, all_logits=torch.stack(logits))
 
 
 def _deepspec(public):
@@ -515,6 +564,7 @@ CASES = {
     "eagle3_specforge": _specforge,
     "eagle3_speculators": _speculators_eagle3,
     "eagle3_deepspec": _deepspec,
+    "eagle3_specjax": _specjax,
     "mtp_deepseek": lambda public: _mtp(public, "deepseek"),
     "mtp_qwen": lambda public: _mtp(public, "qwen"),
     "mtp_speculators": lambda public: _mtp(public, "speculators"),

@@ -159,7 +159,9 @@ def _ids(found, keys):
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
   ids = np.arange(len(offsets)) + offsets
   if "t2d" in found.tensors:
-    known = np.flatnonzero(found.tensors["t2d"].read())
+    known = found.tensors["t2d"].read()
+    # One project writes the number of the row there, and -1.
+    known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
     if not np.array_equal(known, ids):
       # Some tools write the ids themselves.
       if not np.array_equal(known, offsets):
