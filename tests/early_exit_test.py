@@ -16,6 +16,7 @@ from specjax import kv_cache
 from specjax import testing
 from specjax.drafters import early_exit
 from specjax.drafters import EarlyExit
+from specjax.drafters import EarlyExitTree
 from specjax.drafters import Kangaroo
 from specjax.drafters import stop_rules
 from specjax.models import heads as heads_lib
@@ -172,6 +173,51 @@ def test_a_shared_pass_is_the_target_s_own(cache):
       for a, b in zip(*map(jax.tree.leaves, (
           (x.target_cache.k, x.target_cache.v) for x in (mine, theirs)))):
         np.testing.assert_allclose(a[:, :, :held], b[:, :, :held], atol=2e-5)
+
+
+def test_a_tree_s_shared_pass_is_the_target_s_own():
+  # Broken: the verifying pass, whose order is not the draft's, gives a node
+  # another one's logits, or keeps another one's keys.
+  parents = (-1, 0, 0, 0, 1, 1, 3, 4, 4, 6)  # leaves stand between inner nodes
+  runs = []
+  for shares in (True, False):
+    decoder = _decoder(
+        EarlyExitTree(exit=2, parents=parents, shares_pass=shares),
+        sj.verifiers.Traversal())
+    state = decoder.prefill(_params(), _PROMPTS, jax.random.key(0), limits=48)
+    runs.append(decoder.decode_traced(_params(), state, 5))
+  (mine, _, trace), (theirs, _, other) = runs
+  assert trace.verdict.num_accepted.max() > 1
+  np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+  np.testing.assert_allclose(trace.target_probs, other.target_probs, atol=1e-5)
+  np.testing.assert_array_equal(mine.target_cache.lengths, mine.lengths - 1)
+
+
+@pytest.mark.parametrize("make", [
+    lambda exit: (sj.drafters.Merge(drafters=(
+        exit, sj.drafters.NGram(gamma=2))), sj.verifiers.Traversal(), None),
+    lambda exit: (dataclasses.replace(exit, shares_pass=False),
+                  sj.verifiers.Block(),
+                  sj.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+    lambda exit: (sj.drafters.Cascade(
+        model=deep()[0], drafter=exit, gamma=4), sj.verifiers.Block(), None)],
+                         ids=["merge", "controller", "cascade"])
+def test_an_exit_inside_of_others(make):
+  # Broken: drafts in the target's cache, reserved or not, harm what it holds.
+  drafter, rule, controller = make(EarlyExit(exit=1, gamma=3))
+  params = {"target": deep()[1], "drafter": None}
+  if isinstance(drafter, sj.drafters.Cascade):
+    params["drafter"] = {"target": deep()[1], "drafter": None}
+  decoder = sj.Decoder(
+      target=deep()[0], drafter=drafter, verifier=rule, controller=controller,
+      transform=sj.LogitsTransform(temperature=0.0))
+  state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=40)
+  state, _ = decoder.decode(params, state, 8)
+  alone = _alone()
+  for got, want, n, m in zip(*(np.asarray(x) for x in (
+      state.tokens, alone.tokens, state.lengths, alone.lengths))):
+    n = min(n, m)
+    np.testing.assert_array_equal(got[:n], want[:n])
 
 
 def test_no_layer_is_run_twice(monkeypatch):

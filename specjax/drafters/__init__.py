@@ -16,6 +16,7 @@ from specjax.drafters.eagle import EagleChain
 from specjax.drafters.eagle_trees import DynamicEagle
 from specjax.drafters.eagle_trees import SampledEagle
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.early_exit_tree import EarlyExitTree
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
 from specjax.drafters.hydra import Hydra
@@ -41,9 +42,9 @@ from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "DynamicTreeState", "Eagle", "EagleChain", "EarlyExit",
-           "Empty", "Fallback", "Hydra", "Kangaroo", "LanguageModel",
-           "Lookahead", "Medusa",
-           "Merge", "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
-           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
+           "EarlyExitTree", "Empty", "Fallback", "Hydra", "Kangaroo",
+           "LanguageModel", "Lookahead", "Medusa", "Merge", "NGram",
+           "Parallel", "ParallelTree", "Paths", "Recycling", "Reference",
+           "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "TokenIntersection", "TreeLanguageModel", "recycling_tree",
            "reference_texts", "stop_rules"]

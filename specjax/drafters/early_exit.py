@@ -144,11 +144,7 @@ class Exit:
     Raises:
       ValueError: the target's layers are not known, or it has too few.
     """
-    check_whole(target)
-    if self.exit >= target.config.layers:
-      raise ValueError(f"exit is {self.exit} and the target has "
-                       f"{target.config.layers} layers; leave it one at least "
-                       "that the draft does without")
+    check_exit(self.exit, target)
     return dataclasses.replace(
         self, model=target,
         transform=(self.transform or transform).under(transform))
@@ -308,6 +304,15 @@ class EarlyExit(Exit):
     """The state: the target has read what others drafted."""
     del params, since
     return state.drafter
+
+
+def check_exit(exit: int, target: ModelFn) -> None:
+  """Raises a `ValueError` where a target's layers are not known, or too few."""
+  check_whole(target)
+  layers = target.config.layers
+  if exit >= layers:
+    raise ValueError(f"exit is {exit} and the target has {layers} layers; "
+                     "leave it one at least that the draft does without")
 
 
 def _alone(tokens):
