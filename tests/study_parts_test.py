@@ -11,6 +11,11 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import models  # noqa: E402
+from lib import self_drafting_report as report  # noqa: E402
+from lib import style  # noqa: E402
+
+from specjax import testing  # noqa: E402
+from specjax.training import methods  # noqa: E402
 
 
 def _error(study, *flags):
@@ -18,6 +23,21 @@ def _error(study, *flags):
   with pytest.raises(SystemExit) as caught:
     common.run(study.main, [study.__name__, *flags])
   return caught.value.code
+
+
+@pytest.mark.parametrize("method", methods.METHODS, ids=lambda m: m.name)
+def test_what_a_method_compares_has_a_name_and_a_colour(method):
+  # Broken: a study of hours ends in a figure that cannot be drawn.
+  target = testing.tiny_pair(16, layers=4).target
+  heads = method.heads.for_target(
+      target, 3, **{o.name: o.default for o in method.head_options})
+  for draft, found in method.compared(
+      heads, lambda: (-1, 0, 0, 1, 1, 3)).items():
+    for strategy in found:
+      rule = common.VERIFIER_NAMES[strategy.verifier]
+      shown = report._method({"drafter": f"heads, {draft}", "verifier": rule})
+      assert style.label(shown) and style.rule(rule)
+      assert style.color(shown).startswith("#")
 
 
 class _Setting:

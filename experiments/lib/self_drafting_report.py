@@ -19,6 +19,7 @@ _ON_TREES = {
     ("i.i.d. tree", "k_seq"): "k_seq",
     ("top-k tree", "target_walk"): "top_k",
     ("dynamic tree", "target_walk"): "top_k",
+    ("best-first tree", "target_walk"): "top_k",
     ("sampled dynamic tree", "recursive"): "without_replacement",
     ("sampled dynamic tree", "traversal"): "traversal",
 }
