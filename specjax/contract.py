@@ -77,6 +77,9 @@ are
   settle     `() -> cache`: the same with all of them written, of the form that
              it had before. Default of these two: the cache writes what it is
              told at once.
+  until      `(lengths [B]) -> cache`: the same, before prompts of these lengths
+             are read into it; what comes after them, until tokens are taken
+             back, is padding. Default: it is overwritten in time.
   after      `(x) -> cache`: the same, when a `Transformer` has computed the
              hidden states x from it; see `KVCache.after`.
   with_rows  `(slots [R], fresh) -> cache`: the same with the R rows of another

@@ -37,7 +37,8 @@ def empty_cache(model, params, lengths: jax.Array, capacity: int):
   empty slots while it compiles, and takes minutes for it.
   """
   cache = model.init_cache(params, lengths.shape[0], capacity)
-  return cache.rollback(jnp.minimum(lengths, 0))
+  cache = cache.rollback(jnp.minimum(lengths, 0))
+  return cache.until(lengths) if hasattr(cache, "until") else cache
 
 
 def read_prompt(model, params, prompt: Prompt) -> ModelOutput:

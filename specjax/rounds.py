@@ -25,6 +25,7 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
+from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
@@ -63,6 +64,22 @@ class Round:
             ) -> DecodeState:
     """The state after reading the prompts; arguments as in the state."""
     output = prefill.read_prompt(self.target, params["target"], prompt)
+    return self.begun(params, prompt, output, limits, keys, temperature, eos)
+
+  def begun(self, params: Any, prompt: Prompt, output: ModelOutput,
+            limits: jax.Array, keys: jax.Array, temperature: jax.Array,
+            eos: jax.Array) -> DecodeState:
+    """`start`, of prompts that the target has read.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompt: the prompts.
+      output: what `prefill.read_prompt` returned.
+      limits: as in the state, and so are the others.
+      keys: likewise.
+      temperature: likewise.
+      eos: likewise.
+    """
     drafter = self.drafter.init(params, prompt, output)
     batch, columns = prompt.tokens.shape
     checks.check_rows(f"the first state of the drafter {self._drafter_name}",

@@ -13,8 +13,9 @@ import math
 import re
 
 _ITEM_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
-    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+    "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
+    "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
+    "f64": 8}
 # They move nothing, or what they run is counted in their stead.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
          "iota", "custom-call", "while", "conditional", "call",
@@ -59,8 +60,8 @@ class Op:
 def sizes(shape: str, memory: bool = True) -> list[int]:
   """Bytes of the arrays of a shape; of those on the chip 0 if `memory`."""
   return [0 if memory and "S(" in layout else
-          _ITEM_BYTES.get(kind, 0) * math.prod(
-              map(int, re.findall(r"\d+", dims)))
+          math.ceil(_ITEM_BYTES.get(kind, 0) * math.prod(
+              map(int, re.findall(r"\d+", dims))))
           for kind, dims, layout in _ARRAY.findall(shape)]
 
 

@@ -33,6 +33,7 @@ from specjax import sampling
 from specjax import verifiers
 from specjax.drafters import common
 from specjax.drafters import following
+from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -147,7 +148,6 @@ class Cascade:
       ValueError: `params["drafter"]` is something else, or the inner drafter
         has a state that cannot follow.
     """
-    del prefill_output
     own = params["drafter"]
     if not (isinstance(own, Mapping) and "target" in own):
       raise ValueError(
@@ -155,11 +155,17 @@ class Cascade:
           "the small model, 'drafter': those of its drafter}")
     prompt = prompt.replace(capacity=prompt.capacity + self.drafter.num_nodes)
     batch = prompt.lengths.shape[0]
-    state = self._stage.start(
-        own, prompt, prompt.lengths, None, jnp.zeros((batch,), jnp.float32),
+    state = self._stage.begun(
+        own, prompt, self._read(own, prompt, prefill_output), prompt.lengths,
+        None, jnp.zeros((batch,), jnp.float32),
         jnp.full((batch, 1), _NO_TOKEN, jnp.int32))
     following.check_follows(self.drafter, state.drafter)
     return state.replace(context=None)
+
+  def _read(self, own, prompt, prefill_output):
+    """What the small model makes of the prompt."""
+    del prefill_output
+    return read_prompt(self.model, own["target"], prompt)
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
@@ -208,15 +214,20 @@ class Cascade:
     """The inner loop's state, at the end of the committed text."""
     before = state.drafter
     room = before.tokens.shape[1] - state.tokens.shape[1]
-    since = following.agreed(before.tokens, before.lengths - 1, state)
     return before.replace(
         tokens=jnp.pad(state.tokens, ((0, 0), (0, room))),
         lengths=state.lengths, done=state.done,
         limits=jnp.minimum(state.lengths + self.gamma, state.limits),
         keys=keys, rounds=jnp.zeros_like(before.rounds),
         temperature=state.temperature, context=state.context,
-        constraints=state.constraints, target_cache=following.caught_up(
-            self.model, own["target"], state, before.target_cache, since))
+        constraints=state.constraints, target_cache=self._cache(own, state))
+
+  def _cache(self, own, state):
+    """The small model's cache of the committed text but for its root."""
+    before = state.drafter
+    since = following.agreed(before.tokens, before.lengths - 1, state)
+    return following.caught_up(
+        self.model, own["target"], state, before.target_cache, since)
 
   def _written(self, own, inner, coins):
     """Runs the inner loop until every row is done.
