@@ -36,6 +36,7 @@ from lib import common
 from lib import compositions
 from lib import constrained
 from lib import conversation
+from lib import copies
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -67,7 +68,8 @@ _INTERACTIVE = flags.DEFINE_bool(
     "input, --prompt the first of them")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, heads of "
+    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, itself (the "
+    "target, with --quantize or --draft_cache), heads of "
     "train_drafter.py, a directory of a published drafter (Medusa, Hydra, "
     "EAGLE, MTP, DFlash, DSpark), "
     f"{compositions.HELP}; default: small for the bundled "
@@ -84,6 +86,18 @@ _VOCABULARY = flags.DEFINE_enum(
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
+_QUANTIZE = flags.DEFINE_enum(
+    "quantize", None, list(copies.BITS), "the language model that drafts has "
+    "weights of so many bits")
+_QUANTIZE_TARGET = flags.DEFINE_enum(
+    "quantize_target", None, list(copies.BITS), "the target has, and the "
+    "output follows the law of that copy")
+_QUANTIZE_GROUP = flags.DEFINE_integer(
+    "quantize_group", None, "inputs of a matrix that share a scale, such as "
+    "64; default: all of an output", 1)
+_DRAFT_CACHE = flags.DEFINE_string(
+    "draft_cache", None, "what the language model that drafts keeps of the "
+    f"text: {copies.CACHES}; default: all of it")
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
     "default: block, and target_walk for Medusa's tree")
@@ -163,14 +177,20 @@ def _speculation():
   if itself:
     target, tokenizer, heads, own, training = models.load_self_drafter(
         name, target, tokenizer, _DTYPE.value)
+    target = copies.quantized(
+        target, _QUANTIZE_TARGET.value, _QUANTIZE_GROUP.value)
     accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
     strategy = methods.of(heads).strategy(
         heads, rule, _GAMMA.value,
         lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
     model, params = heads.attach(target.model, target.params, own)
     return target, model, params, strategy, tokenizer
+  target = copies.quantized(
+      target, _QUANTIZE_TARGET.value, _QUANTIZE_GROUP.value)
   params, strategy = {"target": target.params}, strategies.autoregressive()
   for label, member in members.items():
+    member = copies.drafting(copies.quantized(
+        member, _QUANTIZE.value, _QUANTIZE_GROUP.value), _DRAFT_CACHE.value)
     members[label] = member = models.narrowed(
         member, tokenizer, label, _DRAFT_VOCABULARY.value,
         _VOCABULARY_DATA.value)
@@ -228,6 +248,15 @@ def _check_flags():
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")
+  copies.check({"quantize": _QUANTIZE.value, "draft_cache": _DRAFT_CACHE.value},
+               name, not (name == "none" or models.drafts_for_itself(name)
+                          or composed and not compositions.members(name)))
+  if _DRAFT_CACHE.value is not None:
+    copies.cache("--draft_cache", _DRAFT_CACHE.value)
+  if _QUANTIZE_GROUP.value and not (_QUANTIZE.value or _QUANTIZE_TARGET.value):
+    raise ValueError(f"--quantize_group={_QUANTIZE_GROUP.value} is of "
+                     "--quantize and --quantize_target; give one of them, or "
+                     "leave it out")
   _check_mesh()
   if _OUTPUT.value is not None:
     common.output_file("--output", _OUTPUT.value)
@@ -237,6 +266,10 @@ def _check_mesh():
   if _SPLIT_DRAFTER.value and _MESH.mesh.value is None:
     raise ValueError("--split_drafter is about the devices of --mesh, which is "
                      "not given; give it, or leave --split_drafter out")
+  if _MESH.mesh.value is not None and (
+      _QUANTIZE_TARGET.value or _QUANTIZE.value and _SPLIT_DRAFTER.value):
+    raise ValueError("weights of few bits are not split over the devices of "
+                     "--mesh; leave one of the two out")
   if _CONTROLLER.value and _MESH.mesh.value is not None:
     raise ValueError("--controller goes by what rounds cost on one device, and "
                      f"--mesh is {_MESH.mesh.value}; leave one of the two out")

@@ -1,6 +1,7 @@
 """specjax: speculative decoding as probability laws, in JAX."""
 
 from specjax import analysis
+from specjax import cache_views
 from specjax import constraints
 from specjax import contract
 from specjax import costs
@@ -23,7 +24,9 @@ from specjax.kv_cache import KVCache
 from specjax.models import zoo
 from specjax.paged_cache import Paged
 from specjax.paged_cache import Pool
+from specjax.quantized_cache import QuantizedKV
 from specjax.sampling import LogitsTransform
+from specjax.streaming_cache import Streaming
 from specjax.types import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -57,11 +60,14 @@ __all__ = [
     "Paged",
     "Pool",
     "Prompt",
+    "QuantizedKV",
     "RoundStats",
+    "Streaming",
     "Trace",
     "Verdict",
     "Verifier",
     "analysis",
+    "cache_views",
     "constraints",
     "contract",
     "costs",

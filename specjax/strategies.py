@@ -29,6 +29,7 @@ from specjax import trees
 from specjax import verifiers
 from specjax.data import Retokenizer
 from specjax.drafters import stop_rules
+from specjax.drafters.hierarchy import CacheView
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import FeatureHeads
 from specjax.models.heads import HydraHeads
@@ -899,6 +900,32 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
   return Strategy(drafters.Cascade(
       model=model, drafter=drafter, gamma=gamma, verifier=inner, tail=tail),
       verifier)
+
+
+def triforce(view: CacheView, drafter: Drafter, gamma: int,
+             inner: Verifier = _BLOCK, verifier: Verifier = _BLOCK
+             ) -> Strategy:
+  """The target drafts from a part of its cache, and is drafted for in turn.
+
+  TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts; with
+  `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
+
+  >>> from specjax import cache_views, testing
+  >>> tiny = drafters.LanguageModel(model=testing.MarkovModel(7), gamma=1)
+  >>> view = cache_views.Retrieved(budget=4096, chunk=8)
+  >>> triforce(view, tiny, gamma=6).drafter.num_nodes
+  7
+
+  Args:
+    view: what the drafts read, of `cache_views`.
+    drafter: what drafts for them, such as a tiny model with a cache
+      `Streaming()`.
+    gamma: drafted tokens of a round.
+    inner: the rule between the two, lossless.
+    verifier: a rule for chains.
+  """
+  return Strategy(drafters.Hierarchy(
+      view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)
 
 
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = _BLOCK

@@ -28,6 +28,7 @@ from specjax.drafters import Eagle
 from specjax.drafters import EagleChain
 from specjax.drafters import EarlyExit
 from specjax.drafters import Fallback
+from specjax.drafters import Hierarchy
 from specjax.drafters import Hydra
 from specjax.drafters import Kangaroo
 from specjax.drafters import LanguageModel
@@ -375,6 +376,39 @@ def _skipping():
       sj.verifiers.GreedyBlock())
 
 
+def _quantized():
+  """The target's own copy, with keys and values of few bits."""
+  model = sj.models.Transformer(pair().target.config,
+                                cache=sj.QuantizedKV(bits=4))
+  own = sj.models.quantize(pair().params["target"], bits=4)
+  return Contributed(
+      LanguageModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
+      params={**pair().params, "drafter": own})
+
+
+def _window():
+  """Autoregressive: what is seen of a text does not depend on the round."""
+  cache = sj.Streaming(sinks=1, window=3, slack=6)
+  return Contributed(
+      LanguageModel(model=sj.models.Transformer(
+          pair().target.config, cache=cache), gamma=3),
+      sj.verifiers.GreedyBlock(),
+      params={**pair().params, "drafter": pair().params["target"]})
+
+
+def _hierarchy():
+  """TriForce: a tiny drafter, the target with few chunks, the target."""
+  tiny = sj.models.Transformer(
+      pair().drafter.config, cache=sj.Streaming(sinks=1, window=4, slack=16))
+  return Contributed(
+      Hierarchy(view=sj.cache_views.Retrieved(budget=4, chunk=2, recent=3),
+                drafter=LanguageModel(model=tiny, gamma=1), gamma=3),
+      sj.verifiers.Block(),
+      params={**pair().params, "drafter": {
+          "target": pair().params["target"],
+          "drafter": pair().params["drafter"]}})
+
+
 def _references():
   text = sj.drafters.reference_texts([[[3, 0, 2, 4], [1, 1, 2, 0, 2, 0]]])
   return Contributed(
@@ -518,6 +552,9 @@ DRAFTERS = {
         Recycling(parents=UNEVEN, vocab_size=VOCAB), sj.verifiers.TargetWalk(),
         params={"target": pair().params["target"]}),
     "VocabularySubset": _vocabulary_subset,
+    "a quantised copy": _quantized,
+    "a windowed self-draft": _window,
+    "Hierarchy": _hierarchy,
     "Suffix certain": lambda: _counted(
         Suffix, sj.verifiers.TargetWalk(), max_depth=6),
     "Suffix sampled": lambda: _counted(

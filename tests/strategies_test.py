@@ -37,7 +37,7 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
           "sublayers": sj.models.Sublayers.between(0, 1),
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
-          "members": (_DRAFTER, _DRAFTER)}
+          "members": (_DRAFTER, _DRAFTER), "view": sj.cache_views.Recent()}
 _BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
 _OF_BLOCK = ("ddtree", "parallel")
 _LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
@@ -59,7 +59,7 @@ def _decoder(name, **config):
             if p.default is p.empty or name in _LARGE]
   sizes = {n: _SIZES[n] for n in needed}
   target = _MODEL
-  if {"heads", "layer", "exit", "adapter", "target"} & set(needed):
+  if {"heads", "layer", "exit", "adapter", "target", "view"} & set(needed):
     target = _TARGET
   if name in _OF_BLOCK:
     sizes["heads"], target = _BLOCK, _BLOCK.tapped(_TARGET)

@@ -30,6 +30,7 @@ _ACROSS = ("against_transformers.py, generate.py, replay.py, "
 _COUNTED = 2_000_000  # characters of text that tokens are counted in
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
+ITSELF = "itself"  # a drafter: the target
 
 
 def label(name: str) -> str:
@@ -64,10 +65,11 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
                        f"{label(name)!r}; leave one out, or rename a directory")
   choices = choices or ", ".join(DRAFTERS)
-  paths = {name: _BUNDLED / name if name in DRAFTERS
-           else _place("drafter", name, choices) for name in drafters}
   place = (_BUNDLED / "target" if target == "bundled"
            else _place("target", target, "bundled"))
+  paths = {name: _BUNDLED / name if name in DRAFTERS else
+           place if name == ITSELF else _place("drafter", name, choices)
+           for name in drafters}
   load = functools.cache(functools.partial(_load, dtype=dtype))
   model = load(place)
   tokenizer = tokenizer_of(model, target)

@@ -19,6 +19,7 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.early_exit_tree import EarlyExitTree
 from specjax.drafters.empty import Empty
 from specjax.drafters.fallback import Fallback
+from specjax.drafters.hierarchy import Hierarchy
 from specjax.drafters.hydra import Hydra
 from specjax.drafters.kangaroo import Kangaroo
 from specjax.drafters.language_model import LanguageModel
@@ -42,9 +43,9 @@ from specjax.drafters.tree_language_model import TreeLanguageModel
 
 __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "DynamicTreeState", "Eagle", "EagleChain", "EarlyExit",
-           "EarlyExitTree", "Empty", "Fallback", "Hydra", "Kangaroo",
-           "LanguageModel", "Lookahead", "Medusa", "Merge", "NGram",
-           "Parallel", "ParallelTree", "Paths", "Recycling", "Reference",
-           "Retrieval", "SampledEagle", "StringMatch", "Suffix",
+           "EarlyExitTree", "Empty", "Fallback", "Hierarchy", "Hydra",
+           "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
+           "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
+           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "TokenIntersection", "TreeLanguageModel", "recycling_tree",
            "reference_texts", "stop_rules"]

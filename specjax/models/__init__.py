@@ -11,6 +11,8 @@ from specjax.models.published import load_drafter
 from specjax.models.published import load_pretrained
 from specjax.models.published import load_tokenizer
 from specjax.models.published import Pretrained
+from specjax.models.quantization import quantize
+from specjax.models.quantization import QuantizedMatrix
 from specjax.models.rotary import RopeScaling
 from specjax.models.shortened import Masked
 from specjax.models.shortened import Shortened
@@ -25,6 +27,7 @@ __all__ = [
     "GenerationDefaults",
     "Masked",
     "Pretrained",
+    "QuantizedMatrix",
     "RopeScaling",
     "Shortened",
     "Sublayers",
@@ -39,5 +42,6 @@ __all__ = [
     "load_model",
     "load_pretrained",
     "load_tokenizer",
+    "quantize",
     "save_model",
 ]

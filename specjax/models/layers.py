@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.kv_cache import attention_in_block
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
+from specjax.models.quantization import QuantizedMatrix
 from specjax.models.sublayers import Sublayers
 
 _ACTIVATIONS = {
@@ -29,6 +30,8 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   On a CPU a lone row of bfloat16 is fed twice: XLA's product of one row with a
   matrix takes four times as long there as that of two.
   """
+  if isinstance(kernel, QuantizedMatrix):
+    return kernel.product(x)
   lone = (x.shape[:2] == (1, 1) and x.dtype == jnp.bfloat16
           and jax.default_backend() == "cpu")
   out = jax.lax.dot_general(
@@ -116,6 +119,7 @@ class Attention(nn.Module):
       # In float32 at least: bfloat16 would round the factor itself.
       wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
       query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
+    self.sow("intermediates", "query", query)  # for who asks, else nothing
 
     # Named only where the model has them: not every cache knows them.
     options = {name: value for name, value in

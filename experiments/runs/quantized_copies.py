@@ -1,0 +1,118 @@
+"""What copies of few bits lose: error, bits per byte, and acceptance.
+
+  python experiments/runs/quantized_copies.py [bundled|smollm2|...] [characters]
+
+On held-out modules of the running Python: how well each copy predicts them, and
+how it would draft for its own model, a token at temperature 1 (the mean over
+positions of sum_x min(p, q)) and at 0 (how often both have the same argmax).
+The same of caches that drafting reads: with float32 weights, of a pass over
+every window token by token as a drafter would, after the window's first half.
+"""
+
+import math
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from lib import models  # noqa: E402
+import numpy as np  # noqa: E402
+
+import specjax as sj  # noqa: E402
+from specjax import prefill  # noqa: E402
+from specjax.data import corpora  # noqa: E402
+from specjax.models import quantization  # noqa: E402
+
+WINDOW, BATCH = 512, 4
+COPIES = ((8, None), (8, 64), (4, None), (4, 64), (4, 32))
+CACHES = (sj.QuantizedKV(bits=8), sj.QuantizedKV(bits=4),
+          sj.Streaming(sinks=4, window=28), sj.Streaming(sinks=4, window=124))
+
+
+def windows(tokenizer, characters):
+  """`[n, WINDOW + 1]` tokens, and bytes per token."""
+  text = "".join(x.text for x in corpora.held_out_modules())[:characters]
+  tokens = np.asarray(tokenizer.encode(text, bos=False), np.int32)
+  count = (len(tokens) - 1) // (WINDOW * BATCH) * BATCH
+  at = np.arange(count)[:, None] * WINDOW + np.arange(WINDOW + 1)
+  return tokens[at], len(text.encode()) / len(tokens)
+
+
+def measures(p, q, following):
+  """Sums over positions: nats of q, acceptance, same argmax, positions."""
+  p, q = (jax.nn.log_softmax(x) for x in (p, q))
+  nats = -jnp.take_along_axis(q, following[..., None], -1)
+  return jnp.array([nats.sum(), jnp.exp(jnp.minimum(p, q)).sum(),
+                    (p.argmax(-1) == q.argmax(-1)).sum(), following.size])
+
+
+def of_weights(model):
+  def one(params, copy, tokens):
+    p, q = (model(x, tokens[:, :-1]).logits for x in (params, copy))
+    return measures(p, q, tokens[:, 1:])
+  return one
+
+
+def of_cache(model, cache):
+  """Of the second half of a window, drafted token by token."""
+  other = sj.models.Transformer(model.config, cache=cache)
+
+  def one(params, copy, tokens):
+    half = WINDOW // 2
+    p = model(params, tokens[:, :-1]).logits[:, half:]
+    past = prefill.empty_cache(
+        other, params, jnp.full_like(tokens[:, 0], WINDOW), WINDOW + 1)
+    depths = jnp.broadcast_to(jnp.arange(half, dtype=jnp.int32), (BATCH, half))
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((half, half), bool)),
+                              (BATCH, half, half))
+    past = other(copy, tokens[:, :half], depths, causal, past).cache.rollback(
+        past.lengths + half)
+
+    def step(past, token):
+      out = other(copy, token[:, None], jnp.zeros((BATCH, 1), jnp.int32),
+                  jnp.ones((BATCH, 1, 1), bool), past)
+      return out.cache.rollback(past.lengths + 1), out.logits[:, 0]
+
+    _, q = jax.lax.scan(step, past, tokens[:, half:-1].T)
+    return measures(p, q.swapaxes(0, 1), tokens[:, half + 1:])
+  return one
+
+
+def row(name, one, params, copy, batches, bytes_a_token, *more):
+  one = jax.jit(one)
+  total = sum(np.asarray(one(params, copy, batch), np.float64)
+              for batch in batches)
+  nats, accepted, same, count = total
+  print(f"| {name} | {' | '.join(more)} | "
+        f"{nats / count / math.log(2) / bytes_a_token:.4f} | "
+        f"{accepted / count:.4f} | {same / count:.4f} |", flush=True)
+
+
+def main(name="bundled", characters="100000"):
+  found = models.load_model(name)
+  model, params = found.model, found.params
+  tokens, bytes_a_token = windows(found.tokenizer, int(characters))
+  batches = tokens.reshape(-1, BATCH, WINDOW + 1)
+  print(f"{name}: {len(tokens)} windows of {WINDOW} tokens", file=sys.stderr)
+  print("| copy | MB | error | bits per byte | acceptance | same argmax |")
+  print("|---|---|---|---|---|---|")
+  size = lambda copy: f"{quantization.num_bytes(copy) / 1e6:.2f}"
+  row("as it is", of_weights(model), params, params, batches, bytes_a_token,
+      size(params), "0")
+  for bits, group in COPIES:
+    copy = sj.models.quantize(params, bits, group)
+    row(f"int{bits}, {f'groups of {group}' if group else 'channels'}",
+        of_weights(model), params, copy, batches, bytes_a_token, size(copy),
+        f"{quantization.relative_error(params, copy):.4f}")
+  for cache in (sj.KVCache, *CACHES):
+    other = sj.models.Transformer(model.config, cache=cache)
+    form = other.init_cache(params, 1, WINDOW)
+    row(f"cache {cache if cache is not sj.KVCache else 'as it is'}",
+        of_cache(model, cache), params, params, batches, bytes_a_token,
+        f"{quantization.num_bytes((form.k, form.v)) / 1e6:.2f}", "-")
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
