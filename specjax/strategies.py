@@ -928,6 +928,30 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)
 
 
+def online(model: ModelFn, gamma: int, learning_rate: float = 1e-3,
+           positions: str = "path", verifier: Verifier = _BLOCK) -> Strategy:
+  """A chain of a model that learns from the target's laws as it drafts.
+
+  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), of a
+  correction of the model's logits for each row.
+
+  >>> from specjax import testing
+  >>> model = testing.tiny_pair(7).drafter
+  >>> online(model, gamma=4, positions="rejected").drafter.learning_rate
+  0.001
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+    learning_rate: of Adam.
+    positions: where it learns, see `drafters.Online`.
+    verifier: a rule for chains whose drafter need not be autoregressive.
+  """
+  return Strategy(drafters.Online(
+      model=model, gamma=gamma, learning_rate=learning_rate,
+      positions=positions), verifier)
+
+
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = _BLOCK
              ) -> Strategy:
   """The drafts of one drafter, and of another one where that has none.

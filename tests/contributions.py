@@ -37,6 +37,7 @@ from specjax.drafters import Medusa
 from specjax.drafters import Merge
 from specjax.drafters import MTP
 from specjax.drafters import NGram
+from specjax.drafters import Online
 from specjax.drafters import Parallel
 from specjax.drafters import ParallelTree
 from specjax.drafters import Paths
@@ -555,6 +556,8 @@ DRAFTERS = {
     "a quantised copy": _quantized,
     "a windowed self-draft": _window,
     "Hierarchy": _hierarchy,
+    "Online": lambda: Contributed(
+        _lm(Online, gamma=3, learning_rate=0.1, rank=2), sj.verifiers.Block()),
     "Suffix certain": lambda: _counted(
         Suffix, sj.verifiers.TargetWalk(), max_depth=6),
     "Suffix sampled": lambda: _counted(

@@ -30,6 +30,7 @@ from specjax.drafters.mtp import MTP
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram import Reference
 from specjax.drafters.ngram import reference_texts
+from specjax.drafters.online import Online
 from specjax.drafters.parallel import Parallel
 from specjax.drafters.parallel import ParallelTree
 from specjax.drafters.paths import Paths
@@ -45,7 +46,7 @@ __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "DynamicTreeState", "Eagle", "EagleChain", "EarlyExit",
            "EarlyExitTree", "Empty", "Fallback", "Hierarchy", "Hydra",
            "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
-           "NGram", "Parallel", "ParallelTree", "Paths", "Recycling",
+           "NGram", "Online", "Parallel", "ParallelTree", "Paths", "Recycling",
            "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "TokenIntersection", "TreeLanguageModel", "recycling_tree",
            "reference_texts", "stop_rules"]

@@ -1,0 +1,262 @@
+"""A drafter that learns while it drafts, from what verification computed.
+
+Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177): the target's
+laws at the drafted tokens are there already, so that a drafter can be distilled
+for nothing but its own gradient. It changes between rounds alone, and reports
+the law that it drew from, so that no schedule of updates changes what is
+written.
+
+What learns here is a correction of the model's logits z by its last hidden
+state h,
+
+  z + c + U' A' h,   A [F, r], U [r, V], c [V],
+
+one for each row of the batch. So a row's text depends on no other row, a row
+can be put into another's place, and a step needs no derivative of the model
+itself, whose weights stay. (OSD trains all weights of one drafter for all
+requests.)
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax import contract
+from specjax.drafters import common
+from specjax.drafters.language_model import LanguageModel
+from specjax.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+POSITIONS = ("rejected", "path", "all")
+
+
+@struct.dataclass
+class Correction:
+  """What a drafter has learned; every leaf has the rows B first.
+
+  Attributes:
+    down: `[B, F, r]`, A.
+    up: `[B, r, V]`, U.
+    bias: `[B, V]`, c.
+  """
+
+  down: jax.Array
+  up: jax.Array
+  bias: jax.Array
+
+  def __call__(self, logits: jax.Array, hidden: jax.Array) -> jax.Array:
+    """The corrected `logits [..., S, V]`, of `hidden [..., S, F]`."""
+    inner = hidden.astype(self.down.dtype) @ self.down
+    return logits + inner @ self.up + self.bias[..., None, :]
+
+
+@struct.dataclass
+class Learner:
+  """The state of an `Online` drafter; every leaf has the rows B first.
+
+  Attributes:
+    cache: the model's.
+    correction: see there.
+    optimizer: optax's state of each row.
+    since: `[B]` int32, committed tokens when the last draft was made.
+  """
+
+  cache: Any
+  correction: Correction
+  optimizer: Any
+  since: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Corrected:
+  """A model whose parameters are `{"model": its own, "correction": ...}`."""
+
+  model: ModelFn
+
+  @property
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def init_cache(self, params, batch, capacity):
+    return self.model.init_cache(params["model"], batch, capacity)
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    out = self.model(params["model"], tokens, depths, ancestors, cache)
+    return out.replace(logits=params["correction"](out.logits, out.hidden))
+
+  def logits_at(self, params, output, at):
+    hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
+    return params["correction"](contract.logits_at(
+        self.model, params["model"], output, at), hidden)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Online:
+  """A `LanguageModel` whose logits are corrected as it goes.
+
+  After a round the model reads its draft again, in one pass, for the hidden
+  states that belong to the target's laws, and the correction takes a step down
+  the mean cross-entropy -sum_x p(x) log q(x) at some positions, p and q at
+  temperature 1. The law of a draft then depends on the rounds before it.
+
+  `params["drafter"]` are those of the model, which does not change.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary, which returns its hidden
+      states.
+    gamma: drafted tokens of a round, at least 1.
+    rank: r of the correction; 0: the bias alone.
+    learning_rate: of the optimizer.
+    optimizer: from a learning rate to an optax transformation.
+    positions: where it learns: "rejected", the one token of a round that the
+      target replaced (OSD); "path", the accepted tokens and that one; "all",
+      every drafted token and the one after the last.
+    every: rounds whose gradients are averaged before a step is taken.
+    transform: as in `LanguageModel`.
+  """
+
+  model: ModelFn
+  gamma: int
+  rank: int = 8
+  learning_rate: float = 1e-3
+  optimizer: Callable[[float], optax.GradientTransformation] = optax.adam
+  positions: str = "path"
+  every: int = 1
+  transform: LogitsTransform | None = None
+
+  chain = True
+  iid = True
+  conditional = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    common.check_at_least("gamma", self.gamma, 1)
+    common.check_at_least("rank", self.rank, 0)
+    common.check_at_least("every", self.every, 1)
+    if not self.learning_rate >= 0:
+      raise ValueError(f"learning_rate is {self.learning_rate}; it must be at "
+                       "least 0: 0 learns nothing")
+    if self.positions not in POSITIONS:
+      raise ValueError(f"positions is {self.positions!r}; it must be one of "
+                       f"{POSITIONS}")
+
+  @property
+  def _drafter(self) -> LanguageModel:
+    return LanguageModel(model=_Corrected(self.model), gamma=self.gamma,
+                         transform=self.transform)
+
+  @property
+  def _steps(self) -> optax.GradientTransformation:
+    one = self.optimizer(self.learning_rate)
+    if self.every == 1:
+      return one
+    return optax.MultiSteps(one, self.every).gradient_transformation()
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def num_coins(self) -> int:
+    return self._drafter.num_coins
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Online":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ.
+    """
+    common.check_vocabulary(self.model, target)
+    return dataclasses.replace(
+        self, transform=(self.transform or transform).under(transform))
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Learner:
+    """The cache after the prompt, and a correction of nothing."""
+    del prefill_output
+    output = read_prompt(self.model, params["drafter"], prompt)
+    batch, width = len(prompt.lengths), output.hidden.shape[-1]
+    # All rows begin alike; with U = 0 any A corrects nothing.
+    down = width**-0.5 * jax.random.normal(
+        jax.random.key(0), (width, self.rank))
+    size = self.model.vocab_size
+    correction = Correction(
+        down=jnp.tile(down, (batch, 1, 1)),
+        up=jnp.zeros((batch, self.rank, size)), bias=jnp.zeros((batch, size)))
+    return Learner(
+        cache=output.cache, correction=correction,
+        optimizer=jax.vmap(self._steps.init)(correction),
+        since=jnp.zeros_like(prompt.lengths))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Learner]:
+    """Drafts a chain for every row; see `LanguageModel.propose`."""
+    before = state.drafter
+    own = {"model": params["drafter"], "correction": before.correction}
+    draft, cache = self._drafter.propose(
+        {"drafter": own}, coins, state.replace(drafter=before.cache))
+    return draft, before.replace(cache=cache, since=state.lengths)
+
+  def commit(self, params: Any, drafter: Learner, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Learner:
+    """A step, where the round has something to learn from."""
+    place = jnp.arange(self.num_nodes, dtype=jnp.int32)
+    stop = verdict.num_accepted[:, None]
+    weights = {"rejected": (place == stop) & (stop < self.gamma),
+               "path": place <= stop,
+               "all": place <= self.gamma + 0 * stop}[self.positions]
+    learns = (count > 0) & jnp.any(weights, axis=1)
+    out = self._read_again(params["drafter"], drafter, draft)
+    law = jax.nn.softmax(target_output.logits)
+    correction, optimizer = jax.vmap(self._step)(
+        drafter.correction, drafter.optimizer, out.logits, out.hidden, law,
+        weights.astype(law.dtype))
+    keep = lambda new, old: jax.vmap(jnp.where)(learns, new, old)
+    correction, optimizer = jax.tree.map(
+        keep, (correction, optimizer), (drafter.correction, drafter.optimizer))
+    return drafter.replace(correction=correction, optimizer=optimizer)
+
+  def _read_again(self, params, drafter, draft):
+    """The model's own output `[B, N]` at the nodes of a draft."""
+    batch, size = draft.tokens.shape
+    depths = jnp.arange(size, dtype=jnp.int32)
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    return self.model(
+        params, draft.tokens, jnp.tile(depths, (batch, 1)),
+        jnp.tile(causal, (batch, 1, 1)),
+        drafter.cache.rollback(jnp.maximum(drafter.since - 1, 0)))
+
+  def _step(self, correction, optimizer, logits, hidden, law, weights):
+    """The correction of one row, and its optimizer, after a step."""
+    def loss(correction):
+      own = jax.nn.log_softmax(correction(logits, hidden))
+      losses = -jnp.sum(law * own, axis=-1)
+      return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1)
+
+    updates, optimizer = self._steps.update(
+        jax.grad(loss)(correction), optimizer, correction)
+    return optax.apply_updates(correction, updates), optimizer
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.contract`."""
+    return contract.param_specs(self.model, axis, size)
