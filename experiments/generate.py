@@ -249,8 +249,9 @@ def _check_flags():
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")
   copies.check({"quantize": _QUANTIZE.value, "draft_cache": _DRAFT_CACHE.value},
-               name, not (name == "none" or models.drafts_for_itself(name)
-                          or composed and not compositions.members(name)))
+               name, not (
+                   name == "none" or composed and not compositions.members(name)
+                   or models.drafts_for_itself(name, _TARGET.value)))
   if _DRAFT_CACHE.value is not None:
     copies.cache("--draft_cache", _DRAFT_CACHE.value)
   if _QUANTIZE_GROUP.value and not (_QUANTIZE.value or _QUANTIZE_TARGET.value):
