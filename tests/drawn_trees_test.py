@@ -1,6 +1,7 @@
 """Trees whose nodes are expanded by score: exact. Dropped by score: biased."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +71,19 @@ def _dropping(drafts, q, parents):
       contexts=take(drafts.contexts), parents=np.where(above < 0, -1, place))
 
 
+_compiled = functools.cache(exact.Compiled)
+
+
 def _certify(rule, scheme, parents):
   return exact.certify(
-      rule, trees=(parents,), schemes=(scheme,), vocab_sizes=(3,), gammas=(1,),
-      kinds=("dense", "zeros"), seeds=range(4), rounds=1, thorough=False)
+      _compiled(rule), trees=(parents,), schemes=(scheme,), vocab_sizes=(3,),
+      gammas=(1,), kinds=("dense", "zeros"), seeds=range(4), rounds=1,
+      thorough=False)
 
 
 @pytest.mark.parametrize("rule,replaced", [
     (Recursive(), False), (Traversal(), False), (Traversal(), True),
-    (KSeq(), True), (TargetWalk(), False)], ids=str)
+    (KSeq(), True)], ids=str)
 def test_expanding_by_score_is_exact(rule, replaced):
   # Broken: which nodes get children tells rules what the draws were.
   for parents in (_STEM, _DEEP):
