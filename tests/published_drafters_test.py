@@ -326,6 +326,9 @@ def test_all_layouts_are_known(tmp_path):
   assert found == LAYOUTS.keys() - {"dflash of speculators",
                                     "dspark of speculators"}
   assert drafter_layout(GOLDEN / "llama") is None  # a language model
+  told, _ = load_drafter(_DRAFTERS / "eagle3", _TARGET,
+                         layout="eagle3 of specforge")
+  assert told == _loaded("eagle3")[0]
   # Those two have the names of the others, and other configurations.
   for name in ("dflash", "dspark"):
     directory = tmp_path / name
@@ -406,6 +409,8 @@ def test_pickles_are_refused(tmp_path):
     load_drafter(tmp_path, _TARGET)
   with pytest.raises(ValueError, match="layout is 'x'; it must be one of"):
     load_drafter(tmp_path, _TARGET, layout="x")
+  with pytest.raises(ValueError, match="the target is a TransformerConfig; gi"):
+    load_drafter(tmp_path, _TARGET.config)
 
 
 def test_scripts_take_the_directory_of_a_drafter():

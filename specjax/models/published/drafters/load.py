@@ -48,7 +48,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       none is refused.
     dtype: of the parameters; None is `default_dtype()`.
     layout: one of `LAYOUTS`; None: what the files say. EAGLE-3 files of other
-      tools look like SpecForge's and number the target's layers otherwise.
+      tools may look like SpecForge's and number the target's layers otherwise;
+      then set `taps` of the heads by `dataclasses.replace`.
 
   Returns:
     `(heads, params)`, as `models.heads.load_heads` does.
@@ -58,6 +59,10 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       it says something that is not understood, or it was made for another
       target.
   """
+  if not isinstance(target, Transformer):
+    raise ValueError(f"the target is a {type(target).__name__}; give a "
+                     "models.Transformer, such as the model of what "
+                     "load_pretrained returns")
   directory = find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
