@@ -7,7 +7,8 @@ expected to accept from every place on (specjax.training.skip_search).
 
   exit E          the first E layers (LayerSkip)
   --searches      random sets (SWIFT), greedy (one part after the other), local
-                  (random, then swaps), clasp (whole layers, by hidden states)
+                  (random, then swaps), clasp (whole layers, by hidden states,
+                  where two parts or more are left out)
   --scores        what a search looks at: accepted tokens of a draft, or
                   agreement, the share of tokens whose argmax is the target's
 
@@ -121,7 +122,9 @@ def _parts(target, rows):
   for count in _counts(layers):
     for search in dict.fromkeys(_SEARCH.value):
       if search == "clasp":
-        whole = max(1, count // 2)
+        whole = count // 2
+        if not whole:
+          continue
         found = skip_search.clasp(
             target.model, target.params, rows[:, :-1], whole)
         yield (f"clasp, {len(found)} parts", "clasp", "", len(found),

@@ -54,17 +54,6 @@ def test_exit_weights():
   np.testing.assert_allclose(gradual(0.2), e / e.sum(), atol=1e-6)
 
 
-def _whole(layers, keep):
-  """Logits of the first layers of which some rows leave some out, by hand."""
-  model, params = deep()
-  rows = []
-  for row, kept in zip(_TOKENS, keep):
-    some = tuple(i for i in range(layers) if kept[i])
-    rows.append(model.run(params, Sublayers(attention=some, mlp=some),
-                          row[None, :-1]).logits)
-  return jnp.concatenate(rows)
-
-
 def test_loss_of_every_exit():
   # Broken: an exit's loss has another exit's weight, logits or labels; the
   # loss moves no parameter, or a step cannot be done again.
@@ -75,8 +64,9 @@ def test_loss_of_every_exit():
       lambda x: one({"target": x}, {}, batch, key), has_aux=True)(params),
                  static_argnums=0)
   (loss, metrics), grads = step(one, params, jax.random.key(0))
-  exits = [jnp.mean(cross_entropy(_whole(i + 1, np.ones((2, 3))),
-                                  _TOKENS[:, 1:])) for i in range(3)]
+  exits = jax.jit(lambda: [jnp.mean(cross_entropy(
+      model.run(params, Sublayers.between(0, i + 1), _TOKENS[:, :-1]).logits,
+      _TOKENS[:, 1:])) for i in range(3)])()
   np.testing.assert_allclose(metrics["lm_loss"], exits[-1], rtol=1e-5)
   np.testing.assert_allclose(
       loss, jnp.sum(one.exit_weights(0.25) * jnp.stack(exits)), rtol=1e-5)
@@ -86,11 +76,11 @@ def test_loss_of_every_exit():
   (after, _), _ = step(one, moved, jax.random.key(0))
   np.testing.assert_allclose((after - loss) / 1e-3, square, rtol=0.05)
   # Turns: only the exits that have a part are computed, and none twice.
+  turn = _skip(scale=0.5, every=2)
+  turned = jax.jit(lambda progress: turn({"target": params}, {}, {
+      **batch, "progress": progress}, jax.random.key(0))[0])
   for i in range(4):
-    turn = _skip(scale=0.5, every=2)
-    got = turn({"target": params}, {}, {
-        **batch, "progress": jnp.float32(i / 8)}, jax.random.key(0))[0]
-    np.testing.assert_allclose(got, jnp.sum(
+    np.testing.assert_allclose(turned(jnp.float32(i / 8)), jnp.sum(
         turn.exit_weights(i / 8) * jnp.stack(exits)), rtol=1e-5)
 
 
@@ -104,7 +94,12 @@ def test_dropped_layers():
   keep = drawn(key)
   loss, _ = one({"target": deep()[1]}, {}, {
       "tokens": _TOKENS, "progress": jnp.float32(1)}, key)
-  want = jnp.mean(cross_entropy(_whole(3, keep), _TOKENS[:, 1:]))
+  rows = []
+  for row, kept in zip(_TOKENS, keep):
+    some = tuple(i for i in range(3) if kept[i])
+    rows.append(deep()[0].run(
+        deep()[1], Sublayers(attention=some, mlp=some), row[None, :-1]).logits)
+  want = jnp.mean(cross_entropy(jnp.concatenate(rows), _TOKENS[:, 1:]))
   np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
