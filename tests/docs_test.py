@@ -10,6 +10,7 @@ import specjax.constraints.automaton
 import specjax.decoder
 import specjax.exact.certificate
 import specjax.models.contrastive
+import specjax.models.sublayers
 import specjax.sampling
 import specjax.serving
 import specjax.types
@@ -19,8 +20,8 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.parametrize("module", [
     specjax.constraints.automaton, specjax.decoder, specjax.exact.certificate,
-    specjax.models.contrastive, specjax.sampling, specjax.serving,
-    specjax.types],
+    specjax.models.contrastive, specjax.models.sublayers, specjax.sampling,
+    specjax.serving, specjax.types],
                          ids=lambda module: module.__name__)
 def test_examples_of_docstrings(module):
   # Broken: the first thing that a reader pastes does not work.
