@@ -65,6 +65,12 @@ def sizes(shape: str, memory: bool = True) -> list[int]:
           for kind, dims, layout in _ARRAY.findall(shape)]
 
 
+def shapes(shape: str) -> list[tuple[int, ...]]:
+  """The sizes of the axes of each array of a shape."""
+  return [tuple(map(int, re.findall(r"\d+", dims)))
+          for _, dims, _ in _ARRAY.findall(shape)]
+
+
 class Program:
   """An optimised program.
 

@@ -149,8 +149,11 @@ def figures(setting: Setting, text: str, memory, params, state) -> dict:
   capacity, block = setting.capacity, tpu.block_size(setting.capacity)
   fetched = min(capacity, -(-SHORT // block) * block)
   must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])
+  # Some weights are as large as a layer of a cache.
+  shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
+  of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
   copied = [op.name for _, where, op in program.executed
-            if leaves & set(program.written(where, op))]
+            if leaves & set(program.written(where, op)) and not of_weights(op)]
   return {
       "moved": [program.total + share * read
                 for share in (1, fetched / capacity)],
