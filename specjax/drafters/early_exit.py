@@ -30,7 +30,7 @@ from specjax import topology
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import stop_rules
-from specjax.models.shortened import check_whole
+from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.sampling import COINS_A_DRAW
@@ -304,15 +304,6 @@ class EarlyExit(Exit):
     """The state: the target has read what others drafted."""
     del params, since
     return state.drafter
-
-
-def check_exit(exit: int, target: ModelFn) -> None:
-  """Raises a `ValueError` where a target's layers are not known, or too few."""
-  check_whole(target)
-  layers = target.config.layers
-  if exit >= layers:
-    raise ValueError(f"exit is {exit} and the target has {layers} layers; "
-                     "leave it one at least that the draft does without")
 
 
 def _alone(tokens):

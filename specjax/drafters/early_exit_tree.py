@@ -22,7 +22,7 @@ from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.drafters.early_exit import Begun
-from specjax.drafters.early_exit import check_exit
+from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform

@@ -148,3 +148,13 @@ def check_whole(model: Any) -> None:
     raise ValueError(f"the model is a {type(model).__name__}, of which no "
                      "hidden states are known; running some of its layers "
                      "needs a models.Transformer")
+
+
+def check_exit(exit: int, model: Any) -> None:
+  """Raises a `ValueError` where a model has no layer after an exit."""
+  check_whole(model)
+  layers = model.config.layers
+  if not 1 <= exit < layers:
+    raise ValueError(f"exit is {exit} and the target has {layers} layers; it "
+                     f"must be from 1 to {layers - 1}: leave one layer at "
+                     "least that the draft does without")

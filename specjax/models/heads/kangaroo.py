@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from specjax.models.heads import base
 from specjax.models.heads.base import Params
+from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
@@ -100,15 +101,6 @@ class KangarooAdapter:
     shared = {name: x for name, x in params["target"].items()
               if name in _SHARED}
     return {**shared, **params["drafter"]}
-
-
-def check_exit(exit: int, target: Transformer) -> None:
-  """Raises a `ValueError` where a target has no layer after an exit."""
-  layers = target.config.layers
-  if not 1 <= exit < layers:
-    raise ValueError(f"exit is {exit} and the target has {layers} layers; it "
-                     f"must be from 1 to {layers - 1}: leave one layer at "
-                     "least that the draft does without")
 
 
 @struct.dataclass

@@ -72,12 +72,12 @@ class LayerSkip:
     if not self.scale >= 0:
       raise ValueError(f"scale is {self.scale}; it must be at least 0")
     layers = self.model.config.layers
-    if not 1 <= self.every <= layers:
-      raise ValueError(f"every is {self.every}; it must be from 1, all exits "
-                       f"in every step, to the {layers} layers")
     if layers < 2:
       raise ValueError("the target has 1 layer; with an exit before its last "
                        "layer it needs 2 at least")
+    if not 1 <= self.every <= layers:
+      raise ValueError(f"every is {self.every}; it must be from 1, all exits "
+                       f"in every step, to the {layers} layers")
 
   def dropout_rates(self, progress: jax.Array) -> jax.Array:
     """p(l, t) `[L]` where the share `progress []` of the run is over."""
