@@ -62,8 +62,9 @@ def of_cache(model, cache):
   def one(params, copy, tokens):
     half = WINDOW // 2
     p = model(params, tokens[:, :-1]).logits[:, half:]
+    # Lengths that no compiler knows, or it folds attention over no slots.
     past = prefill.empty_cache(
-        other, params, jnp.full_like(tokens[:, 0], WINDOW), WINDOW + 1)
+        other, params, jnp.maximum(tokens[:, 0], WINDOW), WINDOW + 1)
     depths = jnp.broadcast_to(jnp.arange(half, dtype=jnp.int32), (BATCH, half))
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((half, half), bool)),
                               (BATCH, half, half))
