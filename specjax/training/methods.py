@@ -146,10 +146,8 @@ def _eagle(heads, parents, proposal, rule) -> Strategy:
 
 def _layer_chain(heads, rule=_TOKEN, gamma=None) -> Strategy:
   """A sampled chain, of one module used again or of one for each token."""
-  gamma = min(gamma or heads.num_forecasts, heads.num_forecasts)
-  if not heads.reuse:
-    return Strategy(drafters.MTP(heads=heads, gamma=gamma), rule)
-  return _eagle(heads, _chain_of(heads, gamma), "iid", rule)
+  most = heads.num_forecasts
+  return strategies.mtp(heads, min(gamma or most, most), rule)
 
 
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
@@ -186,6 +184,8 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
           for rule in (_TRAVERSAL, _RECURSIVE)),
       "sampled dynamic tree": tuple(
           Strategy(sampled, rule) for rule in (_TRAVERSAL, _RECURSIVE))}
+
+
 def _hydra_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
   """A sampled chain or tree, or a top-k tree: what the rule asks for."""
   rule = verifiers.TargetWalk() if verifier is None else verifier

@@ -107,6 +107,7 @@ class Eagle1(_Unrolled):
     return feature_loss + self.law_weight * law_loss, {
         "feature_loss": feature_loss, "law_loss": law_loss}
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(_Unrolled):
   """-sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v): the training-time test.
