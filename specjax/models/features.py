@@ -57,8 +57,8 @@ class FeatureConfig(TransformerConfig):
     reuse: one module is used again on its own output, a position further each
       time. Without it there are K modules: at position t module k reads the
       token t + k and forecasts t + k + 1.
-    chained: module k reads what module k - 1 returned; else the target's
-      features, as the first one does.
+    chained: module k reads what module k - 1 returned; else, without `reuse`,
+      the target's features, as the first one does.
   """
 
   layers: int = 1
@@ -98,11 +98,13 @@ class FeatureConfig(TransformerConfig):
     self._check_widths()
 
   def _check_parts(self):
-    if self.layers != 1 or self.windows or self.features or self.lookahead:
+    if (self.layers != 1 or self.windows or self.features or self.lookahead
+        or self.learned_positions):
       raise ValueError(
           f"a feature layer has layers {self.layers}, windows {self.windows}, "
-          f"features {self.features} and lookahead {self.lookahead}; it is one "
-          "layer without the others: layers=1 and nothing of these")
+          f"features {self.features}, lookahead {self.lookahead} and "
+          f"learned_positions {self.learned_positions}; it is one layer "
+          "without the others: layers=1 and nothing of these")
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one of the "
                        "target's hidden states, and each once")
@@ -116,6 +118,18 @@ class FeatureConfig(TransformerConfig):
     if self.entry_norm and not self.entry:
       raise ValueError(f"entry_norm is {self.entry_norm!r} and entry False; "
                        "the norm stands before that product: set entry=True")
+    for name, read in (
+        ("entry_bias", self.entry), ("fusion_bias", self.fusion == "project"),
+        ("norm_before_residual",
+         self.fusion == "attention" and self.fusion_norms)):
+      if getattr(self, name) and not read:
+        raise ValueError(f"{name} is True, and entry {self.entry}, fusion "
+                         f"{self.fusion!r} and fusion_norms "
+                         f"{self.fusion_norms} leave it nothing to do: set "
+                         f"{name}=False")
+    if self.reuse and not self.chained:
+      raise ValueError("chained is False and reuse True; a module that is used "
+                       "again reads its own output: set one of the two")
     ids = self.ids
     if ids and (list(ids) != sorted(set(ids)) or ids[0] < 0
                 or ids[-1] >= self.vocab_size):

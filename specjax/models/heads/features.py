@@ -78,6 +78,10 @@ class FeatureHeads(FeatureConfig):
       count: K.
       **options: other fields of the class. `taps` may be a text, such as
         "2,4,final"; an empty one means `default_taps`.
+
+    Raises:
+      ValueError: the target has no such hidden state, or the fields do not fit
+        together.
     """
     c = target.config
     like = {field.name: getattr(c, field.name)
@@ -87,8 +91,13 @@ class FeatureHeads(FeatureConfig):
                 learned_positions=False)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
-      taps = [name if name == FINAL else int(name)
+      taps = [int(name) if name.isdecimal() else name
               for name in taps.replace(",", " ").split()]
+    for name in taps:
+      if name != FINAL and name not in range(c.layers + 1):
+        raise ValueError(f"taps holds {name!r}; the target has the hidden "
+                         f"states 0 to {c.layers} and {FINAL!r}: name some of "
+                         "these, such as 1,final")
     return cls(**{**like, "target_width": c.width, "forecasts": count,
                   "taps": tuple(taps) or cls.default_taps(c.layers),
                   **options})
