@@ -11,6 +11,8 @@
                       that stays as it is, one after the other
   --method=parallel_layers   layers beside the target's last one
   --method=parallel   a network that forecasts a whole block (DFlash, DSpark)
+  --method=hydra      Medusa's heads, which read the drafted tokens as well
+  --method=kangaroo   a layer after the target's first ones
 
 Leaves in --output_dir:
 
@@ -151,6 +153,18 @@ _CHECKPOINT_EVERY = shared.checkpoint_every()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
+
+
+def _check_options(method):
+  """Refuses what only other methods have."""
+  for options, taken in ((_HEAD_OPTIONS, method.head_options),
+                         (_OPTIONS, method.options)):
+    for name in {*options} - {option.name for option in taken}:
+      if options[name].present:
+        raise ValueError(
+            f"--{name} is {options[name].value!r} and --method={method.name} "
+            "has no such setting; leave it out, or see --help for the methods "
+            "that have it")
 
 
 def _values(options, taken):
@@ -381,11 +395,12 @@ def _spent(output_dir, tokens_per_step, before):
 
 
 def main():
+  method = _METHODS[_METHOD.value]
+  _check_options(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
-  method = _METHODS[_METHOD.value]
   options = _values(_OPTIONS, method.options)
   streams, corpus = _streams(tokenizer)
   heads, params = _heads(method, target, tokenizer, streams[0])

@@ -156,9 +156,14 @@ def _objective(model):
         raise ValueError(f"--{flag.name} is {flag.value} and --mtp is none; "
                          f"give --mtp={' or --mtp='.join(_KINDS)}")
     return _layer_skip(model) or objectives.NextToken(model=model), None
-  if _EXIT_SCALE.value is not None:
-    raise ValueError(f"--exit_scale is {_EXIT_SCALE.value} and --mtp "
-                     f"{_MTP.value}; leave one of them out")
+  for flag in _LAYER_SKIP:
+    if flag.present:
+      raise ValueError(f"--{flag.name} is {flag.value}, of LayerSkip, and "
+                       f"--mtp {_MTP.value}; leave one of them out")
+  if _MTP_HEADS.value >= _CONTEXT_LENGTH.value:
+    raise ValueError(f"--mtp_heads is {_MTP_HEADS.value} and --context_length "
+                     f"{_CONTEXT_LENGTH.value}; a row has no tokens so far "
+                     "ahead: give fewer heads")
   heads = _KINDS[_MTP.value].for_target(model, _MTP_HEADS.value)
   weight = _MTP_WEIGHT.value
   if weight is None:

@@ -151,7 +151,10 @@ def test_a_layer_on_features_drafts_what_the_text_has(tmp_path, target_dir):
                            "--save_dtype=float32", "--output_dir=out"],
       [*train, "--method=mtp", "--output_dir=other"],
       [*train, "--method=eagle3", "--draft_vocabulary=263",
-       "--output_dir=other"], cwd=tmp_path)
+       "--output_dir=other"],
+      [*train, "--method=eagle3", "--depth_decay=0.5", "--output_dir=other"],
+      [*train, "--method=eagle3", "--taps=1,9", "--output_dir=other"],
+      cwd=tmp_path)
   study = scripts.last_line(result)
   assert study["method"] == "eagle3" and np.shape(study["accuracy"]) == (3, 5)
   assert 1 <= study["block_efficiency"] <= 3
@@ -168,7 +171,9 @@ def test_a_layer_on_features_drafts_what_the_text_has(tmp_path, target_dir):
   assert params["head"].shape == (16, 9)
   for found, words in zip(refused, (
       "the heads of --method=mtp draft with the target's own LM head",
-      "--draft_vocabulary is 263; the target has 262 tokens"), strict=True):
+      "--draft_vocabulary is 263; the target has 262 tokens",
+      "--depth_decay is 0.5 and --method=eagle3 has no such setting",
+      "taps holds 9; the target has the hidden states 0 to 1"), strict=True):
     assert found["code"].startswith("error: ") and words in found["code"]
   assert not (tmp_path / "other").exists()
 
@@ -182,10 +187,13 @@ def test_a_model_learns_with_its_modules(tmp_path, target_dir):
            "--head_dim=4", "--mlp_width=8", "--context_length=16",
            "--batch_size=4", "--steps=20", "--evaluate_every=0",
            "--evaluation_stride=16", "--save_dtype=float32"]
-  result, refused = scripts.run_all(
+  result, *refused = scripts.run_all(
       "train_lm.py", [*train, "--mtp=parallel", "--mtp_heads=2",
                       "--output_dir=out"],
-      [*train, "--mtp_weight=0.1", "--output_dir=other"], cwd=tmp_path)
+      [*train, "--mtp_weight=0.1", "--output_dir=other"],
+      [*train, "--mtp=modules", "--layer_dropout=0.2", "--output_dir=other"],
+      [*train, "--mtp=modules", "--mtp_heads=16", "--output_dir=other"],
+      cwd=tmp_path)
   study = scripts.last_line(result)
   target, _ = sj.models.load_model(tmp_path / "out")
   heads, _ = heads_lib.load_heads(tmp_path / "out", target)
@@ -194,7 +202,12 @@ def test_a_model_learns_with_its_modules(tmp_path, target_dir):
   assert training["tokens"] == study["tokens"] == 20 * 4 * 16
   assert np.shape(training["accuracy"]) == (3, 5)
   assert "lm_loss" in (tmp_path / "out/metrics.csv").read_text()
-  assert refused["code"].startswith("error: --mtp_weight is 0.1 and --mtp is n")
+  for found, words in zip(refused, (
+      "--mtp_weight is 0.1 and --mtp is none",
+      "--layer_dropout is 0.2, of LayerSkip, and --mtp modules",
+      "--mtp_heads is 16 and --context_length 16"), strict=True):
+    assert found["code"].startswith(f"error: {words}")
+  assert not (tmp_path / "other/tokenizer.json").exists()
 
 
 @pytest.mark.timeout(300)
