@@ -214,6 +214,9 @@ def test_numbers_of_layers(changed):
   # Unsaid: the middle of SpecForge's is one lower, as a number, and the same.
   assert changed("eagle3_specforge", drop=("eagle_config",))[0].taps == (
       2, 6, 9)
+  assert changed("eagle3_specforge", eagle_config=dict(
+      use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=[]))[
+          0].taps == (2, 6, 9)
   # DFlash would read the last layer's output normed; EAGLE-3 as it is.
   last = [1, 5, _LAYERS - 1]
   assert changed("eagle3_specforge", eagle_config=dict(
@@ -221,6 +224,16 @@ def test_numbers_of_layers(changed):
   with pytest.raises(ValueError, match="output of layer 11, the target's last"):
     changed("dflash", dflash_config=dict(mask_token_id=40,
                                          target_layer_ids=last))
+
+
+def test_keys_in_two_places(changed):
+  # Broken: what SpecForge writes for SGLang is refused, since its keys lie both
+  # in dflash_config and beside it.
+  inner = dict(projector_type="dspark", mask_token_id=40, markov_rank=4,
+               target_layer_ids=[1, 5, 8], markov_head_type="vanilla")
+  assert changed("dspark", dflash_config=inner)[0] == _loaded("dspark")[0]
+  again = changed("dspark", dflash_config=inner, drop=("target_layer_ids",))
+  assert again[0] == _loaded("dspark")[0]
 
 
 def test_two_meanings_of_norm_output(changed):
@@ -233,6 +246,9 @@ def test_two_meanings_of_norm_output(changed):
   heads, params = changed("eagle3_specforge", norm_output=False)
   assert not heads.feed_normed and heads.final_norm is None
   assert "final_norm" not in params["module_0"]
+  for said in (True, False):  # nobody's: either meaning would be a guess
+    with pytest.raises(ValueError, match=f"has {said} for norm_output, by whi"):
+      changed("eagle3", norm_output=said)
 
 
 def test_bias_of_the_fusion(changed):
@@ -260,6 +276,9 @@ def test_reduced_vocabularies(changed):
   assert changed("eagle3", drop=("t2d",))[0].ids == ids
   every = {"d2t": np.zeros(48, np.int64), "t2d": np.ones(48, bool)}
   assert changed("eagle3_specforge", every)[0].ids == ()
+  for name in ("eagle3_specforge", "eagle3_deepspec"):
+    with pytest.raises(ValueError, match="d2t that gives the tokens of a whol"):
+      changed(name, {"d2t": every["d2t"] + (np.arange(48) == 3)})
   for message, tensors, drop in (
       ("has in d2t the ids from", {"d2t": known}, ("t2d",)),
       ("d2t and t2d that name different", {"d2t": held["d2t"] + 1}, ()),
@@ -280,6 +299,9 @@ def test_embeddings_beside_a_drafter(changed):
   other = target | {"embedding": target["embedding"] + 1}
   assert changed("eagle1", known=other)[0].own_embedding
   assert not _loaded("eagle1_plain")[0].own_embedding  # the file has none
+  norm = {"verifier_norm.weight": np.ones(16, np.float32)}  # of older files
+  assert changed("eagle3_speculators", norm)[0] == (
+      _loaded("eagle3_speculators")[0])
   with pytest.raises(ValueError, match="embed_tokens.weight that is not the"):
     changed("dspark", known=other)
 
@@ -312,6 +334,17 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
     again, read = load_drafter(tmp_path / name, _TARGET, dtype=jnp.float32)
     assert again == heads, (name, layout)
     jax.tree.map(np.testing.assert_array_equal, read, params)
+  # Without these keys no model is made of a file where the layout comes from.
+  for name, layout, asked in (
+      ("dflash", "dflash", {"num_target_layers"}),
+      ("dspark", "dspark of deepspec", {"num_anchors"}),
+      ("eagle3_deepspec", "eagle3 of deepspec",
+       {"ttt_length", "step_loss_decay"})):
+    heads, params = _loaded(name)
+    export_drafter(tmp_path / name, heads, params, _TARGET, layout=layout)
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert asked <= config.keys()
+    assert config.get("num_target_layers", _LAYERS) == _LAYERS
   odd = dataclasses.replace(_loaded("medusa")[0], output="shared")
   for heads in (odd, *(_loaded(name)[0] for name in in_target)):
     with pytest.raises(ValueError, match="cannot be written.*save_heads"):
@@ -342,13 +375,19 @@ def test_all_layouts_are_known(tmp_path):
     own = {key: keys.pop(key, inner.get(key)) for key in (
         "mask_token_id", "markov_rank", "markov_head_type",
         "enable_confidence_head", "confidence_head_with_markov")}
-    path.write_text(json.dumps({
+    config = {
         "speculators_model_type": name, "transformer_layer_config": keys,
         "block_size": size, "draft_vocab_size": 48, **own,
-        "aux_hidden_state_layer_ids": [2, 6, 9]}))
+        "aux_hidden_state_layer_ids": [2, 6, 9]}
+    path.write_text(json.dumps(config))
     assert drafter_layout(directory) == f"{name} of speculators"
     heads, _ = load_drafter(directory, _TARGET)
     assert heads == _loaded(name)[0]
+  # The recurrence would begin one slot later here than there.
+  path.write_text(json.dumps(config | dict(
+      markov_head_type="rnn", sample_from_anchor=False)))
+  with pytest.raises(ValueError, match="'rnn' and sample_from_anchor False"):
+    load_drafter(directory, _TARGET)
 
 
 _REFUSED = {
@@ -364,6 +403,26 @@ _REFUSED = {
         "dflash", dict(dflash_config=dict(
             mask_token_id=40, target_layer_ids=[1, 5, 8], mystery=3)),
         "has 3 for mystery"),
+    "other layers of EAGLE-3": (
+        "eagle3_specforge", dict(eagle_config=dict(
+            use_input_layernorm_in_first_layer=False)),
+        "has False for use_input_layernorm_in_first_layer"),
+    "a key inside of eagle_config": (
+        "eagle3_specforge", dict(eagle_config=dict(use_mtp_layernorm=True)),
+        "has True for use_mtp_layernorm"),
+    "the other convention": (
+        "dspark", dict(sample_from_anchor=False),
+        "has False for sample_from_anchor, and drafters of this layout True"),
+    "the other algorithm": (
+        "dflash", dict(dflash_config=dict(
+            mask_token_id=40, target_layer_ids=[1, 5, 8],
+            projector_type="dspark")), "has 'dspark' for projector_type, and"),
+    "two block sizes": (
+        "dspark", dict(dflash_config=dict(block_size=7)),
+        "has 5 for block_size and 7 in dflash_config"),
+    "a target of another depth": (
+        "dflash", dict(num_target_layers=36),
+        "has num_target_layers 36 and the target 12"),
     "another tensor's shape": (
         "medusa", dict(tensors={"1.0.linear.bias": np.ones(3, np.float32)}),
         r"has the tensor 1.0.linear.bias \(3,\) where \(16,\)"),

@@ -52,6 +52,9 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
       continue
     try:
       config = record.write(heads)
+      if record.kind == "parallel":
+        # Their code asks for it, even where the numbers of layers are given.
+        config["num_target_layers"] = target.config.layers
       _, stored = places(record, heads, target)
       tensors = _tensors(heads, stored, leaves, dtype)
       back = record.read(Found(source=name, config=config, target=target,

@@ -19,10 +19,9 @@ _LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that drafters are made of
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
-    has_no_defaults_at_init max_window_layers num_anchors num_target_layers
-    speculators_config speculators_model_type speculators_version
-    step_loss_decay target_hidden_size target_model_name_or_path
-    target_model_type target_vocab_size ttt_length
+    has_no_defaults_at_init max_window_layers num_anchors speculators_config
+    speculators_model_type speculators_version step_loss_decay
+    target_model_name_or_path target_model_type target_vocab_size ttt_length
 """.split()
 _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # what bfloat16 leaves of a number
 
@@ -56,6 +55,9 @@ class Found:
                 known.defaults if known else {})
     for name in (*_NOTES, "tie_word_embeddings"):
       keys(name)
+    for name, size in (("num_target_layers", self.target.config.layers),
+                       ("target_hidden_size", self.target.config.width)):
+      self.check(name, keys(name, size), size)
     return keys
 
   def layer(self, keys: Keys) -> dict[str, Any]:

@@ -98,11 +98,11 @@ LAYOUTS = {
         sign=r"midlayer\."),
     "dspark of deepspec": Layout(
         kind="parallel",
-        read=functools.partial(_dspark, nested=False), names=tables.PARALLEL,
+        read=_dspark, names=tables.PARALLEL,
         write=writings.dspark_deepspec, architectures=("Qwen3DSparkModel",)),
     "dspark of specforge": Layout(
         kind="parallel",
-        read=functools.partial(_dspark, nested=True), names=tables.PARALLEL,
+        read=_dspark, names=tables.PARALLEL,
         write=writings.dspark_specforge, architectures=("DSparkDraftModel",)),
     "dspark of speculators": Layout(
         kind="parallel",
@@ -111,8 +111,7 @@ LAYOUTS = {
         names=tables.PARALLEL, algorithm="dspark"),
     "dflash": Layout(
         kind="parallel",
-        read=functools.partial(
-            readings.parallel, from_anchor=False, nested=True),
+        read=functools.partial(readings.parallel, from_anchor=False),
         names=tables.PARALLEL, write=writings.dflash,
         architectures=("DFlashDraftModel",)),
     "dflash of speculators": Layout(

@@ -16,6 +16,8 @@ from specjax.models.published.drafters.found import Found
 from specjax.models.published.keys import Keys
 
 _DEPTH = 5  # tokens of a draft where a file does not say
+# Copies of the target's, which only train.
+_OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 _MARKOV = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
 
 
@@ -85,24 +87,28 @@ def eagle1(found: Found) -> Heads:
       own_embedding=found.own("embed_tokens.weight", "embedding"))
 
 
-def eagle3(found: Found, *, shift: int,
-           ids: Callable[[Keys], list[int] | None]) -> Heads:
+def eagle3(found: Found, *, ids: Callable[[Found, Keys], list[int] | None],
+           bare: bool = False) -> Heads:
   """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
 
-  All feed back what was before the final norm; `norm_output` says there only
-  whether the head reads a normed state.
+  All feed back what was before the final norm.
 
   Args:
     found: the files.
-    shift: what makes a tap of one of their layer ids.
-    ids: from the keys to the layer ids, if they name any.
+    ids: from the keys to the numbers of the layers whose outputs are read, if
+      they name any.
+    bare: whether there is a key `norm_output`, which if false says that the
+      head reads a state without the final norm.
   """
   keys = found.keys()
   head_norm = keys("norm_output", True)
+  if not bare and keys("norm_output") is not None:
+    found.fail(f"has {keys('norm_output')!r} for norm_output, by which "
+               "projects mean different things; say that it is SpecForge's by "
+               "layout='eagle3 of specforge'")
   if not head_norm:
     found.used.add("norm.weight")
-  given = ids(keys)
-  fields = _eagle3(found, keys, keys, given, shift)
+  fields = _eagle3(found, keys, keys, ids(found, keys), 1)
   keys.refuse_others()
   return heads_lib.Eagle3Heads(
       **fields, forecasts=_DEPTH, final_norm="own" if head_norm else None)
@@ -152,6 +158,7 @@ def _ids(found, keys):
                "rows in lm_head.weight; the two do not belong together")
   found.used.update({"d2t", "t2d"})
   if size == whole:
+    _check_whole(found)
     return ()
   if "d2t" not in found.tensors:
     found.fail(f"has no tensor d2t; without it nobody knows which {size} of "
@@ -177,9 +184,20 @@ def _ids(found, keys):
   return tuple(ids.tolist())
 
 
+def _check_whole(found):
+  """Refuses a map of a whole vocabulary that changes tokens."""
+  if "d2t" not in found.tensors:
+    return
+  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
+  if offsets.any() and not np.array_equal(offsets, np.arange(len(offsets))):
+    found.fail("has a tensor d2t that gives the tokens of a whole vocabulary "
+               "other numbers; specjax reads those in the target's order")
+
+
 def eagle3_speculators(found: Found) -> Heads:
   """EAGLE-3 and 3.1 of speculators, where `norm_output` says what is fed."""
   outer = found.keys()
+  found.used.update(_OF_VERIFIER)
   keys = found.keys(outer.mapping("transformer_layer_config"))
   fields = _eagle3(found, keys, outer,
                    outer("eagle_aux_hidden_state_layer_ids"), 0)
@@ -254,21 +272,30 @@ def mtp_speculators(found: Found) -> Heads:
       taps=(config.layers,), reuse=True, feed_normed=True))
 
 
-def parallel(found: Found, *, from_anchor: bool, nested: bool) -> Heads:
+def parallel(found: Found, *, from_anchor: bool) -> Heads:
   """DFlash of z-lab and SpecForge, DSpark of SpecForge and DeepSpec.
 
-  Their layer ids are those of outputs; `from_anchor` is their convention.
+  Their layer ids are those of outputs; `from_anchor` is their convention. Keys
+  lie in `dflash_config`, beside it, or in both places.
   """
   keys = found.keys()
-  inner = found.keys(keys.mapping("dflash_config")) if nested else keys
-  projector = inner("projector_type", "dspark" if from_anchor else "dflash")
-  if projector not in ("dflash", "dspark"):
-    found.fail(f"has projector_type {projector!r}; specjax reads dflash and "
-               "dspark")
-  ids = inner("target_layer_ids")
-  size = keys("block_size", inner("block_size"))
-  heads = _parallel(found, keys, inner, ids and [i + 1 for i in ids], size,
-                    from_anchor, True)
+  inner = found.keys(keys.mapping("dflash_config"))
+
+  def own(name, otherwise=None):
+    outside, inside = keys(name), inner(name)
+    if None not in (outside, inside) and outside != inside:
+      found.fail(f"has {outside!r} for {name} and {inside!r} in dflash_config; "
+                 "correct one of the two")
+    return next((x for x in (inside, outside) if x is not None), otherwise)
+
+  for name, plain in (("projector_type", "dspark" if from_anchor else "dflash"),
+                      ("sample_from_anchor", from_anchor)):
+    if own(name, plain) != plain:
+      found.fail(f"has {own(name)!r} for {name}, and drafters of this layout "
+                 f"{plain!r}; specjax does not know what is meant")
+  ids = own("target_layer_ids")
+  heads = _parallel(found, keys, own, ids and [i + 1 for i in ids],
+                    own("block_size"), from_anchor, True)
   for given in (keys, inner):
     given.refuse_others()
   return heads
@@ -278,15 +305,19 @@ def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
   """DFlash and DSpark of speculators."""
   outer = found.keys()
   keys = found.keys(outer.mapping("transformer_layer_config"))
-  found.used.update({"d2t", "t2d"})
+  found.used.update({"d2t", "t2d", *_OF_VERIFIER})
   found.check("draft_vocab_size", outer.size("draft_vocab_size"),
               found.target.vocab_size)
+  _check_whole(found)
   outer("sliding_window_non_causal")  # there are no windows
-  chosen = outer("sample_from_anchor")
+  from_anchor = bool(outer("sample_from_anchor", from_anchor))
   heads = _parallel(
       found, keys, outer, outer("aux_hidden_state_layer_ids"),
-      outer("block_size"), from_anchor if chosen is None else bool(chosen),
-      False)
+      outer("block_size"), from_anchor, False)
+  if heads.markov == "rnn" and not from_anchor:
+    found.fail("has markov_head_type 'rnn' and sample_from_anchor False; there "
+               "the recurrence begins at the anchor's slot, and here after it: "
+               "take another drafter")
   for given in (keys, outer):
     given.refuse_others()
   return heads
@@ -321,9 +352,20 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed):
       embedding_scale=config.embedding_scale))
 
 
-safeailab = functools.partial(eagle3, shift=0, ids=lambda keys: None)
-specforge = functools.partial(
-    eagle3, shift=1, ids=lambda keys: keys.mapping("eagle_config").get(
-        "eagle_aux_hidden_state_layer_ids"))
+def _ids_specforge(found, keys):
+  """Of `eagle_config`, in which other trainers say how a layer is built."""
+  inner = found.keys(keys.mapping("eagle_config"))
+  for name in ("use_aux_hidden_state", "use_last_layernorm",
+               "use_input_layernorm_in_first_layer"):
+    if not inner(name, True):
+      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
+                 "it: take another drafter")
+  given = inner("eagle_aux_hidden_state_layer_ids")
+  inner.refuse_others()
+  return given or None
+
+
+safeailab = functools.partial(eagle3, ids=lambda found, keys: None)
+specforge = functools.partial(eagle3, ids=_ids_specforge, bare=True)
 deepspec = functools.partial(
-    eagle3, shift=1, ids=lambda keys: keys("target_layer_ids"))
+    eagle3, ids=lambda found, keys: keys("target_layer_ids"))

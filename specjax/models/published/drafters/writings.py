@@ -13,6 +13,9 @@ from specjax.models.published.export import express
 
 _MARKOV = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
            "rnn": "rnn"}
+# Of DeepSpec: what only trains, and what its models ask for all the same.
+_TRAINS_EAGLE = {"ttt_length": 7, "step_loss_decay": 0.8}
+_TRAINS_DSPARK = {"num_anchors": 512}
 
 
 def _layers(heads, **changed):
@@ -58,7 +61,7 @@ def specforge(heads: Heads) -> dict[str, Any]:
 
 def deepspec(heads: Heads) -> dict[str, Any]:
   return {"architectures": ["Qwen3Eagle3Model"], **_layers(heads),
-          **_eagle3(heads), "target_layer_ids": _ids(heads)}
+          **_eagle3(heads), "target_layer_ids": _ids(heads), **_TRAINS_EAGLE}
 
 
 def _ids(heads):
@@ -119,4 +122,4 @@ def dspark_specforge(heads: Heads) -> dict[str, Any]:
 
 def dspark_deepspec(heads: Heads) -> dict[str, Any]:
   return {**_parallel(heads, "Qwen3DSparkModel"), **_own(heads),
-          **_dspark(heads)}
+          **_dspark(heads), **_TRAINS_DSPARK}
