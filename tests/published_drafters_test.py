@@ -480,6 +480,7 @@ def test_scripts_take_the_directory_of_a_drafter():
   assert itself(_DRAFTERS / "medusa") and itself(_DRAFTERS / "dflash")
   module = _DRAFTERS / "mtp_qwen"  # beside a model that drafts as well
   assert itself(module, module) and not itself(module, GOLDEN / "qwen3")
+  assert itself(module, f"{module}/") and not itself(module, "bundled")
   assert not itself(GOLDEN / "llama") and not itself(GOLDEN / "missing")
   target = sj.models.Pretrained(_TARGET, _of_target(_expected("eagle3")), None,
                                 None)

@@ -64,3 +64,11 @@ def test_the_whole_tree_and_laws_with_zeros():
   tokens, parents, _ = _best(jnp.log(laws), 13)
   assert all(path[1:2] in ((), (1,)) for path in _paths(
       np.asarray(parents), tokens))
+
+
+def test_probabilities_that_are_rounded_above_1():
+  # Broken: a node is drafted without the one above it, below the root.
+  laws = np.full((_DEPTH, _V), -9, np.float32)
+  laws[range(_DEPTH), range(_DEPTH)] = 1e-6
+  tokens, parents, _ = _best(jnp.array(laws), 3)
+  assert _paths(np.asarray(parents), tokens) == [(0,), (0, 1)]

@@ -299,7 +299,9 @@ def _published(name, target=None):
   if layout is None or not published_drafters.LAYOUTS[layout].in_target:
     return layout
   # Another model may have one beside it, and draft by itself.
-  return layout if name == target else None
+  own = bool(target) and pathlib.Path(target).is_dir() and (
+      pathlib.Path(name).samefile(target))
+  return layout if own else None
 
 
 class SelfDrafter(NamedTuple):

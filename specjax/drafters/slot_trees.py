@@ -33,8 +33,8 @@ def best_tree(log_probs: jax.Array, num_nodes: int
               ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The likeliest paths of one sequence, as a tree.
 
-  Equal ones go to the lower level, then to the likelier node above, then to the
-  lower token.
+  Of equal ones that nearest to the root comes first, then that below the
+  likelier node, then that of the lower token.
 
   Args:
     log_probs: `[K, V]`, of the laws of the levels; -inf excludes a token as
@@ -48,6 +48,8 @@ def best_tree(log_probs: jax.Array, num_nodes: int
   size = num_nodes - 1
   likeliest, ids = jax.lax.top_k(log_probs, min(size, log_probs.shape[1]))
   ids = ids.astype(jnp.int32)
+  # Where a rounded probability exceeds 1, no path may be above its beginning.
+  likeliest = jnp.minimum(likeliest, 0)
   values, first = jnp.zeros((1,), log_probs.dtype), 0  # of the root
   levels = []
   for scores, tokens in zip(likeliest, ids):

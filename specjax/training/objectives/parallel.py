@@ -64,9 +64,10 @@ class Parallel:
     model: the target.
     heads: of the target.
     anchors: blocks of a row, at most.
-    position_weights: "decay": w_k = exp(-(k - 1) / gamma), over their sum;
-      "dpace": w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, a constant of
-      the gradient (D-PACE, with its constant 1/2).
+    position_weights: "decay": w_k = exp(-(k - 1) / gamma), over the sum of all
+      weights; "dpace": w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, over
+      the number of slots, and a constant of the gradient (D-PACE, with its
+      constant 1/2).
     position_decay: gamma.
     ce_share: c.
     confidence_weight: a.

@@ -27,7 +27,7 @@ from specjax.models.transformer import Transformer
 
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_OLD = "logit_head."  # what early files put before some names
+_OLD = "logit_head."  # before the names of heads in early files of SpecForge
 
 
 def load_drafter(path: str | os.PathLike[str], target: Transformer,

@@ -233,7 +233,7 @@ def mtp_deepseek(found: Found) -> Heads:
 
 
 def mtp_qwen(found: Found) -> Heads:
-  """The module beside a Qwen3-Next, fed what its head reads."""
+  """The module beside a Qwen3-Next; its next step reads its normed state."""
   modules = found.count(r"mtp\.layers\.(\d+)\.")
   if modules != 1:
     found.fail(f"has {modules} modules with one final norm; specjax reads one "
@@ -255,7 +255,10 @@ def _mtp_of_target(found, modules, normed):
 
 
 def mtp_speculators(found: Found) -> Heads:
-  """The one module of speculators, fed what its head reads."""
+  """The one module of speculators; its next step reads its normed state.
+
+  Its first one is trained on the target's state before the final norm.
+  """
   outer = found.keys()
   keys = found.keys(outer.mapping("transformer_layer_config"))
   fields = found.layer(keys)
