@@ -147,11 +147,12 @@ def _lookahead(rule, **kwargs):
                      {"target": params, "drafter": ()})
 
 
-def _parallel(drafter, rule, options, **kwargs):
+def _parallel(drafter, rule, options, controller=None, **kwargs):
   heads = dataclasses.replace(_PARALLEL, **options)
   model, params = heads.attach(
       pair().target, pair().params["target"], disturbed(heads))
-  return Contributed(drafter(heads=heads, **kwargs), rule, model, params)
+  return Contributed(drafter(heads=heads, **kwargs), rule, model, params,
+                     controller=controller)
 
 
 # Another vocabulary than the target's: of its tokens a has two ids, abca is
@@ -534,9 +535,10 @@ DRAFTERS = {
     "Lookahead as published": lambda: _lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),
-    "Parallel chain with a stop rule": lambda: _parallel(
+    "Parallel chain with a stop rule and a controller": lambda: _parallel(
         Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
-        stop=stop_rules.Threshold(threshold=0.4)),
+        stop=stop_rules.Threshold(threshold=0.4),
+        controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
     "Parallel without_replacement": lambda: _parallel(
         Parallel, sj.verifiers.Traversal(), {"markov": "rnn"}, parents=UNEVEN,
         proposal="without_replacement"),

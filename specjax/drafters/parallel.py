@@ -5,6 +5,7 @@ A round costs one pass of a few layers over a block, and with a Markov head a
 product of rank r for each token, drawn from left to right.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -149,6 +150,11 @@ class BlockDrafter:
                            before[:, None] + places)
     return drafter.replace(cache=cache.rollback(before + count))
 
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Nothing: what a round commits is read at once, drafted or not."""
+    del params, since
+    return state.drafter
+
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Every device holds the whole network, see `specjax.contract`."""
     check_divisible("kv_heads of the block-parallel network",
@@ -208,6 +214,14 @@ class Parallel(BlockDrafter, growth.StaticTree):
   @property
   def certain(self) -> bool:
     return self.proposal == "top_k"
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Parallel"] | None:
+    """A chain may have another length, see `specjax.contract`."""
+    if not self.chain:
+      return None
+    return lambda gamma: dataclasses.replace(
+        self, parents=tuple(range(-1, gamma)))
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Parallel":
     """The same drafter, for this target and its transform.
