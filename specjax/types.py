@@ -37,9 +37,10 @@ class Draft:
       of `probs` are look-ahead positions: they change no law.
     parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
     probs: `[N, V]`, row i is the law that `tokens[i]` was drawn from, given
-      everything before it in depth-first order. Row 0 is unused. A
-      deterministic proposal is one-hot; an all-zero row is padding and is
-      never accepted.
+      everything that was drawn before it, its parent and its earlier siblings
+      among that. Which nodes there are may depend on what was drawn before
+      them, too (`drafters.drawn_trees`). Row 0 is unused. A deterministic
+      proposal is one-hot; an all-zero row is padding and is never accepted.
 
   Example:
     >>> import jax.numpy as jnp

@@ -21,8 +21,9 @@ from specjax.verifiers import tree
 class Traversal:
   """Visits the nodes children first and stops at the first accepted one.
 
-  Exact wherever row i of `probs` is the law of `tokens[i]` given its ancestors,
-  its earlier siblings AND their descendants. No pair of models is known for
+  Exact wherever row i of `probs` is the law of `tokens[i]` given all that was
+  drawn before it: its ancestors, its earlier siblings AND other nodes, such as
+  descendants of those. No pair of models is known for
   which it accepts less than `Recursive`, on average over the drafts, if no
   child has a larger subtree than an earlier sibling; otherwise it can.
   """
