@@ -87,8 +87,11 @@ def test_a_record_fits_together(name):
   chain = method.chain(heads)
   assert contract.rule(chain.verifier).lossless
   _decoder(target, chain)
-  if name in ("eagle1", "eagle3"):  # whose chains a controller may shorten
+  if name in ("eagle1", "eagle3"):  # of any length, which a controller chooses
+    assert chain.drafter.num_nodes == _K + 1
     assert contract.with_gamma(chain.drafter)(2).num_nodes == 3
+    longer = method.strategy(heads, None, 9, None)
+    assert longer.drafter.num_nodes == 10
   for strategies in method.compared(heads, lambda: _TREE).values():
     assert contract.rule(strategies[0].verifier).lossless
     assert len({s.drafter for s in strategies}) == 1  # they share rollouts

@@ -146,8 +146,9 @@ def _eagle(heads, parents, proposal, rule) -> Strategy:
 
 def _layer_chain(heads, rule=_TOKEN, gamma=None) -> Strategy:
   """A sampled chain, of one module used again or of one for each token."""
-  most = heads.num_forecasts
-  return strategies.mtp(heads, min(gamma or most, most), rule)
+  if gamma and not heads.reuse:
+    gamma = min(gamma, heads.modules)
+  return strategies.mtp(heads, gamma, rule)
 
 
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
