@@ -555,13 +555,13 @@ def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
   return Strategy(drafters.Blockwise(heads=heads, gamma=gamma), rule)
 
 
-def eagle(layer: FeatureHeads, parents: Sequence[int] | None = None,
+def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           proposal: str = "without_replacement",
           verifier: Verifier | None = None) -> Strategy:
   """Draws of a layer that reads the target's features, as a chain or a tree.
 
   EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840); the
-  target is that which `layer.attach` returns.
+  target is that which `heads.attach` returns.
 
   >>> import jax
   >>> import specjax as sj
@@ -578,7 +578,7 @@ def eagle(layer: FeatureHeads, parents: Sequence[int] | None = None,
   (8, Block())
 
   Args:
-    layer: of one module.
+    heads: the layer, of one module.
     parents: N entries, the tree with its root; None: a drawn chain of as many
       tokens as the layer forecasts.
     proposal: how the children of a node are drawn, see
@@ -587,16 +587,16 @@ def eagle(layer: FeatureHeads, parents: Sequence[int] | None = None,
       and the target's walk through a certain one.
   """
   if parents is None:
-    drafter = drafters.EagleChain(heads=layer, gamma=layer.num_forecasts)
+    drafter = drafters.EagleChain(heads=heads, gamma=heads.num_forecasts)
     return Strategy(drafter, verifier or _BLOCK)
   drafter = drafters.Eagle(
-      heads=layer, parents=tuple(parents), proposal=proposal)
+      heads=heads, parents=tuple(parents), proposal=proposal)
   return Strategy(drafter, verifier or (
       verifiers.TargetWalk() if proposal == "top_k" else
       _BLOCK if drafter.chain else _TRAVERSAL))
 
 
-def eagle_dynamic(layer: FeatureHeads, depth: int = 6, top_k: int = 10,
+def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
   """EAGLE's tree of the likeliest candidates, whose shape follows them.
 
@@ -609,17 +609,17 @@ def eagle_dynamic(layer: FeatureHeads, depth: int = 6, top_k: int = 10,
   TargetWalk()
 
   Args:
-    layer: of one module.
+    heads: the layer, of one module.
     depth: levels below the root.
     top_k: nodes expanded of a level, and children of each.
     num_nodes: N, the root included.
   """
   return Strategy(drafters.DynamicEagle(
-      heads=layer, depth=depth, top_k=top_k, num_nodes=num_nodes),
+      heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
       verifiers.TargetWalk())
 
 
-def eagle_sampled(layer: FeatureHeads, depth: int, expanded: int, children: int,
+def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = _TRAVERSAL) -> Strategy:
   """A drawn tree of EAGLE's that is expanded where the layer is confident.
 
@@ -633,17 +633,17 @@ def eagle_sampled(layer: FeatureHeads, depth: int, expanded: int, children: int,
   11
 
   Args:
-    layer: of one module.
+    heads: the layer, of one module.
     depth: levels below the root.
     expanded: nodes of a level that get children.
     children: of each, and of the root.
     verifier: a rule for drawn trees.
   """
   return Strategy(drafters.SampledEagle(
-      heads=layer, depth=depth, expanded=expanded, children=children), verifier)
+      heads=heads, depth=depth, expanded=expanded, children=children), verifier)
 
 
-def mtp(layer: FeatureHeads, gamma: int | None = None,
+def mtp(heads: FeatureHeads, gamma: int | None = None,
         verifier: Verifier = _BLOCK) -> Strategy:
   """A chain of modules of multi-token prediction, each one token of it.
 
@@ -661,16 +661,16 @@ def mtp(layer: FeatureHeads, gamma: int | None = None,
   4
 
   Args:
-    layer: its modules.
+    heads: its modules.
     gamma: drafted tokens of a round, at most as many as modules unless one is
       used again; None: as many as the layer forecasts.
     verifier: a rule for chains.
   """
-  if layer.reuse:
-    gamma = layer.num_forecasts if gamma is None else gamma
+  if heads.reuse:
+    gamma = heads.num_forecasts if gamma is None else gamma
     return Strategy(
-        drafters.EagleChain(heads=layer, gamma=gamma), verifier)
-  return Strategy(drafters.MTP(heads=layer, gamma=gamma), verifier)
+        drafters.EagleChain(heads=heads, gamma=gamma), verifier)
+  return Strategy(drafters.MTP(heads=heads, gamma=gamma), verifier)
 
 
 def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,

@@ -30,7 +30,7 @@ _EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
 _DRAFTER = sj.drafters.LanguageModel(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
-          "layer": _LAYER, "expanded": 2, "children": 2,
+          "expanded": 2, "children": 2,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
           "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
           "exit": 1, "adapter": heads_lib.KangarooAdapter(
@@ -40,10 +40,11 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "members": (_DRAFTER, _DRAFTER), "view": sj.cache_views.Recent()}
 _BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
 _OF_BLOCK = ("ddtree", "parallel")
+_OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")
 _LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
 _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
-          "eagle": {"parents": _TREE}, "mtp": {"layer": _MODULES},
+          "eagle": {"parents": _TREE}, "mtp": {"heads": _MODULES},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},
           "sampled_medusa": {"proposal": "iid",
                              "verifier": sj.verifiers.KSeq()}}
@@ -59,8 +60,10 @@ def _decoder(name, **config):
             if p.default is p.empty or name in _LARGE]
   sizes = {n: _SIZES[n] for n in needed}
   target = _MODEL
-  if {"heads", "layer", "exit", "adapter", "target", "view"} & set(needed):
+  if {"heads", "exit", "adapter", "target", "view"} & set(needed):
     target = _TARGET
+  if name in _OF_LAYER:
+    sizes["heads"] = _LAYER
   if name in _OF_BLOCK:
     sizes["heads"], target = _BLOCK, _BLOCK.tapped(_TARGET)
   if "embeddings" in needed:
