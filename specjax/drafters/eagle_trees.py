@@ -83,9 +83,10 @@ class DynamicEagle(FeatureDrafter):
 class SampledEagle(FeatureDrafter):
   """Draws a tree that is expanded where the layer is confident.
 
-  No one else's: trees of EAGLE-2 are certain. A score decides which nodes of a
-  level get children, and never which nodes stay, see `drawn_trees`: so q is the
-  law that tokens were drawn from, and rules for sampled trees are exact.
+  Not in the EAGLE papers, whose dynamic trees are certain. A score decides
+  which nodes of a level get children, and never which nodes stay, see
+  `drawn_trees`: so q is the law that tokens were drawn from, and rules for
+  sampled trees are exact.
 
   Attributes:
     heads: the layer, of one module.

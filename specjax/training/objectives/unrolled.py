@@ -3,6 +3,8 @@
 Row t of a pass holds the target's features at t and token t + 1; step k = 1..K
 forecasts token t + 1 + k from what step k - 1 returned there and the true token
 between. The target is read in the same program, and nothing of it is stored.
+Where a row holds several documents, the layer reads across them as the target
+does.
 """
 
 from collections.abc import Iterator
