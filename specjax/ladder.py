@@ -238,8 +238,8 @@ def ladder(one: Round, controller: Controller) -> Ladder:
 
   Raises:
     ValueError: the rule has a state, which is made for drafts of one length;
-      the drafter cannot draft that many tokens, or has a model that cannot
-      catch up with rounds in which it did not draft.
+      the drafter cannot draft that many tokens, begins the verifying pass, or
+      has a model that cannot catch up with rounds in which it did not draft.
   """
   if one.rule.has_state:
     raise ValueError(
@@ -251,6 +251,13 @@ def ladder(one: Round, controller: Controller) -> Ladder:
         f"{name} has a model with a cache, which a controller leaves out of "
         "some rounds, and no method `catch_up`; leave the controller out, or "
         "see specjax.contract")
+  if getattr(one.drafter, "shares_pass", False):
+    raise ValueError(
+        f"{name} begins the verifying pass, and a controller may verify "
+        f"another part of a draft; give {name}(shares_pass=False)")
+  if not hasattr(one.drafter, "target_pass"):
+    common.check_slack(
+        one.drafter, one.drafter.num_nodes + common.CATCH_UP)
   rungs = [dataclasses.replace(one, drafter=Resting(
       drafter=one.drafter, vocab_size=one.target.vocab_size))]
   for length in controller.lengths[1:]:

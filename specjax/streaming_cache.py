@@ -9,9 +9,10 @@ own weights, TriForce (arXiv:2404.11912) with a tiny model's.
 
 A token at position t sees the sinks and the tokens from t - W + 1 on: what it
 sees depends on the text alone, not on where a pass began, so that drafts are as
-autoregressive as with a whole cache. Positions are those of the text.
-(StreamingLLM counts them within the cache, so that they stay below the longest
-that the model was trained for; here texts end at the context length anyway.)
+autoregressive as with a whole cache. (Too little slack for this is refused.)
+Positions are those of the text. (StreamingLLM counts them within the cache, so
+that they stay below the longest that the model was trained for; here texts end
+at the context length anyway.)
 """
 
 import dataclasses
@@ -171,7 +172,7 @@ class Streaming:
     sinks: first tokens that stay; 0: a plain window.
     window: W, last tokens that a token sees, itself included.
     slack: tokens that can be taken back and leave no gap: of a drafter, two
-      more than it drafts in a round.
+      more than it drafts in a round; with a controller, 17 more.
   """
 
   sinks: int = 4

@@ -4,6 +4,7 @@
 attention over what it must hold.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -12,8 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax as sj
+from specjax import drafters
 from specjax import prefill
+from specjax import testing
 from specjax import topology
+from specjax.models import Shortened
+from specjax.models import Sublayers
 from specjax.quantized_cache import QuantizedKV
 from specjax.streaming_cache import Streaming
 
@@ -173,3 +179,29 @@ def test_bad_sizes_are_refused(make, message):
   # Broken: a cache holds nothing, or half of a channel.
   with pytest.raises(ValueError, match=message):
     make()
+
+
+def test_a_ring_that_loses_tokens_in_a_round_is_refused():
+  # Broken: what a drafted token reads depends on the drafts before it, so that
+  # a rule for autoregressive drafters is not exact.
+  pair = testing.tiny_pair(5)
+
+  def decoder(slack, drafter, **kwargs):
+    model = dataclasses.replace(pair.target, cache=Streaming(
+        sinks=1, window=3, slack=slack))
+    return sj.Decoder(target=pair.target, drafter=drafter(model),
+                      verifier=sj.verifiers.Block(), **kwargs)
+
+  controlled = {"controller": sj.Controller(
+      lengths=(0, 3), seconds=(1.0, 1.1))}
+  chain = lambda model: drafters.LanguageModel(model=model, gamma=3)
+  for least, drafter, kwargs in (
+      (5, chain, {}), (20, chain, controlled),
+      (5, lambda model: drafters.LanguageModel(
+          model=Shortened(model, Sublayers.between(0, 1)), gamma=3), {}),
+      (5, lambda model: drafters.Online(model=model, gamma=3), {}),
+      (7, lambda model: drafters.Cascade(
+          model=model, drafter=drafters.Empty(), gamma=3), {})):
+    with pytest.raises(ValueError, match=f"slack={least - 1}.*up to {least} "):
+      decoder(least - 1, drafter, **kwargs)
+    decoder(least, drafter, **kwargs)

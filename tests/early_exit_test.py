@@ -334,6 +334,13 @@ def test_bad_exits_are_refused():
       (lambda: EarlyExit(exit=0, gamma=3), "exit is 0"),
       (lambda: EarlyExit(exit=1, gamma=0), "gamma is 0"),
       (lambda: _decoder(EarlyExit(exit=3, gamma=2)), "exit is 3.*3 layers"),
+      (lambda: sj.Decoder(
+          target=model, verifier=_TOKEN, drafter=EarlyExit(exit=1, gamma=2),
+          controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
+       r"EarlyExit\(shares_pass=False\)"),
+      (lambda: _rounds(EarlyExit(
+          exit=1, gamma=2, stop=stop_rules.AcceptanceHead()), 1),
+       "AcceptanceHead has parameters; give"),
       (lambda: Shortened(model, Sublayers(attention=(), mlp=(0,))),
        "no attention"),
       (lambda: Shortened(model, Sublayers.between(0, 4)), "layer 3.*has 3"),

@@ -123,10 +123,11 @@ class Cascade:
     """The same drafter, for this target and its transform.
 
     Raises:
-      ValueError: the vocabularies differ, or the inner parts do not fit each
-        other.
+      ValueError: the vocabularies differ, the inner parts do not fit each
+        other, or a cache of last tokens has too little slack.
     """
     common.check_vocabulary(self.model, target)
+    common.check_slack(self.model, self.gamma + following.PASS)
     transform = (self.transform or transform).under(transform)
     drafter = contract.follow(
         contract.bind(self.drafter, self.model, transform))

@@ -12,6 +12,8 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 
+CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
+
 
 def roots(state: DecodeState) -> jax.Array:
   """`[B]`, the last committed token of every row of a `DecodeState`."""
@@ -64,6 +66,28 @@ def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
         f"{target.vocab_size}; both need the same vocabulary: train the "
         "drafter with the target's tokenizer, or draft by "
         "strategies.token_intersection or strategies.string_match")
+
+
+def check_slack(model: ModelFn, tokens: int) -> None:
+  """Checks that a ring of last tokens holds on while some are taken back.
+
+  It would read less of a text after some drafts than after others, so that the
+  law of a token depended on where its draft began.
+
+  Args:
+    model: a `ModelFn`, or what has one as its `model`.
+    tokens: the most that a drafter takes back of its cache.
+
+  Raises:
+    ValueError: its cache, a `Streaming`, has less slack.
+  """
+  while hasattr(model, "model"):
+    model = model.model
+  slack = getattr(getattr(model, "cache", None), "slack", tokens)
+  if slack < tokens:
+    raise ValueError(
+        f"the drafting model's cache has slack={slack}, and up to {tokens} "
+        f"tokens are taken back of it; give Streaming(slack={tokens})")
 
 
 def check_target_size(size: int, target: ModelFn) -> None:
@@ -137,7 +161,7 @@ def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
 
 
 def catch_up(model: ModelFn, params, state: DecodeState, cache,
-             since: jax.Array, size: int = 16):
+             since: jax.Array, size: int = CATCH_UP):
   """Reads what rounds without a draft have added, a block at a time.
 
   Args:

@@ -16,6 +16,7 @@ layers are what these layers themselves compute. So the drafter is
 autoregressive.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -185,22 +186,11 @@ class Exit:
     """
     rows, before = state.lengths.shape[0], state.drafter
     u = coins.reshape(rows, self.gamma, COINS_A_DRAW)
-    stop_params = params["drafter"]["stop"] if (
-        self.stop is not None and self.stop.has_params) else None
-
-    def feed(node, tokens, begun, own):
-      """Reads a node; what the exit says of the next, and what it kept."""
-      last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
-      out = self.first_layers(params, last, begun.cache)
-      begun = Begun(
-          cache=out.cache.rollback(begun.cache.lengths + 1),
-          hidden=jax.lax.dynamic_update_slice_in_dim(
-              begun.hidden, out.hidden, node, axis=1))
-      return *self.predict(params, out, own), begun
+    stop_params = self._stop_params(params)
 
     def extend(carry):
       node, begun, own, tokens, probs, path, going, memory = carry
-      out, own, begun = feed(node, tokens, begun, own)
+      out, own, begun = self._read(params, node, tokens, begun, own)
       node = node + 1
       logits = constraints_lib.constrained(
           self.transform.constraints, path, out.logits[:, 0], drafted=True)
@@ -227,13 +217,33 @@ class Exit:
         (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
             before.own), tokens, probs, state.constraints, going, memory))
     # The last token, which nothing was drafted from.
-    _, own, begun = feed(node, tokens, begun, own)
+    _, own, begun = self._read(params, node, tokens, begun, own)
     begun = begun.replace(
         cache=begun.cache.rollback(state.target_cache.lengths))
     own = self._rewound(own, before.own)
     parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
     return Draft(tokens=tokens, parents=parents, probs=probs), ExitState(
         own=own, rule=before.rule, begun=begun if self.shares_pass else None)
+
+  def _read(self, params, node, tokens, begun, own):
+    """Reads a node; what the exit says of the next, and what it kept."""
+    last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
+    out = self.first_layers(params, last, begun.cache)
+    begun = Begun(
+        cache=out.cache.rollback(begun.cache.lengths + 1),
+        hidden=jax.lax.dynamic_update_slice_in_dim(
+            begun.hidden, out.hidden, node, axis=1))
+    return *self.predict(params, out, own), begun
+
+  def _stop_params(self, params):
+    """Those of the stop rule, None where it has none."""
+    if self.stop is None or not self.stop.has_params:
+      return None
+    own = params.get("drafter")
+    if not (isinstance(own, Mapping) and "stop" in own):
+      raise ValueError(f"the stop rule {type(self.stop).__name__} has "
+                       "parameters; give params['drafter'] = {'stop': ...}")
+    return own["stop"]
 
   def _asked(self, params, place, law, hidden, token, going, memory):
     seen = stop_rules.Seen(

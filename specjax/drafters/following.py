@@ -29,7 +29,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-_PASS = 4  # tokens of a pass that catches up
+PASS = 4  # tokens of a pass that catches up
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
@@ -60,7 +60,7 @@ def caught_up(model: ModelFn, params: Any, state: DecodeState, cache: Any,
   """
   # `catch_up` leaves out the last two tokens, and here it must be one.
   longer = state.replace(lengths=state.lengths + 1)
-  cache = common.catch_up(model, params, longer, cache, since, size=_PASS)
+  cache = common.catch_up(model, params, longer, cache, since, size=PASS)
   return cache.rollback(state.lengths - 1)
 
 

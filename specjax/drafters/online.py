@@ -183,9 +183,11 @@ class Online:
     """The same drafter, for this target and its transform.
 
     Raises:
-      ValueError: the vocabularies differ.
+      ValueError: the vocabularies differ, or a cache of last tokens has too
+        little slack.
     """
     common.check_vocabulary(self.model, target)
+    common.check_slack(self.model, self.gamma + 2)
     return dataclasses.replace(
         self, transform=(self.transform or transform).under(transform))
 
