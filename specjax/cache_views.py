@@ -115,9 +115,16 @@ class Retrieved:
       params: its parameters.
       root: `[B]` int32, the last token.
       cache: of the tokens before it.
+
+    Raises:
+      ValueError: it has fewer slots than a chunk.
     """
-    queries = _queries(model, params, root, cache)
     count, slots = cache.lengths // self.chunk, cache.capacity // self.chunk
+    if not slots:
+      raise ValueError(f"chunk is {self.chunk} and the cache has "
+                       f"{cache.capacity} slots; give smaller chunks, or a "
+                       "larger capacity")
+    queries = _queries(model, params, root, cache)
     most = min(self.budget // self.chunk, slots)
     order = jnp.arange(slots, dtype=jnp.int32)
 

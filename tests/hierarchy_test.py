@@ -173,6 +173,10 @@ def test_a_drafted_token_reads_a_part_of_the_cache():
 @pytest.mark.parametrize("make, message", [
     (lambda: cache_views.Retrieved(budget=20, chunk=8), "budget is 20"),
     (lambda: cache_views.Recent(window=0), "window is 0"),
+    (lambda: cache_views.Retrieved(budget=256, chunk=256).choose(
+        _PAIR.target, _PARAMS["target"], jnp.zeros((1,), jnp.int32),
+        _PAIR.target.init_cache(_PARAMS["target"], 1, 128)),
+     "chunk is 256 and the cache has 128 slots"),
     (lambda: sj.Decoder(
         target=testing.MarkovModel(5), verifier=sj.verifiers.Block(),
         drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),
@@ -183,7 +187,7 @@ def test_a_drafted_token_reads_a_part_of_the_cache():
         verifier=sj.verifiers.Block(),
         drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),
      "has layers with windows"),
-], ids=["budget", "window", "cache", "windows"])
+], ids=["budget", "window", "chunk", "cache", "windows"])
 def test_what_has_no_view_is_refused(make, message):
   # Broken: a drafter reads slots that are not what it takes them for.
   with pytest.raises(ValueError, match=message):
