@@ -102,14 +102,28 @@ class Ladder:
   def untraced(self, params: Any, state: DecodeState, coins: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
     """As `Round.untraced`."""
-    state, (stats,) = _round(self, params, state, coins, traced=False)
-    return state, stats
+    return _flat(*_round(self, params, state, coins, traced=False))
+
+  @property
+  def kinds(self) -> tuple[tuple[Any, Any], ...]:
+    """Rounds without a draft and with one, see `rounds.until`."""
+    rests = lambda state: self.controller.choose(state) == 0
+    untraced = lambda only: lambda *arguments: _flat(*_round(
+        self, *arguments, traced=False, only=only))
+    return ((rests, untraced("rests")),
+            (lambda state: ~rests(state), untraced("drafts")))
 
   def one_round(self, params: Any, state: DecodeState, coins: jax.Array,
-                traced: bool) -> tuple[DecodeState, tuple[Any, ...]]:
+                traced: bool, only: str | None = None
+                ) -> tuple[DecodeState, tuple[Any, ...]]:
     """A round; besides the state its stats, and its trace if that is wanted.
 
-    Arguments are as in a `Round`.
+    Args:
+      params: as in a `Round`.
+      state: likewise.
+      coins: likewise.
+      traced: whether the trace is wanted.
+      only: what the controller is known to choose: "rests" or "drafts".
     """
     padded = lambda *found: _padded(*found)[:1 + traced]
     propose = [functools.partial(_propose, one) for one in self.rungs]
@@ -173,8 +187,11 @@ class Ladder:
       return learned(before, *carry, size)
 
     full = "full" in contract.capabilities(self.drafter)
-    carry = common.once(chosen == 0, rest, (state, _blank(blank)))
-    return common.once(chosen > 0, at_once if full else drafted, carry)
+    draws = at_once if full else drafted
+    carry = state, _blank(blank)
+    if only is not None:
+      return rest(carry) if only == "rests" else draws(carry)
+    return common.once(chosen > 0, draws, common.once(chosen == 0, rest, carry))
 
   def _caught_up(self, params, state):
     """The state whose drafter has read what was committed without it."""
@@ -226,7 +243,8 @@ class Ladder:
 
 # A single round is compiled too. Its parts are under a jit of their own, so
 # that shapes and program share a trace.
-_round = jax.jit(Ladder.one_round, static_argnums=0, static_argnames="traced")
+_round = jax.jit(Ladder.one_round, static_argnums=0,
+                 static_argnames=("traced", "only"))
 _propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
                    static_argnums=0)
 _judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
@@ -294,6 +312,11 @@ def _has_model(part):
     return any(map(_has_model, part))
   return dataclasses.is_dataclass(part) and any(
       _has_model(getattr(part, f.name)) for f in dataclasses.fields(part))
+
+
+def _flat(state, found):
+  [stats] = found
+  return state, stats
 
 
 def _blank(shapes):
