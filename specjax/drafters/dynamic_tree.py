@@ -38,7 +38,7 @@ class DynamicTreeState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicTree:
+class DynamicTree(expansion.ExpandedTree):
   """Expands the likeliest nodes of every level, then keeps the likeliest.
 
   The value of a node is the product of the model's probabilities on its path.
@@ -61,28 +61,6 @@ class DynamicTree:
   top_k: int = 10
   num_nodes: int = 60
   transform: LogitsTransform = LogitsTransform()
-
-  conditional = True
-  num_coins = 0
-  proposal = "deterministic"
-
-  def __post_init__(self):
-    if self.depth < 1 or self.top_k < 1:
-      raise ValueError(f"depth is {self.depth} and top_k {self.top_k}; both "
-                       "must be at least 1")
-    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
-    if not 2 <= self.num_nodes <= most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"top_k {self.top_k} allow 2 to {most}: change one of "
-                       "the three")
-
-  @property
-  def chain(self) -> bool:
-    return self.top_k == 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain
 
   @property
   def autoregressive(self) -> bool:

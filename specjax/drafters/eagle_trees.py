@@ -20,7 +20,7 @@ from specjax.types import ModelFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicEagle(FeatureDrafter):
+class DynamicEagle(expansion.ExpandedTree, FeatureDrafter):
   """EAGLE-2's tree: the likeliest candidates, with certainty.
 
   As `DynamicTree` grows it, from a feature layer.
@@ -39,27 +39,6 @@ class DynamicEagle(FeatureDrafter):
   top_k: int = 10
   num_nodes: int = 60
   transform: LogitsTransform = LogitsTransform()
-
-  certain = True
-  num_coins = 0
-  proposal = "deterministic"
-
-  def __post_init__(self):
-    for name in ("depth", "top_k"):
-      common.check_at_least(name, getattr(self, name), 1)
-    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
-    if not 2 <= self.num_nodes <= most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"top_k {self.top_k} allow 2 to {most}: change one of "
-                       "the three")
-
-  @property
-  def chain(self) -> bool:
-    return self.top_k == 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "DynamicEagle":

@@ -10,7 +10,39 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax.drafters import common
 from specjax.types import Draft
+
+
+class ExpandedTree:
+  """The base of drafters whose tree `expand` grows, and which draw nothing.
+
+  Classes that derive from it are frozen dataclasses that have `depth`, levels
+  below the root, `top_k`, nodes expanded of a level and children of each, and
+  `num_nodes`, N with the root.
+  """
+
+  certain = True
+  conditional = True
+  num_coins = 0
+  proposal = "deterministic"
+
+  def __post_init__(self):
+    for name in ("depth", "top_k"):
+      common.check_at_least(name, getattr(self, name), 1)
+    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+    if not 2 <= self.num_nodes <= most:
+      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
+                       f"top_k {self.top_k} allow 2 to {most}: change one of "
+                       "the three")
+
+  @property
+  def chain(self) -> bool:
+    return self.top_k == 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain
 
 
 @struct.dataclass
