@@ -232,7 +232,7 @@ def _decoder(drafter):
     (lambda: _paths(2, num_paths=1), "2 models and 1 paths"),
     (lambda: _paths(0), "0 models"),
     (lambda: _paths(1, length=0), "length is 0.*at least 1"),
-    (lambda: _dynamic(top_k=0), "top_k 0.*at least 1"),
+    (lambda: _dynamic(top_k=0), "top_k is 0.*at least 1"),
     (lambda: _dynamic(depth=2, num_nodes=8), "num_nodes is 8.*2 to 7"),
     (lambda: _decoder(_dynamic(top_k=6)), "top_k is 6.*5 tokens"),
     (lambda: _decoder(_paths(1)).prefill(_pair().params, [[1]],
