@@ -18,11 +18,10 @@ import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-if "tpu" in sys.argv:  # as in tpu_rounds.py
-  os.environ.update(
-      JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-      TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-      ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+from lib import tpu_compiler  # noqa: E402
+
+if "tpu" in sys.argv:
+  os.environ.update(tpu_compiler.ENVIRONMENT)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

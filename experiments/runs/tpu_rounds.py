@@ -13,12 +13,9 @@ import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-# libtpu's lock keeps two processes off one chip. None is used here, and any
-# process that let jax look for a TPU may hold it.
-os.environ.update(
-    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+from lib import tpu_compiler  # noqa: E402
+
+os.environ.update(tpu_compiler.ENVIRONMENT)
 
 from lib import tpu_rounds  # noqa: E402
 

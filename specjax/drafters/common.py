@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import contract
+from specjax.sampling import COINS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -45,6 +46,25 @@ def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   probs = jax.nn.one_hot(jnp.where(known, tokens, -1), vocab_size)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
   return jax.vmap(tree)(roots(state), jnp.where(known, tokens, 0), probs)
+
+
+class DrawnChain:
+  """The base of drafters that draw one chain of `gamma` tokens, in order."""
+
+  gamma: int
+
+  chain = True
+  iid = True
+  conditional = True
+  proposal = "iid"
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.gamma
 
 
 def once(wanted: jax.Array, function, carry):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import sampling
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
@@ -117,7 +116,7 @@ class FeatureDrafter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleChain(FeatureDrafter):
+class EagleChain(common.DrawnChain, FeatureDrafter):
   """Draws a chain, whose length a controller may choose before every round.
 
   Attributes:
@@ -131,20 +130,8 @@ class EagleChain(FeatureDrafter):
   gamma: int
   transform: LogitsTransform | None = None
 
-  chain = True
-  iid = True
-  proposal = "iid"
-
   def __post_init__(self):
     common.check_at_least("gamma", self.gamma, 0)
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def num_coins(self) -> int:
-    return sampling.COINS_A_DRAW * self.gamma
 
   @property
   def depth(self) -> int:

@@ -92,7 +92,7 @@ class _Settling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exit:
+class Exit(common.DrawnChain):
   """The base of drafters that run the first layers of the target.
 
   A drafted token goes through these layers once, and the pass that verifies
@@ -117,11 +117,6 @@ class Exit:
   shares_pass: bool = True
   model: Transformer | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  proposal = "iid"
-
   def __post_init__(self):
     common.check_at_least("exit", self.exit, 1)
     common.check_at_least("gamma", self.gamma, 1)
@@ -130,14 +125,6 @@ class Exit:
   def autoregressive(self) -> bool:
     # With a stop rule the tokens before it decide whether a row is padding.
     return self.stop is None
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.

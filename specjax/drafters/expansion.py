@@ -30,7 +30,7 @@ class ExpandedTree:
   def __post_init__(self):
     for name in ("depth", "top_k"):
       common.check_at_least(name, getattr(self, name), 1)
-    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+    most = most_nodes(self.depth, self.top_k)
     if not 2 <= self.num_nodes <= most:
       raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
                        f"top_k {self.top_k} allow 2 to {most}: change one of "
@@ -63,6 +63,11 @@ class _Frontier:
   values: jax.Array
   ancestors: jax.Array
   above: jax.Array
+
+
+def most_nodes(depth: int, top_k: int) -> int:
+  """Candidates of so many levels, the root included."""
+  return 1 + top_k + (depth - 1) * top_k**2
 
 
 def fed_nodes(depth: int, top_k: int) -> int:
@@ -112,7 +117,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     tokens, values = children(logits, frontier.values)
     found.append((tokens, values,
                   jnp.repeat(frontier.candidates, top_k, axis=1)))
-    first = 1 + top_k + (level - 1) * top_k**2
+    first = most_nodes(level, top_k)
     frontier = _best(frontier, tokens, values, first)
   columns = [jnp.concatenate(x, axis=1) for x in zip(*found)]
   keep = lambda root, tokens, values, parents, fed: _kept(

@@ -45,7 +45,7 @@ class Stopping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModel:
+class LanguageModel(common.DrawnChain):
   """Samples gamma tokens from a model with a cache of its own.
 
   The cache is rolled back to the committed tokens at the start of a round.
@@ -71,11 +71,6 @@ class LanguageModel:
   transform: LogitsTransform | None = None
   stop: stop_rules.StopRule | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  proposal = "iid"
-
   def __post_init__(self):
     if not common.is_whole(self.gamma) or self.gamma < 0:
       raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
@@ -91,14 +86,6 @@ class LanguageModel:
     # A constraint may leave no token to draft.
     return self.stop is None and not (
         self.transform and self.transform.constraints)
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma
 
   @property
   def context_length(self) -> int:

@@ -49,7 +49,7 @@ class ModulesState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP:
+class MTP(common.DrawnChain):
   """Draws token k of a chain from module k.
 
   The target is that of `heads.attach`, and `params["drafter"]` are the modules'
@@ -69,11 +69,7 @@ class MTP:
   gamma: int | None = None
   transform: LogitsTransform | None = None
 
-  chain = True
-  iid = True
-  conditional = True
   autoregressive = False  # the law of module k is not that of module 1
-  proposal = "iid"
 
   def __post_init__(self):
     if self.heads.reuse:
@@ -86,14 +82,6 @@ class MTP:
       raise ValueError(
           f"gamma is {self.gamma} and there are {self.heads.modules} modules; "
           "each token needs one: draft fewer or train more modules")
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma
 
   @property
   def context_length(self) -> int:

@@ -106,7 +106,7 @@ class _Corrected:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online:
+class Online(common.DrawnChain):
   """A `LanguageModel` whose logits are corrected as it goes.
 
   After a round the model reads its draft again, in one pass, for the hidden
@@ -139,11 +139,6 @@ class Online:
   every: int = 1
   transform: LogitsTransform | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  proposal = "iid"
-
   def __post_init__(self):
     common.check_at_least("gamma", self.gamma, 1)
     common.check_at_least("rank", self.rank, 0)
@@ -166,14 +161,6 @@ class Online:
     if self.every == 1:
       return one
     return optax.MultiSteps(one, self.every).gradient_transformation()
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
-  def num_coins(self) -> int:
-    return self._drafter.num_coins
 
   @property
   def context_length(self) -> int:

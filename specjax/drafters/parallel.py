@@ -348,7 +348,7 @@ class ParallelTree(BlockDrafter):
     if self.top_k > self.heads.vocab_size:
       raise ValueError(f"top_k is {self.top_k}; the vocabulary has "
                        f"{self.heads.vocab_size} tokens: choose at most that")
-    most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+    most = expansion.most_nodes(self.depth, self.top_k)
     if self.num_nodes > most:
       raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
                        f"top_k {self.top_k} allow {most}: change one of the "
