@@ -1,7 +1,9 @@
 """Every named method is a sound pair, and its example runs."""
 
 import doctest
+import importlib
 import inspect
+import pkgutil
 
 import jax.numpy as jnp
 import pytest
@@ -48,9 +50,10 @@ _OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},
           "sampled_medusa": {"proposal": "iid",
                              "verifier": sj.verifiers.KSeq()}}
-_FUNCTIONS = dict(inspect.getmembers(
-    strategies, lambda x: inspect.isfunction(x) and x.__name__[0] != "_"
-    and x.__module__ == strategies.__name__))
+_FUNCTIONS = {name: getattr(strategies, name) for name in strategies.__all__
+              if name != "Strategy"}
+_FAMILIES = [importlib.import_module(f"{strategies.__name__}.{found.name}")
+             for found in pkgutil.iter_modules(strategies.__path__)]
 
 
 def _decoder(name, **config):
@@ -97,10 +100,26 @@ def test_two_criteria_are_refused():
     strategies.blockwise(_HEADS, top_k=2, distance=1)
 
 
-def test_examples_run():
+def test_every_method_of_a_family_is_listed():
+  # Broken: a method is written and nobody can call it by its name, and what
+  # follows does not try it.
+  written = {
+      name for family in _FAMILIES for name, function in vars(family).items()
+      if inspect.isfunction(function) and name[0] != "_"
+      and function.__module__ == family.__name__}
+  assert written == set(_FUNCTIONS)
+
+
+@pytest.mark.parametrize("module", [files, strategies, *_FAMILIES],
+                         ids=lambda module: module.__name__)
+def test_examples_run(module):
   # Broken: an example in a docstring is out of date, or a strategy has none.
-  for module in (files, strategies):
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
-  for name, function in _FUNCTIONS.items():
-    assert ">>> " in function.__doc__, name
+  result = doctest.testmod(module)
+  assert not result.failed
+  assert result.attempted or module.__name__.endswith(".base")
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_every_method_has_an_example(name):
+  # Broken: one that a reader cannot try.
+  assert ">>> " in _FUNCTIONS[name].__doc__

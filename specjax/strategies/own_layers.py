@@ -1,0 +1,87 @@
+"""Methods whose drafter is a part of the target's own layers."""
+
+from specjax import drafters
+from specjax.drafters import stop_rules
+from specjax.models.heads import KangarooAdapter
+from specjax.models.shortened import Shortened
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
+from specjax.strategies.base import BLOCK
+from specjax.strategies.base import Strategy
+from specjax.types import Verifier
+
+_STOP = stop_rules.Adaptive()
+_UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
+
+
+def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
+               verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of the target's own first layers, which verifying does not repeat.
+
+  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It pays with
+  a target that was trained for it, as `train_lm.py --exit_scale` does.
+
+  >>> drafter, _ = early_exit(exit=2, gamma=4)
+  >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
+  (2, 5, True)
+
+  Args:
+    exit: layers that draft.
+    gamma: drafted tokens of a round, at most.
+    stop: a rule that ends a chain, or None.
+    verifier: a rule for chains; with a stop rule one whose drafter need not be
+      autoregressive.
+  """
+  return Strategy(drafters.EarlyExit(exit=exit, gamma=gamma, stop=stop),
+                  verifier)
+
+
+
+def kangaroo(adapter: KangarooAdapter, gamma: int,
+             stop: stop_rules.StopRule | None = _UNSURE,
+             verifier: Verifier = BLOCK) -> Strategy:
+  """The same with a trained layer after the exit.
+
+  Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
+  than 0.6. At temperature 0 a law is certain, and none ends.
+
+  >>> from specjax.models.heads import KangarooAdapter
+  >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
+  >>> kangaroo(adapter, gamma=6).drafter.stop.threshold
+  0.6
+
+  Args:
+    adapter: its parameters are `params["drafter"]`.
+    gamma: drafted tokens of a round, at most; 6 in the paper.
+    stop: a rule that ends a chain, or None.
+    verifier: as in `early_exit`.
+  """
+  return Strategy(drafters.Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
+                  verifier)
+
+
+
+def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
+                     stop: stop_rules.StopRule | None = _STOP,
+                     verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of the target without some of its attentions and MLPs.
+
+  Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
+  `training.skip_search`; `params["drafter"]` are the target's parameters.
+
+  >>> from specjax import models, testing
+  >>> target = testing.tiny_pair(7, layers=3).target
+  >>> left = models.Sublayers.without(3, attention=[1])
+  >>> draft_and_verify(target, left, gamma=4).drafter.model.sublayers.attention
+  (0, 2)
+
+  Args:
+    target: the whole model.
+    sublayers: what is left of it.
+    gamma: drafted tokens of a round, at most.
+    stop: a rule that ends a chain; None: all have gamma tokens.
+    verifier: as in `early_exit`.
+  """
+  model = Shortened(target, sublayers)
+  return Strategy(drafters.LanguageModel(model=model, gamma=gamma, stop=stop),
+                  verifier)
