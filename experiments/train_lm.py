@@ -31,6 +31,11 @@ its last layer and three more in parallel on one trunk (Gloeckle et al. 2024):
 A target whose first layers draft for it (LayerSkip, for drafters.EarlyExit):
 
   python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1
+
+or, as its paper does it, a trained target that goes on so:
+
+  python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1 \\
+    --initial=bundled --steps=200 --learning_rate=0.01
 """
 
 import sys
@@ -70,6 +75,10 @@ _OUTPUT_DIR = shared.output_dir(
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "a tokenizer.json to use, or a model whose tokenizer is "
     f"used, {shared.PUBLISHED}; default: learn one")
+_INITIAL = flags.DEFINE_string(
+    "initial", None, "a model that the run begins with, its shape, weights and "
+    f"tokenizer: bundled, small, tiny, {shared.PUBLISHED}; default: random "
+    "weights")
 _VOCAB_SIZE = flags.DEFINE_integer(
     "vocab_size", 4096, "tokens of the vocabulary that is learned", 257)
 _WIDTH = flags.DEFINE_integer("width", 256, "of the residual stream", 1)
@@ -78,9 +87,11 @@ _HEADS = flags.DEFINE_integer("heads", 4, "query heads", 1)
 _KV_HEADS = flags.DEFINE_integer("kv_heads", 2, "key-value heads", 1)
 _HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "width of a head", 2)
 _MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "inner SwiGLU width", 1)
+_OF_INITIAL = (_TOKENIZER, _VOCAB_SIZE, _WIDTH, _LAYERS, _HEADS, _KV_HEADS,
+               _HEAD_DIM, _MLP_WIDTH)  # what --initial says itself
 _CONTEXT_LENGTH = flags.DEFINE_integer(
     "context_length", 512, "tokens of a training window, and the longest "
-    "sequence the model may be used for", 2)
+    "sequence a new model may be used for", 2)
 _BATCH_SIZE = shared.batch_size("windows of a step")
 _STEPS = shared.steps(3000)
 _OPTIMIZER = flags.DEFINE_enum(
@@ -119,14 +130,33 @@ _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
 
 
-def _tokenizer(path, training_texts):
+def _initial():
+  """The model that the run begins with, or None."""
+  if _INITIAL.value is None:
+    return None
+  for flag in _OF_INITIAL:
+    if flag.present:
+      raise ValueError(f"--{flag.name} is {flag.value} and --initial "
+                       f"{_INITIAL.value}, which has its own; leave one out")
+  found = models.load_model(_INITIAL.value, "float32")
+  models.tokenizer_of(found, _INITIAL.value)
+  if _CONTEXT_LENGTH.value > found.model.context_length:
+    raise ValueError(f"--context_length is {_CONTEXT_LENGTH.value} and "
+                     f"{_INITIAL.value} reads {found.model.context_length} "
+                     "tokens; give at most these")
+  return found
+
+
+def _tokenizer(path, training_texts, initial):
   """The tokenizer given, else the run's own, else a new one."""
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
-  if not _TOKENIZER.value:
+  flag = _TOKENIZER if initial is None else _INITIAL
+  if not flag.value:
     return own or tokenizers.train(training_texts, _VOCAB_SIZE.value)
-  given = models.load_tokenizer(_TOKENIZER.value)
+  given = (models.load_tokenizer(flag.value) if initial is None
+           else initial.tokenizer)
   if own and not own.same_tokens(given):
-    raise ValueError(f"--tokenizer is {_TOKENIZER.value} and {path} is "
+    raise ValueError(f"--{flag.name} is {flag.value} and {path} is "
                      "another; leave the flag out, or choose another "
                      "--output_dir")
   return given
@@ -177,7 +207,8 @@ def _layer_skip(model):
   if _EXIT_SCALE.value is not None:
     return objectives.LayerSkip(
         model=model, steps=_STEPS.value, scale=_EXIT_SCALE.value,
-        every=_EXIT_EVERY.value, dropout=_LAYER_DROPOUT.value)
+        every=_EXIT_EVERY.value, dropout=_LAYER_DROPOUT.value,
+        ramp="exponential" if _INITIAL.value is None else "constant")
   for flag in _LAYER_SKIP[1:]:
     if flag.present:
       raise ValueError(f"--{flag.name} is {flag.value}, and --exit_scale, of "
@@ -219,20 +250,22 @@ def _save_heads(output_dir, objective, trained, held_out, spent):
 
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
+  initial = _initial()
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   training, held_out = ([d.text for d in side]
                         for side in corpora.split(documents))
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   tokenizer_path = output_dir / "tokenizer.json"
-  tokenizer = _tokenizer(tokenizer_path, training)
+  tokenizer = _tokenizer(tokenizer_path, training, initial)
   tokens = tokenizer.encode_stream(training)
   print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
         f"{len(held_out)} documents held out", file=sys.stderr)
 
-  model = _model(tokenizer)
+  model = initial.model if initial else _model(tokenizer)
   objective, heads = _objective(model)
   specs = meshes.specs(mesh, {"target": model})
-  params = model.init(jax.random.key(_SEED.value))
+  params = initial.params if initial else model.init(
+      jax.random.key(_SEED.value))
   trainable = {"target": params}
   if heads is not None:
     trainable["drafter"] = heads.init(
@@ -249,6 +282,7 @@ def main():
       "model": repr(model), "corpus": fingerprint(documents),
       "tokens": fingerprint(tokens),
       **({"objective": repr(objective)} if heads is not None else {}),
+      **({"initial": fingerprint(params)} if initial else {}),
       **{flag.name: flag.value for flag in (
           *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
           _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What part of a target drafts for it: the bundled target and SmolLM2, and a
-# target that LayerSkip trained beside a plain one of as many steps. An hour or
-# two on two cores. RUNS is where they go.
+# What part of a target drafts for it: the bundled target and SmolLM2, and the
+# bundled target trained on by LayerSkip, beside a plain one of as many steps. An
+# hour on two cores. RUNS is where they go.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/skipping}
@@ -14,12 +14,13 @@ python experiments/skip_study.py --target=smollm2 --rows=8 --continuation=64 \
   --output_dir="$runs/smollm2"
 
 train() {
-  python experiments/train_lm.py --tokenizer=specjax/models/zoo/tokenizer.json \
-    --steps=600 --decay_fraction=0.655 --evaluate_every=0 "$@"
+  python experiments/train_lm.py --initial=bundled --steps=200 --batch_size=4 \
+    --learning_rate=0.01 --warmup_steps=20 --decay_fraction=0.7 \
+    --evaluate_every=0 --checkpoint_every=25 "$@"
 }
-train --output_dir="$runs/plain_target"
 train --output_dir="$runs/layer_skip_target" --exit_scale=1
+train --output_dir="$runs/plain_target"
 for name in plain layer_skip; do
-  python experiments/skip_study.py --target="$runs/${name}_target" \
-    --output_dir="$runs/$name"
+  python experiments/skip_study.py --target="$runs/${name}_target" --skip=0.25 \
+    --searches=greedy --output_dir="$runs/$name"
 done
