@@ -1,0 +1,26 @@
+"""The method that trains a layer after the target's first ones."""
+
+from specjax import strategies
+from specjax import verifiers
+from specjax.models import heads as heads_lib
+from specjax.training import objectives
+from specjax.training.methods.base import BLOCK
+from specjax.training.methods.base import Method
+from specjax.training.methods.base import Option
+from specjax.training.methods.base import TOKEN
+
+KANGAROO = Method(
+    name="kangaroo", heads=heads_lib.KangarooAdapter, learning_rate=1e-3,
+    objective=lambda target, heads: objectives.Kangaroo(
+        model=target, adapter=heads),
+    measure=lambda target, heads: objectives.Kangaroo(
+        model=target, adapter=heads),
+    chain=lambda heads: strategies.kangaroo(
+        heads, heads.num_forecasts, stop=None, verifier=TOKEN),
+    strategy=lambda heads, verifier, gamma, tree: strategies.kangaroo(
+        heads, gamma, stop=None, verifier=verifier or BLOCK),
+    compared=lambda heads, tree: {"": tuple(
+        strategies.kangaroo(heads, heads.num_forecasts, None, rule)
+        for rule in (BLOCK, TOKEN, verifiers.GreedyBlock()))},
+    head_options=(Option("exit", 1, "kangaroo: layers of the target before "
+                         "the adapter"),))
