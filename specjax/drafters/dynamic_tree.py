@@ -83,9 +83,7 @@ class DynamicTree(expansion.ExpandedTree):
       ValueError: the vocabularies differ, or top_k is larger than they are.
     """
     common.check_vocabulary(self.model, target)
-    if self.top_k > target.vocab_size:
-      raise ValueError(f"top_k is {self.top_k}; the vocabulary has "
-                       f"{target.vocab_size} tokens: choose at most that")
+    expansion.check_top_k(self.top_k, target.vocab_size)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput

@@ -28,13 +28,7 @@ class ExpandedTree:
   proposal = "deterministic"
 
   def __post_init__(self):
-    for name in ("depth", "top_k"):
-      common.check_at_least(name, getattr(self, name), 1)
-    most = most_nodes(self.depth, self.top_k)
-    if not 2 <= self.num_nodes <= most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"top_k {self.top_k} allow 2 to {most}: change one of "
-                       "the three")
+    check_sizes(self.depth, self.top_k, self.num_nodes)
 
   @property
   def chain(self) -> bool:
@@ -68,6 +62,24 @@ class _Frontier:
 def most_nodes(depth: int, top_k: int) -> int:
   """Candidates of so many levels, the root included."""
   return 1 + top_k + (depth - 1) * top_k**2
+
+
+def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
+  """Raises a `ValueError` where `expand` finds no such tree."""
+  for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
+                             ("num_nodes", num_nodes, 2)):
+    common.check_at_least(name, value, least)
+  most = most_nodes(depth, top_k)
+  if num_nodes > most:
+    raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and top_k "
+                     f"{top_k} allow 2 to {most}: change one of the three")
+
+
+def check_top_k(top_k: int, vocab_size: int) -> None:
+  """Raises a `ValueError` where a node cannot have that many children."""
+  if top_k > vocab_size:
+    raise ValueError(f"top_k is {top_k}; the vocabulary has {vocab_size} "
+                     "tokens: choose at most that")
 
 
 def fed_nodes(depth: int, top_k: int) -> int:

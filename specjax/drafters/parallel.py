@@ -329,30 +329,17 @@ class ParallelTree(BlockDrafter):
   def __post_init__(self):
     if self.depth is None:
       object.__setattr__(self, "depth", self.heads.num_forecasts)
-    for name, least in (("depth", 1), ("top_k", 1), ("num_nodes", 2)):
-      common.check_at_least(name, getattr(self, name), least)
-    most = slot_trees.most_nodes(self.depth, self.heads.vocab_size)
-    if self.num_nodes > most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"{self.heads.vocab_size} tokens allow {most}: draft "
-                       "fewer nodes")
-    self._check_expansion()
+    common.check_at_least("top_k", self.top_k, 1)
+    if self._expands:
+      expansion.check_sizes(self.depth, self.top_k, self.num_nodes)
+      expansion.check_top_k(self.top_k, self.heads.vocab_size)
+    else:
+      slot_trees.check_sizes(
+          self.depth, self.heads.vocab_size, self.num_nodes)
 
   @property
   def _expands(self) -> bool:
     return self.heads.markov != "none" or bool(self.transform.constraints)
-
-  def _check_expansion(self):
-    if not self._expands:
-      return
-    if self.top_k > self.heads.vocab_size:
-      raise ValueError(f"top_k is {self.top_k}; the vocabulary has "
-                       f"{self.heads.vocab_size} tokens: choose at most that")
-    most = expansion.most_nodes(self.depth, self.top_k)
-    if self.num_nodes > most:
-      raise ValueError(f"num_nodes is {self.num_nodes}; depth {self.depth} and "
-                       f"top_k {self.top_k} allow {most}: change one of the "
-                       "three")
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:

@@ -15,10 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters import common
+
 
 def most_nodes(depth: int, vocab_size: int) -> int:
   """N of the whole tree of all paths of at most `depth` tokens."""
   return sum(vocab_size**d for d in range(depth + 1))
+
+
+def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
+  """Raises a `ValueError` where `best_tree` finds no such tree."""
+  common.check_at_least("depth", depth, 1)
+  common.check_at_least("num_nodes", num_nodes, 2)
+  most = most_nodes(depth, vocab_size)
+  if num_nodes > most:
+    raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and "
+                     f"{vocab_size} tokens allow {most}: draft fewer nodes")
 
 
 @functools.cache
