@@ -238,10 +238,9 @@ def main():
     return {"held_out_loss": loss, "held_out_acceptance": acceptance}
 
   trained = loop.Trainer(
-      objective=objective, optimizer=optimizers.muon(runs.schedule(
-          lengths, lambda steps: optimizers.trapezoid(
-              _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
-              int(steps * _DECAY_FRACTION.value)))),
+      objective=objective, optimizer=optimizers.muon(runs.trapezoid(
+          lengths, _LEARNING_RATE.value, _WARMUP_STEPS.value,
+          _DECAY_FRACTION.value)),
       batch=lambda step: rows.rows(order.batch(step)), steps=_STEPS.value,
       directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,

@@ -49,7 +49,6 @@ A joint run that begins with trained heads (the paper's two stages):
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
 
@@ -57,8 +56,10 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
+from lib import drafter_report
 from lib import flags as shared
 from lib import meshes
+from lib import method_options
 from lib import models
 import numpy as np
 
@@ -67,43 +68,17 @@ from specjax import processes
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.files import fingerprint
-from specjax.files import read_json
-from specjax.files import write_json
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
-from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import methods
-from specjax.training import metrics
 from specjax.training import optimizers
 from specjax.training import runs
 
 _METHODS = {method.name: method for method in methods.METHODS}
-_CURVE = "greedy_block_efficiency"  # what the learning curve is of
-_DECODED_ROWS, _DECODED_ROUNDS = 16, 32  # to measure block efficiency
 _ROW_TOKENS_DEFAULT = 512  # published contexts would not fit memory
 _MOST_BYTES = 2**31  # of the logits that a step holds at once
-
-
-def _option(option):
-  """The flag of a method's `Option`."""
-  kinds = {bool: flags.DEFINE_bool, type(None): flags.DEFINE_bool,
-           int: lambda *x: flags.DEFINE_integer(*x, 1),
-           str: flags.DEFINE_string,
-           float: lambda *x: flags.DEFINE_float(*x, 0.0)}
-  if option.choices:
-    return flags.DEFINE_enum(
-        option.name, option.default, option.choices, option.help)
-  return kinds[type(option.default)](option.name, option.default, option.help)
-
-
-def _options(field):
-  """{name: flag} of the options of all methods."""
-  options = dict.fromkeys(
-      option for m in methods.METHODS for option in getattr(m, field))
-  return {option.name: _option(option) for option in options}
-
 
 _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "what to train", required=True)
@@ -122,8 +97,8 @@ _HEADS_FROM = flags.DEFINE_string(
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "tokens that eagle3 can draft: those that the "
     "text has most often, and the ends of a text; default: all", 1)
-_HEAD_OPTIONS = _options("head_options")
-_OPTIONS = _options("options")
+_HEAD_OPTIONS = method_options.Options("head_options")
+_OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
     "row_tokens", None, "tokens of a row; default: the target's context, at "
     f"most {_ROW_TOKENS_DEFAULT}", 3)
@@ -155,25 +130,6 @@ _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
 
 
-def _check_options(method):
-  """Refuses what only other methods have."""
-  for options, taken in ((_HEAD_OPTIONS, method.head_options),
-                         (_OPTIONS, method.options)):
-    for name in {*options} - {option.name for option in taken}:
-      if options[name].present:
-        raise ValueError(
-            f"--{name} is {options[name].value!r} and --method={method.name} "
-            "has no such setting; leave it out, or see --help for the methods "
-            "that have it")
-
-
-def _values(options, taken):
-  """{name: value} of a method's own options, None filled in by the data."""
-  values = {option.name: options[option.name].value for option in taken}
-  return {name: _self_source() is not None if value is None else value
-          for name, value in values.items()}
-
-
 def _frequent(target, tokenizer, tokens):
   """The ids that --draft_vocabulary keeps, counted in `tokens [T]`."""
   size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
@@ -199,14 +155,14 @@ def _heads(method, target, tokenizer, tokens):
     tokenizer: the target's.
     tokens: `[T]`, the text to train on.
   """
-  for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.values()):
+  for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
     if _HEADS_FROM.value is not None and flag.present:
       raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
                        "heads of its own form; give one of the two")
   if _HEADS_FROM.value is None:
     heads = method.heads.for_target(
         target.model, _HEADS.value,
-        **_values(_HEAD_OPTIONS, method.head_options))
+        **_HEAD_OPTIONS.values(method, _self_source() is not None))
     if _DRAFT_VOCABULARY.value is not None:
       if not getattr(heads, "own_head", False):
         raise ValueError(
@@ -252,15 +208,6 @@ def _row_tokens(target, heads):
   return value
 
 
-def _spread_rows(tokens, count, size):
-  """`[count, size]` rows of a stream `[T]`, at equal distances."""
-  if len(tokens) < size:
-    raise ValueError(f"the held-out text has {len(tokens)} tokens and a row "
-                     f"{size}; give more text, or a smaller --row_tokens")
-  starts = np.linspace(0, len(tokens) - size, count).astype(int)
-  return tokens[starts[:, None] + np.arange(size)].astype(np.int32)
-
-
 def _streams(tokenizer):
   """`(tokens to train on, tokens held out), fingerprint of the source`."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
@@ -286,7 +233,7 @@ def _data(target, streams, row_tokens, mesh):
     training, held_out = streams
     ready = (batches.TokenWindows(
         training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value).batch,
-             _spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens))
+             batches.spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens))
     return lambda: ready
   if _SELF_PROMPT_TOKENS.value >= row_tokens:
     raise ValueError(f"--self_prompt_tokens is {_SELF_PROMPT_TOKENS.value} and "
@@ -320,45 +267,12 @@ def _rate(method):
 
 
 def _optimizer(rate, tuned, lengths):
-  schedule = lambda peak: runs.schedule(
-      lengths, lambda steps: optimizers.trapezoid(
-          peak, steps, _WARMUP_STEPS.value,
-          int(steps * _DECAY_FRACTION.value)))
+  schedule = lambda peak: runs.trapezoid(
+      lengths, peak, _WARMUP_STEPS.value, _DECAY_FRACTION.value)
   by_name = {"drafter": optimizers.adamw(schedule(rate), weight_decay=0.0)}
   if tuned:
     by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   return optimizers.by_name(by_name)
-
-
-def _evaluation(method, target, heads, params, held_out):
-  """What is measured while the heads train: by head, and by decoding.
-
-  Rows are continued greedily after their first quarter, with the likeliest
-  chain of the heads; that of PaSS is folded.
-  """
-  accuracy = evaluation.head_accuracy(
-      method.measure(target.model, heads), held_out)
-  prompts = held_out[:_DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
-  room = target.model.context_length - prompts.shape[1]
-  attach = functools.partial(heads.attach, target.model)
-  model, _ = attach(target.params, params)
-  decoded = evaluation.block_efficiency(
-      sj.Decoder(target=model, **method.chain(heads)._asdict(),
-                 transform=sj.LogitsTransform(temperature=0)),
-      prompts, rounds=min(_DECODED_ROUNDS,
-                          max(1, room // (heads.num_forecasts + 1))))
-  return lambda params: {
-      **accuracy(params),
-      **decoded(attach(params["target"], params["drafter"])[1])}
-
-
-def _print_table(measured):
-  print("head  loss   right among the top 1..5       the same, of the data")
-  for k, (loss, target, data) in enumerate(zip(
-      *(evaluation.by_head(measured, name)
-        for name in ("loss", "top", "data_top")))):
-    print(f"{k:4d} {loss:6.3f}  " + " ".join(f"{x:.3f}" for x in target)
-          + "  " + " ".join(f"{x:.3f}" for x in data))
 
 
 def _save(output_dir, heads, trained, target, tokenizer):
@@ -371,37 +285,41 @@ def _save(output_dir, heads, trained, target, tokenizer):
   return loop.cast(saved, sj.models.default_dtype())
 
 
-def _spent(output_dir, tokens_per_step, before):
-  """Tokens, minutes and learning curve, with those of --heads_from.
+def _weights(method, options, objective, target, params):
+  """`{name: parameters}` that are trained, and those that stay.
 
-  Args:
-    output_dir: of the run.
-    tokens_per_step: of the run.
-    before: what the curve is of, measured before the first step.
+  What is trained is float32. A teacher is the target as it was before.
   """
-  steps, pace = zip(*metrics.read(output_dir, "tokens_per_second"))
-  tokens = np.diff(steps, prepend=0) * tokens_per_step
-  spent = {"tokens": 0, "minutes": 0, "curve": []}
-  if _HEADS_FROM.value is not None:
-    path = pathlib.Path(_HEADS_FROM.value) / "training.json"
-    if path.exists():
-      spent |= read_json(path, "train those heads again")
-  return {
-      "tokens": spent["tokens"] + int(sum(tokens)),
-      "minutes": spent["minutes"] + sum(tokens / pace) / 60,
-      "curve": spent["curve"] + [
-          (spent["tokens"] + step * tokens_per_step, value)
-          for step, value in [(0, before), *metrics.read(output_dir, _CURVE)]]}
+  trainable, frozen = {"drafter": params}, {"target": target.params}
+  if method.trains_target(options):
+    trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
+  if "teacher" in objective.needs:
+    frozen["teacher"] = target.params
+  return trainable, frozen
+
+
+def _claim(output_dir, objective, corpus, streams, row_tokens, weights, rate):
+  """Makes the directory that of this run; all lengths that it has had."""
+  return runs.claim_run(output_dir, {
+      "objective": repr(objective), "corpus": corpus,
+      "tokens": fingerprint(streams), "row_tokens": row_tokens,
+      "parameters": fingerprint(weights), "learning_rate": rate,
+      "self": _self_source() is not None,
+      **{flag.name: flag.value for flag in (
+          _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
+          _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO, _WARMUP_STEPS, _DECAY_FRACTION,
+          _SEED)}}, _STEPS.value)
 
 
 def main():
   method = _METHODS[_METHOD.value]
-  _check_options(method)
+  for options in (_HEAD_OPTIONS, _OPTIONS):
+    options.check(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
-  options = _values(_OPTIONS, method.options)
+  options = _OPTIONS.values(method, _self_source() is not None)
   streams, corpus = _streams(tokenizer)
   heads, params = _heads(method, target, tokenizer, streams[0])
   objective = method.objective(target.model, heads, **options)
@@ -412,29 +330,19 @@ def main():
   row_tokens = _row_tokens(target, heads)
   data = _data(target, streams, row_tokens, mesh)
 
-  trainable, frozen = {"drafter": params}, {"target": target.params}
-  tuned = method.trains_target(options)
-  if tuned:
-    trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
-  if "teacher" in objective.needs:
-    frozen["teacher"] = target.params
+  trainable, frozen = _weights(method, options, objective, target, params)
   rate = _rate(method)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  lengths = runs.claim_run(output_dir, {
-      "objective": repr(objective), "corpus": corpus,
-      "tokens": fingerprint(streams), "row_tokens": row_tokens,
-      "parameters": fingerprint((trainable, frozen)), "learning_rate": rate,
-      "self": _self_source() is not None,
-      **{flag.name: flag.value for flag in (
-          _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
-          _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO, _WARMUP_STEPS, _DECAY_FRACTION,
-          _SEED)}}, _STEPS.value)
+  lengths = _claim(output_dir, objective, corpus, streams, row_tokens,
+                   (trainable, frozen), rate)
   batch, held_out = data()
-  evaluate = _evaluation(method, target, heads, params, held_out)
+  evaluate = drafter_report.evaluation_of(
+      method, target, heads, params, held_out)
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
   progress = lambda step: np.float32(step / runs.part_length(lengths, step))
   trainer = loop.Trainer(
-      objective=objective, optimizer=_optimizer(rate, tuned, lengths),
+      objective=objective, optimizer=_optimizer(
+          rate, "target" in trainable, lengths),
       batch=lambda step: {"tokens": batch(step), "progress": progress(step)},
       steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
@@ -448,20 +356,11 @@ def main():
   trained = processes.gathered(trainer.run(trainable, frozen))
 
   saved = _save(output_dir, heads, trained, target, tokenizer)
-  measured = evaluate({"target": target.params, **saved})
-  _print_table(measured)
-  names = ("block_efficiency", _CURVE, "data_block_efficiency")
-  training = {
-      "method": method.name, "data": _DATA.value, "corpus": corpus,
-      **_spent(output_dir, tokens_per_step, before[_CURVE]),
-      "accuracy": evaluation.by_head(measured, "top")}
-  write_json(output_dir / "training.json", training)
-  common.finish(output_dir, "train_drafter", {
-      **training, "added_parameters": added,
-      "loss": evaluation.by_head(measured, "loss"),
-      "data_accuracy": evaluation.by_head(measured, "data_top"),
-      **{name: measured[name] for name in names},
-      "untrained": {name: before[name] for name in names}})
+  taken = {"data": _DATA.value, "corpus": corpus, **drafter_report.spent(
+      output_dir, tokens_per_step, before[drafter_report.CURVE],
+      _HEADS_FROM.value)}
+  drafter_report.write(output_dir, method, taken, added, before,
+                       evaluate({"target": target.params, **saved}))
 
 
 if __name__ == "__main__":

@@ -172,10 +172,9 @@ def _model(tokenizer):
 
 def _optimizer(lengths):
   make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
-  return make[_OPTIMIZER.value](runs.schedule(
-      lengths, lambda steps: optimizers.trapezoid(
-          _LEARNING_RATE.value, steps, _WARMUP_STEPS.value,
-          int(steps * _DECAY_FRACTION.value))))
+  return make[_OPTIMIZER.value](runs.trapezoid(
+      lengths, _LEARNING_RATE.value, _WARMUP_STEPS.value,
+      _DECAY_FRACTION.value))
 
 
 def _objective(model):
@@ -231,15 +230,11 @@ def _save_heads(output_dir, objective, trained, held_out, spent):
   heads_lib.save_heads(
       output_dir, heads, trained["drafter"], objective.model)
   size = min(_CONTEXT_LENGTH.value + 1, len(held_out))
-  starts = np.linspace(0, len(held_out) - size, _HELD_OUT_ROWS).astype(int)
   measured = evaluation.head_accuracy(
-      objective, held_out[starts[:, None] + np.arange(size)])(
+      objective, batches.spread_rows(held_out, _HELD_OUT_ROWS, size))(
           loop.cast(trained, jnp.float32))
-  steps, pace = zip(*metrics.read(output_dir, "tokens_per_second"))
-  per_step = _BATCH_SIZE.value * _CONTEXT_LENGTH.value
-  minutes = sum((step - before) * per_step / tokens_per_second / 60
-                for before, step, tokens_per_second in zip(
-                    (0, *steps), steps, pace))
+  _, minutes = metrics.spent(
+      output_dir, _BATCH_SIZE.value * _CONTEXT_LENGTH.value)
   training = {
       "method": heads.kind, **spent, "minutes": minutes,
       "curve": [(spent["tokens"], measured["greedy_block_efficiency"])],

@@ -49,3 +49,16 @@ class TokenWindows:
     chosen = order[index * self.batch_size:(index + 1) * self.batch_size]
     starts = offset + chosen[:, None] * self.length
     return self.tokens[starts + np.arange(self.length + 1)].astype(np.int32)
+
+
+def spread_rows(tokens: np.ndarray, count: int, size: int) -> np.ndarray:
+  """`[count, size]` int32, rows of a stream `[T]` at equal distances.
+
+  Raises:
+    ValueError: the stream is shorter than a row.
+  """
+  if len(tokens) < size:
+    raise ValueError(f"the held-out text has {len(tokens)} tokens and a row "
+                     f"{size}; give more text, or shorter rows")
+  starts = np.linspace(0, len(tokens) - size, count).astype(int)
+  return tokens[starts[:, None] + np.arange(size)].astype(np.int32)

@@ -68,6 +68,20 @@ def read(directory: pathlib.Path, name: str) -> list[tuple[int, float]]:
           if row_name == name]
 
 
+def spent(directory: pathlib.Path, tokens_per_step: int) -> tuple[int, float]:
+  """What a run took: the tokens that it read, and its minutes.
+
+  Args:
+    directory: of the run.
+    tokens_per_step: of all its steps.
+  """
+  tokens, minutes, before = 0, 0.0, 0
+  for step, pace in read(directory, "tokens_per_second"):
+    part = (step - before) * tokens_per_step
+    tokens, minutes, before = tokens + part, minutes + part / pace / 60, step
+  return tokens, minutes
+
+
 def _rows(path) -> list[tuple[int, str, str]]:
   """The rows, all of them complete but perhaps the last."""
   try:

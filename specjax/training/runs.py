@@ -12,6 +12,7 @@ import optax
 
 from specjax import files
 from specjax import processes
+from specjax.training import optimizers
 
 MANIFEST = "run.json"
 # What a run leaves, besides a tokenizer, which may be there before it.
@@ -105,3 +106,17 @@ def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
     return value
 
   return rate
+
+
+def trapezoid(lengths: Sequence[int], peak: float, warmup: int,
+              decay_fraction: float) -> optax.Schedule:
+  """`optimizers.trapezoid` for a run.
+
+  Args:
+    lengths: of `claim_run`.
+    peak: learning rate of the plateau.
+    warmup: steps of the rise.
+    decay_fraction: share of a length in which the rate falls to 0.
+  """
+  return schedule(lengths, lambda steps: optimizers.trapezoid(
+      peak, steps, warmup, int(steps * decay_fraction)))
