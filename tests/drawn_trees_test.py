@@ -142,6 +142,16 @@ def drawn():
   return transform, np.asarray(table), jax.tree.map(np.asarray, draft), sums
 
 
+def test_a_budget_of_nodes_is_used_up():
+  # Broken: a drawn tree is compared with others of more nodes than it has.
+  for nodes, depth, each in ((64, 4, 4), (64, 8, 4), (14, 3, 2)):
+    best = drawn_trees.most_expanded(nodes, depth, each)
+    assert drawn_trees.num_nodes(depth, best, each) <= nodes
+    assert drawn_trees.num_nodes(depth, best + 1, each) > nodes
+  assert drawn_trees.most_expanded(64, 4, 4) == 5
+  assert drawn_trees.most_expanded(3, 4, 4) == 1  # the least there is
+
+
 def test_the_best_nodes_of_a_level_are_expanded(drawn):
   # Broken: others than the best get children, or siblings stand apart.
   _, table, draft, _ = drawn

@@ -34,6 +34,16 @@ def num_nodes(depth: int, expanded: int, children: int) -> int:
   return 1 + children * sum(level_sizes(depth, expanded, children))
 
 
+def most_expanded(nodes: int, depth: int, children: int) -> int:
+  """The most nodes of a level to expand in a tree of at most `nodes`.
+
+  At least 1, though such a tree may have more.
+  """
+  fits = (expanded for expanded in range((nodes - 1) // children, 0, -1)
+          if num_nodes(depth, expanded, children) <= nodes)
+  return next(fits, 1)
+
+
 def grow(step, carry, logits, coins, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
   """Draws a tree for every row.

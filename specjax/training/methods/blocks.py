@@ -16,6 +16,8 @@ from specjax.training.methods.base import TOKEN
 from specjax.training.methods.base import TRAVERSAL
 from specjax.types import Verifier
 
+_SHORT = 4  # tokens of a shorter chain, as many as other methods draft
+
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
                        ) -> Strategy:
@@ -29,11 +31,14 @@ def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
 
 
 def _parallel_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
-  tree = tree()
+  tree, longest = tree(), heads.num_forecasts
   walked = strategies.ddtree(heads, len(tree))
+  chain = lambda gamma: tuple(strategies.parallel(heads, gamma, verifier=rule)
+                              for rule in (BLOCK, TOKEN))
   return {
-      "sampled chain": tuple(strategies.parallel(heads, verifier=rule)
-                             for rule in (BLOCK, TOKEN)),
+      "sampled chain": chain(longest),
+      **({f"sampled chain of {_SHORT}": chain(_SHORT)}
+         if longest > _SHORT else {}),
       "sampled tree": tuple(
           strategies.parallel(heads, parents=tree, verifier=rule,
                               proposal="without_replacement")

@@ -5,6 +5,7 @@ import dataclasses
 from specjax import drafters
 from specjax import strategies
 from specjax import verifiers
+from specjax.drafters import drawn_trees
 from specjax.models import heads as heads_lib
 from specjax.strategies import Strategy
 from specjax.training import objectives
@@ -56,9 +57,9 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   dynamic = drafters.DynamicEagle(
       heads=heads, depth=depth, top_k=top_k,
       num_nodes=min(len(tree), 1 + top_k + (depth - 1) * top_k**2))
-  expanded = ((len(tree) - 1) // drawn - 1) // max(depth - 1, 1)
   sampled = drafters.SampledEagle(
-      heads=heads, depth=depth, expanded=max(expanded, 1), children=drawn)
+      heads=heads, depth=depth, children=drawn,
+      expanded=drawn_trees.most_expanded(len(tree), depth, drawn))
   return found | {
       "top-k tree": (_eagle(heads, tree, "top_k", walk),),
       "dynamic tree": (Strategy(dynamic, walk),),
