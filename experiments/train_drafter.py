@@ -298,12 +298,17 @@ def _weights(method, options, objective, target, params):
   return trainable, frozen
 
 
-def _claim(output_dir, objective, corpus, streams, row_tokens, weights, rate):
-  """Makes the directory that of this run; all lengths that it has had."""
+def _claim(output_dir, objective, corpus, streams, row_tokens, given, rate):
+  """Makes the directory that of this run; all lengths that it has had.
+
+  New heads are told by `objective` and the seed and not by their numbers: they
+  begin at means over the target's embeddings, whose last bits depend on how
+  many cores add them up, and a run may go on on another machine.
+  """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": corpus,
       "tokens": fingerprint(streams), "row_tokens": row_tokens,
-      "parameters": fingerprint(weights), "learning_rate": rate,
+      "parameters": fingerprint(given), "learning_rate": rate,
       "self": _self_source() is not None,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
@@ -334,7 +339,7 @@ def main():
   rate = _rate(method)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   lengths = _claim(output_dir, objective, corpus, streams, row_tokens,
-                   (trainable, frozen), rate)
+                   (target.params, params if _HEADS_FROM.value else ()), rate)
   batch, held_out = data()
   evaluate = drafter_report.evaluation_of(
       method, target, heads, params, held_out)
