@@ -12,6 +12,8 @@ from specjax import exact
 from specjax import sampling
 from specjax.drafters import children
 from specjax.drafters import drawn_trees
+from specjax.exact import schemes
+from specjax.exact.drafts import Drafts
 from specjax.verifiers import KSeq
 from specjax.verifiers import Recursive
 from specjax.verifiers import TargetWalk
@@ -22,61 +24,12 @@ _DEEP = (-1, 0, 0, 1, 1, 3)  # and one below the best of those two
 _BOTH = (-1, 0, 0, 1, 1, 2)  # two below the better child, one below the other
 
 
-def _scores(drafts, q):
-  """`[n, N]`, the product of q on the path to every node."""
-  scores = np.ones(drafts.tokens.shape)
-  at = np.arange(len(scores))
-  for node in range(1, scores.shape[1]):
-    parent = drafts.parents[:, node]
-    law = q[drafts.contexts[at, parent]]
-    scores[:, node] = scores[at, parent] * law[at, drafts.tokens[:, node]]
-  return scores
-
-
-def _child(drafts, q, parent, replaced):
-  law = q[drafts.at(parent)]
-  if not replaced:
-    law = law * ~drafts.seen(parent)
-    law = law / np.where(law.any(-1), law.sum(-1), 1)[:, None]
-  return drafts.grow(parent, law)
-
-
-def _expanding(replaced):
-  """A scheme: two children of the better node of every level."""
-  def expanded_by_score(drafts, q, parents):
-    start, last = 0, None  # of the level that has its nodes
-    for node, parent in enumerate(parents[1:], 1):
-      above = drafts.parents[:, -1]  # a sibling has the same
-      if parent != last:
-        above = start + np.argmax(_scores(drafts, q)[:, start:], axis=-1)
-        start, last = node, parent
-      drafts = _child(drafts, q, above, replaced)
-    return drafts
-
-  return expanded_by_score
-
-
-def _in_order(replaced):
-  """A scheme: both children of the root are expanded, the better one first."""
-  def expanded_in_order(drafts, q, parents):
-    for place, parent in enumerate(parents[1:], 1):
-      above = np.full(len(drafts.weights), parent)
-      if place > 2:
-        better = 1 + np.argmax(_scores(drafts, q)[:, 1:3], axis=-1)
-        above = np.where(parent == 1, better, 3 - better)
-      drafts = _child(drafts, q, above, replaced)
-    return drafts
-
-  return expanded_in_order
-
-
 def _dropping(drafts, q, parents):
   """EAGLE-2's way with draws: of all that were drawn the best ones stay."""
   full = (-1, 0, 0, *(1, 1), *(2, 2))
-  for parent in full[1:]:
-    drafts = _child(drafts, q, parent, replaced=False)
+  drafts = schemes.without_replacement(drafts, q, full)
   nodes, rows = len(parents), np.arange(len(drafts.weights))[:, None]
-  order = np.argsort(-_scores(drafts, q), axis=-1, kind="stable")
+  order = np.argsort(-schemes.scores(drafts, q), axis=-1, kind="stable")
   kept = np.sort(order[:, :nodes], axis=-1)
   above = drafts.parents[rows, kept]
   place = np.argmax(above[..., None] == kept[:, None], axis=-1)
@@ -101,9 +54,27 @@ def _certify(rule, scheme, parents):
     (KSeq(), True)], ids=str)
 def test_expanding_by_score_is_exact(rule, replaced):
   # Broken: which nodes get children tells rules what the draws were.
-  for scheme, parents in ((_expanding, _DEEP), (_in_order, _BOTH)):
-    found = _certify(rule, scheme(replaced), parents)
+  scheme = functools.partial(
+      schemes.expanded_by_score, replaced=True) if replaced else (
+          "expanded_by_score")
+  for parents in (_DEEP, _BOTH):
+    found = _certify(rule, scheme, parents)
     assert found.lossless and found.total_variation < 1e-12, str(found)
+
+
+def test_the_best_nodes_have_the_children_of_the_tree():
+  # Broken: another node than the likeliest is expanded, or one that is full.
+  q = np.array([[0.2, 0.5, 0.3]] * 40)
+  drafts = schemes.expanded_by_score(
+      Drafts.roots([0], 3), q, (-1, 0, 0, 1, 1, 2))
+  assert drafts.weights.sum() == pytest.approx(1)
+  liking = np.array([0, 2, 1])[drafts.tokens]
+  best = np.where(liking[:, 2] > liking[:, 1], 2, 1)
+  np.testing.assert_array_equal(drafts.parents[:, 3], best)
+  np.testing.assert_array_equal(drafts.parents[:, 5], 3 - best)
+  assert (drafts.tokens[:, 3] != drafts.tokens[:, 4]).all()
+  with pytest.raises(ValueError, match="breadth-first"):
+    schemes.expanded_by_score(drafts, q, (-1, 0, 1, 0))
 
 
 def test_dropping_by_score_is_biased():

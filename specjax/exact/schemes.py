@@ -113,9 +113,60 @@ def confident(drafts: Drafts, q, parents) -> Drafts:
   return drafts
 
 
+def scores(drafts, q):
+  """`[n, N]`, the product of q on the path to every node."""
+  found, rows = np.ones(drafts.tokens.shape), np.arange(len(drafts.weights))
+  for node in range(1, found.shape[1]):
+    parent = drafts.parents[:, node]
+    law = q[drafts.contexts[rows, parent]]
+    found[:, node] = found[rows, parent] * law[rows, drafts.tokens[:, node]]
+  return found
+
+
+def expanded_by_score(drafts: Drafts, q, parents, replaced: bool = False
+                      ) -> Drafts:
+  """Drawn nodes of which the likeliest paths are expanded.
+
+  All nodes stay, and a score decides which of a level get children: the j-th
+  node of a level that has some in `parents` stands for the one with the j-th
+  largest product of q on its path. `certify` tries it where it is named, as
+  `schemes=("expanded_by_score",)`.
+
+  Args:
+    drafts: the roots.
+    q: the drafter's laws.
+    parents: the tree, level by level.
+    replaced: whether the children of a node are independent draws; else they
+      are drawn without replacement.
+
+  Raises:
+    ValueError: the nodes of a level do not stand together.
+  """
+  depths = [0]
+  for parent in parents[1:]:
+    depths.append(depths[parent] + 1)
+  if depths != sorted(depths):
+    raise ValueError(f"parents is {tuple(parents)}, of depths {tuple(depths)}; "
+                     "a level is expanded as a whole: give breadth-first order")
+  for node, parent in enumerate(parents[1:], 1):
+    start = depths.index(depths[parent])
+    rank = len({p for p in parents[1:node] if start <= p < parent})
+    size = depths.count(depths[parent])
+    order = np.argsort(-scores(drafts, q)[:, start:start + size], axis=-1,
+                       kind="stable")
+    above = start + order[:, rank]
+    law = q[drafts.at(above)]
+    if not replaced:
+      free = ~drafts.seen(above)
+      law = _law(law * free, free)
+    drafts = drafts.grow(above, law)
+  return drafts
+
+
 IID = (iid, paths)
 CONDITIONAL = (*IID, without_replacement, top_k, hybrid, several)
 ALL = (*CONDITIONAL, larger_of_two, confident)
+_NAMED = (*ALL, expanded_by_score)
 
 
 def sound_for(verifier: Verifier | contract.Rule) -> tuple[Scheme, ...]:
@@ -130,7 +181,7 @@ def named(scheme) -> Scheme:
   """The scheme itself, or the function of this module of that name."""
   if callable(scheme):
     return scheme
-  known = {function.__name__: function for function in ALL}
+  known = {function.__name__: function for function in _NAMED}
   if scheme not in known:
     raise ValueError(f"scheme is {scheme!r}; it must be a function (drafts, q, "
                      f"parents) -> Drafts, or one of {', '.join(known)}")
