@@ -5,6 +5,7 @@ module k - 1 returned there and the token t + k, and forecasts t + k + 1. The
 layers of Gloeckle et al. 2024 (arXiv:2404.19737) read no token.
 """
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -40,11 +41,13 @@ class ModulesState:
     cache: a layer for each module.
     hidden: `[B, W, D]`, the features of the last positions, the first `held` of
       them; they begin where the cache ends, and end at position n - 2.
+    after: `[B, W]` int32, the token after each of these positions.
     held: `[B]` int32; 0: the text has one token, and no position is known.
   """
 
   cache: Any
   hidden: jax.Array
+  after: jax.Array
   held: jax.Array
 
 
@@ -63,11 +66,14 @@ class MTP(common.DrawnChain):
     gamma: drafted tokens of a round, at most as many as modules; None: so many.
     transform: of the modules' logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
+    readers: modules that read the text, at least gamma; None: gamma. So the
+      shorter chains of a controller leave the others nothing to read later.
   """
 
   heads: FeatureHeads
   gamma: int | None = None
   transform: LogitsTransform | None = None
+  readers: int | None = None
 
   autoregressive = False  # the law of module k is not that of module 1
 
@@ -82,6 +88,12 @@ class MTP(common.DrawnChain):
       raise ValueError(
           f"gamma is {self.gamma} and there are {self.heads.modules} modules; "
           "each token needs one: draft fewer or train more modules")
+    if self.readers is None:
+      object.__setattr__(self, "readers", self.gamma)
+    if not self.gamma <= self.readers <= self.heads.modules:
+      raise ValueError(
+          f"readers is {self.readers}; gamma is {self.gamma} and there are "
+          f"{self.heads.modules} modules: give a number between, or None")
 
   @property
   def context_length(self) -> int:
@@ -90,7 +102,12 @@ class MTP(common.DrawnChain):
   @property
   def _window(self) -> int:
     """W: those that no module is sure of, and what a round adds."""
-    return 2 * self.gamma
+    return 2 * self.readers
+
+  @property
+  def with_gamma(self) -> Callable[[int], "MTP"]:
+    """A chain may have another length, see `specjax.contract`."""
+    return lambda gamma: dataclasses.replace(self, gamma=gamma)
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTP":
     """The same drafter, with the target's transform unless it has its own.
@@ -113,7 +130,7 @@ class MTP(common.DrawnChain):
       hidden, places = chunk
       entered = before = heads.enter(own, heads.taps_of(hidden))
       start = cache.lengths
-      for module in range(self.gamma):
+      for module in range(self.readers):
         tokens = prompt.tokens[
             :, jnp.minimum(places + module + 1, columns - 1)]
         before, _, cache = self._pass(
@@ -121,18 +138,18 @@ class MTP(common.DrawnChain):
       return cache.after(before).rollback(start + places.shape[0]), entered
 
     cache = heads.init_cache(
-        own, batch, prompt.capacity + self._window, self.gamma)
+        own, batch, prompt.capacity + self._window, self.readers)
     # That it is empty is not told to XLA, see `prefill.empty_cache`.
     cache, entered = jax.lax.scan(
         read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
     entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
-    held = jnp.minimum(prompt.lengths - 1, self.gamma)
+    held = jnp.minimum(prompt.lengths - 1, self.readers)
     first = prompt.lengths - 1 - held
-    at = jnp.minimum(
-        first[:, None] + jnp.arange(self._window), columns - 1)
+    at = first[:, None] + jnp.arange(self._window)
+    take = lambda x, at: _at(x, jnp.minimum(at, columns - 1))
     return ModulesState(
-        cache=cache.rollback(first), held=held,
-        hidden=jnp.take_along_axis(entered, at[..., None], axis=1))
+        cache=cache.rollback(first), held=held, hidden=take(entered, at),
+        after=take(prompt.tokens, at + 1))
 
   def _pass(self, params, module, entered, before, tokens, causal, cache):
     """What a module feeds to the next, what its head reads, and the cache.
@@ -164,59 +181,90 @@ class MTP(common.DrawnChain):
     Returns:
       `(Draft, ModulesState)`, batched.
     """
-    heads, size, own = self.heads, self._window, state.drafter
-    entered, held, cache = own.hidden, own.held, own.cache
-    batch = held.shape[0]
-    u = coins.reshape(batch, self.gamma, COINS_A_DRAW)
-    causal = jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1))
-    # From the first position of the window on; the root is number `held`.
-    order = jnp.arange(size + self.gamma, dtype=jnp.int32)
-    text = jnp.take_along_axis(state.tokens, jnp.minimum(
-        cache.lengths[:, None] + order, state.tokens.shape[1] - 1), axis=1)
-    last = jnp.maximum(held - 1, 0)[:, None, None]
+    heads, own = self.heads, state.drafter
+    u = coins.reshape(len(own.held), self.gamma, COINS_A_DRAW)
+    last = jnp.maximum(own.held - 1, 0)[:, None]
     constraints, memory = self.transform.constraints, state.constraints
-    before, tokens, probs = entered, [], []
-    for module in range(self.gamma):
-      before, read, cache = self._pass(
-          params, module, entered, before,
-          text[:, module + 1:module + 1 + size], causal, cache)
+    tokens, probs = [], []
+
+    def draw(module, read):
+      nonlocal memory
       logits = heads.whole(heads.logits(
-          params["drafter"], params["target"],
-          jnp.take_along_axis(read, last, axis=1)))[:, 0]
+          params["drafter"], params["target"], _at(read, last)))[:, 0]
       law = self.transform(
           constraints_lib.constrained(constraints, memory, logits,
                                       drafted=True), state.temperature)
       token = jax.vmap(inverse_cdf)(law, u[:, module])
       memory = constraints_lib.advanced(constraints, memory, token)
-      text = jnp.where(order == held[:, None] + module + 1, token[:, None],
-                       text)
       tokens.append(token)
       probs.append(law)
-    sure = state.lengths - 1 - jnp.minimum(held, self.gamma - 1)
+      return token
+
+    new = self._read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
         common.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
-    return features.known_only(draft, held > 0), own.replace(
-        cache=cache.after(before).rollback(sure))
+    return features.known_only(draft, own.held > 0), new
+
+  def _read(self, params, own, draw=None):
+    """The state whose cache holds all that the modules are sure of.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      own: the `ModulesState`; what it keeps is read in one pass of each module.
+      draw: `(module, what its head reads) -> tokens [B]`, the draft so far,
+        which the modules after it read; None: there is none.
+    """
+    size, readers = self._window, self.readers
+    causal = jnp.tile(
+        jnp.tril(jnp.ones((size, size), bool)), (len(own.held), 1, 1))
+    order = jnp.arange(size + readers, dtype=jnp.int32)
+    text = jnp.pad(own.after, ((0, 0), (0, readers)))
+    before, cache = own.hidden, own.cache
+    for module in range(readers):
+      before, read, cache = self._pass(
+          params, module, own.hidden, before, text[:, module:module + size],
+          causal, cache)
+      if draw is not None and module < self.gamma:
+        text = jnp.where(order == own.held[:, None] + module,
+                         draw(module, read)[:, None], text)
+    kept = jnp.minimum(own.held, readers - 1)
+    gone = own.held - kept
+    at = jnp.minimum(gone[:, None] + order[:size], size - 1)
+    return ModulesState(
+        cache=cache.after(before).rollback(own.cache.lengths + gone),
+        hidden=_at(own.hidden, at), after=_at(own.after, at), held=kept)
 
   def commit(self, params: Any, drafter: ModulesState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ModulesState:
     """The features of what was accepted after those that are kept."""
-    del draft
-    own, heads, size = params["drafter"], self.heads, self._window
-    new = heads.enter(own, features.on_path(
+    if draft.tokens.shape[1] == 1:  # a round in which nobody drafted
+      drafter = self._read(params, drafter)
+    heads, size = self.heads, self._window
+    new = heads.enter(params["drafter"], features.on_path(
         heads.taps_of(target_output.hidden), verdict, self.num_nodes))
-    kept = jnp.minimum(drafter.held, self.gamma - 1)[:, None]
-    order = jnp.arange(size, dtype=jnp.int32)
-    source = jnp.where(
-        order < kept, drafter.held[:, None] - kept + order,
-        size + jnp.minimum(order - kept, self.gamma))
-    both = jnp.concatenate([drafter.hidden, new], axis=1)
+    last = new.shape[1] - 1
+    after = features.emitted(draft, verdict)[:, :last + 1]
+    order, kept = jnp.arange(size, dtype=jnp.int32), drafter.held[:, None]
+    source = jnp.where(order < kept, order,
+                       size + jnp.clip(order - kept, 0, last))
+    take = lambda old, new: _at(jnp.concatenate([old, new], axis=1), source)
     return drafter.replace(
-        hidden=jnp.take_along_axis(both, source[..., None], axis=1),
-        held=kept[:, 0] + count)
+        hidden=take(drafter.hidden, new), after=take(drafter.after, after),
+        held=drafter.held + count)
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Nothing: what a round commits is kept, and read in the next one."""
+    del params, since
+    return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Every device holds all modules, see `specjax.contract`."""
     del axis, size
     return PartitionSpec()
+
+
+def _at(x, places):
+  """`[B, S, ...]` of `x [B, T, ...]` and `places [B, S]`."""
+  return jnp.take_along_axis(
+      x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
