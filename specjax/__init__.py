@@ -22,8 +22,8 @@ from specjax.decoder import Generation
 from specjax.decoder import raise_if_not_finite
 from specjax.kv_cache import KVCache
 from specjax.models import zoo
+from specjax.page_pool import Pool
 from specjax.paged_cache import Paged
-from specjax.paged_cache import Pool
 from specjax.quantized_cache import QuantizedKV
 from specjax.sampling import LogitsTransform
 from specjax.streaming_cache import Streaming

@@ -13,9 +13,9 @@ import numpy as np
 from specjax import capacity as capacity_lib
 from specjax import checks
 from specjax import contract
+from specjax import inputs
 from specjax import ladder as ladder_lib
 from specjax import paged_cache
-from specjax import prefill as prefill_lib
 from specjax import processes
 from specjax import rounds as rounds_lib
 from specjax.constraints import base as constraints_lib
@@ -31,8 +31,6 @@ from specjax.types import Verifier
 
 if TYPE_CHECKING:  # the loop runs without a mesh
   from specjax.models.sharding import Placement
-
-_NO_TOKEN = -1  # fills up the list of a row's eos ids
 
 
 class Generation(NamedTuple):
@@ -105,7 +103,7 @@ class Decoder:
   def __post_init__(self):
     object.__setattr__(self, "observers", tuple(self.observers))
     self._check_target()
-    ids = self._eos_ids("eos", self.eos)
+    ids = inputs.eos_ids("eos", self.eos, self.target.vocab_size)
     object.__setattr__(self, "eos", None if self.eos is None else (
         ids if np.ndim(self.eos) else ids[0]))
     shared = dataclasses.replace(
@@ -136,16 +134,6 @@ class Decoder:
                        "temperature of rows that name none")
     constraints_lib.check_target(
         self.transform.constraints, vocab_size, self.transform.banned)
-
-  def _eos_ids(self, name, eos) -> tuple[int, ...]:
-    """The ids of one row's `eos`, all of them tokens."""
-    ids = () if eos is None else eos if np.ndim(eos) else (eos,)
-    for token in ids:
-      if not (0 <= token < self.target.vocab_size and token == int(token)):
-        raise ValueError(f"{name} is {token}; it must be a token id in "
-                         f"[0, {self.target.vocab_size}), several of them, or "
-                         "None")
-    return tuple(int(token) for token in ids)
 
   @property
   def num_nodes(self) -> int:
@@ -208,9 +196,9 @@ class Decoder:
         cannot be fulfilled; a part cannot grow that should; a mesh does not
         divide the rows or a cache.
     """
-    tokens, lengths = self._checked_prompts(prompts)
-    limits = self._checked_limits(limits, lengths)
-    keys = _row_keys(key, request_ids, len(lengths))
+    tokens, lengths = inputs.prompts(prompts, self.target.vocab_size)
+    limits = inputs.limits(limits, lengths, self.context_length)
+    keys = inputs.row_keys(key, request_ids, len(lengths))
     for path, x in jax.tree.leaves_with_path(context):
       if np.ndim(x) < 1 or len(x) != len(lengths):
         raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
@@ -219,7 +207,8 @@ class Decoder:
     needed = (capacity_lib.first(self._round, lengths, limits, self._whole)
               if grows else int(limits.max()) + self.num_nodes)
     capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
-    eos = self._eos_rows(eos, len(lengths))
+    eos = inputs.eos_rows(
+        eos, self.eos, len(lengths), self.target.vocab_size)
     constraints_lib.check_rows(
         self.transform.constraints, limits - lengths, eos)
     # The context is copied, for the loop will donate it.
@@ -227,7 +216,8 @@ class Decoder:
                     capacity=capacity, context=jax.tree.map(jnp.array, context))
     arguments = (
         self._round, params, prompt, jnp.asarray(limits), keys,
-        jnp.asarray(self._temperatures(temperature, len(lengths))),
+        jnp.asarray(inputs.temperatures(
+            temperature, self.transform.temperature, len(lengths))),
         jnp.asarray(eos))
     if placement is not None:
       return placement.start(self, *arguments)
@@ -252,9 +242,11 @@ class Decoder:
     """
     rows = prompt.lengths.shape[0]
     if temperature is None:
-      temperature = jnp.asarray(self._temperatures(None, rows))
+      temperature = jnp.asarray(inputs.temperatures(
+          None, self.transform.temperature, rows))
     if eos is None:
-      eos = jnp.asarray(self._eos_rows(None, rows))
+      eos = jnp.asarray(inputs.eos_rows(
+          None, self.eos, rows, self.target.vocab_size))
     return self._round.start(params, prompt, limits, keys, temperature, eos)
 
   def insert(self, state: DecodeState, slot: int | Sequence[int],
@@ -418,97 +410,6 @@ class Decoder:
     return Generation(
         [row[:n] for row, n in zip(np.asarray(tokens), np.asarray(lengths))],
         stats)
-
-  def _checked_prompts(self, prompts):
-    rows = [np.asarray(row) for row in prompts]
-    if not rows:
-      raise ValueError("there are no prompts; at least one is needed")
-    for i, row in enumerate(rows):
-      if row.ndim != 1 or row.size == 0:
-        raise ValueError(f"prompt {i} is empty; it needs at least one token, "
-                         "such as the tokenizer's bos")
-      if not np.issubdtype(row.dtype, np.integer):
-        raise ValueError(f"prompt {i} holds {row.dtype}; token ids are whole "
-                         "numbers")
-      bad = row[(row < 0) | (row >= self.target.vocab_size)]
-      if bad.size:
-        raise ValueError(
-            f"prompt {i} holds token id {bad[0]}; ids must lie in "
-            f"[0, {self.target.vocab_size}): use the target's tokenizer")
-    lengths = np.array([row.size for row in rows], np.int32)
-    columns = prefill_lib.padded_length(int(lengths.max()))
-    tokens = np.zeros((len(rows), columns), np.int32)
-    for i, row in enumerate(rows):
-      tokens[i, :row.size] = row
-    return tokens, lengths
-
-  def _checked_limits(self, limits, lengths):
-    if limits is None:
-      limits = self.context_length
-    limits = np.broadcast_to(np.asarray(limits, np.int32), lengths.shape)
-    for i, (limit, length) in enumerate(zip(limits, lengths)):
-      if limit > self.context_length:
-        raise ValueError(
-            f"row {i} may grow to {limit} tokens, prompt included; the "
-            f"context length is {self.context_length}: ask for fewer tokens "
-            "or shorten the prompt")
-      if length > limit:
-        raise ValueError(f"prompt {i} has {length} tokens; its limit is "
-                         f"{limit}: shorten it or raise the limit")
-    return limits
-
-  def _temperatures(self, temperature, rows) -> np.ndarray:
-    """`[B]` float32."""
-    if temperature is None:
-      temperature = self.transform.temperature
-    values = np.asarray(temperature, np.float32)
-    if values.shape not in ((), (rows,)):
-      raise ValueError(f"temperature has shape {values.shape}; give one "
-                       f"number, or one for each of the {rows} prompts")
-    if not ((values >= 0) & np.isfinite(values)).all():
-      raise ValueError(f"temperature is {temperature}; it must be at least 0: "
-                       "0 is greedy, 1 is the model's own law")
-    return np.broadcast_to(values, (rows,))
-
-  def _eos_rows(self, eos, rows) -> np.ndarray:
-    """`[B, E]` int32, filled up with -1."""
-    if eos is None:
-      eos = [self.eos] * rows
-    elif not np.iterable(eos) or len(eos) != rows:
-      raise ValueError(f"eos is {eos}; give one entry for each of the {rows} "
-                       "prompts: a token id, several of them, or None")
-    lists = [self._eos_ids(f"eos of prompt {i}", one)
-             for i, one in enumerate(eos)]
-    found = np.full((rows, max(1, *map(len, lists))), _NO_TOKEN, np.int32)
-    for row, ids in zip(found, lists):
-      row[:len(ids)] = ids
-    return found
-
-
-def _row_keys(key, request_ids, rows):
-  """`[B]` keys: the request ids folded into the key."""
-  if not (isinstance(key, jax.Array)
-          and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
-    raise ValueError("key is no typed PRNG key; make it by "
-                     "jax.random.key(seed, impl='threefry2x32')")
-  if str(jax.random.key_impl(key)) != "threefry2x32":
-    raise ValueError(
-        f"key is of kind {jax.random.key_impl(key)}; rows draw the same "
-        "numbers alone and in a batch only with 'threefry2x32'")
-  if key.shape:
-    raise ValueError(f"key has shape {key.shape}; give one key: those of the "
-                     "rows are made from it and the request ids")
-  ids = np.arange(rows) if request_ids is None else np.asarray(request_ids)
-  if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer):
-    raise ValueError(f"request_ids has shape {ids.shape} and dtype "
-                     f"{ids.dtype}; it must hold a whole number for each of "
-                     f"the {rows} prompts")
-  if ((ids < 0) | (ids >= 2**32)).any():
-    raise ValueError(f"request_ids holds {ids[(ids < 0) | (ids >= 2**32)][0]}; "
-                     "ids lie in [0, 2^32)")
-  return jax.vmap(jax.random.fold_in, (None, 0))(
-      key, jnp.asarray(ids, jnp.uint32))
-
 
 def raise_if_not_finite(stats: RoundStats) -> None:
   """Raises where numbers broke down, naming the part and the row.

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import page_pool
 from specjax import paged_cache
-from specjax import serving
 from specjax import testing
+from specjax.serving import chunks
 
 _PAGE = 8
 _VOCAB = 5
@@ -107,7 +108,7 @@ def test_rows_move_with_their_pages():
   # rows made of one row write into the same pages.
   cache = _cache([6, 0, 23], table=[
       [7, 2, 3, 4, 5], [6, 1, 8, 9, 10], [15, 14, 13, 12, 11]])
-  moved = serving._moved(cache, np.array([2, 0, 0, 2], np.int32))
+  moved = chunks.moved(cache, np.array([2, 0, 0, 2], np.int32))
   moved = _fed(moved.rollback(jnp.array([20, 6, 5, 23])), 2)
   for row, (old, count) in enumerate(((2, 20), (0, 6), (0, 5), (2, 23))):
     want = [100 * (old + 1) + i for i in range(count)]
@@ -147,11 +148,11 @@ def test_rows_of_a_pool_share_their_beginning():
   want = [_texts(decoder.decode_until(params, fresh(i))[0])[0]
           for i in range(4)]
 
-  pool = paged_cache.Pool(rows=2, pages=30)
+  pool = page_pool.Pool(rows=2, pages=30)
   state = pool.start(decoder.prefill(
       params, [[0], [0]], jax.random.key(0), limits=1))
-  state = jax.tree.map(lambda x: _failed(x) if paged_cache._is_paged(x) else x,
-                       state, is_leaf=paged_cache._is_paged)
+  state = jax.tree.map(lambda x: _failed(x) if paged_cache.is_paged(x) else x,
+                       state, is_leaf=paged_cache.is_paged)
   state = decoder.grow(params, state, 256)
   waiting, playing, got = [0, 1, 2, 3], {}, {}
   free = []
@@ -180,11 +181,11 @@ def test_a_pool_refuses_what_it_cannot_hold():
       params, [[0], [0]], jax.random.key(0), limits=1, **options)
   fresh = lambda **options: decoder.prefill(
       params, [[1] * 30], jax.random.key(0), limits=90, **options)
-  pool = paged_cache.Pool(rows=2, pages=6)
+  pool = page_pool.Pool(rows=2, pages=6)
   placed = NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), P())
   for cache in jax.tree.leaves(pool.start(jax.device_put(start(), placed)),
-                               is_leaf=paged_cache._is_paged):
-    if paged_cache._is_paged(cache):
+                               is_leaf=paged_cache.is_paged):
+    if paged_cache.is_paged(cache):
       assert {x.sharding for x in jax.tree.leaves(cache)} == {placed}
   state = pool.start(start())
   with pytest.raises(ValueError, match="a row of the fresh state"):
@@ -213,23 +214,23 @@ def test_a_pool_refuses_what_it_cannot_hold():
   with pytest.raises(ValueError, match="slot is 2 .* from 0 to 1"):
     pool.insert(state, 2, fresh())
   with pytest.raises(ValueError, match="has 2 rows and the pool is for 3"):
-    paged_cache.Pool(rows=3, pages=6).start(state)
+    page_pool.Pool(rows=3, pages=6).start(state)
   with pytest.raises(ValueError, match="needs a paged cache of the target"):
     plain, _ = _decoder(None)
     pool.start(plain.prefill(params, [[0], [0]], jax.random.key(0), limits=1))
   with pytest.raises(ValueError, match="0 pages for 2 rows"):
-    paged_cache.Pool(rows=2, pages=0)
+    page_pool.Pool(rows=2, pages=0)
   with pytest.raises(ValueError, match="page is 0"):
     paged_cache.Paged(page=0)
   with pytest.raises(ValueError, match="reread is 2; it must be at least 16"):
-    paged_cache.Pool(rows=2, pages=6, reread=2)
+    page_pool.Pool(rows=2, pages=6, reread=2)
 
 
 def test_what_a_drafter_reads_again_is_not_shared():
   # Broken: a drafter that feeds many tokens again writes into shared pages.
   prompt, shared = np.arange(40), []
   for more in ({}, {"reread": 17}):
-    pool = paged_cache.Pool(rows=2, pages=6, **more)
+    pool = page_pool.Pool(rows=2, pages=6, **more)
     pool._prompts[0], pool._pages[0] = prompt, [1, 2, 3, 4, 5]
     shared.append(pool._alike(prompt, 1, _PAGE))
   assert shared == [[1, 2, 3], [1, 2]]

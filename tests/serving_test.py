@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import serving
+from specjax import checks
+from specjax import rounds
 from specjax import testing
 from specjax.serving import Queue
 from specjax.serving import Request
@@ -195,8 +196,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch):
   step()
   running = next(number for number in range(3) if number not in reasons)
   assert queue.waiting and queue.cancel(running)
-  for module, name in ((serving.rounds_lib, "start"),
-                       (serving.checks, "raise_if_bad")):
+  for module, name in ((rounds, "start"), (checks, "raise_if_bad")):
     with monkeypatch.context() as patch:
       patch.setattr(module, name, fails)
       with pytest.raises(MemoryError):
@@ -210,7 +210,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch):
   number = queue.submit(requests[3])
   texts[number] = list(requests[3].prompt)
   with monkeypatch.context() as patch:
-    patch.setattr(serving.checks, "raise_if_bad", fails)
+    patch.setattr(checks, "raise_if_bad", fails)
     with pytest.raises(MemoryError):
       step()
   assert queue.cancel(number)

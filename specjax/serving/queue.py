@@ -1,71 +1,4 @@
-"""Batches that stay full: requests in, slots refilled, texts out as they come.
-
-  submit -> waiting -> read into a free slot -> chunks of rounds -> updates
-
-A batch that waits for its slowest row computes ever more rows that are done. A
-`Queue` puts the next request into the slot of a row that is done (continuous
-batching, Orca: Yu et al., OSDI 2022). A chunk is one compiled program: it ends
-after so many rounds, or as soon as a slot is free that somebody waits for. Host
-code runs between chunks only.
-
-A row's random numbers are made from the seed of its request, so that in float32
-its text depends neither on its neighbours, nor on its slot, nor on when it
-came: it is the one that `Decoder.generate` writes of this prompt alone, with
-`jax.random.key(seed)`. With a controller that holds at temperature 0 only: all
-rows of a batch draft as many tokens, so above it a row's text depends on the
-rows beside it, though its law does not.
-
-No server is here. One that streams texts to whoever asks takes a task that
-steps the queue in a thread, and a generator for each request:
-
-  >>> import asyncio
-  >>> import jax
-  >>> import specjax as sj
-  >>> async def pump(queue, streams):
-  ...   while True:
-  ...     for update in await asyncio.to_thread(queue.step):
-  ...       if update.number in streams:     # else the client has left
-  ...         streams[update.number].put_nowait(update)
-  ...     if queue.idle:
-  ...       await asyncio.sleep(0.01)
-  >>> async def answer(queue, streams, request):
-  ...   number = queue.submit(request)       # a ValueError is the client's 400
-  ...   streams[number], result = asyncio.Queue(), None
-  ...   try:
-  ...     while result is None:
-  ...       _, tokens, result = await streams[number].get()
-  ...       yield tokens
-  ...   finally:                             # done, or the client has left
-  ...     queue.cancel(number)
-  ...     del streams[number]
-
-It is tried here with three clients, one of which leaves, and a model that is a
-table:
-
-  >>> async def client(*arguments):
-  ...   return [t async for tokens in answer(*arguments) for t in tokens]
-  >>> async def main(queue):
-  ...   streams = {}
-  ...   task = asyncio.create_task(pump(queue, streams))
-  ...   clients = [
-  ...       asyncio.create_task(client(queue, streams, sj.serving.Request(
-  ...           prompt=prompt, max_new_tokens=6)))
-  ...       for prompt in ([1, 2], [3], [0])]
-  ...   await asyncio.sleep(0)               # all have asked
-  ...   clients.pop().cancel()
-  ...   texts = await asyncio.wait_for(asyncio.gather(*clients), 60)  # seconds
-  ...   task.cancel()
-  ...   return texts
-  >>> model = sj.testing.MarkovModel(vocab_size=4)
-  >>> decoder = sj.Decoder(
-  ...     target=model, verifier=sj.verifiers.Block(),
-  ...     drafter=sj.drafters.LanguageModel(model=model, gamma=3))
-  >>> table = model.init(jax.random.key(0))
-  >>> queue = sj.serving.Queue(
-  ...     decoder, {"target": table, "drafter": table}, slots=2, max_length=32)
-  >>> [len(text) for text in asyncio.run(main(queue))]
-  [6, 6]
-"""
+"""The queue: requests in, slots refilled, texts out as they come."""
 
 import collections
 from collections.abc import Iterable
@@ -73,109 +6,28 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import itertools
 from typing import Any
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import capacity
 from specjax import checks
 from specjax import prefill
 from specjax import rounds as rounds_lib
-from specjax.constraints import base as constraints_lib
 from specjax.controller import Controller
 from specjax.decoder import Decoder
+from specjax.serving import chunks
+from specjax.serving.requests import Request
+from specjax.serving.requests import Result
+from specjax.serving.requests import Slot
+from specjax.serving.requests import Update
 from specjax.types import Prompt
-from specjax.types import RoundStats
 
 _SMALLEST_BUCKET = 32  # columns of a prompt
 _PARTS = {"finite": "target's logits", "draft_finite": "drafter's logits",
           "law_finite": "verifier's laws"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-  """What is to be continued, and how.
-
-  Attributes:
-    prompt: token ids, at least one.
-    max_new_tokens: at least 0.
-    temperature: at least 0, 0 is greedy; None: the decoder's.
-    eos: the token id that ends the text, or several of them, or () for none;
-      None: the decoder's.
-    seed: of all that is drawn, from 0 to 2^32 - 1.
-    context: what the drafter reads for this row, of the form of the queue's;
-      None: the queue's.
-  """
-
-  prompt: Sequence[int]
-  max_new_tokens: int
-  temperature: float | None = None
-  eos: int | tuple[int, ...] | None = None
-  seed: int = 0
-  context: Any = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-  """What became of a request.
-
-  Attributes:
-    number: of the request, as `submit` returned it.
-    tokens: int32, prompt and continuation.
-    reason: why the text ends: "eos", "limit", "cancelled", "failed" (its
-      numbers broke down; what was written before is good) or "refused".
-    error: one line, of what failed or was refused.
-    rounds: that it took part in.
-    accepted: drafted tokens in its text.
-  """
-
-  number: int
-  tokens: np.ndarray
-  reason: str
-  error: str | None = None
-  rounds: int = 0
-  accepted: int = 0
-
-
-class Update(NamedTuple):
-  """What a step brought for a request.
-
-  Attributes:
-    number: of the request.
-    tokens: int32, the new ones.
-    result: when the text has ended, else None.
-  """
-
-  number: int
-  tokens: np.ndarray
-  result: Result | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Row:
-  """A request that was accepted, and its text so far."""
-
-  number: int
-  prompt: np.ndarray
-  limit: int
-  temperature: np.ndarray  # [1] float32
-  eos: np.ndarray  # [1, E] int32
-  seed: int
-  context: Any
-  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-  rounds: int = 0
-  accepted: int = 0
-
-  def result(self, reason, error=None):
-    return Result(
-        number=self.number, reason=reason, error=error, rounds=self.rounds,
-        tokens=np.concatenate([self.prompt, *self.tokens]).astype(np.int32),
-        accepted=self.accepted)
 
 
 class Queue:
@@ -220,11 +72,13 @@ class Queue:
         raise ValueError(
             f"{name} is {value}; it must be at least {least}"
             + (f" and at most {most}, the context length" if most else ""))
-    self._decoder, self._params = decoder, params
+    self._params = params
     self._programs = _programs(decoder, self.sizes, controllers)
-    self._length, self._rounds = length, rounds
-    self._ends = max(max_ends, len(decoder._eos_rows(None, 1)[0]))
-    self._context = jax.tree.map(np.asarray, context)
+    own_ends = decoder.eos if np.ndim(decoder.eos) else (decoder.eos,)
+    self._slot = Slot(
+        decoder, length, max(max_ends, len(own_ends)),
+        jax.tree.map(np.asarray, context))
+    self._rounds = rounds
     self._nodes = self._programs[self.sizes[0]].drafter.num_nodes
     needed = max(length + self._nodes, prefill.padded_length(length))
     self._capacity = capacity.rounded(needed)
@@ -251,7 +105,7 @@ class Queue:
     """
     number = next(self._numbers)
     try:
-      row = self._checked(request, number)
+      row = self._slot.row(request, number)
     except (TypeError, OverflowError) as e:
       raise ValueError(f"a field of the request is of a wrong kind: {e}; see "
                        "specjax.serving.Request for what they hold") from e
@@ -338,43 +192,6 @@ class Queue:
       while expected and expected[0] in finished:
         yield finished.pop(expected.popleft())
 
-  def _checked(self, request, number):
-    """The row of a request."""
-    decoder = self._decoder
-    tokens, lengths = decoder._checked_prompts([request.prompt])
-    length, new = int(lengths[0]), request.max_new_tokens
-    if not _is_whole(new) or new < 0:
-      raise ValueError(f"max_new_tokens is {new}; it must be a whole number of "
-                       "at least 0")
-    if length + new > self._length:
-      raise ValueError(
-          f"a prompt of {length} tokens and {new} new ones do not fit into a "
-          f"slot of {self._length}: shorten the prompt, ask for fewer, or give "
-          "the queue a larger max_length")
-    if not _is_whole(request.seed) or not 0 <= request.seed < 2**32:
-      raise ValueError(f"seed is {request.seed}; it must be a whole number "
-                       "from 0 to 2^32 - 1")
-    ends = decoder._eos_rows(
-        None if request.eos is None else [request.eos], 1)
-    if ends.shape[1] > self._ends:
-      raise ValueError(
-          f"eos holds {ends.shape[1]} token ids and a slot has room for "
-          f"{self._ends}; give fewer, or give the queue a larger max_ends")
-    ends = np.pad(ends, ((0, 0), (0, self._ends - ends.shape[1])),
-                  constant_values=-1)
-    constraints_lib.check_rows(
-        decoder.transform.constraints, np.array([new]), ends)
-    context = self._context if request.context is None else jax.tree.map(
-        np.asarray, request.context)
-    if _form(context) != _form(self._context):
-      raise ValueError(
-          f"context is {_form(context)} and the queue's is "
-          f"{_form(self._context)}; all rows of a batch have the same form")
-    return _Row(
-        number=number, prompt=tokens[0, :length], limit=length + int(new),
-        temperature=decoder._temperatures(request.temperature, 1), eos=ends,
-        seed=int(request.seed), context=context)
-
   def _drop(self):
     """Ends what was cancelled; its slots are free."""
     for number in tuple(self._cancelled):
@@ -398,7 +215,7 @@ class Queue:
       return
     empty = [None] * (size - len(here))
     if self._state is not None:
-      self._state = _moved(self._state, np.array(
+      self._state = chunks.moved(self._state, np.array(
           here + [0] * len(empty), np.int32))
     self._rows = [self._rows[slot] for slot in here] + empty
 
@@ -406,16 +223,16 @@ class Queue:
     """Reads a prompt, padded to a power of two, into a slot."""
     length = len(row.prompt)
     columns = min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()),
-                  prefill.padded_length(self._length))
+                  prefill.padded_length(self._slot.length))
     fresh = rounds_lib.start(
         self._programs[self.sizes[-1]], self._params, Prompt(
             tokens=np.pad(row.prompt, (0, columns - length))[None],
             lengths=np.array([length], np.int32), capacity=self._capacity,
             context=jax.tree.map(lambda x: x[None], row.context)),
-        np.array([row.limit], np.int32), _keys(np.uint32(row.seed)),
+        np.array([row.limit], np.int32), chunks.keys(np.uint32(row.seed)),
         row.temperature, row.eos)
     if self._state is None:  # free slots hold what can be decoded, too
-      self._state = _moved(fresh, np.zeros(len(self._rows), np.int32))
+      self._state = chunks.moved(fresh, np.zeros(len(self._rows), np.int32))
     self._state = rounds_lib.insert(
         self._state, np.array([slot], np.int32), fresh)
     self._rows[slot] = row
@@ -424,7 +241,7 @@ class Queue:
     """Decodes a chunk, and finds the updates of the rows."""
     free = np.array([row is None for row in self._rows])
     window = min(self._rounds * self._nodes, self._capacity)
-    self._state, seen = _chunk(
+    self._state, seen = chunks.chunk(
         self._programs[len(self._rows)], self._params, self._state, free,
         np.int32(self._rounds),
         np.int32(free.sum() + 1 if self._waiting else len(free)), window=window)
@@ -457,21 +274,6 @@ def _programs(decoder, sizes, controllers):
           for n in sizes}
 
 
-def _is_whole(value):
-  """Whether it is one whole number."""
-  try:
-    return bool(value == int(value))
-  except (TypeError, ValueError, OverflowError):
-    return False
-
-
-def _form(context):
-  """Structure, shapes and dtypes of a context, in words."""
-  return str(jax.tree.map(
-      lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}",
-      context))
-
-
 def _ended(row, slot, stats):
   """The result of a row that is done."""
   bad = [part for field, part in _PARTS.items()
@@ -482,44 +284,3 @@ def _ended(row, slot, stats):
         "there: check the model's weights, its dtype and the rule"))
   last = next((t[-1] for t in reversed(row.tokens) if t.size), -1)
   return row.result("eos" if last >= 0 and last in row.eos else "limit")
-
-
-@jax.jit
-def _keys(seed):
-  """`[1]`, the key of the first row that `prefill` makes of a seed."""
-  key = jax.random.key(seed, impl="threefry2x32")
-  return jax.random.fold_in(key, 0)[None]
-
-
-@jax.jit
-def _moved(state, rows):
-  """A state of these rows of another, in order."""
-  own = lambda node: hasattr(node, "with_rows")
-  return jax.tree.map(
-      lambda x: x.take_rows(rows) if own(x) else x[rows], state, is_leaf=own)
-
-
-@functools.partial(jax.jit, static_argnames=("parts", "window"),
-                   donate_argnames="state")
-def _chunk(parts, params, state, free, rounds, done, *, window
-           ) -> tuple[Any, tuple[jax.Array, jax.Array, RoundStats]]:
-  """Some rounds, and what the host is told of them.
-
-  Args:
-    parts: the `Round`.
-    params: of the models.
-    state: it is donated.
-    free: `[B]` bool, slots without a request.
-    rounds: at most.
-    done: rows that are done, at which it ends early.
-    window: tokens of a row that the host is told, from its first new one on.
-
-  Returns:
-    The state, and `(tokens [B, window], done [B], stats)`.
-  """
-  at = state.lengths[:, None] + jnp.arange(window, dtype=jnp.int32)
-  state, stats = rounds_lib.until(
-      parts, params, state.replace(done=state.done | free), rounds, done)
-  tokens = jnp.take_along_axis(
-      state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)
-  return state, (tokens, state.done, stats)

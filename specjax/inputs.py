@@ -1,0 +1,158 @@
+"""What a user gives to a decoder, checked and in arrays.
+
+Every function raises a `ValueError` of one line that names the value, what it
+must be and how to mend it, before anything is compiled.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import prefill
+
+_NO_TOKEN = -1  # fills up the list of a row's eos ids
+
+
+def prompts(rows: Sequence[Sequence[int]], vocab_size: int
+            ) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens `[B, P]` int32, padded as a prefill reads them, and lengths `[B]`.
+
+  Args:
+    rows: B sequences of token ids, each of at least one token.
+    vocab_size: V, of the target.
+  """
+  rows = [np.asarray(row) for row in rows]
+  if not rows:
+    raise ValueError("there are no prompts; at least one is needed")
+  for i, row in enumerate(rows):
+    if row.ndim != 1 or row.size == 0:
+      raise ValueError(f"prompt {i} is empty; it needs at least one token, "
+                       "such as the tokenizer's bos")
+    if not np.issubdtype(row.dtype, np.integer):
+      raise ValueError(f"prompt {i} holds {row.dtype}; token ids are whole "
+                       "numbers")
+    bad = row[(row < 0) | (row >= vocab_size)]
+    if bad.size:
+      raise ValueError(
+          f"prompt {i} holds token id {bad[0]}; ids must lie in "
+          f"[0, {vocab_size}): use the target's tokenizer")
+  lengths = np.array([row.size for row in rows], np.int32)
+  columns = prefill.padded_length(int(lengths.max()))
+  tokens = np.zeros((len(rows), columns), np.int32)
+  for i, row in enumerate(rows):
+    tokens[i, :row.size] = row
+  return tokens, lengths
+
+
+def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
+  """`[B]` int32, the lengths at which rows are done.
+
+  Args:
+    given: `[B]` or one number; None: the context length.
+    lengths: `[B]` of the prompts.
+    context_length: of the models.
+  """
+  found = context_length if given is None else given
+  found = np.broadcast_to(np.asarray(found, np.int32), lengths.shape)
+  for i, (limit, length) in enumerate(zip(found, lengths)):
+    if limit > context_length:
+      raise ValueError(
+          f"row {i} may grow to {limit} tokens, prompt included; the "
+          f"context length is {context_length}: ask for fewer tokens "
+          "or shorten the prompt")
+    if length > limit:
+      raise ValueError(f"prompt {i} has {length} tokens; its limit is "
+                       f"{limit}: shorten it or raise the limit")
+  return found
+
+
+def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
+  """`[B]` float32.
+
+  Args:
+    given: `[B]` or one number; None: the default.
+    default: the decoder's.
+    rows: B.
+  """
+  found = default if given is None else given
+  values = np.asarray(found, np.float32)
+  if values.shape not in ((), (rows,)):
+    raise ValueError(f"temperature has shape {values.shape}; give one "
+                     f"number, or one for each of the {rows} prompts")
+  if not ((values >= 0) & np.isfinite(values)).all():
+    raise ValueError(f"temperature is {found}; it must be at least 0: "
+                     "0 is greedy, 1 is the model's own law")
+  return np.broadcast_to(values, (rows,))
+
+
+def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
+  """The ids of one row's `eos`, all of them tokens.
+
+  Args:
+    name: what an error calls it.
+    eos: a token id, several of them, or None.
+    vocab_size: V, of the target.
+  """
+  ids = () if eos is None else eos if np.ndim(eos) else (eos,)
+  for token in ids:
+    if not (0 <= token < vocab_size and token == int(token)):
+      raise ValueError(f"{name} is {token}; it must be a token id in "
+                       f"[0, {vocab_size}), several of them, or None")
+  return tuple(int(token) for token in ids)
+
+
+def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
+             ) -> np.ndarray:
+  """`[B, E]` int32, filled up with -1.
+
+  Args:
+    given: B entries, see `eos_ids`; None: the default for all.
+    default: the decoder's.
+    rows: B.
+    vocab_size: V, of the target.
+  """
+  if given is None:
+    given = [default] * rows
+  elif not np.iterable(given) or len(given) != rows:
+    raise ValueError(f"eos is {given}; give one entry for each of the {rows} "
+                     "prompts: a token id, several of them, or None")
+  lists = [eos_ids(f"eos of prompt {i}", one, vocab_size)
+           for i, one in enumerate(given)]
+  found = np.full((rows, max(1, *map(len, lists))), _NO_TOKEN, np.int32)
+  for row, ids in zip(found, lists):
+    row[:len(ids)] = ids
+  return found
+
+
+def row_keys(key: jax.Array, request_ids: Any, rows: int) -> jax.Array:
+  """`[B]` keys: the request ids folded into the key.
+
+  Args:
+    key: a threefry key of `jax.random.key`.
+    request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None: 0..B-1.
+    rows: B.
+  """
+  if not (isinstance(key, jax.Array)
+          and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    raise ValueError("key is no typed PRNG key; make it by "
+                     "jax.random.key(seed, impl='threefry2x32')")
+  if str(jax.random.key_impl(key)) != "threefry2x32":
+    raise ValueError(
+        f"key is of kind {jax.random.key_impl(key)}; rows draw the same "
+        "numbers alone and in a batch only with 'threefry2x32'")
+  if key.shape:
+    raise ValueError(f"key has shape {key.shape}; give one key: those of the "
+                     "rows are made from it and the request ids")
+  ids = np.arange(rows) if request_ids is None else np.asarray(request_ids)
+  if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer):
+    raise ValueError(f"request_ids has shape {ids.shape} and dtype "
+                     f"{ids.dtype}; it must hold a whole number for each of "
+                     f"the {rows} prompts")
+  if ((ids < 0) | (ids >= 2**32)).any():
+    raise ValueError(f"request_ids holds {ids[(ids < 0) | (ids >= 2**32)][0]}; "
+                     "ids lie in [0, 2^32)")
+  return jax.vmap(jax.random.fold_in, (None, 0))(
+      key, jnp.asarray(ids, jnp.uint32))
