@@ -29,6 +29,7 @@ import optax
 from specjax import contract
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
+from specjax.models.around import AroundModel
 from specjax.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -79,18 +80,10 @@ class Learner:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Corrected:
+class _Corrected(AroundModel):
   """A model whose parameters are `{"model": its own, "correction": ...}`."""
 
   model: ModelFn
-
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
 
   def init_cache(self, params, batch, capacity):
     return self.model.init_cache(params["model"], batch, capacity)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.models.around import AroundModel
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.types import Cache
@@ -29,7 +30,7 @@ _HEAD = Sublayers.between(0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shortened:
+class Shortened(AroundModel):
   """A `Transformer` without some of its attentions and MLPs, as a `ModelFn`.
 
   Attributes:
@@ -58,14 +59,6 @@ class Shortened:
     """The first `layers` layers, with the norm and the head of the whole."""
     return cls(model, Sublayers.between(0, layers))
 
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
   def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
     """An empty cache of the layers that attend."""
     return self.model.init_cache(
@@ -91,7 +84,7 @@ class Shortened:
 
 
 @dataclasses.dataclass(frozen=True)
-class Masked:
+class Masked(AroundModel):
   """A `Transformer` of which data says what is left out, as a `ModelFn`.
 
   Its parameters are `{"model": the model's, "keep": [L, 2]}`, 1 for each
@@ -105,14 +98,6 @@ class Masked:
 
   def __post_init__(self):
     check_whole(self.model)
-
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
     """The model's."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax.models.around import AroundModel
 from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
 from specjax.types import Cache
@@ -29,7 +30,7 @@ _NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabularySubset:
+class VocabularySubset(AroundModel):
   """A `Transformer` that predicts some of its tokens and reads them all.
 
   It takes the place of the model in any drafter, such as
@@ -52,14 +53,6 @@ class VocabularySubset:
       raise ValueError(f"the model returns the hidden states {features}; its "
                        f"head reads {FINAL!r}: name it in "
                        "TransformerConfig.features")
-
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
 
   def parameters(self, params: Any, ids: ArrayLike) -> dict[str, Any]:
     """The parameters with a head of these tokens.

@@ -61,7 +61,7 @@ class Blockwise:
       return jax.lax.cond(k == 0, next_token, forecast), {}
     losses = heads_lib.head_losses(
         self.heads, params["drafter"], output.hidden, tokens, head, tuned)
-    metrics = {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+    metrics = heads_lib.by_head(losses)
     if tuned:
       metrics["lm_loss"] = next_token()
       losses = jnp.append(losses, metrics["lm_loss"])

@@ -1,5 +1,9 @@
-"""Losses of K heads on one hidden state, a head at a time."""
+"""Losses of K heads on one hidden state, a head at a time.
 
+Head k forecasts the token k places after the next one.
+"""
+
+from collections.abc import Iterable
 import functools
 from typing import Any
 
@@ -12,9 +16,29 @@ from specjax.training.objectives.base import Score
 from specjax.training.objectives.next_token import cross_entropy
 
 
+def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array
+                  ) -> jax.Array:
+  """-mean_t log p^(k)(x_{t+1+k}), over the t that have a label.
+
+  Args:
+    logits: `[B, S, V]` of head k.
+    k: `[]`, from 1.
+    tokens: `[B, S + 1]` int32.
+
+  Returns:
+    `[]` nats; 0 where no position has a label.
+  """
+  size = logits.shape[1]
+  at = jnp.arange(size) + 1 + k
+  labels = jnp.take(tokens, jnp.minimum(at, size), axis=1)
+  nats = jnp.mean(cross_entropy(logits, labels), axis=0)
+  known = at <= size
+  return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
+
+
 def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
               k: jax.Array, tokens: jax.Array, lm_head: jax.Array) -> jax.Array:
-  """-mean_t log p^(k)(x_{t+1+k}) of one head, over the t that have a label.
+  """`forecast_loss` of one head, `[]`.
 
   Args:
     heads: their function and sizes.
@@ -23,17 +47,8 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     k: `[]` int32, from 1.
     tokens: `[B, S + 1]` int32.
     lm_head: `[D, V]`.
-
-  Returns:
-    `[]` nats; 0 where no position has a label.
   """
-  size = hidden.shape[1]
-  at = jnp.arange(size) + 1 + k
-  labels = jnp.take(tokens, jnp.minimum(at, size), axis=1)
-  nats = jnp.mean(
-      cross_entropy(heads.head(params, hidden, lm_head), labels), axis=0)
-  known = at <= size
-  return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
+  return forecast_loss(heads.head(params, hidden, lm_head), k, tokens)
 
 
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
@@ -97,20 +112,40 @@ def _numbers(params):
   return jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
+def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
+  """The losses of heads 1, 2, ... as metrics of a step."""
+  return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+
+def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The places whose K labels all exist, and what is known at these.
+
+  Args:
+    hidden: `[B, S, D]`.
+    count: K.
+
+  Returns:
+    `hidden [B, P, D]` and positions `[B, P]`.
+
+  Raises:
+    ValueError: there is no such place.
+  """
+  batch, size, _ = hidden.shape
+  if size <= count:
+    raise ValueError(f"a row predicts {size} tokens and there are {count} "
+                     "heads; give longer rows or fewer heads")
+  positions = jnp.broadcast_to(jnp.arange(size - count), (batch, size - count))
+  return hidden[:, :size - count], positions
+
+
 def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 lm_head: jax.Array, score: Score) -> Any:
   """`score(k, logits [B, P, V], positions [B, P])` of every head, stacked.
 
-  The P positions are those whose K labels all exist.
+  The P positions are those of `labelled`.
   """
-  batch, size, _ = hidden.shape
   numbers = _numbers(params)
-  if size <= len(numbers):
-    raise ValueError(f"a row predicts {size} tokens and there are "
-                     f"{len(numbers)} heads; give longer rows or fewer heads")
-  positions = jnp.broadcast_to(
-      jnp.arange(size - len(numbers)), (batch, size - len(numbers)))
-  hidden = hidden[:, :size - len(numbers)]
+  hidden, positions = labelled(hidden, len(numbers))
   return jax.lax.map(
       lambda x: score(x[0], heads.head(x[1], hidden, lm_head), positions),
       (numbers, params))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from specjax.models.heads import check_fits
 from specjax.models.heads import HydraHeads
 from specjax.models.transformer import Transformer
+from specjax.training.objectives import heads as heads_lib
 from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
-from specjax.training.objectives.next_token import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,35 +42,24 @@ class Hydra:
     """The loss, and each head's own as `head_<k>/train_loss`."""
     del key
     params, tokens = {**frozen, **trainable}, batch["tokens"]
-    size = tokens.shape[1] - 1
     losses, hidden = [], self._hidden(params, tokens)
 
     # The logits of one head at a time are kept.
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
-      at = jnp.arange(size) + 1 + k
-      labels = jnp.take(tokens, jnp.minimum(at, size), axis=1)
-      nats = jnp.mean(cross_entropy(logits, labels), axis=0)
-      known = at <= size
-      return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
+      return heads_lib.forecast_loss(logits, k, tokens)
 
     for k in range(1, self.heads.heads + 1):
       losses.append(loss(k, params["drafter"], hidden))
-    return sum(losses), {
-        f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+    return sum(losses), heads_lib.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
-    count, (batch, size) = self.heads.heads, tokens[:, 1:].shape
-    if size <= count:
-      raise ValueError(f"a row predicts {size} tokens and there are {count} "
-                       "heads; give longer rows or fewer heads")
-    hidden = self._hidden(params, tokens)[:, :size - count]
-    positions = jnp.broadcast_to(jnp.arange(size - count),
-                                 (batch, size - count))
+    count = self.heads.heads
+    hidden, positions = heads_lib.labelled(self._hidden(params, tokens), count)
     scores = [
         score(jnp.int32(k), self._logits(
             params, params["drafter"], hidden, tokens, k), positions)

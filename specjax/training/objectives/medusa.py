@@ -67,8 +67,7 @@ class Medusa:
         self.heads, params["drafter"], hidden, tokens,
         lm_head(params["target"]), tuned)
     numbers = jnp.arange(1, len(losses) + 1)
-    return jnp.sum(self.decay**numbers * losses), {
-        f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+    return jnp.sum(self.decay**numbers * losses), heads_lib.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
