@@ -7,14 +7,9 @@ run as a script.
 """
 
 import functools
-import importlib.util
 import json
 import math
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import types
 
 import jax
@@ -25,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import tpu_processes
 
 import specjax as sj
 from specjax import attention
@@ -32,8 +28,6 @@ from specjax import kv_cache
 from specjax import testing
 from specjax.attention import plain
 from specjax.attention import tpu
-
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 _HEADS, _GROUP, _DIM = 2, 3, 8
 _LENGTHS = np.array([0, 130, 299], np.int32)
@@ -285,18 +279,7 @@ def test_the_kernel_compiles_for_a_tpu_and_copies_no_cache():
   # Broken: the kernel is no program for a TPU, or a cache is laid out or split
   # in another way than the kernel wants, and is copied in every pass; or the
   # lengths of all rows wait for one device.
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
-  environment = dict(
-      os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-      TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-      PYTHONPATH=str(_ROOT), ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-  environment.pop("XLA_FLAGS", None)
-  done = subprocess.run(
-      [sys.executable, __file__], env=environment, cwd=_ROOT,
-      capture_output=True, text=True, timeout=600, check=False)
-  assert done.returncode == 0, done.stderr[-3000:]
-  for name, one in json.loads(done.stdout.splitlines()[-1]).items():
+  for name, one in tpu_processes.answer(__file__).items():
     assert one == {"kernels": 1, "collectives": [], "copies": []}, name
 
 

@@ -15,12 +15,12 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
 
 import pytest
+import tpu_processes
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HBM = 16e9  # bytes of one v5e chip
@@ -248,28 +248,9 @@ def _round(capacity):
   print(kept.read_text("utf-8").strip())
 
 
-def _answer(question):
-  """What this file, run as a script, prints in answer."""
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed: pip install -e '.[tpu-aot]'")
-  environment = dict(
-      os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-      TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-      PYTHONPATH=str(_ROOT),
-      # libtpu's lock keeps two processes off one chip. None is used here, and
-      # any process that let jax look for a TPU may hold it.
-      ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-  environment.pop("XLA_FLAGS", None)
-  done = subprocess.run(
-      [sys.executable, __file__, question], env=environment, cwd=_ROOT,
-      capture_output=True, text=True, timeout=600, check=False)
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module", params=list(_PAIRS))
 def report(request):
-  return _answer(request.param)
+  return tpu_processes.answer(__file__, request.param)
 
 
 @pytest.mark.timeout(600)
@@ -277,7 +258,7 @@ def report(request):
 def test_a_round_reads_its_caches_and_writes_what_is_new(capacity):
   # Broken: a pass writes to the cache, whose layers are then copied to another
   # layout and back for each of them, or reads the slots that are not in use.
-  found = _answer(f"round:{capacity}")
+  found = tpu_processes.answer(__file__, f"round:{capacity}")
   assert not found["copied"], found["copied"]
   # All slots are in use, or few. Then what is fetched is a block of each row.
   for moved, floor, most in zip(found["moved"], found["floor"], (1.1, 1.15)):
