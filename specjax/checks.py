@@ -184,7 +184,6 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
       draft.parents == -1)
   total = draft.probs[:, 1:].sum(-1)
   is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
-  in_line = (total == 0) | (draft.parents[:, 1:] == order[:-1])
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
   good = {
       f"parents of the drafter {drafter} are no tree in row {{row}}; "
@@ -201,9 +200,17 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
       f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
       "with a larger capacity": state.lengths + nodes <= capacity,
   }
+  good |= _declared_values(drafter, declared, draft)
+  return {text: ok | state.done | ~usable for text, ok in good.items()}
+
+
+def _declared_values(drafter, declared, draft):
+  """The part of `check_values` on what the drafter says of its drafts."""
+  good, total = {}, draft.probs[:, 1:].sum(-1)
   if "chain" in declared:
+    in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])
     good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
-         "in row {row}"] = in_line.all(-1)
+         "in row {row}"] = ((total == 0) | in_line).all(-1)
   if "certain" in declared:
     own = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1,
                               mode="fill", fill_value=0)
@@ -213,7 +220,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
   if "full" in declared:
     good[f"the drafter {drafter} declares `full = True` and has padding in row "
          "{row}"] = (total != 0).all(-1)
-  return {text: ok | state.done | ~usable for text, ok in good.items()}
+  return good
 
 
 def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
