@@ -1,0 +1,160 @@
+"""What drafters, models and caches may leave out, as the loop asks for it."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.contract.declared import capabilities
+from specjax.contract.declared import check_hashable
+from specjax.sampling import LogitsTransform
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+
+
+def num_coins(drafter: Drafter) -> int | None:
+  """Uniform numbers that a drafter takes; None: it takes keys."""
+  return getattr(drafter, "num_coins", None)
+
+
+def with_gamma(drafter: Drafter) -> Callable[[int], Drafter] | None:
+  """What makes the same drafter with chains of another length, or None."""
+  if hasattr(drafter, "with_gamma"):
+    return drafter.with_gamma
+  if dataclasses.is_dataclass(drafter) and any(
+      field.name == "gamma" for field in dataclasses.fields(drafter)):
+    return lambda gamma: dataclasses.replace(drafter, gamma=gamma)
+  return None
+
+
+def context_length(drafter: Drafter) -> float:
+  """Longest sequence that a drafter can draft for; infinity: any."""
+  return getattr(drafter, "context_length", math.inf)
+
+
+def bind(drafter: Drafter, target: ModelFn, transform: LogitsTransform
+         ) -> Drafter:
+  """The drafter specialised to a target, all it must have checked.
+
+  Raises:
+    ValueError: it is no drafter, or does not fit the target.
+  """
+  check_drafter(drafter)
+  if not hasattr(drafter, "bind"):
+    return drafter
+  bound = drafter.bind(target, transform)
+  check_drafter(bound)
+  return bound
+
+
+def follow(drafter: Drafter) -> Drafter:
+  """The drafter for a text that does not go on as it drafted it.
+
+  Raises:
+    ValueError: what it returned is no drafter.
+  """
+  if not hasattr(drafter, "follow"):
+    return drafter
+  found = drafter.follow()
+  check_drafter(found)
+  return found
+
+
+def check_drafter(drafter: Drafter) -> None:
+  """Checks that a drafter has what it must have.
+
+  Raises:
+    ValueError: something is missing or no whole number.
+  """
+  name = type(drafter).__name__
+  if isinstance(drafter, type):
+    raise ValueError(f"the drafter is the class {drafter.__name__}; give an "
+                     f"object: {drafter.__name__}(...)")
+  check_hashable("drafter", drafter)
+  for method in ("init", "propose", "commit"):
+    if not callable(getattr(drafter, method, None)):
+      raise ValueError(f"the drafter {name} has no method `{method}`; see "
+                       "specjax.types.Drafter")
+  for field, least, value in (
+      ("num_nodes", 1, getattr(drafter, "num_nodes", None)),
+      ("num_coins", 0, num_coins(drafter) or 0)):
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+      raise ValueError(f"{name}.{field} is {value!r}; it must be a whole "
+                       f"number of at least {least}")
+  capabilities(drafter)
+
+
+def target_pass(drafter: Drafter, target: ModelFn, params: Any, proposed: Any,
+                draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                cache: Any) -> ModelOutput:
+  """The pass that verifies a draft.
+
+  Args:
+    drafter: which may have run a part of it.
+    target: the model.
+    params: `{"target": ..., "drafter": ...}`.
+    proposed: the drafter's state, as `propose` returned it.
+    draft: N nodes a row.
+    depths: `[B, N]` int32.
+    ancestors: `[B, N, N]` bool.
+    cache: the target's, before the round.
+  """
+  if hasattr(drafter, "target_pass"):
+    return drafter.target_pass(
+        params, proposed, draft, depths, ancestors, cache)
+  return target(params["target"], draft.tokens, depths, ancestors, cache)
+
+
+def cannot_grow(part: Any) -> str | None:
+  """The name of a part, however deep, whose state cannot get more slots."""
+  if isinstance(part, tuple | list):
+    inner = part
+  elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+    inner = [getattr(part, f.name) for f in dataclasses.fields(part)]
+  else:
+    inner = ()
+  if not getattr(part, "grows", True):
+    return getattr(part, "__name__", type(part).__name__)
+  return next(filter(None, map(cannot_grow, inner)), None)
+
+
+def param_specs(part: ModelFn | Drafter, axis: str, size: int) -> Any:
+  """How a model or a drafter splits its parameters over a mesh axis.
+
+  Raises:
+    ValueError: it does not say, and the axis has several devices.
+  """
+  if hasattr(part, "param_specs"):
+    return part.param_specs(axis, size)
+  if size == 1:
+    return PartitionSpec()
+  raise ValueError(f"{type(part).__name__} does not say how its parameters are "
+                   f"split, and mesh axis {axis!r} has {size} devices; give it "
+                   "`param_specs(axis, size)`, or an axis of one device")
+
+
+def logits_at(model: ModelFn, params: Any, output: ModelOutput, at: jax.Array
+              ) -> jax.Array:
+  """`[B, K, V]`, the logits at the positions `at [B, K]` of a pass.
+
+  A model that can compute these alone says so by a method of this name.
+  """
+  if hasattr(model, "logits_at"):
+    return model.logits_at(params, output, at)
+  return jnp.take_along_axis(output.logits, at[..., None], axis=1)
+
+
+def reserved(cache: Any, size: int) -> Any:
+  """A cache that may put off writing its next `size` tokens."""
+  return cache.reserve(size) if hasattr(cache, "reserve") else cache
+
+
+def settled(cache: Any) -> Any:
+  """The cache of which `reserved` was asked, with all its tokens."""
+  return cache.settle() if hasattr(cache, "settle") else cache

@@ -1,0 +1,48 @@
+"""Rules that end a chain while it is drafted, from what was drafted so far.
+
+A drafter that knows that its next token will be rejected had better stop. What
+it does not draft is padding, so that every draft has one compiled shape; a
+chain whose rows have all stopped leaves out the passes that are left.
+
+  for k = 1..gamma:  q_k  ->  [asked here]  ->  x_k ~ q_k  ->  [or here]
+
+Whether node k exists may depend on q_k and on the tokens before x_k, and never
+on x_k. So a rule is asked either before x_k is drawn, and then it does not see
+x_k, or after, and then x_k stays. "Draw x_k, look at it, drop it" cannot be
+said here, and is biased: `exact.certify(rule, stop=...)` rejects it. With such
+a rule a drafter is not `autoregressive` any more, for whether a row is padding
+depends on the tokens before it; greedy block verification is refused.
+
+Each rule is a frozen dataclass of static numbers. Its parameters, if it has
+any, are `params["drafter"]["stop"]`.
+"""
+
+from specjax.drafters.stop_rules.asking import ask
+from specjax.drafters.stop_rules.asking import begun
+from specjax.drafters.stop_rules.asking import kept
+from specjax.drafters.stop_rules.asking import learned
+from specjax.drafters.stop_rules.base import Seen
+from specjax.drafters.stop_rules.base import StopRule
+from specjax.drafters.stop_rules.predictions import AcceptanceHead
+from specjax.drafters.stop_rules.predictions import Scheduler
+from specjax.drafters.stop_rules.predictions import Threshold
+from specjax.drafters.stop_rules.thresholds import Adapted
+from specjax.drafters.stop_rules.thresholds import Adaptive
+from specjax.drafters.stop_rules.thresholds import Confidence
+from specjax.drafters.stop_rules.thresholds import Entropy
+
+__all__ = [
+    "AcceptanceHead",
+    "Adapted",
+    "Adaptive",
+    "Confidence",
+    "Entropy",
+    "Scheduler",
+    "Seen",
+    "StopRule",
+    "Threshold",
+    "ask",
+    "begun",
+    "kept",
+    "learned",
+]
