@@ -194,6 +194,34 @@ def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
   return found
 
 
+def _evaluation(objective, held_out):
+  """`{"drafter"} -> {name: number}`, the mean over the held-out tokens."""
+  measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
+
+  def evaluate(params):
+    found, weights = [], []
+    for start in range(0, len(held_out), _BATCH_SIZE.value):
+      batch = held_out.rows(np.arange(
+          start, min(start + _BATCH_SIZE.value, len(held_out))))
+      loss, metrics = measure({"drafter": params["drafter"]}, batch)
+      found.append((float(loss), float(metrics["acceptance"])))
+      weights.append(batch["weights"].sum())
+    loss, acceptance = np.average(found, axis=0, weights=weights)
+    return {"held_out_loss": loss, "held_out_acceptance": acceptance}
+
+  return evaluate
+
+
+def _print(parameters, vocabulary, own, found, tokens):
+  print(f"{parameters:,} parameters, {own.vocab_size} "
+        f"tokens, of which the target has {vocabulary.shared}")
+  print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "
+        f"least {100 * found['held_out_acceptance']:.1f} % at temperature 1")
+  for temperature, value in tokens.items():
+    print(f"temperature {temperature}: {value:.2f} tokens a round, gamma "
+          f"{_GAMMA.value}, on prompts that were held out")
+
+
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   target, _, tokenizer = models.load_models(
@@ -224,19 +252,7 @@ def main():
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
   objective = objectives.StoredLaws(model=drafter)
-  measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
-
-  def evaluate(params):
-    found, weights = [], []
-    for start in range(0, len(held_out), _BATCH_SIZE.value):
-      batch = held_out.rows(np.arange(
-          start, min(start + _BATCH_SIZE.value, len(held_out))))
-      loss, metrics = measure({"drafter": params["drafter"]}, batch)
-      found.append((float(loss), float(metrics["acceptance"])))
-      weights.append(batch["weights"].sum())
-    loss, acceptance = np.average(found, axis=0, weights=weights)
-    return {"held_out_loss": loss, "held_out_acceptance": acceptance}
-
+  evaluate = _evaluation(objective, held_out)
   trained = loop.Trainer(
       objective=objective, optimizer=optimizers.muon(runs.trapezoid(
           lengths, _LEARNING_RATE.value, _WARMUP_STEPS.value,
@@ -256,15 +272,10 @@ def main():
   found = {name: float(x) for name, x in evaluate({"drafter": params}).items()}
   tokens = _tokens_per_round(target, models.ends(target, tokenizer), drafter,
                              vocabulary, params, prompts[:16])
-  print(f"{common.num_parameters(params):,} parameters, {own.vocab_size} "
-        f"tokens, of which the target has {vocabulary.shared}")
-  print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "
-        f"least {100 * found['held_out_acceptance']:.1f} % at temperature 1")
-  for temperature, value in tokens.items():
-    print(f"temperature {temperature}: {value:.2f} tokens a round, gamma "
-          f"{_GAMMA.value}, on prompts that were held out")
+  parameters = common.num_parameters(params)
+  _print(parameters, vocabulary, own, found, tokens)
   common.finish(output_dir, "distill", {
-      "parameters": common.num_parameters(params), **found,
+      "parameters": parameters, **found,
       "answers": len(rows), "answer_tokens": int(
           (learned.lengths - learned.starts).sum()),
       "tokens_per_round": tokens, "gamma": _GAMMA.value})

@@ -178,18 +178,8 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   rule = compiled.rule
   vocab_sizes = vocab_sizes or ((3,) if rule.remembers else (3, 4))
   some_rounds = rounds or (3 if rule.remembers else 2)
-  if dtype not in _TOLERANCE:
-    raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
-  if not gammas or min(gammas) < 1:
-    raise ValueError(f"gammas is {gammas}; every draft length must be at "
-                     "least 1")
-  if trees and stop is not None:
-    raise ValueError("stop ends chains, and trees are given; leave one of the "
-                     "two out")
+  _check_settings(dtype, gammas, drafting, trees, stop)
   ended = None if stop is None else stopping.kept_by(stop)
-  if trees and drafting not in (None, "autoregressive"):
-    raise ValueError(f"drafting is {drafting!r}; trees are drafted by schemes: "
-                     "leave one of the two out")
   if trees is None and ("chain" in rule.requires or stop is not None
                         or drafting not in (None, "autoregressive")):
     trees = ()
@@ -229,7 +219,34 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
                           schemes=schemes)
     more += _on_larger_models(
         compiled, seeds, dtype, schemes if by_default else ())
+  return _certificate(small, more, expected, bounds, dtype, rule)
 
+
+def _check_settings(dtype, gammas, drafting, trees, stop):
+  if dtype not in _TOLERANCE:
+    raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
+  if not gammas or min(gammas) < 1:
+    raise ValueError(f"gammas is {gammas}; every draft length must be at "
+                     "least 1")
+  if trees and stop is not None:
+    raise ValueError("stop ends chains, and trees are given; leave one of the "
+                     "two out")
+  if trees and drafting not in (None, "autoregressive"):
+    raise ValueError(f"drafting is {drafting!r}; trees are drafted by schemes: "
+                     "leave one of the two out")
+
+
+def _certificate(small, more, expected, bounds, dtype, rule) -> Certificate:
+  """What was found, in one record.
+
+  Args:
+    small: what was found on small models, chains before trees.
+    more: and elsewhere.
+    expected: tokens a round of every chain of `small`.
+    bounds: the most that any rule has there.
+    dtype: that was asked for.
+    rule: the `Rule`.
+  """
   # A small model is the better witness.
   found, failed = small + more, lambda some: [x for x in some if x.fails]
   worst = max(failed(small) or failed(more) or small,
