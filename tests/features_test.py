@@ -437,3 +437,22 @@ def test_what_does_not_fit_is_refused(make, words):
   with pytest.raises(ValueError) as caught:
     make()
   assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: EagleChain(heads=_heads(Eagle1Heads), gamma=2),
+    lambda: MTP(heads=_heads(MTPHeads))])
+def test_layers_do_not_draft_inside_of_others(make):
+  # Broken: features of tokens that were taken back stay in a layer's cache.
+  drafter = make()
+  target, _ = drafter.heads.attach(_pair().target, {}, {})
+  cascade = sj.drafters.Cascade(model=target, drafter=drafter, gamma=2)
+  decoder = sj.Decoder(target=target, drafter=cascade, verifier=Block())
+  params = jax.eval_shape(lambda: (target.init(jax.random.key(0)),
+                                   drafter.heads.init(jax.random.key(0), {
+                                       "embedding": jnp.zeros((_V, 16))})))
+  own = {"target": params[0], "drafter": params[1]}
+  with pytest.raises(ValueError, match="has a state and no `follow"):
+    jax.eval_shape(lambda params: decoder.prefill(
+        params, [[1, 2]], jax.random.key(0), limits=9),
+                   {"target": params[0], "drafter": own})
