@@ -6,6 +6,7 @@ target's own (corrections and bonus tokens) red; a line of statistics follows.
   python experiments/generate.py --prompt='def fibonacci(n):'
   cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
   python experiments/generate.py --drafter=medusa        # the target's heads
+  python experiments/generate.py --drafter=eagle3        # a layer that reads it
   python experiments/generate.py --drafter=pass          # look-ahead tokens
   python experiments/generate.py --draft_vocabulary=1024 # a smaller head
   python experiments/generate.py --drafter=ngram         # copies of the text
@@ -68,8 +69,9 @@ _INTERACTIVE = flags.DEFINE_bool(
     "input, --prompt the first of them")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, smol, medusa, pass, none, {shared.PUBLISHED}, itself (the "
-    "target, with --quantize or --draft_cache), heads of "
+    f"small, tiny, smol, {', '.join(sj.zoo.HEADS)}, none, "
+    f"{shared.PUBLISHED}, itself (the target, with --quantize or "
+    "--draft_cache), heads of "
     "train_drafter.py, a directory of a published drafter (Medusa, Hydra, "
     "EAGLE, MTP, DFlash, DSpark), "
     f"{compositions.HELP}; default: small for the bundled "

@@ -16,6 +16,9 @@ autoregressive decoding:
   eagle3, sampled chain  tokens drawn from the layer's own laws, one by one
   eagle3, dynamic tree   EAGLE-2's tree of the likeliest candidates
   eagle3, sampled dynamic tree   drawn tokens, expanded where it is confident
+  parallel, sampled chain   a block's tokens, each drawn given the one before
+  parallel, sampled tree    a tree of them, without replacement
+  parallel, best-first tree   the likeliest paths of a block (DDTree)
 
   python experiments/self_drafting_study.py
   python experiments/self_drafting_study.py \\
@@ -63,7 +66,8 @@ _DTYPE = shared.dtype()
 _DRAFTERS = shared.drafters(
     "drafters", "small,tiny", "language models to compare with: ")
 _HEADS = flags.DEFINE_list(
-    "heads", "pass,medusa", "pass, medusa, or directories of train_drafter.py")
+    "heads", list(sj.zoo.HEADS),
+    f"{', '.join(sj.zoo.HEADS)}, or directories of train_drafter.py")
 _UNTRAINED = flags.DEFINE_bool(
     "untrained", True, "measure the heads as they were before training, too")
 _TEMPERATURE = shared.temperatures("0,1")

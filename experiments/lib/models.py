@@ -328,8 +328,8 @@ def load_self_drafter(name: str, target: Pretrained,
   """Reads heads or look-ahead embeddings, and the target that they draft for.
 
   Args:
-    name: "pass" or "medusa", those in the box, a directory of
-      train_drafter.py, or one of a published drafter.
+    name: one of `zoo.HEADS`, a directory of train_drafter.py, or one of a
+      published drafter.
     target: the one to draft for, unless the directory holds a target that was
       trained together with the heads.
     tokenizer: the target's tokenizer.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The models in the box (specjax/models/zoo/CARD.md): the target, both language
-# models that draft for it, its look-ahead embeddings and its Medusa heads, and
-# the drafter for SmolLM2. Hours on two cores. RUNS is where they go, DATA where
+# models that draft for it, what it drafts for itself with, and the drafter for
+# SmolLM2. Hours on two cores. RUNS is where they go, DATA where
 # the published files of smol_prompts.py lie.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,6 +23,15 @@ python experiments/train_drafter.py --method=pass --output_dir="$runs/pass" \
 python experiments/train_drafter.py --method=medusa \
   --output_dir="$runs/medusa" --steps=2400 --row_tokens=384 \
   --learning_rate=0.006 --decay_fraction=0.7 --evaluate_every=300 \
+  --checkpoint_every=100
+python experiments/train_drafter.py --method=eagle3 --heads=4 \
+  --output_dir="$runs/eagle3" --draft_vocabulary=1280 --mlp_width=256 \
+  --row_tokens=384 --batch_size=4 --steps=2400 --learning_rate=0.003 \
+  --decay_fraction=0.7 --evaluate_every=400 --checkpoint_every=100
+python experiments/train_drafter.py --method=parallel --heads=8 --layers=2 \
+  --output_dir="$runs/parallel" --mlp_width=192 --taps=2,4 --markov=plain \
+  --markov_rank=20 --anchors=48 --row_tokens=384 --steps=2400 \
+  --learning_rate=0.002 --decay_fraction=0.7 --evaluate_every=300 \
   --checkpoint_every=100
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \

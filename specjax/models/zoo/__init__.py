@@ -18,7 +18,7 @@ from specjax.models.transformer import Transformer
 _DIRECTORY = pathlib.Path(__file__).parent
 DRAFTERS = ("small", "tiny")
 FOR_SMOLLM2 = ("smol",)
-HEADS = ("pass", "medusa")
+HEADS = ("pass", "medusa", "eagle3", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
