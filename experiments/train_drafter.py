@@ -95,8 +95,8 @@ _HEADS = flags.DEFINE_integer(
 _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "directory of heads to begin with; default: new ones")
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
-    "draft_vocabulary", None, "tokens that eagle3 can draft: those that the "
-    "text has most often, and the ends of a text; default: all", 1)
+    "draft_vocabulary", None, "tokens that eagle3 or parallel can draft: those "
+    "that the text has most often, and the ends of a text; default: all", 1)
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -164,11 +164,11 @@ def _heads(method, target, tokenizer, tokens):
         target.model, _HEADS.value,
         **_HEAD_OPTIONS.values(method, _self_source() is not None))
     if _DRAFT_VOCABULARY.value is not None:
-      if not getattr(heads, "own_head", False):
+      if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
         raise ValueError(
             f"--draft_vocabulary is {_DRAFT_VOCABULARY.value} and the heads of "
             f"--method={method.name} draft with the target's own LM head; "
-            "leave the flag out, or take --method=eagle3")
+            "leave the flag out, or take --method=eagle3 or parallel")
       heads = dataclasses.replace(
           heads, ids=_frequent(target, tokenizer, tokens))
     return heads, heads.init(jax.random.key(_SEED.value), target.params)

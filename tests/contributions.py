@@ -540,7 +540,8 @@ DRAFTERS = {
         stop=stop_rules.Threshold(threshold=0.4),
         controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
     "Parallel without_replacement": lambda: _parallel(
-        Parallel, sj.verifiers.Traversal(), {"markov": "rnn"}, parents=UNEVEN,
+        Parallel, sj.verifiers.Traversal(), {"markov": "rnn", "ids": (
+            0, 2, 3)}, parents=UNEVEN,
         proposal="without_replacement"),
     "ParallelTree": lambda: _parallel(
         ParallelTree, sj.verifiers.TargetWalk(), {

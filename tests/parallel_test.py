@@ -17,6 +17,7 @@ from specjax.training import objectives
 from specjax.training.objectives import parallel as losses
 
 _V, _D, _K = 7, 16, 3
+_IDS = (0, 2, 3, 5, 6)  # of heads that know a few tokens
 _LENGTH = 14  # tokens of a row
 _HEADS = heads_lib.ParallelHeads(
     width=_D, vocab_size=_V, layers=2, heads=2, kv_heads=1, head_dim=8,
@@ -192,6 +193,42 @@ def test_the_loss_by_hand(name, options):
     assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
 
 
+def test_heads_of_few_tokens():
+  # Broken: a token has another's logit, one that cannot be drafted has a share
+  # of q, or its cross-entropy makes the loss infinite.
+  heads, _, params = _setup("plain")
+  few = dataclasses.replace(heads, ids=_IDS)
+  markov = params["drafter"]["markov"]
+  own = {**params["drafter"],
+         "markov": {**markov, "w2": markov["w2"][:, np.array(_IDS)]}}
+  fresh = jax.eval_shape(few.init, jax.random.key(0), params["target"])
+  assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, fresh)
+
+  objective = dataclasses.replace(
+      _objective("plain", anchors=4, confidence_weight=0.0), heads=few)
+  tokens, key = _row(), jax.random.key(3)
+  anchors = objective.draw(key, *tokens.shape)
+  every = _blocks("plain")(params, tokens, anchors).logits
+  found = jax.jit(objective.blocks)({**params, "drafter": own}, tokens, anchors)
+  kept = np.isin(np.arange(_V), _IDS)
+  np.testing.assert_allclose(
+      found.logits[..., kept], every[..., kept], rtol=1e-5, atol=1e-5)
+  q, p = jax.nn.softmax(found.logits), jax.nn.softmax(found.target)
+  assert (q[..., ~kept] == 0).all()
+
+  known = kept[np.asarray(found.labels)]
+  assert known.any() and not known.all()
+  right = np.take_along_axis(q, np.asarray(found.labels)[..., None], -1)[..., 0]
+  nats = np.where(known, -np.log(np.where(known, right, 1)), 0)
+  share, weights = objective.ce_share, objective.weights(jnp.asarray(nats))
+  want = np.sum(weights * (share * nats + (1 - share) * np.abs(q - p).sum(-1))
+                ) / np.sum(weights)
+  loss, _ = jax.jit(lambda own: objective(
+      {"drafter": own}, {"target": params["target"]}, {"tokens": tokens}, key)
+                    )(own)
+  np.testing.assert_allclose(loss, want, rtol=1e-4)
+
+
 def test_weights_are_constants_of_the_gradient():
   # Broken: D-PACE makes a slot less sure in order to weigh less.
   objective = _objective("product", position_weights="dpace")
@@ -357,6 +394,13 @@ def test_a_certain_tree_follows_the_markov_head():
      "parameters of its own"),
     (lambda: sj.drafters.ParallelTree(heads=_HEADS, num_nodes=500),
      "allow 400"),
+    (lambda: dataclasses.replace(_HEADS, ids=(3, 1)), "ids must be sorted"),
+    (lambda: sj.Decoder(
+        target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Recursive(),
+        drafter=sj.drafters.Parallel(
+            heads=dataclasses.replace(_HEADS, ids=(1, 3)),
+            parents=(-1, 0, 0, 0), proposal="without_replacement")),
+     "the drafter knows 2 tokens"),
     (lambda: sj.drafters.ParallelTree(heads=_CASES["plain"], top_k=8),
      "top_k is 8"),
     (lambda: sj.Decoder(

@@ -66,11 +66,7 @@ class FeatureDrafter:
           f"the heads have {self.heads.modules} modules, one for each token of "
           "a chain; draft with them by drafters.MTP")
     self.heads.check_target(target)
-    if width > self.heads.draft_size:
-      raise ValueError(
-          f"a node has {width} children and the drafter knows "
-          f"{self.heads.draft_size} tokens; siblings must differ: use a "
-          "narrower tree")
+    features.check_children(self.heads, width)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:

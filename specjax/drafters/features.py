@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from specjax import prefill
 from specjax.models.heads import FeatureHeads
+from specjax.models.heads import ParallelHeads
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -36,6 +37,19 @@ class FeatureState:
   hidden: jax.Array
   read: jax.Array
   known: jax.Array
+
+
+def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
+  """Raises a `ValueError` where siblings cannot all differ.
+
+  Args:
+    heads: that draft.
+    width: the most children of a node that must differ.
+  """
+  if width > heads.draft_size:
+    raise ValueError(
+        f"a node has {width} children and the drafter knows {heads.draft_size} "
+        "tokens; siblings must differ: use a narrower tree")
 
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput

@@ -19,6 +19,7 @@ from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import expansion
+from specjax.drafters import features
 from specjax.drafters import growth
 from specjax.drafters import slot_trees
 from specjax.drafters import stop_rules
@@ -100,7 +101,7 @@ class BlockDrafter:
     return heads.with_context(params, cache, context, positions)
 
   def forecast(self, params: Any, state: DecodeState):
-    """The hidden states `[B, K, D]` and logits `[B, K, V]` of every block."""
+    """The hidden states `[B, K, D]` and logits `[B, K, Vd]` of every block."""
     hidden = self.heads.block(params["drafter"], params["target"],
                               common.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
@@ -119,13 +120,13 @@ class BlockDrafter:
       at = depths[..., None] + 1  # the slot of the token after a node
       base = jnp.take_along_axis(logits, at, axis=1)
       if heads.markov == "none":
-        return base, carry
+        return heads.whole(base), carry
       carry = jax.tree.map(
           lambda x: jnp.take_along_axis(x, above[..., None], axis=1), carry)
       bias, carry = coupling.step(
           heads.markov, own["markov"], carry,
           jnp.take_along_axis(hidden, at, axis=1), tokens)
-      return base + bias, carry
+      return heads.whole(base + bias), carry
 
     root = roots[:, None]
     carry = () if heads.markov == "none" else coupling.first_state(
@@ -230,6 +231,7 @@ class Parallel(BlockDrafter, growth.StaticTree):
       ValueError: as `BlockDrafter.bind`, or a node has more children than there
         are tokens.
     """
+    features.check_children(self.heads, 1 if self.iid else self._most_children)
     return growth.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 
@@ -332,10 +334,10 @@ class ParallelTree(BlockDrafter):
     common.check_at_least("top_k", self.top_k, 1)
     if self._expands:
       expansion.check_sizes(self.depth, self.top_k, self.num_nodes)
-      expansion.check_top_k(self.top_k, self.heads.vocab_size)
+      expansion.check_top_k(self.top_k, self.heads.draft_size)
     else:
       slot_trees.check_sizes(
-          self.depth, self.heads.vocab_size, self.num_nodes)
+          self.depth, self.heads.draft_size, self.num_nodes)
 
   @property
   def _expands(self) -> bool:
@@ -347,7 +349,8 @@ class ParallelTree(BlockDrafter):
     del coins
     hidden, logits = self.forecast(params, state)
     if not self._expands:
-      draft = jax.vmap(self._best)(common.roots(state), logits)
+      draft = jax.vmap(self._best)(
+          common.roots(state), self.heads.whole(logits))
       return draft, state.drafter
     step, carry, first = self.steps(params, state, hidden, logits)
     draft, _, _ = expansion.expand(

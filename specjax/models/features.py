@@ -11,6 +11,7 @@ norms, fusion, chaining and head alone, which are data of a `FeatureConfig`:
   parallel layers Gloeckle et al. 2024 (arXiv:2404.19737)
 """
 
+from collections.abc import Sequence
 import dataclasses
 
 from specjax.models.configuration import FINAL
@@ -21,6 +22,19 @@ _CHOICES = {
     "fusion": ("project", "attention", "none"),
     "final_norm": (None, "own", "target"),
 }
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+  """Raises a `ValueError` where ids of some tokens are not sorted, or others.
+
+  Args:
+    ids: those that can be drafted; none of them: all.
+    vocab_size: of the target.
+  """
+  if ids and (list(ids) != sorted(set(ids)) or ids[0] < 0
+              or ids[-1] >= vocab_size):
+    raise ValueError(f"ids must be sorted, each once, in [0, {vocab_size}); "
+                     f"got {len(ids)} of them from {ids[0]} to {ids[-1]}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,12 +144,7 @@ class FeatureConfig(TransformerConfig):
     if self.reuse and not self.chained:
       raise ValueError("chained is False and reuse True; a module that is used "
                        "again reads its own output: set one of the two")
-    ids = self.ids
-    if ids and (list(ids) != sorted(set(ids)) or ids[0] < 0
-                or ids[-1] >= self.vocab_size):
-      raise ValueError(f"ids must be sorted, each once, in [0, "
-                       f"{self.vocab_size}); got {len(ids)} of them from "
-                       f"{ids[0]} to {ids[-1]}")
+    check_ids(self.ids, self.vocab_size)
 
   def _check_widths(self):
     joined = len(self.taps) * self.target_width

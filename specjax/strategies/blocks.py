@@ -62,5 +62,5 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
     num_nodes: N, the root included.
   """
   drafter = drafters.ParallelTree(
-      heads=heads, num_nodes=num_nodes, top_k=min(10, heads.vocab_size))
+      heads=heads, num_nodes=num_nodes, top_k=min(10, heads.draft_size))
   return Strategy(drafter, verifiers.TargetWalk())

@@ -10,11 +10,13 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
 
+_NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
 Params = Mapping[str, Any]
 
 
@@ -57,6 +59,19 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
   return jnp.einsum("...d,dv->...v", hidden, matrix,
                     preferred_element_type=(
                         jnp.promote_types(hidden.dtype, jnp.float32)))
+
+
+def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
+          ) -> jax.Array:
+  """`[..., V]` of `[..., Vd]`, the logits of the tokens `ids`; others: q = 0.
+
+  Without ids they are whole already.
+  """
+  if not ids:
+    return logits
+  none = jnp.full((*logits.shape[:-1], vocab_size), _NEVER, logits.dtype)
+  return none.at[..., np.array(ids)].set(
+      logits, indices_are_sorted=True, unique_indices=True)
 
 
 def check_sizes(config: Any, names: Sequence[str]) -> None:

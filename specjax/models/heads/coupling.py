@@ -26,8 +26,8 @@ from specjax.models.heads.base import project
 KINDS = ("none", "plain", "gated", "rnn")
 
 
-def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int
-         ) -> dict[str, Any]:
+def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
+         draft_size: int | None = None) -> dict[str, Any]:
   """Float32 parameters of a Markov head, whose bias is 0.
 
   Args:
@@ -36,6 +36,7 @@ def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int
     vocab_size: V.
     width: D, of the slots' hidden states.
     rank: r.
+    draft_size: tokens that are forecast; None: V, all.
   """
   embedding, mixing = jax.random.split(key)
   normal = lambda key, *shape: shape[0] ** -0.5 * jax.random.normal(
@@ -44,7 +45,7 @@ def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int
       "kernel": normal(mixing, inputs, outputs),
       "bias": jnp.zeros((outputs,), jnp.float32)}
   params = {"w1": normal(embedding, rank, vocab_size).T,
-            "w2": jnp.zeros((rank, vocab_size), jnp.float32)}
+            "w2": jnp.zeros((rank, draft_size or vocab_size), jnp.float32)}
   if kind == "gated":
     params["gate"] = linear(width + rank, rank)
   elif kind == "rnn":

@@ -22,12 +22,11 @@ from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.feature_layer import Keys
 from specjax.models.features import FeatureConfig
+from specjax.models.heads import base
 from specjax.models.heads.base import lm_head
 from specjax.models.heads.base import Params
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
-
-_NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
 
 
 @struct.dataclass
@@ -262,12 +261,7 @@ class FeatureHeads(FeatureConfig):
 
   def whole(self, logits: jax.Array) -> jax.Array:
     """`[..., V]` of `[..., Vd]`: tokens that the head lacks have q = 0."""
-    if not self.ids:
-      return logits
-    none = jnp.full((*logits.shape[:-1], self.vocab_size), _NEVER,
-                    logits.dtype)
-    return none.at[..., np.array(self.ids)].set(
-        logits, indices_are_sorted=True, unique_indices=True)
+    return base.whole(logits, self.ids, self.vocab_size)
 
 
 def _dtype(params):

@@ -30,6 +30,7 @@ from specjax.kv_cache import KVCache
 from specjax.models import layers as layers_lib
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
+from specjax.models.features import check_ids
 from specjax.models.heads import base
 from specjax.models.heads import coupling
 from specjax.models.heads.base import Params
@@ -65,6 +66,8 @@ class ParallelHeads(TransformerConfig):
     confidence: what the confidence head reads, which predicts how likely a
       token is accepted: "hidden", the slot's hidden state h; "markov", [h;
       W1[x]] with the Markov head's embedding of the token before; or "none".
+    ids: the tokens that can be drafted, sorted; empty: all. Logits are of the
+      Vd of them, see `whole`.
     mask_token: the id whose row of the target's embedding stands for a mask;
       None: a row of its own is learned.
 
@@ -79,13 +82,16 @@ class ParallelHeads(TransformerConfig):
   markov_rank: int = 32
   confidence: str = "none"
   mask_token: int | None = None
+  ids: tuple[int, ...] = ()
   qk_norm: str | None = "head"
 
   kind: ClassVar[str] = "parallel"
 
   def __post_init__(self):
     super().__post_init__()
-    object.__setattr__(self, "taps", tuple(self.taps))
+    for name in ("taps", "ids"):
+      object.__setattr__(self, name, tuple(getattr(self, name)))
+    check_ids(self.ids, self.vocab_size)
     base.check_sizes(self, ("markov_rank",))
     least = 1 if self.from_anchor else 2
     if not isinstance(self.block_size, int) or self.block_size < least:
@@ -112,6 +118,11 @@ class ParallelHeads(TransformerConfig):
       raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
                        f"id in [0, {self.vocab_size}), or None: a mask of its "
                        "own is learned")
+
+  @property
+  def draft_size(self) -> int:
+    """Vd, how many tokens can be drafted."""
+    return len(self.ids) or self.vocab_size
 
   @property
   def num_forecasts(self) -> int:
@@ -183,7 +194,8 @@ class ParallelHeads(TransformerConfig):
           mask, (self.width,), jnp.float32)
     if self.markov != "none":
       params["markov"] = coupling.init(
-          markov, self.markov, self.vocab_size, self.width, self.markov_rank)
+          markov, self.markov, self.vocab_size, self.width, self.markov_rank,
+          self.draft_size)
     if self.confidence != "none":
       size = self.width + self.markov_rank * (self.confidence == "markov")
       params["confidence"] = {"kernel": jnp.zeros((size,), jnp.float32),
@@ -311,14 +323,17 @@ class ParallelHeads(TransformerConfig):
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
-    """`[..., K, V]` without the Markov head, float32 at least."""
-    raw = base.project(hidden, base.lm_head(target_params))
+    """`[..., K, Vd]` without the Markov head, float32 at least."""
+    head = base.lm_head(target_params)
+    if self.ids:
+      head = head[:, np.array(self.ids)]
+    raw = base.project(hidden, head)
     cap = self.logit_softcap
     return cap * jnp.tanh(raw / cap) if cap else raw
 
   def coupled(self, params: Params, hidden: jax.Array, before: jax.Array
               ) -> jax.Array:
-    """The Markov head's biases `[..., K, V]` along tokens that are known.
+    """The Markov head's biases `[..., K, Vd]` along tokens that are known.
 
     Args:
       params: of the network.
@@ -326,6 +341,10 @@ class ParallelHeads(TransformerConfig):
       before: `[..., K]` int32, the token before each forecast one.
     """
     return coupling.along(self.markov, params["markov"], hidden, before)
+
+  def whole(self, logits: jax.Array) -> jax.Array:
+    """`[..., V]` of `[..., Vd]`: tokens that are not drafted have q = 0."""
+    return base.whole(logits, self.ids, self.vocab_size)
 
   def evidence(self, params: Params, hidden: jax.Array, before: jax.Array
                ) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from specjax.kv_cache import attention_in_block
@@ -22,6 +23,7 @@ from specjax.models.heads.base import check_sizes_match
 from specjax.models.transformer import Transformer
 from specjax.training import masks
 from specjax.training.objectives import divergences
+from specjax.training.objectives import unrolled
 from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
@@ -58,7 +60,8 @@ class Parallel:
 
   where x is the text, p the target's law, and the last term is the confidence
   head's, where there is one. DSpark has c = 0.1 and a = 1, DFlash c = 1 and no
-  such head. A Markov head is given the true token before.
+  such head. A Markov head is given the true token before. Tokens that the heads
+  cannot draft have q_k = 0 and no cross-entropy.
 
   Attributes:
     model: the target.
@@ -109,7 +112,8 @@ class Parallel:
     """
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     found = self.blocks(params, tokens, self.draw(key, *tokens.shape))
-    nats = cross_entropy(found.logits, found.labels)
+    nats = self._known(
+        found.labels, cross_entropy(found.logits, found.labels))
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
     weights = self.weights(nats)
@@ -127,6 +131,14 @@ class Parallel:
           optax.sigmoid_binary_cross_entropy(sure, accepted))
       loss = loss + self.confidence_weight * metrics["confidence_loss"]
     return loss, metrics
+
+  def _known(self, labels, nats):
+    """`nats`, and 0 where the token cannot be drafted."""
+    ids = self.heads.ids
+    if not ids:
+      return nats
+    known = np.isin(np.arange(self.heads.vocab_size), ids)
+    return jnp.where(jnp.asarray(known)[labels], nats, 0)
 
   def weights(self, nats: jax.Array) -> jax.Array:
     """w_k of every slot, `[..., K]` for `-log q_k(x_k) [..., K]`."""
@@ -180,6 +192,7 @@ class Parallel:
     logits, before = heads.logits(target_params, hidden), take(at)
     if heads.markov != "none":
       logits = logits + heads.coupled(own, hidden, before)
+    logits = heads.whole(logits)
     target = model.logits_at(target_params, read, at.reshape(batch, -1))
     return Blocks(
         hidden=hidden, logits=logits, before=before, labels=take(at + 1),
@@ -209,9 +222,13 @@ class Parallel:
 
     A Markov head is given the row's own tokens. `positions` are those before
     the anchors, so that slot k predicts the token at `positions + 1 + k`.
+    Tokens that heads of a few tokens cannot draft, and all that are less likely
+    than e^-20, count with that.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
+    if self.heads.ids:
+      logits = unrolled.floored(logits)
     scores = [score(k, logits[:, :, k - 1], anchors - 1)
               for k in range(1, logits.shape[2] + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)

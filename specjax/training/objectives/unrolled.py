@@ -105,6 +105,12 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
     yield out
 
 
+def floored(logits: jax.Array) -> jax.Array:
+  """`logits [..., V]`, none of which is less likely than e^-20."""
+  return jnp.maximum(logits, jax.nn.logsumexp(
+      logits, axis=-1, keepdims=True) - _FLOOR)
+
+
 def score(model: Transformer, heads: FeatureHeads, params: Params,
           tokens: jax.Array, score: Score) -> Any:
   """`score(k, logits [B, P, V], positions [B, P])` of all steps, stacked.
@@ -130,7 +136,6 @@ def score(model: Transformer, heads: FeatureHeads, params: Params,
       forecasts(heads, params, features, tokens, count), 1):
     logits = heads.logits(
         params["drafter"], params["target"], out.read[:, :size - count])
-    floor = jax.nn.logsumexp(logits, axis=-1, keepdims=True) - _FLOOR
     found.append(score(
-        jnp.int32(k), jnp.maximum(heads.whole(logits), floor), places))
+        jnp.int32(k), floored(heads.whole(logits)), places))
   return jax.tree.map(lambda *x: jnp.stack(x), *found)
