@@ -126,10 +126,12 @@ def placed(tree: Any, shardings: Any) -> Any:
 
   Args:
     tree: of arrays of numpy or of one device, typed keys among them.
-    shardings: a tree of `NamedSharding` like it.
+    shardings: a tree of `NamedSharding` like it; a `Format` may say besides in
+      what order the axes of an array lie.
   """
   def one(x, sharding):
-    if sharding.is_fully_addressable or (
+    devices = getattr(sharding, "sharding", sharding)  # of a `Format`
+    if devices.is_fully_addressable or (
         isinstance(x, jax.Array) and not x.is_fully_addressable):
       return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(

@@ -16,6 +16,8 @@ from typing import Any
 from typing import TYPE_CHECKING
 
 import jax
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -28,6 +30,10 @@ from specjax.types import DecodeState
 
 if TYPE_CHECKING:  # a model does not need the loop
   from specjax.decoder import Decoder
+
+# Gate and up, `[D, 2, F]`, lie on a TPU as two matrices. As they come they
+# share the rows of a tile, and every loop over passes first copies them apart.
+_ON_TPUS = {("gate_up", "kernel"): (1, 0, 2)}
 
 
 def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
@@ -130,7 +136,8 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
 
   Returns:
     `(params, state)` as trees of `NamedSharding`, for `processes.placed` or
-    the `in_shardings` and `out_shardings` of a jit.
+    the `in_shardings` and `out_shardings` of a jit. On TPUs some parameters
+    have a `Format` in its place, which says in what order their axes lie too.
 
   Raises:
     ValueError: the mesh lacks `axis`, or has other names than those that a TPU
@@ -150,9 +157,13 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
   return placed, place(None, rest).replace(**by_part)
 
 
+def _of_tpus(mesh):
+  return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
+
+
 def _check_names(mesh, axis, data_axis):
   """A TPU's kernel knows by these names how to split, see `attention.tpu`."""
-  if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
+  if not _of_tpus(mesh):
     return
   for name, wanted in ((axis, "model"), (data_axis, "data")):
     if name != wanted and mesh.shape.get(name, 1) > 1:
@@ -173,7 +184,18 @@ def _param_shardings(decoder, params, mesh, axis, drafter):
   specs = {name: PartitionSpec() if (name, drafter) == ("drafter", "replicate")
            else contract.param_specs(parts[name], axis, mesh.shape[axis])
            for name in params}
-  return named(mesh, specs, params)
+  shardings = named(mesh, specs, params)
+  if not _of_tpus(mesh):
+    return shardings
+  return jax.tree_util.tree_map_with_path(_laid_out, shardings, params)
+
+
+def _laid_out(path, sharding, x):
+  """The sharding, or with it the order in which a TPU reads the axes."""
+  order = _ON_TPUS.get(tuple(getattr(key, "key", None) for key in path[-2:]))
+  if order is None or len(order) != x.ndim:
+    return sharding
+  return Format(Layout(order), sharding)
 
 
 def _place(mesh, rows, axis, tree):
