@@ -74,18 +74,20 @@ _TREE_MASK = np.asarray(topology.ancestors(_TREE))
 
 
 # The longest row and the block end just below, at and above a bucket.
-@pytest.mark.parametrize("longest,capacity", [
-    (5, 16), (121, 300), (122, 300), (123, 300), (250, 300), (251, 300),
-    (250, 256), (294, 300)])
-def test_attention_is_over_the_past_and_the_ancestors(longest, capacity):
+@pytest.mark.parametrize("longest,capacity,rows", [
+    (5, 16, 3), (121, 300, 3), (122, 300, 3), (123, 300, 3), (250, 300, 3),
+    (251, 300, 3), (250, 256, 3), (294, 300, 3),
+    (0, 300, 1), (122, 300, 1), (123, 300, 1), (294, 300, 1)])
+def test_attention_is_over_the_past_and_the_ancestors(longest, capacity, rows):
   # Broken: rows of different lengths, grouped heads, tree branches or a
-  # bucket boundary read slots that are not theirs.
-  lengths = np.array([longest, 0, longest // 2], np.int32)
-  _, past_k, past_v = _blocks(3, longest, 0)
-  query, k, v = _blocks(3, len(_TREE), 1)
+  # bucket boundary read slots that are not theirs; the block of a lone row is
+  # put elsewhere than after its past.
+  lengths = np.array([longest, 0, longest // 2], np.int32)[:rows]
+  _, past_k, past_v = _blocks(rows, longest, 0)
+  query, k, v = _blocks(rows, len(_TREE), 1)
   cache = _filled(past_k, past_v, lengths, capacity)
   for attend in (_attend, _attend_by_level):
-    _, got = attend(cache, query, k, v, np.tile(_TREE_MASK, (3, 1, 1)))
+    _, got = attend(cache, query, k, v, np.tile(_TREE_MASK, (rows, 1, 1)))
     for b, length in enumerate(lengths):
       want = _plain_attention(query[b], (past_k[b], past_v[b]), (k[b], v[b]),
                               length, _TREE_MASK)

@@ -136,45 +136,58 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   """`attention.attend` with one softmax, at a cost as `bucketed`.
 
   A CPU spends as long on starting a small operation as on its work: merging two
-  parts would cost a tenth of a small model's pass.
+  parts would cost a tenth of a small model's pass. Of a lone row the slots that
+  are read are copied in any case, and the block with them: one part then.
   """
   size, rows = query.shape[1], _scaled(query, k.shape[1])
   batch, heads, count, _ = rows.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
+  capacity = k.shape[2]
+  # All slots are read where they lie: to join a block they would be copied.
+  lone = batch == 1 and table is None and size < _PROMPT
+  room = block_k.shape[2] if lone else 0
 
   def over(bucket):
     def attention(rows, k, v, table, lengths, positions, block_k, block_v,
                   visible):
-      k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
-      slot = jnp.arange(bucket, dtype=jnp.int32)
+      joined = bucket < capacity and room > 0
+      slots = max(bucket - room, 0) if joined else bucket
+      k, v = (in_order(x, table, lengths, slots) for x in (k, v))
+      slot = jnp.arange(slots, dtype=jnp.int32)
       seen = (slot < lengths[:, None])[:, None]
       if window:
         seen &= positions[..., None] - slot < window
-      seen = jnp.broadcast_to(seen, (*visible.shape[:2], bucket))
+      seen = jnp.broadcast_to(seen, (*visible.shape[:2], slots))
+      keys, values, seen = (k, block_k), (v, block_v), (seen, visible)
+      if joined:
+        keys, values = ([jnp.concatenate(x, axis=2)] for x in (keys, values))
       scores = jnp.concatenate(
-          [product("bhqd,bhtd->bhqt", rows, x) for x in (k, block_k)], axis=-1)
+          [product("bhqd,bhtd->bhqt", rows, x) for x in keys], axis=-1)
       scores = scores.reshape(batch, heads, count // size, size, -1)
       if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-      seen = jnp.concatenate([seen, visible], axis=-1)[:, None, None]
+      seen = jnp.concatenate(seen, axis=-1)[:, None, None]
       weights = jax.nn.softmax(jnp.where(seen, scores, MASKED)).astype(v.dtype)
       weights = weights.reshape(batch, heads, count, -1)
-      return (product("bhqt,bhtd->bhqd", weights[..., :bucket], v)
-              + product("bhqt,bhtd->bhqd", weights[..., bucket:], block_v))
+      weights = jnp.split(weights, [] if joined else [slots], axis=-1)
+      first, *more = [product("bhqt,bhtd->bhqd", *one)
+                      for one in zip(weights, values)]
+      return sum(more, first)
 
     return attention
 
   out = _switch(over, size, rows, k, v, table, lengths, positions, block_k,
-                block_v, visible)
+                block_v, visible, room=room)
   return unfolded(out, size)
 
 
-def _switch(over, size, query, k, v, table, lengths, *more):
-  """`over(slots)(...)` of the fewest slots that hold the longest row."""
+def _switch(over, size, query, k, v, table, lengths, *more, room=0):
+  """`over(slots)(...)` of the fewest slots that hold the longest row and room.
+  """
   capacity = k.shape[2] * (1 if table is None else table.shape[1])
   buckets = _buckets(capacity, size)
-  longest = jnp.max(lengths)
+  longest = jnp.max(lengths) + room
   index = sum(((longest > b).astype(jnp.int32) for b in buckets[:-1]),
               jnp.zeros((), jnp.int32))
   return jax.lax.switch(index, [over(b) for b in buckets], query, k, v, table,
