@@ -38,6 +38,7 @@ class Setting:
     batch: B.
     gamma: drafted tokens of a chain, verified by `Block`.
     parents: a tree in its stead, drafted top_k and verified by `Traversal`.
+    drafter: "split" over the chips as the target is, or "replicate".
   """
 
   layers: tuple[int, int]
@@ -45,6 +46,7 @@ class Setting:
   batch: int = 8
   gamma: int = 4
   parents: tuple[int, ...] = ()
+  drafter: str = "split"
 
   def decoder(self) -> sj.Decoder:
     """The decoder."""
@@ -90,7 +92,8 @@ def lowered(setting: Setting):
   state = jax.eval_shape(start, params, keys)
   chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
-  shardings = sharding.decode_shardings(decoder, params, state, mesh)
+  shardings = sharding.decode_shardings(decoder, params, state, mesh,
+                                        drafter=setting.drafter)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
   params, state = jax.tree.map(place, (params, state), shardings)
   traced = jax.jit(
