@@ -265,6 +265,10 @@ def test_equal_beginnings_are_one_path():
     (lambda: _decoder(Cascade(
         model=_MARKOV, gamma=2, drafter=sj.drafters.TreeLanguageModel(
             model=_MARKOV, parents=(-1, 0, 0)))), "Block is exact only"),
+    (lambda: _decoder(Cascade(
+        model=_MARKOV, gamma=2, drafter=sj.drafters.Hierarchy(
+            view=sj.cache_views.Recent(sinks=1, window=4), gamma=2,
+            drafter=Empty()))), "drafter is a Hierarchy, .* inside"),
     (lambda: _decoder(Fallback(
         first=LanguageModel(model=_MARKOV, gamma=3), second=Empty(),
         min_tokens=2)), "LanguageModel draws its tokens"),

@@ -48,6 +48,7 @@ from specjax.drafters import SampledEagle
 from specjax.drafters import stop_rules
 from specjax.drafters import StringMatch
 from specjax.drafters import Suffix
+from specjax.drafters import Swift
 from specjax.drafters import TokenIntersection
 from specjax.drafters import TreeLanguageModel
 from specjax.models import heads as heads_lib
@@ -576,6 +577,8 @@ DRAFTERS = {
     "EarlyExit": lambda: _part_of_target(
         lambda _: EarlyExit(exit=2, gamma=3), sj.verifiers.GreedyBlock()),
     "Kangaroo": _kangaroo,
+    "Swift": lambda: _part_of_target(
+        lambda _: Swift(gamma=2, count=1, window=2), sj.verifiers.Block()),
     "a part of the target": _skipping,
     "features in a static tree": lambda: _features(False),
     "features in a dynamic tree": lambda: _features(True),

@@ -92,6 +92,31 @@ def test_every_text_is_the_one_alone(cache):
     assert request.prompt + tokens == text == result.tokens.tolist()
 
 
+@pytest.mark.parametrize("drafter, own", [
+    (sj.drafters.Online(model=_PAIR.drafter, gamma=2, learning_rate=0.3),
+     _PAIR.params["drafter"]),
+    (sj.drafters.Hierarchy(
+        view=sj.cache_views.Recent(sinks=1, window=4), gamma=2,
+        drafter=sj.drafters.Empty()),
+     {"target": _PAIR.params["target"], "drafter": None}),
+], ids=["Online", "Hierarchy"])
+def test_drafters_with_a_memory_of_the_row(drafter, own):
+  # Broken: a row keeps what was learned from the row before it in its slot, or
+  # the view of that row's prompt, so that its text depends on when it came.
+  queue = Queue(
+      sj.Decoder(target=_PAIR.target, verifier=sj.verifiers.Block(), eos=4,
+                 drafter=drafter),
+      {**_PAIR.params, "drafter": own}, slots=2, max_length=96, max_ends=1,
+      rounds=_ROUNDS)
+  requests = _requests()
+  there, back = ([one.tokens.tolist() for one in queue.results(order)]
+                 for order in (requests, requests[::-1]))
+  assert there == back[::-1]
+  for one, text, greedy in zip(requests, there, _texts()):
+    if one.temperature == 0:  # whoever drafts
+      assert text == greedy
+
+
 def test_a_slot_is_filled_as_soon_as_it_is_free():
   # Broken: a batch waits for its slowest row, or a chunk for its last round.
   model = testing.MarkovModel(vocab_size=4)

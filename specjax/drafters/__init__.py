@@ -37,6 +37,7 @@ from specjax.drafters.paths import Paths
 from specjax.drafters.recycling import Recycling
 from specjax.drafters.recycling import recycling_tree
 from specjax.drafters.retrieval import Retrieval
+from specjax.drafters.skipping import Swift
 from specjax.drafters.string_match import StringMatch
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.token_intersection import TokenIntersection
@@ -48,5 +49,5 @@ __all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
            "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
            "NGram", "Online", "Parallel", "ParallelTree", "Paths", "Recycling",
            "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
-           "TokenIntersection", "TreeLanguageModel", "recycling_tree",
+           "Swift", "TokenIntersection", "TreeLanguageModel", "recycling_tree",
            "reference_texts", "stop_rules"]

@@ -126,6 +126,12 @@ class Cascade:
       ValueError: the vocabularies differ, the inner parts do not fit each
         other, or a cache of last tokens has too little slack.
     """
+    if getattr(self.drafter, "reads_cache", False):
+      raise ValueError(
+          f"the cascade's drafter is a {type(self.drafter).__name__}, which "
+          "reads a part of the small model's cache, and that is not written "
+          "before the cascade's own rounds are over; put the cascade inside, "
+          f"as the drafter of the {type(self.drafter).__name__}")
     common.check_vocabulary(self.model, target)
     common.check_slack(self.model, self.gamma + following.PASS)
     transform = (self.transform or transform).under(transform)

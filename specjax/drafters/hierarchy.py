@@ -62,6 +62,8 @@ class Hierarchy(Cascade):
   view: CacheView
   model: ModelFn | None = None
 
+  reads_cache = True  # of the target, which must have written all of the text
+
   @property
   def autoregressive(self) -> bool:
     return False  # what is seen depends on where a round began

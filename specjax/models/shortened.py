@@ -88,7 +88,8 @@ class Masked(AroundModel):
   """A `Transformer` of which data says what is left out, as a `ModelFn`.
 
   Its parameters are `{"model": the model's, "keep": [L, 2]}`, 1 for each
-  attention and each MLP that counts and 0 for the others, see `mask`.
+  attention and each MLP that counts and 0 for the others, see `mask`; or
+  `[L, 2, B]`, where rows differ.
 
   Attributes:
     model: the whole model.

@@ -67,6 +67,7 @@ from specjax.strategies.other_vocabularies import token_intersection
 from specjax.strategies.own_layers import draft_and_verify
 from specjax.strategies.own_layers import early_exit
 from specjax.strategies.own_layers import kangaroo
+from specjax.strategies.own_layers import swift
 
 __all__ = [
     "Strategy",
@@ -105,6 +106,7 @@ __all__ = [
     "speculative_sampling",
     "string_match",
     "suffix_decoding",
+    "swift",
     "token_intersection",
     "token_recycling",
     "top_k_tree",

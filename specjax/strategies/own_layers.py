@@ -85,3 +85,25 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
   model = Shortened(target, sublayers)
   return Strategy(drafters.LanguageModel(model=model, gamma=gamma, stop=stop),
                   verifier)
+
+
+def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
+          verifier: Verifier = BLOCK) -> Strategy:
+  """The target without some attentions and MLPs, searched while it decodes.
+
+  SWIFT, Xia et al. 2024 (arXiv:2410.06916), but for its trees and its stop
+  rule; sets are scored by accepted length, see `drafters.Swift`. What is left
+  out is computed and multiplied by 0, so that it says what could be saved.
+
+  >>> swift(gamma=4, count=2).drafter.autoregressive
+  False
+
+  Args:
+    gamma: drafted tokens of a round.
+    count: attentions and MLPs that are left out.
+    window: tokens between two tries.
+    tries: sets that are tried.
+    verifier: a rule for chains.
+  """
+  return Strategy(drafters.Swift(
+      gamma=gamma, count=count, window=window, tries=tries), verifier)

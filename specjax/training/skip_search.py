@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax.drafters.skipping import survival
 from specjax.models.shortened import mask
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
@@ -100,7 +101,7 @@ def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
         found = _chances(p, q, row[start + 1:])
       else:
         found = same.astype(jnp.float32), same.astype(jnp.float32)
-      return jnp.mean(same), _survival(*found, gamma)
+      return jnp.mean(same), survival(*found, gamma)
 
     return jax.lax.map(one, (tokens, laws))
 
@@ -115,23 +116,6 @@ def _chances(p_logits, q_logits, tokens):
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
   return (jnp.exp(jnp.minimum(ratio, 0)),
           jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1))
-
-
-def _survival(passed, last, gamma):
-  """`[gamma]`, the means over all places where a draft of gamma tokens fits.
-
-  Args:
-    passed: `[S]`, the weight with which a token of the text is passed.
-    last: `[S]`, the chance of acceptance there, over all tokens.
-    gamma: tokens of a draft.
-  """
-  places = passed.shape[0] - gamma + 1
-  take = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, places)
-  before, found = jnp.ones((places,)), []
-  for i in range(gamma):
-    found.append(jnp.mean(before * take(last, i)))
-    before = before * take(passed, i)
-  return jnp.stack(found)
 
 
 def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:

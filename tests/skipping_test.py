@@ -1,0 +1,66 @@
+"""A part of the target drafts, which is searched while it decodes.
+
+`contribution_test.py` has the law of what is written.
+"""
+
+from contributions import VOCAB
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import Swift
+from specjax.models import Sublayers
+
+_LAYERS = 4
+_TARGET = testing.tiny_pair(VOCAB, seed=2, scale=12.0, layers=_LAYERS)
+
+
+def _without_effect(params, layer):
+  """The target's parameters, with an MLP that adds nothing to the stream."""
+  return {"target": {**params, f"mlp_{layer}": jax.tree.map(
+      jnp.zeros_like, params[f"mlp_{layer}"])}}
+
+
+def test_a_row_finds_what_is_of_no_use():
+  # Broken: worse sets are kept, a set is scored at other places than those of
+  # its tokens or its laws, a row takes another one's set, or the draft reads
+  # another text than the target.
+  params = _without_effect(_TARGET.params["target"], 2)
+  decoder = sj.Decoder(
+      target=_TARGET.target, verifier=sj.verifiers.Token(), debug=True,
+      drafter=Swift(gamma=2, count=1, window=6, tries=12))
+  state = decoder.prefill(
+      params, [[1, 3], [4], [2] * 5], jax.random.key(0), limits=120,
+      temperature=[1.0, 0.3, 0.6])
+  first = jax.device_get(state.drafter)
+  for row in range(3):  # spread over those of layers 1 and 2
+    assert first.sublayers(row) == Sublayers.without(_LAYERS, attention=[1])
+  state, stats = decoder.decode(params, state, 60)
+  sj.raise_if_not_finite(stats)
+  found = jax.device_get(state.drafter)
+  for row in range(3):
+    assert found.sublayers(row) == Sublayers.without(_LAYERS, mlp=[2])
+  np.testing.assert_allclose(found.score, 2, atol=1e-3)
+  # Without that MLP the draft's law is the target's own.
+  expected = np.asarray(stats.expected).sum(-1)
+  assert np.asarray(stats.active)[20:30].all()
+  np.testing.assert_allclose(expected[20:30], 2, atol=1e-3)
+  assert expected[:3].min() < 1.9
+  np.testing.assert_array_equal(found.tried, 12)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(gamma=0), "gamma is 0"), (dict(count=0), "count is 0"),
+    (dict(window=1), "window is 1"), (dict(tries=-1), "tries is -1"),
+    (dict(count=4), "count is 4 and the target has 4 layers; .* 1 to 3"),
+    (dict(of=testing.MarkovModel(VOCAB)), "needs a models.Transformer"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_settings_are_refused(options, message):
+  # Broken: a slip is found while it decodes, or there is nothing to swap.
+  options = {"gamma": 2, "count": 1, "of": _TARGET.target, **options}
+  with pytest.raises(ValueError, match=message):
+    sj.Decoder(target=options.pop("of"), verifier=sj.verifiers.Token(),
+               drafter=Swift(**options))
