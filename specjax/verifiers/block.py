@@ -12,22 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Block(RuleByRows):
   """Stops at the last i whose independent coin of bias h_i shows heads."""
 
   lossless = True
   requires = ("chain",)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one chain, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

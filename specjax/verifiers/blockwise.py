@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(RuleByRows):
   """Accepts x if it is among the target's k likeliest tokens (section 5.1).
 
   The extra token is the target's likeliest. No coin is tossed. A token that
@@ -42,11 +42,6 @@ class TopK:
                        "matching")
     _check_minimum(self.minimum)
 
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The outcome for one chain, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
-
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:
     """The outcome for one chain, which is certain: one-hot `stop` and rows.
@@ -66,7 +61,7 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Distance:
+class Distance(RuleByRows):
   """Accepts x if it is at most epsilon from the target's choice (section 5.2).
 
   For vocabularies whose ids are ordinal, such as intensities of pixels. The
@@ -88,11 +83,6 @@ class Distance:
       raise ValueError(f"epsilon is {self.epsilon}; it must be at least 0: 0 "
                        "is greedy matching")
     _check_minimum(self.minimum)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The outcome for one chain, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

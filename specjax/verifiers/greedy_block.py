@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.types import Verdict
 from specjax.verifiers import residual
+from specjax.verifiers.base import RuleByRows
 
 
 @struct.dataclass
@@ -41,7 +41,7 @@ class GreedyBlockState:
 
 
 @dataclasses.dataclass(frozen=True)
-class GreedyBlock:
+class GreedyBlock(RuleByRows):
   """Accepts every prefix with probability min(1, T(x^i) / q(x^i)).
 
   Exact only where the draft's law depends on the context alone, because the
@@ -57,11 +57,6 @@ class GreedyBlock:
     entries = max(gamma - 1, 0)
     return GreedyBlockState(remaining=jnp.zeros((entries,), jnp.int32),
                             weights=jnp.zeros((entries,), float))
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one chain, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

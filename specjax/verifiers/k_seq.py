@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
 from specjax.verifiers import tree
+from specjax.verifiers.base import RuleByRows
 
 # Steps of false position in the search of rho; bisection has the rest. On
 # laws of text about 8 are enough for float32.
@@ -21,7 +21,7 @@ _SECANTS = 24
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeq:
+class KSeq(RuleByRows):
   """Walks to the first child that is accepted with p(x) / (rho q(x)).
 
   rho is the least number at which the target can still make up for what the
@@ -34,11 +34,6 @@ class KSeq:
 
   def _rho(self, p, q, count):
     return least_rho(p, q, count)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one tree, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

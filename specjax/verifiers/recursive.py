@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import tree
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Recursive:
+class Recursive(RuleByRows):
   """Walks to the first accepted child; each rejection cuts q from the target.
 
   Exact wherever row i of `probs` is the law of `tokens[i]` given its ancestors
@@ -28,11 +28,6 @@ class Recursive:
 
   lossless = True
   requires = ("conditional",)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one tree, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

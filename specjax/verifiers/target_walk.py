@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from specjax import topology
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
 from specjax.verifiers import tree
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetWalk:
+class TargetWalk(RuleByRows):
   """Accepts the longest path of the tree that the target would have written.
 
   Exact for every tree that was built without looking at the target's
@@ -30,11 +30,6 @@ class TargetWalk:
 
   lossless = True
   requires = ()
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one tree, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

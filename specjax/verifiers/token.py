@@ -11,22 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Token:
+class Token(RuleByRows):
   """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless."""
 
   lossless = True
   requires = ("chain",)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one chain, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

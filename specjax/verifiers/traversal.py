@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from specjax import topology
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import tree
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Traversal:
+class Traversal(RuleByRows):
   """Visits the nodes children first and stops at the first accepted one.
 
   Exact wherever row i of `probs` is the law of `tokens[i]` given all that was
@@ -30,11 +30,6 @@ class Traversal:
 
   lossless = True
   requires = ("conditional",)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of the outcome for one tree, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:

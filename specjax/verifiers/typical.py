@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from specjax import topology
 from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.verifiers import residual
+from specjax.verifiers.base import RuleByRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Typical:
+class Typical(RuleByRows):
   """Accepts x where p(x) > min(epsilon, delta exp(-H(p))), H in nats.
 
   The longest accepted path of the tree wins, among equals the likelier one;
@@ -43,11 +43,6 @@ class Typical:
       if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]: 0 accepts "
                          "all that the target can emit")
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The outcome for one tree, with all of its rows."""
-    return self.by_row(draft, target_probs, state).law()
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:
