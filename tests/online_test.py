@@ -117,6 +117,23 @@ def test_two_runs_and_a_restart_give_the_same_bytes():
                _host(decode(_again(kept))))
 
 
+def test_what_was_learned_goes_on_with_other_texts():
+  # Broken: a user's next request begins with nothing, or with what another row
+  # has learned.
+  decoder = _decoder()
+  learned = decoder.decode(_PAIR.params, _first(decoder), 4)[0].drafter
+  want = jax.device_get(learned.correction)
+  assert len({row.tobytes() for row in want.bias}) == 3
+  fresh = _first(decoder)
+  tokens = np.asarray(fresh.drafter.since)
+  state = decoder.drafter.going_on(fresh, learned)
+  jax.tree.map(np.testing.assert_array_equal, want,
+               jax.device_get(state.drafter.correction))
+  np.testing.assert_array_equal(state.drafter.since, tokens)
+  after = decoder.decode(_PAIR.params, state, 4)[0].drafter.correction
+  assert np.abs(np.asarray(after.bias) - want.bias).max() > 0
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(gamma=0), "gamma is 0"), (dict(gamma=2, rank=-1), "rank is -1"),
     (dict(gamma=2, every=0), "every is 0"),

@@ -149,6 +149,27 @@ def test_distillation_study(tmp_path):
   assert (tmp_path / "results/distillation/forward_kl_0/run.json").exists()
 
 
+def test_online_study(tmp_path):
+  """What is learned goes from one request to the next, and nowhere else."""
+  for name, line in (("code", "def f(x):\n  return x\n"), ("prose", "a b c ")):
+    (tmp_path / name).mkdir()
+    for i in range(20):
+      (tmp_path / f"{name}/{i}.txt").write_text(f"{i} " + line * 9)
+  study = last_line(*run_all("online_study.py", [
+      "--data=code", "--prose=prose", "--drafter=tiny", "--users=2",
+      "--code_tokens=30", "--prose_tokens=60", "--window=20", "--rounds=8",
+      "--prompt_tokens=8", "--gamma=2", "--rank=0"], cwd=tmp_path))
+  assert study["study"] == "online"
+  found = {}
+  for row in study["rows"]:
+    found.setdefault(row["drafter"], []).append(row["accepted"])
+  fixed, learning = found["tiny, fixed"], found["tiny, learning"]
+  # The second request is where what the first one taught is of use.
+  assert abs(fixed[0] - learning[0]) < 1 and fixed[1:] != learning[1:]
+  assert len(set(study["texts"].values())) == 2
+  assert (tmp_path / "results/online/online.png").stat().st_size > 10_000
+
+
 def test_free_drafts_study(tmp_path):
   """Drafts of copies gain tokens, noise gains none, and all texts are one."""
   (tmp_path / "mine.txt").write_text("\n\n".join(

@@ -189,6 +189,17 @@ class Online(common.DrawnChain):
         optimizer=jax.vmap(self._steps.init)(correction),
         since=jnp.zeros_like(prompt.lengths))
 
+  def going_on(self, state: DecodeState, learned: Learner) -> DecodeState:
+    """The state of new texts, whose rows know what other texts have taught.
+
+    Args:
+      state: of `Decoder.prefill`, or of any later time.
+      learned: of the rows whose texts came before, in the same order: the
+        `drafter` of their last state.
+    """
+    return state.replace(drafter=state.drafter.replace(
+        correction=learned.correction, optimizer=learned.optimizer))
+
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, Learner]:
     """Drafts a chain for every row; see `LanguageModel.propose`."""

@@ -1,0 +1,216 @@
+"""Does a drafter that learns while it drafts follow a change of topic?
+
+Some users' requests, each continued by the target, are code first and prose
+then. A drafter learns from the target's laws as it drafts for them
+(drafters.Online); each user has their own, which goes from one request to the
+next. Beside it the same requests with the same drafter that learns nothing.
+
+  python experiments/online_study.py
+  python experiments/online_study.py --prose=mine.txt --positions=rejected
+
+The table has accepted tokens of a round (expected ones, given what was drafted)
+by tokens that a user has had written, with standard errors over users. `lost`
+is what the change of topic costs, the last window of code less the first one of
+prose, and `recovered` the share of it that the last window of prose has back.
+All is drawn from --seed: `texts` in online.json, a hash of what was written,
+is the same for every run of the same flags. Writes online.csv, .json and .png.
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+import jax
+from lib import common
+from lib import flags as shared
+from lib import models
+from lib import style
+import numpy as np
+import optax
+
+import specjax as sj
+from specjax import analysis
+from specjax import files
+from specjax.data import corpora
+from specjax.drafters import online
+from specjax.training import distillation
+
+_OPTIMIZERS = {"adam": optax.adam, "sgd": optax.sgd}
+_LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafter()
+_DTYPE = shared.dtype()
+_CODE = shared.data("the first topic, of which the held-out part is continued")
+_FIELD = shared.field()
+_PROSE = flags.DEFINE_string(
+    "prose", None, "the second topic, what --data takes, all of it; default: "
+    "the licence of this library")
+_CODE_TOKENS = flags.DEFINE_integer(
+    "code_tokens", 5000, "tokens written for a user before the change", 1)
+_PROSE_TOKENS = flags.DEFINE_integer(
+    "prose_tokens", 20000, "and after it", 1)
+_WINDOW = flags.DEFINE_integer(
+    "window", 1000, "tokens of a user that a figure is a mean over", 1)
+_USERS = flags.DEFINE_integer(
+    "users", 8, "rows that are decoded together and learn apart", 2)
+_PROMPT_TOKENS = shared.prompt_tokens(64, "of a request")
+_ROUNDS = flags.DEFINE_integer("rounds", 24, "rounds of a request", 1)
+_GAMMA = shared.gamma(4)
+_TEMPERATURE = shared.temperature()
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "sgd", list(_OPTIMIZERS), "of the correction")
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 0.03, "of the optimizer", 0.0)
+_RANK = flags.DEFINE_integer(
+    "rank", 8, "of the correction by hidden states; 0: a bias alone", 0)
+_POSITIONS = flags.DEFINE_enum(
+    "positions", "path", list(online.POSITIONS), "where it learns")
+_SEED = shared.seed()
+_OUTPUT_DIR = shared.output_dir("results/online")
+
+
+def _streams(tokenizer):
+  """The tokens of both topics."""
+  _, code = corpora.split(corpora.read_documents(_CODE.value, _FIELD.value))
+  prose = corpora.read_documents(_PROSE.value or str(_LICENSE), _FIELD.value)
+  return [tokenizer.encode_stream([d.text for d in side])
+          for side in (code, prose)]
+
+
+def _decoded(decoder, params, streams, learns):
+  """All requests, in turn.
+
+  Returns:
+    For each request its topic, tokens written before it for a user (a mean),
+    accepted tokens and tokens written `[users]`; and a hash of the texts.
+  """
+  drafter, learned, found, written = decoder.drafter, None, [], []
+  limit = _PROMPT_TOKENS.value + _ROUNDS.value * decoder.num_nodes
+  for topic, (stream, most) in enumerate(zip(
+      streams, (_CODE_TOKENS.value, _PROSE_TOKENS.value))):
+    before = 0.0
+    while before < most:
+      number = len(found)
+      prompts = distillation.cut_prompts(
+          stream, _USERS.value, _PROMPT_TOKENS.value, _SEED.value + number)
+      state = decoder.prefill(
+          params, list(prompts),
+          jax.random.fold_in(jax.random.key(_SEED.value), number),
+          limits=limit)
+      if learns and learned is not None:
+        state = drafter.going_on(state, learned)
+      state, stats = decoder.decode(params, state, _ROUNDS.value)
+      sj.raise_if_not_finite(stats)
+      learned, tokens = state.drafter, np.asarray(state.tokens)
+      new = np.asarray(state.lengths) - _PROMPT_TOKENS.value
+      found.append({
+          "topic": topic, "before": before, "written": new,
+          "accepted": np.asarray(stats.expected, np.float64)[..., 0].sum(0)})
+      written += [row[:_PROMPT_TOKENS.value + n] for row, n in zip(tokens, new)]
+      before += float(new.mean())
+      if number % 20 == 0:
+        print(f"{('code', 'prose')[topic]}: {before:.0f} tokens",
+              file=sys.stderr)
+  return found, files.fingerprint(np.concatenate(written))
+
+
+def _windows(found):
+  """{(topic, window): accepted tokens of a round `[users]`}."""
+  groups = {}
+  for one in found:
+    groups.setdefault(
+        (one["topic"], int(one["before"] // _WINDOW.value)), []).append(
+            one["accepted"] / _ROUNDS.value)
+  return {key: np.mean(group, axis=0) for key, group in groups.items()}
+
+
+def _ends(windows):
+  """The last window of code, the first and the last one of prose."""
+  code, prose = (
+      [key for key in windows if key[0] == topic] for topic in (0, 1))
+  return [windows[key] for key in (code[-1], prose[0], prose[-1])]
+
+
+def _summary(windows):
+  """What the change of topic cost, and what of it came back, if it did."""
+  code, first, last = _ends(windows)
+  ones = np.ones(len(code))
+  lost, lost_error = analysis.ratio_estimate(code - first, ones)
+  share, share_error = analysis.ratio_estimate(
+      last - first, code - first) if lost > 0 else (None, None)
+  return {"lost": lost, "lost_stderr": lost_error,
+          "recovered": share, "recovered_stderr": share_error}
+
+
+def _rows(arm, windows):
+  rows = []
+  for (topic, window), accepted in windows.items():
+    mean, error = analysis.ratio_estimate(accepted, np.ones(len(accepted)))
+    rows.append({
+        "drafter": arm, "topic": ("code", "prose")[topic],
+        "tokens": (window + 0.5) * _WINDOW.value, "accepted": mean,
+        "stderr": error})
+  return rows
+
+
+def _plot(rows, path):
+  figure, grid = style.panels(width=6.0)
+  axes, arms = grid[0, 0], list(dict.fromkeys(r["drafter"] for r in rows))
+  for arm, color in zip(arms, style.shades(len(arms))):
+    mine = [r for r in rows if r["drafter"] == arm]
+    place = [r["tokens"] - (r["topic"] == "code") * _CODE_TOKENS.value
+             for r in mine]
+    axes.errorbar(place, [r["accepted"] for r in mine],
+                  [r["stderr"] for r in mine], label=arm, color=color)
+  axes.axvline(0, color="black", linewidth=0.8)
+  axes.set_xlabel("tokens written after the change from code to prose")
+  axes.set_ylabel("accepted tokens of a round")
+  style.save(figure, path, "A drafter that learns while it drafts; one "
+               "standard error over users")
+
+
+def main():
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
+  [(name, small)] = members.items()
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  streams = _streams(tokenizer)
+  params = {"target": target.params, "drafter": small.params}
+  drafters = {
+      f"{name}, fixed": sj.drafters.LanguageModel(
+          model=small.model, gamma=_GAMMA.value),
+      f"{name}, learning": sj.drafters.Online(
+          model=small.model, gamma=_GAMMA.value, rank=_RANK.value,
+          learning_rate=_LEARNING_RATE.value, positions=_POSITIONS.value,
+          optimizer=_OPTIMIZERS[_OPTIMIZER.value])}
+  rows, summaries, texts = [], {}, {}
+  for arm, drafter in drafters.items():
+    decoder = sj.Decoder(
+        target=target.model, drafter=drafter, verifier=sj.verifiers.Block(),
+        transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+    found, texts[arm] = _decoded(
+        decoder, params, streams, isinstance(drafter, sj.drafters.Online))
+    windows = _windows(found)
+    summaries[arm] = _summary(windows)
+    rows += _rows(arm, windows)
+  for row in rows:
+    print(f"{row['drafter']:20s} {row['topic']:5s} {row['tokens']:7.0f} "
+          f"{row['accepted']:6.3f} ± {row['stderr']:.3f}")
+  for arm, found in summaries.items():
+    share = "nothing to recover" if found["recovered"] is None else (
+        f"recovered {found['recovered']:.2f} ± "
+        f"{found['recovered_stderr']:.2f} of it")
+    print(f"{arm}: lost {found['lost']:.3f} ± {found['lost_stderr']:.3f}, "
+          + share)
+  common.write_csv(output_dir / "online.csv", rows)
+  _plot(rows, output_dir / "online.png")
+  common.finish(output_dir, "online", {
+      "rows": rows, "summaries": summaries, "texts": texts,
+      "gamma": _GAMMA.value, "learning_rate": _LEARNING_RATE.value,
+      "optimizer": _OPTIMIZER.value, "rank": _RANK.value,
+      "positions": _POSITIONS.value, "temperature": _TEMPERATURE.value})
+
+
+if __name__ == "__main__":
+  common.run(main)
