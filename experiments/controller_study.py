@@ -95,8 +95,9 @@ def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
         file=sys.stderr)
   decoders[_CONTROLLER] = dataclasses.replace(
       longest, controller=sj.costs.measured(
-          longest, params, batch=batch, lengths=(0, *lengths),
-          used=_PROMPT_TOKENS.value))
+          longest, params, batch=batch, lengths=(0, *lengths), waits=True,
+          capacity=capacity, used=capacity - longest.num_nodes
+          - _NEW_TOKENS.value // 2))
   return {name: _Together(decoder, params, capacity)
           for name, decoder in decoders.items()}
 

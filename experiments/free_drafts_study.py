@@ -95,7 +95,8 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
       print(f"measuring what rounds of {name} cost, unless it is known",
             file=sys.stderr)
       controller = sj.costs.measured(
-          decoder, params, used=int(np.median([len(row) for row in prompts])))
+          decoder, params, capacity=capacity, used=int(np.median(
+              [len(row) for row in prompts])) + _NEW_TOKENS.value // 2)
       arms[name + _CONTROLLED] = arm(
           dataclasses.replace(decoder, controller=controller), params)
   return arms

@@ -19,6 +19,13 @@ fill them. A draft is made only if the purses can bear that nothing of it is
 accepted. If the measured seconds are right, n tokens therefore never take
 longer than (1 + risk) n + `credit` tokens without drafts. What `risk` buys is
 that drafting is tried again, however long it did not pay.
+
+A batch whose rows are all waited for (`waits`) is done when its slowest row is.
+Then the length counts with which that row is done first, and each row has a
+purse of its own, so that none is done later than without drafts.
+
+Rounds without a draft are most of what a useless drafter leaves, and the
+controller has no part in them: how many there will be is said before the first.
 """
 
 import dataclasses
@@ -33,6 +40,7 @@ from specjax.types import RoundStats
 
 _PRIOR_ROUNDS = 2.0  # how much what is believed of a place counts
 _REST = 0.95  # of what was seen, kept in a round without a draft
+_PAUSE = 8  # such rounds before a draft that does not pay is thought of again
 _MOST = 16.0  # tokens in a purse: how much of a gain may be lost again
 
 
@@ -49,6 +57,7 @@ class ControllerState:
       have added to these rounds, the part that was needed: where less was
       drafted less is verified.
     known: `[B]` int32, committed tokens that the drafter has surely read.
+    until: `[B]` int32, committed tokens up to which the row asks for no draft.
   """
 
   reached: jax.Array
@@ -56,6 +65,7 @@ class ControllerState:
   purse: jax.Array
   needed: jax.Array
   known: jax.Array
+  until: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,22 +84,32 @@ class Controller:
     seconds: of a whole round with each of the lengths and this batch size; only
       their ratios count.
     reading: seconds that the drafter needs to read a token that was committed
-      without it, before it drafts again.
+      without it, before it drafts again. If it is more than `risk` allows, a
+      drafter whose purse is empty is not asked again.
+    switching: seconds that a round with a draft takes longer after one without
+      than after one with, reading aside.
     prior: the share of drafted tokens that is accepted, before any was seen;
       rather too high, for what is tried in vain is bounded by the purse.
     memory: of what was seen, kept in a round with a draft, in [0, 1].
     risk: share of the time that may be spent on drafts that do not pay.
     credit: tokens that may be lost on such drafts at the beginning; if the
       shortest draft may lose more, as much as that, so that it is tried once.
+    waits: whether the batch is done when all rows are, see the top of this
+      file; otherwise, as where new rows take the place of those that are done,
+      the tokens of all rows in a second count.
   """
 
   lengths: tuple[int, ...] = (0, 2, 4, 8)
   seconds: tuple[float, ...]
   reading: float = 0.0
+  switching: float = 0.0
   prior: float = 0.7
   memory: float = 0.9
   risk: float = 0.01
   credit: float = 2.0
+  waits: bool = False
+
+  cuts = True  # less is verified where less was drafted
 
   def __post_init__(self):
     for name in ("lengths", "seconds"):
@@ -104,7 +124,8 @@ class Controller:
       raise ValueError(f"seconds is {self.seconds}; give a number above 0 for "
                        f"each of the {len(lengths)} lengths")
     for name, most in (("prior", 1), ("memory", 1), ("risk", None),
-                       ("credit", _MOST), ("reading", None)):
+                       ("credit", _MOST), ("reading", None),
+                       ("switching", None)):
       value = getattr(self, name)
       if not 0 <= value or (most is not None and value > most):
         limit = "at least 0" if most is None else f"in [0, {most:g}]"
@@ -124,8 +145,8 @@ class Controller:
 
   @property
   def _least(self) -> np.float32:
-    """Tokens that the shortest draft may lose."""
-    return self.costs[1] - 1
+    """Tokens that the shortest draft may lose, after a rest."""
+    return self.costs[1] - 1 + np.float32(self.switching / self.seconds[0])
 
   def init(self, lengths: jax.Array) -> ControllerState:
     """The state after prompts of `lengths [B]`."""
@@ -135,7 +156,7 @@ class Controller:
     return ControllerState(
         reached=zeros, accepted=zeros, purse=full(
             max(self.credit, self._least)),
-        needed=full(0), known=lengths - 1)
+        needed=full(0), known=lengths - 1, until=lengths)
 
   def survival(self, own: ControllerState) -> jax.Array:
     """`[B, G]`, the probability that at least i tokens of a draft are accepted.
@@ -153,11 +174,12 @@ class Controller:
 
   def choose(self, state: DecodeState) -> jax.Array:
     """`[]` int32, the index of the length that the batch drafts now."""
+    own, active = state.controller, ~state.done
     added = jnp.asarray(self.costs[1:]) - 1 + self._late(state)
-    purse = _mean(state.controller.purse, ~state.done)
-    # A round without a draft pays for this, and mostly it is all it pays.
+    affordable = added <= self._shared(own.purse, active)
+    asks = jnp.any(active & (own.until <= state.lengths))
     return jax.lax.cond(
-        added[0] <= purse, lambda: self._choose(state, added <= purse),
+        asks & affordable[0], lambda: self._choose(state, affordable),
         lambda: jnp.zeros((), jnp.int32))
 
   def _choose(self, state, affordable):
@@ -169,7 +191,11 @@ class Controller:
     tokens = jnp.pad(self.survival(own), ((0, 0), (1, 0)), constant_values=1)
     tokens = jnp.where(active[:, None] & (place < left), tokens, 0)
     within = place <= np.array(self.lengths)[:, None]
-    tokens = jnp.sum(jnp.where(within[:, None], tokens, 0), axis=(1, 2))
+    tokens = jnp.sum(jnp.where(within[:, None], tokens, 0), axis=2)  # [K, B]
+    if self.waits:  # the part of what is left that the slowest row gets done
+      tokens = jnp.min(jnp.where(active, tokens / left[:, 0], jnp.inf), axis=1)
+    else:
+      tokens = jnp.sum(tokens, axis=1)
     # Every draft reaches its first token: so many rounds are counted.
     share = _mean((own.needed + _PRIOR_ROUNDS)
                   / (own.reached[:, 0] + _PRIOR_ROUNDS), active)
@@ -178,24 +204,65 @@ class Controller:
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 
   def _late(self, state):
-    """Time to read what the drafter has missed, in tokens, `[]`."""
-    missed = jnp.where(
-        state.done, 0, state.lengths - 2 - state.controller.known)
-    return jnp.maximum(jnp.max(missed), 0) * (self.reading / self.seconds[0])
+    """Time that a draft takes longer because others were left out, `[]`.
 
-  def rested(self, state: DecodeState, emitted: jax.Array) -> ControllerState:
-    """The state after a round without a draft; rows that are done keep theirs.
+    In tokens: to read what the drafter has missed, and to change over.
+    """
+    drafted = state.lengths - 2 == state.controller.known
+    changes = jnp.any(~state.done & ~drafted)
+    return (self._missed(state) * self.reading + changes * self.switching
+            ) / self.seconds[0]
+
+  def _missed(self, state):
+    """Committed tokens that the drafter has not read, of the row with most."""
+    missed = state.lengths - 2 - state.controller.known
+    return jnp.max(jnp.where(state.done, 0, missed), initial=0)
+
+  def _shared(self, x, rows):
+    """What rows that share a round have together of `x [B]`."""
+    if self.waits:
+      return jnp.min(jnp.where(rows, x, jnp.inf))
+    return _mean(x, rows)
+
+  def rests(self, state: DecodeState, chosen: jax.Array
+            ) -> tuple[ControllerState, jax.Array]:
+    """The state before some rounds without a draft, and how many there are.
+
+    What they bring is known beforehand, a token for every row, and the state
+    has it at once; those rounds leave it alone.
 
     Args:
-      state: before the round.
-      emitted: `[B]`, tokens committed in it.
+      state: before the rounds.
+      chosen: `[]` int32, what `choose` returned. If it is not 0, there is no
+        such round.
+
+    Returns:
+      The state and `[]` int32.
     """
-    own = state.controller
-    kept = jnp.where(state.done, 1, jnp.float32(_REST))
-    return own.replace(
+    own, active = state.controller, ~state.done
+    left = jnp.max(jnp.where(active, state.limits - state.lengths, 1))
+    reading = self.reading / self.seconds[0]
+    lacks = self._least + reading * self._missed(state) - self._shared(
+        own.purse, active)
+    gain = self.risk - reading
+    pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
+    pause = jnp.where(lacks > 0, pause, _PAUSE)
+    pause = jnp.clip(pause, 1, left).astype(jnp.int32)
+
+    waiting = jnp.min(jnp.where(active, own.until - state.lengths, left))
+    asks = (waiting <= 0) & (chosen == 0)
+    until = jnp.where(active & asks, state.lengths + pause, own.until)
+    # A row may have waited when another one took a place beside it.
+    more = until - jnp.maximum(own.until, state.lengths)
+    more = jnp.where(active & asks, jnp.maximum(more, 0), 0)
+    kept = jnp.float32(_REST) ** more
+    new = own.replace(
         reached=kept[:, None] * own.reached,
         accepted=kept[:, None] * own.accepted, needed=kept * own.needed,
-        purse=self._filled(state, emitted, 1))
+        purse=jnp.minimum(own.purse + self.risk * more, _MOST),
+        until=jnp.maximum(own.until, until))
+    return new, jnp.where(
+        chosen > 0, 0, jnp.where(asks, pause, waiting)).astype(jnp.int32)
 
   def learned(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
               chosen: jax.Array, verified: jax.Array) -> ControllerState:
@@ -220,18 +287,21 @@ class Controller:
         accepted=self.memory * own.accepted + (reached & (taken >= place)),
         purse=self._filled(
             state, stats.emitted, costs[verified] + self._late(state)),
-        needed=self.memory * own.needed + needed, known=lengths - 2)
+        needed=self.memory * own.needed + needed, known=lengths - 2,
+        until=lengths)
     keep = lambda new, old: jax.vmap(jnp.where)(state.done, old, new)
     return jax.tree.map(keep, new, own)
 
   def _filled(self, state, emitted, cost):
     """The purse after a round that emitted so much and cost so much.
 
-    Rows that share a round share what it earns: one that does not pay for
-    itself may cost less than the others gain.
+    Rows that share a round share what it earns, unless each of them `waits`:
+    one that does not pay for itself may cost less than the others gain.
     """
     purse = state.controller.purse
-    earned = (1 + self.risk) * _mean(emitted, ~state.done) - cost
+    if not self.waits:
+      emitted = _mean(emitted, ~state.done)
+    earned = (1 + self.risk) * emitted - cost
     new = jnp.minimum(purse + earned, _MOST)
     return jnp.where(state.done, purse, new.astype(jnp.float32))
 

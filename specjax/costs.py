@@ -1,8 +1,8 @@
 """What rounds with drafts of several lengths cost on this machine.
 
 The seconds that a `Controller` compares are measured once for a machine, a
-pair of models and a batch size, with the very programs that it will choose
-from, and kept in the user's cache directory.
+pair of models, a batch size and the slots of a row, with the very program in
+which it will choose, and kept in the user's cache directory.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import platform
+import statistics
 import time
 from typing import Any
 
@@ -20,14 +21,42 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from specjax import capacity as capacity_lib
 from specjax import contract
 from specjax import files
 from specjax import rounds as rounds_lib
 from specjax.controller import Controller
 from specjax.decoder import Decoder
 
-_ROUNDS, _TIMES = 16, 5  # rounds of a timed call, and calls of each length
+_ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
 _READ = 32  # tokens that a drafter reads to find what a missed one costs
+_PERIOD = 4  # rounds from one draft to the next, to find what changing costs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scripted(Controller):
+  """Does what its state says, so that one program has all that is timed.
+
+  `purse` is the index of a length, which is drafted in the last of `needed`
+  rounds, over and over. All that may be drafted is verified.
+  """
+
+  cuts = False
+
+  def choose(self, state):
+    drafts = self._rest_of_period(state) == 0
+    return jnp.where(drafts, state.controller.purse[0], 0).astype(jnp.int32)
+
+  def rests(self, state, chosen):
+    rests = jnp.maximum(self._rest_of_period(state), 1)
+    return state.controller, jnp.where(chosen > 0, 0, rests)
+
+  def learned(self, state, stats, lengths, chosen, verified):
+    return state.controller.replace(known=lengths - 2)
+
+  def _rest_of_period(self, state):
+    period = state.controller.needed[0].astype(jnp.int32)
+    return period - 1 - state.rounds[0] % period
 
 
 def lengths_for(drafter: Any) -> tuple[int, ...]:
@@ -53,7 +82,7 @@ def _is_chain_of(make, length):
 
 def measured(decoder: Decoder, params: Any, *, batch: int = 1,
              lengths: Sequence[int] | None = None, used: int = 64,
-             context: Any = None,
+             capacity: int = 0, context: Any = None,
              directory: str | os.PathLike[str] | None = None,
              again: bool = False, **options: Any) -> Controller:
   """A controller for a decoder, with what its rounds cost on this machine.
@@ -71,8 +100,10 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
     params: `{"target": ..., "drafter": ...}`.
     batch: rows, B: a batch of another size has other costs.
     lengths: of drafts, from 0; default: `lengths_for` the decoder's drafter.
-    used: tokens of each row at which the rounds are timed; fewer where the
-      context length has no room for them.
+    used: tokens of each row at which the rounds are timed, such as those of a
+      prompt and half of what follows; fewer where there is no room for them.
+    capacity: least number of slots of a row, as in `Decoder.prefill`: what will
+      be decoded in. Default: what `used` and the rounds that are timed take.
     context: of the rows, as in `Decoder.prefill`.
     directory: of the files; default: `specjax/costs` in the user's cache
       directory. A directory that cannot be written to is done without.
@@ -88,11 +119,12 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   trial = dataclasses.replace(
       decoder, observers=(), debug=False, eos=None,
       transform=dataclasses.replace(decoder.transform, constraints=()),
-      controller=Controller(lengths=lengths, seconds=(1.0,) * len(lengths)))
-  path = _path(directory, trial, params, batch, used)
+      controller=_Scripted(lengths=lengths, seconds=(1.0,) * len(lengths)))
+  capacity = capacity and capacity_lib.rounded(capacity)
+  path = _path(directory, trial, params, batch, (used, capacity))
   found = None if again else _kept(path, len(lengths))
   if found is None:
-    found = _measure(trial, params, batch, used, context)
+    found = _measure(trial, params, batch, used, capacity, context)
     if path is not None:
       with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +132,7 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   return Controller(lengths=lengths, **found, **options)
 
 
-def _path(directory, decoder, params, batch, used):
+def _path(directory, decoder, params, batch, slots):
   """The file of these costs; None where a part does not say what it is."""
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -115,7 +147,7 @@ def _path(directory, decoder, params, batch, used):
   try:
     name = files.fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,
-        decoder.controller.lengths, shapes, batch, used, machine)
+        decoder.controller.lengths, shapes, batch, slots, machine)
   except TypeError:
     return None
   return pathlib.Path(directory, f"{name}.json")
@@ -127,36 +159,59 @@ def _kept(path, count):
     return None
   with contextlib.suppress(ValueError, OSError):
     found = files.read_json(path, "delete it")
-    seconds, reading = found.get("seconds"), found.get("reading")
-    numbers = [*seconds, reading] if isinstance(seconds, list) else [None]
-    if len(numbers) == count + 1 and all(
-        isinstance(x, float) and 0 <= x < math.inf for x in numbers) and all(
-            seconds):
-      return {"seconds": seconds, "reading": reading}
+    seconds = found.get("seconds")
+    others = {name: found.get(name, 0.0) for name in ("reading", "switching")}
+    if isinstance(seconds, list) and len(seconds) == count and all(
+        isinstance(x, float) and 0 <= x < math.inf
+        for x in (*seconds, *others.values())) and all(seconds):
+      return {"seconds": seconds, **others}
   return None
 
 
-def _measure(decoder, params, batch, used, context):
-  """`seconds` of a round of each length, and of `reading` a token."""
-  rungs, longest = decoder._round.rungs, decoder.num_nodes
-  used, rounds = _room(used, decoder.context_length, longest)
+def _measure(decoder, params, batch, used, capacity, context):
+  """`seconds` of a round of each length, of `reading` and of `switching`."""
+  ladder, longest = decoder._round, decoder.num_nodes
+  whole = decoder.context_length
+  used, rounds = _room(
+      used, min(whole, capacity - longest) if capacity else whole, longest)
   rng = np.random.default_rng(0)
   prompts = rng.integers(decoder.target.vocab_size, size=(batch, used))
   state = decoder.prefill(
       params, list(prompts), jax.random.key(0), context=context,
-      limits=used + rounds * longest)
-  run = lambda one: lambda state: rounds_lib.scan(
-      one, params, state, rounds=rounds)
-  found = _timed([run(one) for one in rungs], state)
+      limits=used + rounds * longest, capacity=capacity)
+  own = state.controller
+
+  def of(index, rounds, period=1):
+    script = own.replace(purse=jnp.full_like(own.purse, index),
+                         needed=jnp.full_like(own.needed, period))
+    return lambda state: rounds_lib.until(
+        ladder, params, state.replace(controller=jax.tree.map(
+            jnp.copy, script)), rounds)
+
+  # What a call costs, and its first rounds more than others, is left out.
+  few = rounds // 4
+  kinds = [(i, n) for i in range(len(ladder.rungs)) for n in (few, rounds)]
+  kinds = [one for one in kinds if one[1]]
+  calls = [of(*one) for one in kinds] + [of(1, rounds, _PERIOD)]
+  *times, changing = _timed(calls, state)
+  took = dict(zip(kinds, times))
+  # Where calls take longer than rounds the difference may be any number.
+  seconds = [max((took[i, rounds] - took.get((i, few), 0.0)) / (rounds - few),
+                 took[i, rounds] / (2 * rounds))
+             for i in range(len(ladder.rungs))]
   reading = 0.0
-  if hasattr(decoder._round.drafter, "catch_up"):
+  if hasattr(ladder.drafter, "catch_up"):
     known = jnp.maximum(state.lengths - 2 - _READ, 0)
-    read = jax.jit(decoder._round.drafter.catch_up)
+    read = jax.jit(ladder.drafter.catch_up)
     long, short = _timed([lambda state: read(params, state, known),
                           lambda state: read(params, state, state.lengths)],
                          state)
     reading = max(long - short, 0.0) / min(_READ, max(used - 2, 1))
-  return {"seconds": [one / rounds for one in found], "reading": reading}
+  drafts = rounds // _PERIOD
+  switching = drafts and (changing - took[0, rounds]) / drafts - (
+      seconds[1] - seconds[0]) - reading * (_PERIOD - 1)
+  return {"seconds": seconds, "reading": reading,
+          "switching": float(max(switching, 0.0))}
 
 
 def _room(used, context_length, nodes):
@@ -171,7 +226,7 @@ def _room(used, context_length, nodes):
 
 
 def _timed(calls, state):
-  """Least seconds of each of the calls, which may donate the state.
+  """Median seconds of each of the calls, which may donate the state.
 
   They take turns, so that what disturbs the machine disturbs all of them.
   """
@@ -182,4 +237,4 @@ def _timed(calls, state):
       start = time.perf_counter()
       jax.block_until_ready(call(fresh))
       times.append(time.perf_counter() - start)
-  return [min(times[1:]) for times in found]
+  return [statistics.median(times[1:]) for times in found]

@@ -104,17 +104,41 @@ class Ladder:
     """As `Round.untraced`."""
     return _flat(*_round(self, params, state, coins, traced=False))
 
-  @property
-  def kinds(self) -> tuple[tuple[Any, Any], ...]:
-    """Rounds without a draft and with one, see `rounds.until`."""
-    rests = lambda state: self.controller.choose(state) == 0
-    untraced = lambda only: lambda *arguments: _flat(*_round(
-        self, *arguments, traced=False, only=only))
-    return ((rests, untraced("rests")),
-            (lambda state: ~rests(state), untraced("drafts")))
+  def stretch(self, going: Any, play: Any, carry: Any) -> Any:
+    """Rounds without a draft, as many as are due, and then those with drafts.
+
+    Each kind runs in a loop of its own, and in the first the controller has no
+    part: what is asked before every round costs a small model some percent.
+
+    Args:
+      going: `carry -> [] bool`, whether there is another round.
+      play: `(round, carry) -> carry`, of a round that is called as `untraced`.
+      carry: of the loop; `carry[0][0]` is the state.
+    """
+    state = lambda carry: carry[0][0]
+    untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
+        self, *arguments, chosen, traced=False, only=only))
+    chosen = self.controller.choose(state(carry))
+    own, rests = self.controller.rests(state(carry), chosen)
+    (before, *rest), *more = carry
+    carry = (before.replace(controller=own), *rest), *more
+
+    def rested(loop):
+      carry, rests = loop
+      return play(untraced("rests"), carry), rests - 1
+
+    def drafted(loop):
+      carry, chosen = loop
+      carry = play(untraced("drafts", chosen), carry)
+      return carry, self.controller.choose(state(carry))
+
+    wanted = lambda loop: going(loop[0]) & (loop[1] > 0)
+    carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
+    return jax.lax.while_loop(wanted, drafted, (carry, chosen))[0]
 
   def one_round(self, params: Any, state: DecodeState, coins: jax.Array,
-                traced: bool, only: str | None = None
+                chosen: jax.Array | None = None, *, traced: bool,
+                only: str | None = None
                 ) -> tuple[DecodeState, tuple[Any, ...]]:
     """A round; besides the state its stats, and its trace if that is wanted.
 
@@ -122,13 +146,18 @@ class Ladder:
       params: as in a `Round`.
       state: likewise.
       coins: likewise.
+      chosen: `[]` int32, of the controller; None: it is asked.
       traced: whether the trace is wanted.
-      only: what the controller is known to choose: "rests" or "drafts".
+      only: "rests" or "drafts" if `chosen` is known to be, or not to be 0; with
+        the first it is not needed.
     """
     padded = lambda *found: _padded(*found)[:1 + traced]
     propose = [functools.partial(_propose, one) for one in self.rungs]
     judge = [functools.partial(_judge, one) for one in self.rungs]
-    chosen = self.controller.choose(state)
+    if only is None:
+      chosen = self.controller.choose(state)
+      own, _ = self.controller.rests(state, chosen)
+      state = state.replace(controller=own)
 
     draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
     # It is carried by a loop, see `common.once`.
@@ -146,9 +175,7 @@ class Ladder:
     def rest(carry):
       before, _ = carry
       draft, drafter = propose[0](params, before, coins)
-      state, found = verified(0, before, draft, drafter)
-      return state.replace(controller=self.controller.rested(
-          before, found[0].emitted)), found
+      return verified(0, before, draft, drafter)
 
     def learned(before, state, found, size):
       return state.replace(controller=self.controller.learned(
@@ -230,7 +257,7 @@ class Ladder:
 
   def _needed(self, draft, done, rung):
     """`[]` int32, the lowest rung that holds all that `rung` drafted."""
-    if contract.with_gamma(self.drafter) is None:
+    if not self.controller.cuts or contract.with_gamma(self.drafter) is None:
       # Look-ahead positions look like padding.
       return jnp.asarray(rung, jnp.int32)
     # Numbers that broke down are not padding, but reported by the loop.

@@ -272,10 +272,8 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
 def _until(parts: Round, params, state, rounds=None, done=None):
   """Until `done` rows are done, default all, or `rounds` were decoded.
 
-  Or until a row has no room for another draft, see `capacity`. A `Ladder` has
-  `kinds` of rounds, pairs of what says of a state that it is next, and a round
-  as `untraced`; each runs in a loop of its own, for a choice within a loop
-  costs a small model some percent of a round.
+  Or until a row has no room for another draft, see `capacity`. A `Ladder` says
+  itself which rounds come next, see `Ladder.stretch`.
   """
   def totals(stats):
     return stats.replace(active=stats.active.astype(jnp.int32))
@@ -293,28 +291,22 @@ def _until(parts: Round, params, state, rounds=None, done=None):
   def some_rounds(carry):
     coins = parts.toss(carry[0], _TOSSED)
 
-    def one_round(one, carry):
+    def play(one, carry):
       (state, total, played), i = carry
       state, stats = one(params, state, coins[i])
       total = jax.tree.map(add, total, totals(stats))
       return (state, total, played + 1), i + 1
 
-    def while_wanted(carry):
-      for wanted, one in kinds:
-        carry = jax.lax.while_loop(
-            lambda carry, wanted=wanted: going(carry) & wanted(carry[0][0]),
-            functools.partial(one_round, one), carry)
-      return carry
-
     going = lambda carry: goes_on(carry[0]) & (carry[1] < _TOSSED)
+    step = functools.partial(play, one)
+    if hasattr(parts, "stretch"):
+      step = functools.partial(parts.stretch, going, play)
     carry, _ = jax.lax.while_loop(
-        going, while_wanted if kinds else functools.partial(one_round, one),
-        (carry, jnp.zeros((), jnp.int32)))
+        going, step, (carry, jnp.zeros((), jnp.int32)))
     return carry
 
   # Under jit of its own, so that the loop does not trace the round again.
   one = jax.jit(lambda *arguments: parts.untraced(*arguments))
-  kinds = getattr(parts, "kinds", ())
   coins = jax.eval_shape(lambda state: parts.toss(state, 1)[0], state)
   shapes = jax.eval_shape(one, params, state, coins)[1]
   zero = jax.tree.map(

@@ -263,7 +263,8 @@ def test_rest_leaves_no_trace():
   state = decoder.prefill(pair.params, [[1, 2], [3]], jax.random.key(0),
                           limits=90)
   with_purse = lambda state, value: state.replace(
-      controller=state.controller.replace(purse=jnp.full((2,), value)))
+      controller=state.controller.replace(
+          purse=jnp.full((2,), value), until=jnp.copy(state.lengths)))
   emitted = []
   for value in (-100.0, 16.0, -100.0, 16.0):
     state, stats = decoder.decode(
