@@ -63,15 +63,14 @@ class _Together:
     self._params, self._capacity = params, capacity
 
   def compile(self, prompts):
-    """Compiles what it runs."""
-    self.decode(prompts, 0, 0, 1)
+    """Compiles what it runs, and runs it: a first time takes longer."""
+    self.decode(prompts, 0, 0)
 
-  def decode(self, prompts, seed, request_id, new_tokens=None):
+  def decode(self, prompts, seed, request_id):
     """Tokens that were emitted, and the "seconds" of the rounds."""
-    new_tokens = _NEW_TOKENS.value if new_tokens is None else new_tokens
     state = jax.block_until_ready(self.program.prefill(
         self._params, prompts, jax.random.key(seed + request_id),
-        limits=np.array([len(row) + new_tokens for row in prompts]),
+        limits=np.array([len(row) + _NEW_TOKENS.value for row in prompts]),
         capacity=self._capacity))
     start = time.perf_counter()
     state, stats = jax.block_until_ready(
