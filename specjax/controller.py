@@ -41,6 +41,7 @@ from specjax.types import RoundStats
 _PRIOR_ROUNDS = 2.0  # how much what is believed of a place counts
 _REST = 0.95  # of what was seen, kept in a round without a draft
 _PAUSE = 8  # such rounds before a draft that does not pay is thought of again
+_LONGEST_PAUSE = 32  # and before the purses are looked at again
 _MOST = 16.0  # tokens in a purse: how much of a gain may be lost again
 
 
@@ -247,7 +248,8 @@ class Controller:
     gain = self.risk - reading
     pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
     pause = jnp.where(lacks > 0, pause, _PAUSE)
-    pause = jnp.clip(pause, 1, left).astype(jnp.int32)
+    pause = jnp.clip(pause, 1, jnp.minimum(left, _LONGEST_PAUSE))
+    pause = pause.astype(jnp.int32)
 
     waiting = jnp.min(jnp.where(active, own.until - state.lengths, left))
     asks = (waiting <= 0) & (chosen == 0)
