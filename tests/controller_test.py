@@ -441,12 +441,12 @@ def test_costs_are_measured_once(tmp_path):
     path.write_text(damaged)
     again = measure()
     assert again.lengths == (0, 1, 2) and path.read_text() != damaged
-  dataclasses.replace(decoder, controller=again)  # fits
+  fits = dataclasses.replace(decoder, controller=again)
   path.write_text('{"seconds": [1.0, 2.0, 5.0], "reading": 0.5, '
                   '"switching": 0.25}')
   assert measure().switching == 0.25
-  assert sj.costs._path(tmp_path, decoder, params, 1, (64, 0)) != (
-      sj.costs._path(tmp_path, decoder, params, 1, (64, 384)))
+  assert sj.costs._path(tmp_path, fits, params, 1, (64, 0)) != (
+      sj.costs._path(tmp_path, fits, params, 1, (64, 384)))
 
 
 def test_what_is_timed():
