@@ -17,8 +17,9 @@ drafts: what the rows of a round emit, with a share of `risk` on top, is put
 into their purses alike, and what the round cost is taken out: rounds that pay
 fill them. A draft is made only if the purses can bear that nothing of it is
 accepted. If the measured seconds are right, n tokens therefore never take
-longer than (1 + risk) n + `credit` tokens without drafts. What `risk` buys is
-that drafting is tried again, however long it did not pay.
+longer than (1 + risk) n + `credit` tokens without drafts, or one draft more if
+that is dearer. What `risk` buys is that drafting is tried again, however long
+it did not pay.
 
 A batch whose rows are all waited for (`waits`) is done when its slowest row is.
 Then the length counts with which that row is done first, and each row has a
@@ -93,8 +94,10 @@ class Controller:
       rather too high, for what is tried in vain is bounded by the purse.
     memory: of what was seen, kept in a round with a draft, in [0, 1].
     risk: share of the time that may be spent on drafts that do not pay.
-    credit: tokens that may be lost on such drafts at the beginning; if the
-      shortest draft may lose more, as much as that, so that it is tried once.
+    credit: tokens that may be lost on such drafts at the beginning, over the
+      rows of a batch, for one try tells as much of them as so many of one row;
+      if the shortest draft may lose more, as much as that, so that it is tried
+      once.
     waits: whether the batch is done when all rows are, see the top of this
       file; otherwise, as where new rows take the place of those that are done,
       the tokens of all rows in a second count.
@@ -156,7 +159,7 @@ class Controller:
     full = lambda value: jnp.full((rows,), value, jnp.float32)
     return ControllerState(
         reached=zeros, accepted=zeros, purse=full(
-            max(self.credit, self._least)),
+            max(self.credit / rows, self._least)),
         needed=full(0), known=lengths - 1, until=lengths)
 
   def survival(self, own: ControllerState) -> jax.Array:
