@@ -30,6 +30,21 @@ def root_only(state: DecodeState, vocab_size: int) -> Draft:
   return jax.vmap(Draft.chain)(root, tokens, probs)
 
 
+def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
+                probs: jax.Array) -> Draft:
+  """The batch of drafts that are one tree, below the root of every row.
+
+  Args:
+    state: the `DecodeState`.
+    parents: N entries.
+    tokens: `[B, N - 1]` int32 of the nodes below the root.
+    probs: `[B, N - 1, V]`, the laws that they were drawn from.
+  """
+  parents = jnp.array(parents, jnp.int32)
+  tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
+  return jax.vmap(tree)(roots(state), tokens, probs)
+
+
 def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
             vocab_size: int) -> Draft:
   """The batch of drafts that propose what they are given with certainty.
@@ -41,11 +56,9 @@ def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
       [0, V) is padding.
     vocab_size: V.
   """
-  parents = jnp.array(parents, jnp.int32)
   known = (tokens >= 0) & (tokens < vocab_size)
   probs = jax.nn.one_hot(jnp.where(known, tokens, -1), vocab_size)
-  tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-  return jax.vmap(tree)(roots(state), jnp.where(known, tokens, 0), probs)
+  return tree_drafts(state, parents, jnp.where(known, tokens, 0), probs)
 
 
 class DrawnChain:

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.constraints import base as constraints_lib
@@ -181,9 +180,5 @@ class Eagle(FeatureDrafter, growth.StaticTree):
 
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `growth.grow` takes them."""
-    tokens, probs, _ = growth.grow(
-        step, carry, logits, coins, self.parents,
-        children.drawer(self.proposal, self.transform, state.temperature))
-    parents = jnp.array(self.parents, jnp.int32)
-    return jax.vmap(lambda root, *rows: Draft.tree(root, parents, *rows))(
-        common.roots(state), tokens, probs)
+    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    return common.tree_drafts(state, self.parents, tokens, probs)

@@ -18,7 +18,6 @@ import numpy as np
 from specjax import topology
 from specjax import trees
 from specjax.constraints import base as constraints_lib
-from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.drafters.early_exit import Begun
@@ -157,19 +156,17 @@ class EarlyExitTree(growth.StaticTree):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step,
         (first.cache, (first.hidden,)), first.logits[:, 0])
-    tokens, probs, ((cache, states), _) = growth.grow(
-        step, carry, logits, coins, self.parents,
-        children.drawer(self.proposal, self.transform, state.temperature))
-    parents = jnp.array(self.parents, jnp.int32)
-    tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-    draft = jax.vmap(tree)(roots, tokens, probs)
+    tokens, probs, ((cache, states), _) = self.draw(
+        step, carry, logits, coins, state)
+    draft = common.tree_drafts(state, self.parents, tokens, probs)
     if not self.shares_pass:
       return draft, None
     order = self._order
     leaves = order[sum(x.shape[1] for x in states):]
     depths = np.array(trees.depths(self.parents), np.int32)[leaves]
+    reach = topology.ancestors(jnp.array(self.parents, jnp.int32))
     rest = read(draft.tokens[:, leaves], jnp.tile(depths, (rows, 1)),
-                topology.ancestors(parents)[leaves][:, order], cache)
+                reach[leaves][:, order], cache)
     return draft, Begun(cache=rest.cache, hidden=jnp.concatenate(
         [*states, rest.hidden], axis=1))
 

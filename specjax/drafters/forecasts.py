@@ -150,13 +150,14 @@ class HeadsDrafter(growth.StaticTree):
       drawn = jax.vmap(lambda logits, coins, temperature: draw(
           logits, self.parents, coins, self.proposal,
           self.transform.at(temperature)))(logits, coins, state.temperature)
-    parents = jnp.array(self.parents, jnp.int32)
+    return self.drafts(state, *drawn), forecast
 
-    def tree(root, known, tokens, probs):
-      return Draft.tree(root, parents, tokens, jnp.where(known, probs, 0))
-
-    return jax.vmap(tree)(
-        common.roots(state), forecast.known, *drawn), forecast
+  def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
+             ) -> Draft:
+    """The batch of drafts; padding where no hidden state is known."""
+    known = state.drafter.known[:, None, None]
+    return common.tree_drafts(
+        state, self.parents, tokens, jnp.where(known, probs, 0))
 
   def _constrained(self, logits, coins, state):
     """Tokens and probs of a tree whose nodes have laws of their own."""
@@ -167,9 +168,7 @@ class HeadsDrafter(growth.StaticTree):
     step, carry, first = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, None,
         logits[:, 0])
-    return growth.grow(
-        step, carry, first, coins, self.parents, children.drawer(
-            self.proposal, self.transform, state.temperature))[:2]
+    return self.draw(step, carry, first, coins, state)[:2]
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

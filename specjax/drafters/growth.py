@@ -26,6 +26,7 @@ from specjax import sampling
 from specjax import trees
 from specjax.drafters import children
 from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
 from specjax.types import ModelFn
 
 
@@ -128,6 +129,11 @@ class StaticTree:
           "tree")
     return dataclasses.replace(
         self, transform=(self.transform or transform).under(transform))
+
+  def draw(self, step, carry, logits, coins, state: DecodeState):
+    """`grow` of this tree, at the temperatures of the rows."""
+    return grow(step, carry, logits, coins, self.parents, children.drawer(
+        self.proposal, self.transform, state.temperature))
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.constraints import base as constraints_lib
-from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import forecasts
-from specjax.drafters import growth
 from specjax.models.heads import HydraHeads
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -74,12 +72,5 @@ class Hydra(forecasts.HeadsDrafter):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, paths,
         logits[:, 0])
-    tokens, probs, _ = growth.grow(
-        step, carry, logits, coins, self.parents, children.drawer(
-            self.proposal, self.transform, state.temperature))
-    parents = jnp.array(self.parents, jnp.int32)
-
-    def tree(root, known, tokens, probs):
-      return Draft.tree(root, parents, tokens, jnp.where(known, probs, 0))
-
-    return jax.vmap(tree)(roots, forecast.known, tokens, probs), forecast
+    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    return self.drafts(state, tokens, probs), forecast

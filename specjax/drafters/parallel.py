@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.constraints import base as constraints_lib
-from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import expansion
 from specjax.drafters import features
@@ -258,19 +257,15 @@ class Parallel(BlockDrafter, growth.StaticTree):
     Returns:
       `(Draft, ParallelState)`, batched.
     """
-    roots = common.roots(state)
     if self.num_nodes == 1:
       return (common.root_only(state, self.heads.vocab_size), state.drafter)
     hidden, logits = self.forecast(params, state)
     step, carry, first = self.steps(params, state, hidden, logits)
-    tokens, probs, _ = growth.grow(
-        step, carry, first, coins, self.parents,
-        children.drawer(self.proposal, self.transform, state.temperature))
+    tokens, probs, _ = self.draw(step, carry, first, coins, state)
     if self.stop is not None:
       probs = self._ended(params, state, hidden, tokens, probs)
-    parents = jnp.array(self.parents, jnp.int32)
-    tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-    return jax.vmap(tree)(roots, tokens, probs), state.drafter
+    return (common.tree_drafts(state, self.parents, tokens, probs),
+            state.drafter)
 
   def _ended(self, params, state, hidden, tokens, probs):
     """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""

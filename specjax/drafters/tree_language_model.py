@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from specjax import contract
 from specjax.constraints import base as constraints_lib
-from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import growth
 from specjax.prefill import read_prompt
@@ -101,12 +100,8 @@ class TreeLanguageModel(growth.StaticTree):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         common.model_step(self.model, params), cache, logits)
-    tokens, probs, (cache, _) = growth.grow(
-        step, carry, logits, coins, self.parents,
-        children.drawer(self.proposal, self.transform, state.temperature))
-    parents = jnp.array(self.parents, jnp.int32)
-    tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-    return jax.vmap(tree)(common.roots(state), tokens, probs), cache
+    tokens, probs, (cache, _) = self.draw(step, carry, logits, coins, state)
+    return common.tree_drafts(state, self.parents, tokens, probs), cache
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
