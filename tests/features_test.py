@@ -371,6 +371,25 @@ def test_an_own_head_begins_as_the_targets():
     np.testing.assert_allclose(law.sum(), 1, rtol=1e-6)
 
 
+def test_a_narrow_head_is_the_targets(tmp_path):
+  # Broken: the columns of other tokens, or a head that is trained or stored.
+  heads = _heads(Eagle1Heads, ids=(1, 4), narrow_head=True)
+  given = _pair().params["target"]
+  params = heads.init(jax.random.key(0), given)
+  assert "head" not in params and heads.draft_size == 2
+  _, attached = heads.attach(_pair().target, given, params)
+  np.testing.assert_array_equal(
+      attached["drafter"]["head"], given["head"][:, [1, 4]])
+  read = jnp.ones((1, 1, heads.width))
+  for own in (params, attached["drafter"]):
+    np.testing.assert_allclose(
+        heads.logits(own, given, read)[0, 0],
+        jnp.ones(heads.width) @ given["head"][:, [1, 4]], rtol=1e-5)
+  heads_lib.save_heads(tmp_path, heads, params, _pair().target)
+  loaded, read = heads_lib.load_heads(tmp_path, _pair().target)
+  assert loaded == heads and "head" not in read
+
+
 @pytest.mark.parametrize("layers,taps", [
     (32, (2, 16, 29)), (7, (2, 3, 4)), (4, (1, 2, 4)), (2, (1, 2)), (1, (1,))])
 def test_taps_of_eagle_3(layers, taps):
@@ -385,6 +404,8 @@ def test_taps_of_eagle_3(layers, taps):
     (dict(ids=(3, 1)), "ids must be sorted"),
     (dict(ids=(0, 9)), "[0, 5)"),
     (dict(ids=(0, 1)), "own_head"),
+    (dict(narrow_head=True), "narrow_head is True"),
+    (dict(narrow_head=True, own_head=True, ids=(0, 1)), "own_head True"),
     (dict(fusion="none"), "reuse=False"),
     (dict(entry_norm="each"), "entry=True"),
     (dict(entry_bias=True), "entry_bias is True"),

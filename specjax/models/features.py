@@ -66,6 +66,8 @@ class FeatureConfig(TransformerConfig):
       before the final norm (norm_output of EAGLE-3.1).
     own_embedding: a table of its own; else the target's.
     own_head: a head of its own; else the target's.
+    narrow_head: of the target's head, the columns of `ids`: neither trained nor
+      stored, and cut out once, when the layer is attached.
     ids: the tokens that its head knows, sorted; empty: all. They are part of
       the configuration, since no optimiser may touch them.
     reuse: one module is used again on its own output, a position further each
@@ -91,6 +93,7 @@ class FeatureConfig(TransformerConfig):
   feed_normed: bool = False
   own_embedding: bool = False
   own_head: bool = False
+  narrow_head: bool = False
   ids: tuple[int, ...] = ()
   reuse: bool = True
   chained: bool = True
@@ -152,9 +155,14 @@ class FeatureConfig(TransformerConfig):
       raise ValueError(
           f"width is {self.width} and the {len(self.taps)} taps have {joined}; "
           "without the matrix of entry=True both must be equal")
-    if self.ids and not self.own_head:
+    if self.ids and not (self.own_head or self.narrow_head):
       raise ValueError(f"ids names {len(self.ids)} tokens and own_head is "
-                       "False; the target's head knows all: set own_head=True")
+                       "False; the target's head knows all: set own_head=True, "
+                       "or narrow_head=True for these columns of the target's")
+    if self.narrow_head and (self.own_head or not self.ids):
+      raise ValueError(f"narrow_head is True, own_head {self.own_head} and ids "
+                       f"names {len(self.ids)} tokens; it is the target's head "
+                       "of some tokens: set own_head=False and name them")
     if self.width == self.target_width:
       return
     for name, own in (("own_head", self.own_head),

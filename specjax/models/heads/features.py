@@ -52,7 +52,7 @@ class FeatureHeads(FeatureConfig):
 
   Parameters are a tree: `module_{m}` of every module, `entry` and its norms,
   and `embedding [V, D]` and `head [D, Vd]` where they are its own. Vd is
-  `draft_size`.
+  `draft_size`. `attach` adds the `head` of `narrow_head`.
   """
 
   kind: ClassVar[str] = "features"
@@ -129,10 +129,9 @@ class FeatureHeads(FeatureConfig):
           jnp.array(target_params["embedding"], jnp.float32) if same else
           random(embedding, self.vocab_size, self.width))
     if self.own_head:
-      whole = lm_head(target_params) if same else random(
-          head, self.width, self.vocab_size)
-      params["head"] = jnp.array(
-          whole[:, np.array(self.ids)] if self.ids else whole, jnp.float32)
+      params["head"] = jnp.array(self.columns(
+          target_params if same else
+          {"head": random(head, self.width, self.vocab_size)}), jnp.float32)
     return params
 
   def attach(self, target: Transformer, target_params: Params, params: Params
@@ -145,8 +144,15 @@ class FeatureHeads(FeatureConfig):
     self.check_sizes(target)
     taps = self.taps if FINAL in self.taps else (*self.taps, FINAL)
     config = dataclasses.replace(target.config, features=taps)
+    if self.narrow_head:
+      params = {**params, "head": self.columns(target_params)}
     return dataclasses.replace(target, config=config), {
         "target": target_params, "drafter": params}
+
+  def columns(self, target_params: Params) -> jax.Array:
+    """`[D, Vd]`, of the target's head what the layer can draft."""
+    whole = lm_head(target_params)
+    return whole[:, np.array(self.ids)] if self.ids else whole
 
   def check_sizes(self, target: ModelFn) -> None:
     """Raises a `ValueError` where a target has another width or vocabulary."""
@@ -256,7 +262,8 @@ class FeatureHeads(FeatureConfig):
   def logits(self, params: Params, target_params: Params, read: jax.Array
              ) -> jax.Array:
     """`[B, S, Vd]`, float32 at least, of what the head reads."""
-    head = params["head"] if self.own_head else lm_head(target_params)
+    head = (params["head"] if "head" in params  # own, or of `attach`
+            else self.columns(target_params))
     return layers.logits(read.astype(head.dtype), head, self)
 
   def whole(self, logits: jax.Array) -> jax.Array:
