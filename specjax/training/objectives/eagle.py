@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax.models import layers
+from specjax.models.configuration import FINAL
 from specjax.models.heads import FeatureHeads
 from specjax.models.transformer import Transformer
 from specjax.training.objectives import unrolled
@@ -53,6 +55,35 @@ class _Unrolled:
     return jax.nn.softmax(
         logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
 
+  def read(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What a batch has beside its tokens where no pass is needed.
+
+    Returns:
+      `features [B, S, F]`; `final [B, S, D]`, which the target's head reads,
+      where that is not the same; and `counts [B, S]`, the places that count.
+    """
+    seen = self._target(params, tokens)
+    found = {"features": seen.features, "counts": self._counts(seen.logits)}
+    return found if self.heads.taps == (FINAL,) else {
+        **found, "final": seen.final}
+
+  def _counts(self, logits):
+    """`[B, S]`: 1 where what follows counts, and 0 elsewhere."""
+    return jnp.ones(logits.shape[:2], jnp.float32)
+
+  def _seen(self, params, batch):
+    """`(features, law, counts)`, by a pass or of what `read` returned."""
+    if "features" not in batch:
+      seen = self._target(params, batch["tokens"])
+      return seen.features, self._law(seen.logits), self._counts(seen.logits)
+    features, final, counts = (
+        batch[name].astype(jnp.float32) for name in (
+            "features", "final" if "final" in batch else "features", "counts"))
+    head = self.heads.columns(params["target"])
+    law = jax.nn.softmax(layers.logits(
+        final.astype(head.dtype), head, self.model.config))
+    return features, law, counts
+
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every step, stacked along K."""
@@ -90,20 +121,22 @@ class Eagle1(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, `feature_loss` and `law_loss`."""
+    """The loss, `feature_loss` and `law_loss`.
+
+    A batch with what `read` returns of it needs no pass of the target.
+    """
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    seen = self._target(params, tokens)
-    noisy = seen.features + uniform_noise(key, seen.features, self.noise)
+    features, law, _ = self._seen(params, batch)
+    noisy = features + uniform_noise(key, features, self.noise)
     out = next(unrolled.forecasts(self.heads, params, noisy, tokens, 1))
     # Nothing is known of the feature after the last one.
-    law = self._law(seen.logits[:, 1:])
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
     feature_loss = jnp.mean(optax.huber_loss(
         out.hidden[:, :-1].astype(jnp.float32),
-        seen.features[:, 1:].astype(jnp.float32)))
-    law_loss = -jnp.mean(jnp.sum(law * log_q, axis=-1))
+        features[:, 1:].astype(jnp.float32)))
+    law_loss = -jnp.mean(jnp.sum(law[:, 1:] * log_q, axis=-1))
     return feature_loss + self.law_weight * law_loss, {
         "feature_loss": feature_loss, "law_loss": law_loss}
 
@@ -141,12 +174,14 @@ class Eagle3(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each step's own as `head_<i + 1>/train_loss`."""
+    """The loss, and each step's own as `head_<i + 1>/train_loss`.
+
+    A batch with what `read` returns of it needs no pass of the target.
+    """
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    seen = self._target(params, tokens)
-    losses = self.losses(params, seen.features, seen.logits, tokens)
+    losses = self._losses(params, *self._seen(params, batch), tokens)
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
@@ -161,13 +196,20 @@ class Eagle3(_Unrolled):
       logits: `[B, S, V]`, the target's.
       tokens: `[B, >= S]` int32.
     """
+    return self._losses(
+        params, features, self._law(logits), self._counts(logits), tokens)
+
+  def _counts(self, logits):
+    """`[B, S]`: 1 where what follows counts, and 0 elsewhere."""
+    if not (self.heads.ids and self.drop_outside):
+      return super()._counts(logits)
+    drafted = np.zeros(logits.shape[-1], np.float32)
+    drafted[np.array(self.heads.ids)] = 1
+    return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
+
+  def _losses(self, params, features, law, counts, tokens):
+    """`[K]`, as `losses`, of the law `[B, S, Vd]` of what can be drafted."""
     heads, found = self.heads, []
-    counts = jnp.ones(logits.shape[:2], jnp.float32)
-    if heads.ids and self.drop_outside:
-      drafted = np.zeros(logits.shape[-1], np.float32)
-      drafted[np.array(heads.ids)] = 1
-      counts = jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
-    law = self._law(logits)
     for k, out in enumerate(unrolled.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
       # Row t forecasts token t + 1 + k, whose law is known after t + k.
