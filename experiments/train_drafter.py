@@ -55,12 +55,14 @@ import sys
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import answered
 from lib import common
 from lib import drafter_report
 from lib import flags as shared
 from lib import meshes
 from lib import method_options
 from lib import models
+from lib import prompts as prompts_lib
 import numpy as np
 
 import specjax as sj
@@ -71,6 +73,7 @@ from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
 from specjax.training import distillation
+from specjax.training import kept_features
 from specjax.training import loop
 from specjax.training import methods
 from specjax.training import optimizers
@@ -97,6 +100,9 @@ _HEADS_FROM = flags.DEFINE_string(
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "tokens that eagle3 or parallel can draft: those "
     "that the text has most often, and the ends of a text; default: all", 1)
+_NARROW_HEAD = flags.DEFINE_bool(
+    "narrow_head", False, "draft with the target's own head of "
+    "--draft_vocabulary, which is neither trained nor stored")
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -109,6 +115,12 @@ _STEPS = shared.steps()
 _LEARNING_RATE = shared.learning_rate(
     None, "peak, of heads or embeddings; default: " + ", ".join(
         f"{m.learning_rate:g} ({m.name})" for m in methods.METHODS))
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "adamw", ["adamw", "muon"], "of the heads; Muon takes a "
+    "--learning_rate of about 0.02")
+_KEEP_FEATURES = flags.DEFINE_bool(
+    "keep_features", False, "eagle1, eagle3 with --data=self: keep in memory "
+    "what the target says of a row, so that it reads each once")
 _RATE_RATIO = flags.DEFINE_float(
     "rate_ratio", 4.0, "learning rate of the heads over that of the target, "
     "where it is trained", 0.01)
@@ -117,6 +129,12 @@ _DECAY_FRACTION = shared.decay_fraction()
 _SELF_DIR = flags.DEFINE_string(
     "self_dir", None, "where sampled rows are kept, for several runs to share; "
     "default: self/ in --output_dir")
+_SELF_CHAT = flags.DEFINE_bool(
+    "self_chat", False, "the source's texts are messages, which the target "
+    "answers in its chat template")
+_CONVERSATIONS = flags.DEFINE_string(
+    "conversations", None, "JSONL of {prompt, answer}, to train on beside what "
+    "the target answers with --self_chat")
 _SELF_ROWS = flags.DEFINE_integer("self_rows", 2048, "rows to sample", 1)
 _SELF_PROMPT_TOKENS = flags.DEFINE_integer(
     "self_prompt_tokens", 32, "tokens of a row that are the source's", 1)
@@ -159,11 +177,21 @@ def _heads(method, target, tokenizer, tokens):
     if _HEADS_FROM.value is not None and flag.present:
       raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
                        "heads of its own form; give one of the two")
+  if _NARROW_HEAD.value and _DRAFT_VOCABULARY.value is None:
+    raise ValueError("--narrow_head is the target's head of the tokens of "
+                     "--draft_vocabulary, which is not given; give both")
   if _HEADS_FROM.value is None:
     heads = method.heads.for_target(
         target.model, _HEADS.value,
         **_HEAD_OPTIONS.values(method, _self_source() is not None))
-    if _DRAFT_VOCABULARY.value is not None:
+    if _NARROW_HEAD.value:
+      if not hasattr(heads, "narrow_head"):
+        raise ValueError(f"--narrow_head is set and --method={method.name} has "
+                         "no such head; leave it out, or take --method=eagle1")
+      heads = dataclasses.replace(
+          heads, own_head=False, narrow_head=True,
+          ids=_frequent(target, tokenizer, tokens))
+    elif _DRAFT_VOCABULARY.value is not None:
       if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
         raise ValueError(
             f"--draft_vocabulary is {_DRAFT_VOCABULARY.value} and the heads of "
@@ -187,9 +215,14 @@ def _self_source():
   return (source or "stdlib") if name == "self" else None
 
 
+def _row_length(target):
+  """--row_tokens, or its default."""
+  return _ROW_TOKENS.value or min(
+      target.model.context_length, _ROW_TOKENS_DEFAULT)
+
+
 def _row_tokens(target, heads):
-  longest = target.model.context_length
-  value = _ROW_TOKENS.value or min(longest, _ROW_TOKENS_DEFAULT)
+  longest, value = target.model.context_length, _row_length(target)
   if value > longest:
     raise ValueError(f"--row_tokens is {value}; the target's context is "
                      f"{longest} tokens: give at most that many")
@@ -209,7 +242,7 @@ def _row_tokens(target, heads):
 
 
 def _streams(tokenizer):
-  """`(tokens to train on, tokens held out), fingerprint of the source`."""
+  """`(texts to train on, texts held out)`, their tokens, and a fingerprint."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
     raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
                      f"{_ACCUMULATE.value}; it must divide the batch")
@@ -218,22 +251,58 @@ def _streams(tokenizer):
                      f"{_BATCH_SIZE.value}; sample at least one batch")
   documents = corpora.read_documents(
       _self_source() or _DATA.value, _FIELD.value)
-  streams = tuple(tokenizer.encode_stream([d.text for d in side])
-                  for side in corpora.split(documents))
-  return streams, fingerprint(documents)
+  texts = tuple([d.text for d in side] for side in corpora.split(documents))
+  return texts, tuple(map(tokenizer.encode_stream, texts)), fingerprint(
+      documents)
 
 
-def _data(target, streams, row_tokens, mesh):
-  """`() -> (step -> [B, S + 1], held-out rows)`; all that can fail is done.
+def _check_chat(tokenizer):
+  """Refuses settings of conversations that nothing would read."""
+  for flag in (_SELF_CHAT, _KEEP_FEATURES):
+    if flag.value and _self_source() is None:
+      raise ValueError(f"--{flag.name} is for rows that the target writes; "
+                       "give --data=self:SOURCE as well")
+  if _CONVERSATIONS.value is not None and not _SELF_CHAT.value:
+    raise ValueError(f"--conversations is {_CONVERSATIONS.value} and is read "
+                     "beside those of --self_chat; give that as well")
+  prompts_lib.check_chat(tokenizer, _SELF_CHAT.value)
+
+
+def _answered(target, tokenizer, texts, mesh):
+  """`(rows to train on, held-out rows)` of conversations with the target."""
+  chats = answered.Conversations(
+      target=target, tokenizer=tokenizer, row_tokens=_row_length(target),
+      temperature=_SELF_TEMPERATURE.value, seed=_SEED.value,
+      prompt_tokens=_SELF_PROMPT_TOKENS.value,
+      placement=meshes.placement(mesh))
+  given = [] if _CONVERSATIONS.value is None else chats.given(
+      _CONVERSATIONS.value)
+  prompts = [chats.prompts(*side) for side in zip(
+      texts, (_SELF_ROWS.value, _HELD_OUT_ROWS.value))]
+  for side in prompts:
+    chats.check_room(side)
+  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
+  training, held_out = (
+      chats.answer(some, directory / name, _SEED.value + i)
+      for i, (name, some) in enumerate(
+          zip(("training", "held_out"), prompts)))
+  return chats.rows([*training, *given]), chats.rows(held_out)
+
+
+def _data(target, objective, streams, chats, row_tokens, mesh):
+  """`() -> (step -> batch, held-out rows)`; all that can fail is done.
 
   What is left are the rows that the target writes itself, after beginnings of
   both sides' text.
   """
   if _self_source() is None:
     training, held_out = streams
-    ready = (batches.TokenWindows(
-        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value).batch,
-             batches.spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens))
+    windows = batches.TokenWindows(
+        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value)
+    held_out = batches.spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens)
+    return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
+  if chats is not None:
+    ready = _batches(chats[0], objective, target), chats[1]
     return lambda: ready
   if _SELF_PROMPT_TOKENS.value >= row_tokens:
     raise ValueError(f"--self_prompt_tokens is {_SELF_PROMPT_TOKENS.value} and "
@@ -254,10 +323,25 @@ def _data(target, streams, row_tokens, mesh):
             placement=meshes.placement(mesh))
         for i, (name, some) in enumerate(
             zip(("training", "held_out"), prompts)))
-    return distillation.RowBatches(
-        training, _BATCH_SIZE.value, _SEED.value).batch, held_out
+    return _batches(training, objective, target), held_out
 
   return sample
+
+
+def _batches(rows, objective, target):
+  """`step -> batch` of rows that come again, see --keep_features."""
+  if not _KEEP_FEATURES.value:
+    order = distillation.RowBatches(rows, _BATCH_SIZE.value, _SEED.value)
+    return lambda step: {"tokens": order.batch(step)}
+  if not hasattr(objective, "read"):
+    raise ValueError(f"--keep_features is set and --method={_METHOD.value} "
+                     "does not learn from features that were kept; leave it "
+                     "out, or take --method=eagle1 or eagle3")
+  read = jax.jit(objective.read)
+  return kept_features.KeptFeatures(
+      rows, _BATCH_SIZE.value, seed=_SEED.value,
+      read=lambda rows: read({"target": target.params, "drafter": {}}, rows)
+  ).batch
 
 
 def _rate(method):
@@ -269,7 +353,9 @@ def _rate(method):
 def _optimizer(rate, tuned, lengths):
   schedule = lambda peak: runs.trapezoid(
       lengths, peak, _WARMUP_STEPS.value, _DECAY_FRACTION.value)
-  by_name = {"drafter": optimizers.adamw(schedule(rate), weight_decay=0.0)}
+  own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
+         else optimizers.adamw(schedule(rate), weight_decay=0.0))
+  by_name = {"drafter": own}
   if tuned:
     by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   return optimizers.by_name(by_name)
@@ -312,8 +398,8 @@ def _claim(output_dir, objective, corpus, streams, row_tokens, given, rate):
       "self": _self_source() is not None,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
-          _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO, _WARMUP_STEPS, _DECAY_FRACTION,
-          _SEED)}}, _STEPS.value)
+          _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
+          _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, _STEPS.value)
 
 
 def main():
@@ -325,20 +411,27 @@ def main():
       _TARGET.value, [], dtype=_DTYPE.value)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   options = _OPTIONS.values(method, _self_source() is not None)
-  streams, corpus = _streams(tokenizer)
-  heads, params = _heads(method, target, tokenizer, streams[0])
+  _check_chat(tokenizer)
+  texts, streams, corpus = _streams(tokenizer)
+  # What the target writes says which tokens it writes.
+  chats = (_answered(target, tokenizer, texts, mesh) if _SELF_CHAT.value
+           else None)
+  heads, params = _heads(
+      method, target, tokenizer,
+      streams[0] if chats is None else chats[0].ravel())
   objective = method.objective(target.model, heads, **options)
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
   row_tokens = _row_tokens(target, heads)
-  data = _data(target, streams, row_tokens, mesh)
+  data = _data(target, objective, streams, chats, row_tokens, mesh)
 
   trainable, frozen = _weights(method, options, objective, target, params)
   rate = _rate(method)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  lengths = _claim(output_dir, objective, corpus, streams, row_tokens,
+  lengths = _claim(output_dir, objective, corpus,
+                   streams if chats is None else chats, row_tokens,
                    (target.params, params if _HEADS_FROM.value else ()), rate)
   batch, held_out = data()
   evaluate = drafter_report.evaluation_of(
@@ -348,7 +441,7 @@ def main():
   trainer = loop.Trainer(
       objective=objective, optimizer=_optimizer(
           rate, "target" in trainable, lengths),
-      batch=lambda step: {"tokens": batch(step), "progress": progress(step)},
+      batch=lambda step: {**batch(step), "progress": progress(step)},
       steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,

@@ -107,6 +107,13 @@ def test_answers_come_with_their_laws_and_go_on(tmp_path):
     for field in dataclasses.fields(a):
       np.testing.assert_array_equal(getattr(a, field.name),
                                     getattr(b, field.name))
+  texts = distillation.write_answers(
+      decoder, {"target": teacher}, prompts, max_new_tokens=6, top=0,
+      directory=tmp_path / "texts", rows_per_file=2)
+  for a, b in zip(texts, answers):  # the same, and no law is read
+    np.testing.assert_array_equal(a.lengths, b.lengths)
+    np.testing.assert_array_equal(a.tokens[:, :7], b.tokens[:, :7])
+    assert a.ids.shape[-1] == a.probs.shape[-1] == 0
   with pytest.raises(ValueError, match="limit|context length is"):
     distillation.write_answers(
         decoder, {"target": teacher}, prompts, max_new_tokens=10**6, top=_K,

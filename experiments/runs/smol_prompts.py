@@ -1,6 +1,10 @@
 """Writes the prompts that the drafter `smol` was trained with, as JSONL.
 
   python experiments/runs/smol_prompts.py DATA > prompts.jsonl
+  python experiments/runs/smol_prompts.py DATA given > conversations.jsonl
+
+The second command writes conversations that are not SmolLM2's: problems with
+their solutions, functions and stories whose beginning is the prompt.
 
 DATA is a directory of published files: gsm8k_train.jsonl, arena_hard.jsonl,
 piqa_valid.jsonl, webquestions_test.json, chatgpt_prompts.csv,
@@ -67,6 +71,34 @@ def prompts(data: pathlib.Path) -> list[str]:
   return found * 2  # each is answered twice
 
 
+def conversations(data: pathlib.Path) -> list[tuple[str, str]]:
+  """Prompts and answers that people wrote, in a fixed order."""
+  rng = random.Random(2)
+  some = lambda items, count: rng.sample(items, min(count, len(items)))
+  with open(data / "gsm8k_train.jsonl", encoding="utf-8") as f:
+    problems = [json.loads(line) for line in f]
+  found = [(x["question"], re.sub(r"<<.*?>>|\n####.*", "", x["answer"]))
+           for x in some(problems, 240)]
+  functions = re.findall(
+      r"(?m)^def [^\n]*\n(?:[ \t]+[^\n]*\n|\n)+",
+      (data / "python_code_corpus.txt").read_text("utf-8"))
+  for function in some([x for x in functions if 200 < len(x) < 900], 240):
+    text = function.strip()
+    lines = text.split("\n")
+    found.append(("\n".join(lines[:len(lines) // 3 + 1]),
+                  f"```python\n{text}\n```"))
+  stories = [part.strip() for part in (data / "tinystories_2MiB.txt").read_text(
+      "utf-8").split("<|endoftext|>") if len(part.strip()) > 500]
+  found += [(f"Continue this story: {story[:200]}", story[200:800])
+            for story in some(stories, 100)]
+  rng.shuffle(found)
+  return found
+
+
 if __name__ == "__main__":
-  for prompt in prompts(pathlib.Path(sys.argv[1])):
-    print(json.dumps({"prompt": prompt}))
+  if sys.argv[2:] == ["given"]:
+    for prompt, answer in conversations(pathlib.Path(sys.argv[1])):
+      print(json.dumps({"prompt": prompt, "answer": answer}))
+  else:
+    for prompt in prompts(pathlib.Path(sys.argv[1])):
+      print(json.dumps({"prompt": prompt}))

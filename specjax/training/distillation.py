@@ -172,7 +172,7 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     params: of the decoder.
     prompts: token ids of each prompt.
     max_new_tokens: of an answer.
-    top: K, of the laws that are kept.
+    top: K, of the laws that are kept; 0 keeps none, which saves a pass.
     directory: of the files.
     seed: of the sampling.
     rows_per_file: answers that are written together.
@@ -230,6 +230,12 @@ def _with_laws(model, params, rows, prompts, columns, top):
   tokens = np.zeros((padded, columns), np.int32)
   for row, text in zip(tokens, rows):
     row[:len(text)] = text
+  if not top:
+    none = np.zeros((len(rows), columns - 1, 0))
+    return Answers(
+        tokens=tokens[:len(rows)], lengths=lengths,
+        starts=np.array([len(p) for p in prompts], np.int32),
+        ids=none.astype(np.int32), probs=none.astype(np.float16))
   laws = [_top_laws(model, top, params, tokens[i:i + size, :-1])
           for i in range(0, padded, size)]
   ids, probs = (

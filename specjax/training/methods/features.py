@@ -76,7 +76,9 @@ EAGLE_1 = Method(
         model=target, heads=heads, noise=noise, law_weight=law_weight),
     measure=lambda target, heads: objectives.Eagle1(model=target, heads=heads),
     chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
-    head_options=(MLP_WIDTH,),
+    head_options=(MLP_WIDTH, Option(
+        "fusion_norms", False, "eagle1: norm the embedding and the feature "
+        "before they are joined (DeepSeek-V3)")),
     options=(
         Option("noise", 0.2, "eagle1: width of the noise on features, in rows "
                "of 512 tokens"),

@@ -1,0 +1,119 @@
+"""Conversations that a target writes or reads, as rows to train on."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from lib import common
+from lib import models
+from lib import prompts as prompts_lib
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
+from specjax.training import distillation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversations:
+  """Messages, the answers of the target, and rows that are cut out of both.
+
+  Attributes:
+    target: that answers.
+    tokenizer: the target's.
+    temperature: of the answers.
+    row_tokens: of a row. A message keeps its last `prompt_tokens`, and message,
+      template and answer fill a row at most.
+    prompt_tokens: of a message.
+    seed: of the choice of the messages and of the answers.
+    placement: of the decoder on a mesh.
+  """
+
+  target: Pretrained
+  tokenizer: Tokenizer
+  temperature: float
+  row_tokens: int
+  prompt_tokens: int
+  seed: int
+  placement: Any = None
+
+  def prompts(self, texts: Sequence[str], count: int) -> list[list[int]]:
+    """Token ids of `count` of the messages, or of all where there are fewer."""
+    order = np.random.default_rng(self.seed).permutation(len(texts))[:count]
+    return [self.tokenizer.chat([prompts_lib.user(
+        self.tokenizer, texts[i], self.prompt_tokens)]) for i in order]
+
+  def check_room(self, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises a `ValueError` where a message leaves its answer no room."""
+    longest = max(map(len, prompts))
+    if longest >= self.row_tokens:
+      raise ValueError(
+          f"the longest message has {longest} tokens with its template and a "
+          f"row {self.row_tokens}; give a smaller --self_prompt_tokens, or "
+          "longer --row_tokens")
+
+  def answer(self, prompts: Sequence[Sequence[int]],
+             directory: str | os.PathLike[str], seed: int
+             ) -> list[np.ndarray]:
+    """Token ids of the conversations, which the target ends.
+
+    Args:
+      prompts: of `prompts`.
+      directory: where the answers are kept, or were by a call before.
+      seed: of the answers.
+    """
+    decoder = dataclasses.replace(
+        common.autoregressive(self.target.model, self.temperature),
+        eos=models.ends(self.target, self.tokenizer))
+    answers = distillation.write_answers(
+        decoder, {"target": self.target.params}, prompts,
+        max_new_tokens=self.row_tokens - max(map(len, prompts)), top=0,
+        directory=pathlib.Path(directory), seed=seed,
+        placement=self.placement)
+    return [text[:n] for part in answers
+            for text, n in zip(part.tokens, part.lengths)]
+
+  def given(self, path: str) -> list[list[int]]:
+    """Token ids of conversations that others wrote.
+
+    Args:
+      path: a JSONL file of `{"prompt", "answer"}`.
+
+    Raises:
+      ValueError: a line is not such a record.
+    """
+    found = []
+    with open(path, encoding="utf-8") as lines:
+      for number, line in enumerate(lines, 1):
+        try:
+          record = json.loads(line)
+          texts = record["prompt"], record["answer"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+          raise ValueError(f"{path}:{number} is not a JSON object with the "
+                           "texts \"prompt\" and \"answer\"; write one a line"
+                           ) from None
+        found.append(self.tokenizer.chat([
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), texts)],
+            add_generation_prompt=False))
+    return found
+
+  def rows(self, conversations: Iterable[Sequence[int]]) -> np.ndarray:
+    """`[R, row_tokens]` int32, one conversation after the other.
+
+    They are joined and cut into rows; what fills no row is left out.
+
+    Raises:
+      ValueError: together they fill no row.
+    """
+    stream = np.concatenate([np.asarray(x, np.int32) for x in conversations])
+    count = len(stream) // self.row_tokens
+    if not count:
+      raise ValueError(f"the conversations have {len(stream)} tokens together "
+                       f"and a row {self.row_tokens}; give more messages, or "
+                       "shorter --row_tokens")
+    return stream[:count * self.row_tokens].reshape(count, -1)
