@@ -20,7 +20,8 @@ Drafters (--drafter, any number of them):
   noise           tokens of equal probability, to see what drafts cost
   a+b             a cascade: a drafts for b, which drafts for the target
   a|b             a, and b in rows where a has no draft
-  others          language models, as in the other studies
+  others          language models, as in the other studies; or heads, in the box
+                  or of train_drafter.py, which draft as they do by default
 
 A speed is that of one whole call, from the ids of the prompt to the last token;
 a ratio is of two calls on one prompt, and the table has medians over prompts.
@@ -47,11 +48,12 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
+from specjax.training import methods
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="ngram,suffix,recycling",
-    help_=f"{compositions.HELP}, ")
+    help_=f"{compositions.HELP}, heads, ")
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "also with a controller of the length of drafts, whose "
@@ -77,6 +79,7 @@ _OUTPUT_DIR = shared.output_dir("results/free_drafts")
 _ALONE, _THEIRS, _LOOKUP = "none", "transformers", "transformers, prompt lookup"
 _LOOKUP_TOKENS = 10  # as its documentation has it
 _CONTROLLED = ", controller"
+_NODES = 64  # of Medusa's tree
 
 
 def _our_arms(target, drafters, temperature, eos, prompts, capacity):
@@ -87,8 +90,9 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   arms = {_ALONE: arm(alone, {"target": target.params})}
-  for name, (strategy, own) in drafters.items():
-    decoder = dataclasses.replace(alone, **strategy._asdict())
+  for name, (strategy, own, model) in drafters.items():
+    decoder = dataclasses.replace(
+        alone, target=model, **strategy._asdict())
     params = {"target": target.params, "drafter": own}
     arms[name] = arm(decoder, params)
     if _CONTROLLER.value:
@@ -118,6 +122,32 @@ def _their_arms(target, temperature, eos):
 @functools.cache
 def _torch_model(target):
   return generation_arms.load_torch(_TARGET.value, target)
+
+
+def _drafters(names, target, members, tokenizer):
+  """{label: (strategy, params["drafter"], the target as it is then read)}."""
+  found = {}
+  for name in names:
+    label = models.label(name)
+    if label in found:
+      raise ValueError(f"--drafter names {label!r} twice; leave one out, or "
+                       "rename a directory")
+    if not models.drafts_for_itself(name):
+      found[label] = (*compositions.strategy(
+          name, _GAMMA.value, target, members, _TAIL.value, _DATASTORE.value),
+                      target.model)
+      continue
+    own = models.load_self_drafter(name, target, tokenizer, _DTYPE.value)
+    if own.target is not target:
+      raise ValueError(f"{name} holds a target of its own, and all drafters of "
+                       "this study have one; see self_drafting_study.py")
+    model, params = own.heads.attach(target.model, target.params, own.params)
+    strategy = methods.of(own.heads).strategy(
+        own.heads, None, _GAMMA.value, lambda training=own.training:
+        sj.trees.medusa_tree(np.diff(np.array(training["accuracy"])[1:],
+                                     axis=1, prepend=0), _NODES))
+    found[label] = strategy, params["drafter"], model
+  return found
 
 
 def _row(prompts, temperature, name, rule, runs, base):
@@ -219,16 +249,17 @@ def main():
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as ngram"))
   target, members, tokenizer = models.load_models(
-      _TARGET.value, sum(map(compositions.members, names), []),
+      _TARGET.value, sum(map(compositions.members, (
+          name for name in names if not models.drafts_for_itself(name))), []),
       ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
-  drafters = {name: compositions.strategy(
-      name, _GAMMA.value, target, members, _TAIL.value, _DATASTORE.value)
-              for name in names}
+  drafters = _drafters(names, target, members, tokenizer)
+  names = list(drafters)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  nodes = max(strategy.drafter.num_nodes for strategy, _ in drafters.values())
+  nodes = max(strategy.drafter.num_nodes
+              for strategy, _, _ in drafters.values())
   capacity = read.longest + _NEW_TOKENS.value + nodes
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                          target.model.context_length)
@@ -238,7 +269,9 @@ def main():
       **_our_arms(target, drafters, temperature, eos, read.all, capacity),
       **_their_arms(target, temperature, eos)}
   fingerprint = rollouts.fingerprint(
-      [m.params for m in (target, *members.values())], names, eos,
+      [m.params for m in (target, *members.values())], names, [
+          own for name, (_, own, model) in drafters.items()
+          if model is not target.model], eos,
       _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value, _DATASTORE.value,
       _TAIL.value,
       _TRANSFORMERS.value)
@@ -251,7 +284,7 @@ def main():
       make_arms, output_dir / "runs.jsonl")
   kept, different = _agreeing(runs)
   rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
-           for name, (strategy, _) in drafters.items()
+           for name, (strategy, _, _) in drafters.items()
            for end in ("", _CONTROLLED)}
   rows = _rows(kept, list(read.sets), temperatures, rules, names[0])
   if different:
