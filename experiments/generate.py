@@ -69,7 +69,7 @@ _INTERACTIVE = flags.DEFINE_bool(
     "input, --prompt the first of them")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, smol, {', '.join(sj.zoo.HEADS)}, none, "
+    f"small, tiny, smol, {', '.join(models.HEADS)}, none, "
     f"{shared.PUBLISHED}, itself (the target, with --quantize or "
     "--draft_cache), heads of "
     "train_drafter.py, a directory of a published drafter (Medusa, Hydra, "
@@ -174,7 +174,7 @@ def _speculation():
   names = compositions.members(name) if composed else [name]
   target, members, tokenizer = models.load_models(
       _TARGET.value, [] if itself or name == "none" else names,
-      ", ".join((*models.DRAFTERS, *sj.zoo.HEADS, "none")), dtype=_DTYPE.value)
+      ", ".join((*models.DRAFTERS, *models.HEADS, "none")), dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
     target, tokenizer, heads, own, training = models.load_self_drafter(

@@ -82,6 +82,26 @@ def test_the_loop_writes_the_same_texts(smollm2, expected):
                                   case["text"][:_WRITTEN])
 
 
+def test_its_eagle_layer_writes_the_same_text(smollm2, expected):
+  # Broken: the layer in the box is not the one that was trained, or it changes
+  # what the target writes.
+  heads, params = sj.models.heads.load_heads(
+      sj.zoo.heads_path("smol_eagle"), smollm2.model, jnp.float32)
+  model, params = heads.attach(smollm2.model, smollm2.params, params)
+  decoder = sj.Decoder(
+      target=model, transform=sj.LogitsTransform(temperature=0),
+      **sj.strategies.mtp(heads, 2)._asdict())
+  case = expected[0]
+  out = decoder.generate(params, [case["prompt"].tolist()], jax.random.key(0),
+                         max_new_tokens=_WRITTEN)
+  assert out.stats.emitted.sum() > 1.2 * out.stats.active.sum()
+  np.testing.assert_array_equal(out.tokens[0][len(case["prompt"]):],
+                                case["text"][:_WRITTEN])
+  with pytest.raises(ValueError, match="for a target of width 576"):
+    sj.models.heads.load_heads(
+        sj.zoo.heads_path("smol_eagle"), sj.zoo.load().target.model)
+
+
 def test_prompts_are_the_recorded_ids(smollm2, expected):
   # Broken: the model is asked something else than the text says.
   from golden import smollm2_prompts

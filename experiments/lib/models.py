@@ -30,6 +30,7 @@ _ACROSS = ("against_transformers.py, generate.py, replay.py, "
 _COUNTED = 2_000_000  # characters of text that tokens are counted in
 _BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
+HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
 ITSELF = "itself"  # a drafter: the target
 
 
@@ -265,7 +266,7 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
 
 
 def _heads_directory(name):
-  return (sj.zoo.heads_path(name) if name in sj.zoo.HEADS
+  return (sj.zoo.heads_path(name) if name in HEADS
           else pathlib.Path(name))
 
 
@@ -286,7 +287,7 @@ def drafts_for_itself(name: str, target: str | None = None) -> bool:
     name: of a drafter.
     target: of the target. Its own directory may hold its drafter, too.
   """
-  return (name in sj.zoo.HEADS
+  return (name in HEADS
           or bool(name) and (_heads_directory(name) / "heads.json").exists()
           or _published(name, target) is not None)
 
@@ -328,16 +329,16 @@ def load_self_drafter(name: str, target: Pretrained,
   """Reads heads or look-ahead embeddings, and the target that they draft for.
 
   Args:
-    name: one of `zoo.HEADS`, a directory of train_drafter.py, or one of a
+    name: one of `HEADS`, a directory of train_drafter.py, or one of a
       published drafter.
     target: the one to draft for, unless the directory holds a target that was
       trained together with the heads.
     tokenizer: the target's tokenizer.
     dtype: of the weights; None is the library's choice.
   """
-  if name not in sj.zoo.HEADS and not pathlib.Path(name).is_dir():
+  if name not in HEADS and not pathlib.Path(name).is_dir():
     raise ValueError(f"no heads {name!r}; choose among "
-                     f"{', '.join(sj.zoo.HEADS)}, or give a directory of "
+                     f"{', '.join(HEADS)}, or give a directory of "
                      "train_drafter.py")
   directory = _heads_directory(name)
   if not (directory / "heads.json").exists() and (

@@ -44,3 +44,14 @@ python experiments/distill.py --target=smollm2 --chat \
   --vocab_size=8192 --width=256 --layers=3 --heads=4 --kv_heads=1 \
   --mlp_width=512 --steps=14000 --evaluate_every=1000 --checkpoint_every=4000 \
   --output_dir="$runs/smol"
+
+python experiments/runs/smol_prompts.py "$DATA" given > "$runs/given.jsonl"
+python experiments/train_drafter.py --method=eagle1 --target=smollm2 \
+  --data="self:$runs/smol.jsonl" --field=prompt --self_chat --self_rows=192 \
+  --self_prompt_tokens=112 --self_temperature=0.6 --held_out_rows=16 \
+  --conversations="$runs/given.jsonl" --row_tokens=288 --keep_features \
+  --heads=3 --mlp_width=1024 --fusion_norms --law_weight=0.5 \
+  --draft_vocabulary=6144 --narrow_head --optimizer=muon \
+  --learning_rate=0.02 --warmup_steps=15 --decay_fraction=0.6 \
+  --batch_size=8 --steps=300 --evaluate_every=0 --checkpoint_every=25 \
+  --output_dir="$runs/smol_eagle"

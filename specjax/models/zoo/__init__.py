@@ -1,7 +1,7 @@
 """The trained models in the box, no network needed.
 
 A target, two small drafters, and what the target drafts for itself with; and a
-drafter for SmolLM2-135M-Instruct, which is not in the box.
+drafter and an EAGLE layer for SmolLM2-135M-Instruct, which is not in the box.
 
 `CARD.md` beside this file says what they were trained on, by which command,
 and how good they are.
@@ -19,6 +19,7 @@ _DIRECTORY = pathlib.Path(__file__).parent
 DRAFTERS = ("small", "tiny")
 FOR_SMOLLM2 = ("smol",)
 HEADS = ("pass", "medusa", "eagle3", "parallel")
+HEADS_FOR_SMOLLM2 = ("smol_eagle",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +40,11 @@ class Pair:
 
 
 def heads_path(name: str) -> pathlib.Path:
-  """The directory of one of `HEADS`, for `models.heads.load_heads`."""
+  """The directory of heads, for `models.heads.load_heads`.
+
+  Args:
+    name: one of `HEADS` or `HEADS_FOR_SMOLLM2`.
+  """
   return _DIRECTORY / name
 
 
