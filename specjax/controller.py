@@ -95,9 +95,9 @@ class Controller:
     memory: of what was seen, kept in a round with a draft, in [0, 1].
     risk: share of the time that may be spent on drafts that do not pay.
     credit: tokens that may be lost on such drafts at the beginning, over the
-      rows of a batch, for one try tells as much of them as so many of one row;
-      if the shortest draft may lose more, as much as that, so that it is tried
-      once.
+      rows that are prefilled together, for one try tells as much of them as so
+      many of one row (a queue prefills row by row); if the shortest draft may
+      lose more, as much as that, so that it is tried once.
     waits: whether the batch is done when all rows are, see the top of this
       file; otherwise, as where new rows take the place of those that are done,
       the tokens of all rows in a second count.
@@ -180,7 +180,7 @@ class Controller:
     """`[]` int32, the index of the length that the batch drafts now."""
     own, active = state.controller, ~state.done
     added = jnp.asarray(self.costs[1:]) - 1 + self._late(state)
-    affordable = added <= self._shared(own.purse, active)
+    affordable = added <= self._shared(self._purse(state), active)
     asks = jnp.any(active & (own.until <= state.lengths))
     return jax.lax.cond(
         asks & affordable[0], lambda: self._choose(state, affordable),
@@ -222,6 +222,15 @@ class Controller:
     missed = state.lengths - 2 - state.controller.known
     return jnp.max(jnp.where(state.done, 0, missed), initial=0)
 
+  def _purse(self, state):
+    """What the purses hold now, `[B]`: `rests` fills them beforehand.
+
+    A row that joins others which rest may end their rest before its time.
+    """
+    own = state.controller
+    ahead = jnp.maximum(own.until - state.lengths, 0)
+    return own.purse - self.risk * ahead
+
   def _shared(self, x, rows):
     """What rows that share a round have together of `x [B]`."""
     if self.waits:
@@ -247,7 +256,7 @@ class Controller:
     left = jnp.max(jnp.where(active, state.limits - state.lengths, 1))
     reading = self.reading / self.seconds[0]
     lacks = self._least + reading * self._missed(state) - self._shared(
-        own.purse, active)
+        self._purse(state), active)
     gain = self.risk - reading
     pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
     pause = jnp.where(lacks > 0, pause, _PAUSE)
@@ -303,12 +312,12 @@ class Controller:
     Rows that share a round share what it earns, unless each of them `waits`:
     one that does not pay for itself may cost less than the others gain.
     """
-    purse = state.controller.purse
     if not self.waits:
       emitted = _mean(emitted, ~state.done)
     earned = (1 + self.risk) * emitted - cost
-    new = jnp.minimum(purse + earned, _MOST)
-    return jnp.where(state.done, purse, new.astype(jnp.float32))
+    new = jnp.minimum(self._purse(state) + earned, _MOST)
+    return jnp.where(state.done, state.controller.purse,
+                     new.astype(jnp.float32))
 
 
 def _mean(x, rows):

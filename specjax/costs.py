@@ -1,8 +1,8 @@
 """What rounds with drafts of several lengths cost on this machine.
 
 The seconds that a `Controller` compares are measured once for a machine, a
-pair of models, a batch size and the slots of a row, with the very program in
-which it will choose, and kept in the user's cache directory.
+pair of models, a batch size and the slots of a row, in the loops in which it
+will choose, and kept in the user's cache directory.
 """
 
 from collections.abc import Sequence

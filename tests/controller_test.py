@@ -134,6 +134,28 @@ def test_rests_are_told_beforehand():
   np.testing.assert_allclose(new.purse, [27 * 0.02, 32 * 0.02], rtol=1e-5)
 
 
+def test_a_rest_that_ends_early_earns_no_more():
+  # Broken: rows that wait are paid for rests which a row that joins them ends:
+  # of a queue each arrival then adds to what may be lost.
+  controller = _controller(prior=0.9)
+  state = _state(controller, (0.9, 0.9))
+  resting = state.controller.replace(
+      purse=jnp.array([0.1, 0.35]) + 0.02 * jnp.array([20, 0]),
+      until=state.lengths + jnp.array([20, 0]), known=state.lengths - 2)
+  state = state.replace(controller=resting)
+  assert int(controller.choose(state)) == 0  # 0.225 of 0.3
+  state = state.replace(controller=resting.replace(
+      purse=resting.purse + 0.1))
+  assert _LENGTHS[int(controller.choose(state))] == 2
+  stats = sj.RoundStats(
+      emitted=jnp.array([1, 1]), accepted=jnp.array([0, 0]), expected=None,
+      survival=None, active=None, finite=None, draft_finite=None,
+      law_finite=None)
+  new = controller.learned(state, stats, state.lengths + 1, 1, 1)
+  np.testing.assert_allclose(
+      new.purse, np.array([0.2, 0.45]) + 1.02 - 1.3, atol=1e-5)
+
+
 def test_a_dear_draft_is_tried_once():
   # Broken: a draft that may lose more than `credit` is hardly ever tried.
   controller = _controller(seconds=(1.0, 2.2, 4.0, 8.0), prior=0.9)
