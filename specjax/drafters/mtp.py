@@ -56,17 +56,17 @@ class MTP(common.DrawnChain):
   """Draws token k of a chain from module k.
 
   The target is that of `heads.attach`, and `params["drafter"]` are the modules'
-  parameters. A round costs a pass of each module over the last 2 gamma
-  positions at most. After a prompt of one token there is no feature yet, and
-  the first draft is padding. Heads whose one module is used again and again
-  draft by `Eagle`.
+  parameters. A round costs a pass of each of the R modules that read the text
+  over the last 2 R positions. After a prompt of one token there is no feature
+  yet, and the first draft is padding. Heads whose one module is used again and
+  again draft by `Eagle`.
 
   Attributes:
     heads: with a module for every token.
     gamma: drafted tokens of a round, at most as many as modules; None: so many.
     transform: of the modules' logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
-    readers: modules that read the text, at least gamma; None: gamma. So the
+    readers: R, modules that read the text, at least gamma; None: gamma. So the
       shorter chains of a controller leave the others nothing to read later.
   """
 

@@ -44,7 +44,6 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
       verifier)
 
 
-
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   """The likeliest paths of one block, and a walk of the target over them.
 

@@ -50,7 +50,6 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
       verifier)
 
 
-
 def triforce(view: CacheView, drafter: Drafter, gamma: int,
              inner: Verifier = BLOCK, verifier: Verifier = BLOCK
              ) -> Strategy:
@@ -77,7 +76,6 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)
 
 
-
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
              ) -> Strategy:
   """The drafts of one drafter, and of another one where that has none.
@@ -97,7 +95,6 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
     verifier: a rule that is exact for both.
   """
   return Strategy(drafters.Fallback(first=first, second=second), verifier)
-
 
 
 def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL

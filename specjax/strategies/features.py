@@ -52,7 +52,6 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
       BLOCK if drafter.chain else TRAVERSAL))
 
 
-
 def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
   """EAGLE's tree of the likeliest candidates, whose shape follows them.
@@ -74,7 +73,6 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   return Strategy(drafters.DynamicEagle(
       heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
       verifiers.TargetWalk())
-
 
 
 def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
@@ -99,7 +97,6 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
   """
   return Strategy(drafters.SampledEagle(
       heads=heads, depth=depth, expanded=expanded, children=children), verifier)
-
 
 
 def mtp(heads: FeatureHeads, gamma: int | None = None,

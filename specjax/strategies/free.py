@@ -40,7 +40,6 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
       gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
 
 
-
 def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
          verifier: Verifier = TOKEN) -> Strategy:
   """A copy out of texts that come with the prompt, such as retrieved ones.
@@ -63,7 +62,6 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
       gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)
 
 
-
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   """A tree of what the target found likely after the same tokens before.
 
@@ -82,7 +80,6 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   parents = None if parents is None else tuple(parents)
   return Strategy(
       drafters.Recycling(parents=parents), verifiers.TargetWalk())
-
 
 
 def suffix_decoding(gamma: int, proposal: str = "certain",
@@ -104,7 +101,6 @@ def suffix_decoding(gamma: int, proposal: str = "certain",
     verifier: a rule for chains.
   """
   return Strategy(drafters.Suffix(gamma=gamma, proposal=proposal), verifier)
-
 
 
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:

@@ -39,7 +39,6 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   return Strategy(drafters.Medusa(heads=heads, parents=tuple(parents)), rule)
 
 
-
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
@@ -62,7 +61,6 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   """
   return Strategy(drafters.Medusa(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
-
 
 
 def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
@@ -92,7 +90,6 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
     verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)
   return Strategy(drafters.Hydra(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
-
 
 
 def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
@@ -125,7 +122,6 @@ def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
           verifiers.Distance(epsilon=distance) if distance is not None else
           verifiers.Token())
   return Strategy(drafters.Blockwise(heads=heads, gamma=gamma), rule)
-
 
 
 def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,

@@ -20,7 +20,6 @@ def autoregressive() -> Strategy:
   return Strategy(drafters.Empty(), verifiers.Token())
 
 
-
 def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
   """A chain of a small model's tokens, each accepted or rejected in turn.
 
@@ -39,7 +38,6 @@ def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
                   verifiers.Token())
 
 
-
 def block_verification(model: ModelFn, gamma: int) -> Strategy:
   """The same chain, judged as a whole: never fewer tokens on average.
 
@@ -54,7 +52,6 @@ def block_verification(model: ModelFn, gamma: int) -> Strategy:
     gamma: drafted tokens of a round.
   """
   return speculative_sampling(model, gamma)._replace(verifier=BLOCK)
-
 
 
 def early_stopping(model: ModelFn, gamma: int,
@@ -81,7 +78,6 @@ def early_stopping(model: ModelFn, gamma: int,
                   verifier)
 
 
-
 def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:
   """The same chain, judged by the rule that accepts most in a single round.
 
@@ -98,7 +94,6 @@ def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:
   """
   return speculative_sampling(model, gamma)._replace(
       verifier=verifiers.GreedyBlock())
-
 
 
 def online(model: ModelFn, gamma: int, learning_rate: float = 1e-3,

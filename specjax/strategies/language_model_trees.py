@@ -27,7 +27,6 @@ def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "iid", verifiers.Recursive())
 
 
-
 def merged_specinfer(models: Sequence[ModelFn], length: int,
                      num_paths: int | None = None) -> Strategy:
   """Paths of several models, merged into one tree of tokens.
@@ -51,7 +50,6 @@ def merged_specinfer(models: Sequence[ModelFn], length: int,
   return Strategy(paths, verifiers.Recursive())
 
 
-
 def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
   """Independent draws, of which K-SEQ chooses.
 
@@ -67,7 +65,6 @@ def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
     parents: N entries, the tree with its root.
   """
   return _tree(model, parents, "iid", verifiers.KSeq())
-
 
 
 def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
@@ -89,7 +86,6 @@ def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "without_replacement", verifiers.Recursive())
 
 
-
 def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
   """Recursive speculative decoding with constant branching (RSD-C).
 
@@ -107,7 +103,6 @@ def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
   return sequoia(model, trees.full_tree(branching))
 
 
-
 def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
   """Sequoia's drafts, whose paths are judged as wholes from the leaves up.
 
@@ -122,7 +117,6 @@ def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
     parents: N entries, the tree with its root.
   """
   return sequoia(model, parents)._replace(verifier=TRAVERSAL)
-
 
 
 def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
@@ -142,7 +136,6 @@ def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "hybrid", verifiers.Recursive())
 
 
-
 def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
   """The likeliest children of every node, and a walk of the target over them.
 
@@ -158,7 +151,6 @@ def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
     parents: N entries, the tree with its root.
   """
   return _tree(model, parents, "top_k", verifiers.TargetWalk())
-
 
 
 def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
@@ -181,7 +173,6 @@ def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
   return Strategy(
       drafters.DynamicTree(model=model, depth=depth, top_k=top_k,
                            num_nodes=num_nodes), verifiers.TargetWalk())
-
 
 
 def _tree(model, parents, proposal, verifier):

@@ -44,7 +44,6 @@ def token_intersection(model: ModelFn, target_size: int, gamma: int,
       model=model, target_size=target_size, gamma=gamma), verifier)
 
 
-
 def string_match(model: ModelFn, texts: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
   """A text that another model writes, as the target's tokens of it.

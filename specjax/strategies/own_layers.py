@@ -36,7 +36,6 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                   verifier)
 
 
-
 def kangaroo(adapter: KangarooAdapter, gamma: int,
              stop: stop_rules.StopRule | None = _UNSURE,
              verifier: Verifier = BLOCK) -> Strategy:
@@ -58,7 +57,6 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   """
   return Strategy(drafters.Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)
-
 
 
 def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
