@@ -73,6 +73,13 @@ def test_the_best_nodes_have_the_children_of_the_tree():
   np.testing.assert_array_equal(drafts.parents[:, 3], best)
   np.testing.assert_array_equal(drafts.parents[:, 5], 3 - best)
   assert (drafts.tokens[:, 3] != drafts.tokens[:, 4]).all()
+  # Whichever parent `parents` names first.
+  drafts = schemes.expanded_by_score(
+      Drafts.roots([0], 3), q, (-1, 0, 0, 2, 1))
+  liking = np.array([0, 2, 1])[drafts.tokens]
+  best = np.where(liking[:, 2] > liking[:, 1], 2, 1)
+  np.testing.assert_array_equal(drafts.parents[:, 4], best)
+  np.testing.assert_array_equal(drafts.parents[:, 3], 3 - best)
   with pytest.raises(ValueError, match="breadth-first"):
     schemes.expanded_by_score(drafts, q, (-1, 0, 1, 0))
 

@@ -148,9 +148,9 @@ def expanded_by_score(drafts: Drafts, q, parents, replaced: bool = False
   if depths != sorted(depths):
     raise ValueError(f"parents is {tuple(parents)}, of depths {tuple(depths)}; "
                      "a level is expanded as a whole: give breadth-first order")
-  for node, parent in enumerate(parents[1:], 1):
+  for parent in parents[1:]:
     start = depths.index(depths[parent])
-    rank = len({p for p in parents[1:node] if start <= p < parent})
+    rank = len({p for p in parents[1:] if start <= p < parent})
     size = depths.count(depths[parent])
     order = np.argsort(-scores(drafts, q)[:, start:start + size], axis=-1,
                        kind="stable")
