@@ -3,6 +3,8 @@
 `contribution_test.py` has the law of what is written.
 """
 
+import dataclasses
+
 from contributions import VOCAB
 import jax
 import jax.numpy as jnp
@@ -52,10 +54,40 @@ def test_a_row_finds_what_is_of_no_use():
   np.testing.assert_array_equal(found.tried, 12)
 
 
+def test_a_draft_is_scored_by_the_law_of_the_target():
+  # Broken: where drafts have a transform of their own, sets are compared with a
+  # target that has it, too.
+  params = _without_effect(_TARGET.params["target"], 2)
+  decoder = sj.Decoder(
+      target=_TARGET.target, verifier=sj.verifiers.Token(), drafter=Swift(
+          gamma=2, count=1, window=5,
+          transform=sj.LogitsTransform(temperature=0)))
+  logits = lambda text: np.asarray(jax.jit(_TARGET.target)(
+      params["target"], jnp.array([text])).logits[0, -1])
+  text = [1, 3]
+  for _ in range(5):
+    text.append(int(logits(text).argmax()))
+  state = decoder.prefill(params, [text], jax.random.key(0), limits=20)
+  drafter = state.drafter.replace(keep=jnp.ones((1, _LAYERS, 2)).at[
+      0, 2, 1].set(0))
+  found = jax.jit(decoder._round.drafter._searched)(
+      params, state, drafter, jnp.ones((1,), bool))
+  # A greedy draft of greedy text: each token is passed, the last one with what
+  # the target gives it.
+  most = np.array([np.exp(x - x.max()).sum() ** -1 for x in (
+      logits(text[:i]) for i in range(2, 7))])
+  np.testing.assert_array_equal(found.keep, drafter.keep)
+  np.testing.assert_allclose(
+      found.score, most[:-1].mean() + most[1:].mean(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(gamma=0), "gamma is 0"), (dict(count=0), "count is 0"),
     (dict(window=1), "window is 1"), (dict(tries=-1), "tries is -1"),
-    (dict(count=4), "count is 4 and the target has 4 layers; .* 1 to 3"),
+    (dict(count=4), "count is 4 and of the target's 4 layers 3 parts"),
+    (dict(of=testing.tiny_pair(VOCAB, layers=2).target), "layers 0 parts"),
+    (dict(of=dataclasses.replace(_TARGET.target, cache=sj.Streaming(slack=50)),
+          window=48), "slack=50, and up to 51"),
     (dict(of=testing.MarkovModel(VOCAB)), "needs a models.Transformer"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_settings_are_refused(options, message):

@@ -5,10 +5,10 @@ text, for the text that is written says which parts it can do without. What is
 left out is data, so that nothing is compiled again.
 
 The draft reads the keys and values that the target has of the text, and its own
-only of what it drafts: it has no cache. Its law depends on where the draft
-began, and it changes between rounds alone, when what is committed is known. It
-is reported as it was drawn from, so that no schedule of searches changes what
-is written.
+only of the last two tokens and of what it drafts: it has no cache. Its law
+depends on where the draft began, and it changes between rounds alone, when what
+is committed is known. It is reported as it was drawn from, so that no schedule
+of searches changes what is written.
 """
 
 import dataclasses
@@ -68,8 +68,9 @@ class Swift(common.DrawnChain):
   is swapped for one that it runs. Both sets are scored on these tokens by the
   number of tokens that a draft of gamma would have accepted, in expectation
   (see `survival`; SWIFT counts agreeing argmaxes), and the better one stays.
-  This takes three passes over the window, and as many laws of B, window and V
-  floats. The first and the last layer are never left out, as there.
+  There a set reads keys and values of its own of the whole window. This takes
+  three passes over the window, and as many laws of B, window and V floats. The
+  first and the last layer are never left out, as there.
 
   Parts that are left out are computed and multiplied by 0: it saves no time.
   What was found (`Skipped.sublayers`) does as a `models.Shortened`.
@@ -85,6 +86,7 @@ class Swift(common.DrawnChain):
     seed: of the swaps.
     transform: of the draft's logits; None takes the decoder's.
     model: the target; a decoder fills it in.
+    law: from the target's logits to what is sampled from; likewise.
   """
 
   gamma: int
@@ -94,6 +96,7 @@ class Swift(common.DrawnChain):
   seed: int = 0
   transform: LogitsTransform | None = None
   model: Transformer | None = None
+  law: LogitsTransform | None = None
 
   autoregressive = False
 
@@ -107,18 +110,20 @@ class Swift(common.DrawnChain):
     """The same drafter, for this target and its transform.
 
     Raises:
-      ValueError: the target's layers are not known, or so many parts cannot be
-        left out.
+      ValueError: the target's layers are not known, so many parts cannot be
+        left out, or a cache of last tokens has too little slack.
     """
     check_whole(target)
-    most = 2 * (target.config.layers - 2) - 1
+    most = max(0, 2 * (target.config.layers - 2) - 1)
     if self.count > most:
       raise ValueError(
-          f"count is {self.count} and the target has {target.config.layers} "
-          f"layers; it must be from 1 to {most}, for the first and the last "
-          "layer stay and one more part is to swap with")
+          f"count is {self.count} and of the target's {target.config.layers} "
+          f"layers {most} parts can be left out, for the first and the last "
+          "layer stay and one more part is to swap with: leave out fewer, or "
+          "take a deeper target")
+    common.check_slack(target, self.window + self.gamma + 1)
     return dataclasses.replace(
-        self, model=target,
+        self, model=target, law=transform,
         transform=(self.transform or transform).under(transform))
 
   @property
@@ -173,15 +178,16 @@ class Swift(common.DrawnChain):
     causal = jnp.tril(jnp.ones((self.window, self.window), bool))
     causal = jnp.tile(causal, (len(start), 1, 1))
 
-    def laws(keep):
+    def laws(keep, transform):
       own = {"model": params["target"], "keep": _last(keep)}
       out = Masked(self.model)(own, text[:, :-1], depths, causal, cache)
-      return self.transform(out.logits, state.temperature[:, None])
+      return transform(out.logits, state.temperature[:, None])
 
     new = jax.vmap(self._swapped)(old.keep, old.tried)
-    p = laws(jnp.ones_like(old.keep))
+    p = laws(jnp.ones_like(old.keep), self.law)
+    score = jax.vmap(self._score)
     now, then = jax.lax.map(
-        lambda keep: jax.vmap(self._score)(p, laws(keep), text[:, 1:]),
+        lambda keep: score(p, laws(keep, self.transform), text[:, 1:]),
         jnp.stack([old.keep, new]))
     better = due & (then > now)
     return Skipped(
