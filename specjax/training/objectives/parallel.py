@@ -112,11 +112,11 @@ class Parallel:
     """
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     found = self.blocks(params, tokens, self.draw(key, *tokens.shape))
-    nats = self._known(
-        found.labels, cross_entropy(found.logits, found.labels))
+    nats = cross_entropy(found.logits, found.labels)
+    weights = self.weights(nats)
+    nats = self._known(found.labels, nats)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
-    weights = self.weights(nats)
     mean = lambda x: jnp.sum(weights * x) / self._total(weights)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
     metrics = {f"head_{k}/train_loss": x
