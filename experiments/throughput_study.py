@@ -118,7 +118,9 @@ class _Arms:
         lengths = sorted({0, -(-_GAMMA.value // 2), _GAMMA.value})
         arms[name + _CONTROLLED] = serve(controllers={
             size: sj.costs.measured(
-                decoder, params, batch=size, lengths=lengths)
+                decoder, params, batch=size, lengths=lengths,
+                used=self._longest // 2,
+                capacity=self._longest + decoder.num_nodes)
             for size in sizes})
     return arms
 
