@@ -105,7 +105,8 @@ def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
   flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always",
            "--gamma=3"]
-  names = "choose among small, tiny, smol, pass, medusa, none, or give"
+  names = ("choose among small, tiny, smol, pass, medusa, eagle3, parallel, "
+           "smol_eagle, none, or give")
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),

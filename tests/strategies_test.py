@@ -1,5 +1,6 @@
 """Every named method is a sound pair, and its example runs."""
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -37,7 +38,7 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
           "exit": 1, "adapter": heads_lib.KangarooAdapter(
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
-          "sublayers": sj.models.Sublayers.between(0, 1),
+          "sublayers": sj.models.Sublayers.between(0, 1), "count": 1,
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
           "members": (_DRAFTER, _DRAFTER), "view": sj.cache_views.Recent()}
 _BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
@@ -65,6 +66,8 @@ def _decoder(name, **config):
   target = _MODEL
   if {"heads", "exit", "adapter", "target", "view"} & set(needed):
     target = _TARGET
+  if "count" in needed:  # the first and the last layer stay
+    target = Transformer(dataclasses.replace(_TARGET.config, layers=3))
   if name in _OF_LAYER:
     sizes["heads"] = _LAYER
   if name in _OF_BLOCK:
