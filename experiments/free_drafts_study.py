@@ -48,7 +48,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax.training import methods
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -141,11 +140,7 @@ def _drafters(names, target, members, tokenizer):
     if own.target is not target:
       raise ValueError(f"{name} holds a target of its own, and all drafters of "
                        "this study have one; see self_drafting_study.py")
-    model, params = own.heads.attach(target.model, target.params, own.params)
-    strategy = methods.of(own.heads).strategy(
-        own.heads, None, _GAMMA.value, lambda training=own.training:
-        sj.trees.medusa_tree(np.diff(np.array(training["accuracy"])[1:],
-                                     axis=1, prepend=0), _NODES))
+    model, params, strategy = own.speculation(None, _GAMMA.value, _NODES)
     found[label] = strategy, params["drafter"], model
   return found
 

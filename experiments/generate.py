@@ -43,13 +43,11 @@ from lib import meshes
 from lib import models
 from lib import prompts
 from lib import streaming
-import numpy as np
 
 import specjax as sj
 from specjax import files
 from specjax import strategies
 from specjax.models import sharding
-from specjax.training import methods
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "the text to continue; default: standard input, or a few "
@@ -177,16 +175,11 @@ def _speculation():
       ", ".join((*models.DRAFTERS, *models.HEADS, "none")), dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
-    target, tokenizer, heads, own, training = models.load_self_drafter(
-        name, target, tokenizer, _DTYPE.value)
+    own = models.load_self_drafter(name, target, tokenizer, _DTYPE.value)
     target = copies.quantized(
-        target, _QUANTIZE_TARGET.value, _QUANTIZE_GROUP.value)
-    accuracy = np.diff(training["accuracy"][1:], axis=1, prepend=0)
-    strategy = methods.of(heads).strategy(
-        heads, rule, _GAMMA.value,
-        lambda: sj.trees.medusa_tree(accuracy, _NODES.value))
-    model, params = heads.attach(target.model, target.params, own)
-    return target, model, params, strategy, tokenizer
+        own.target, _QUANTIZE_TARGET.value, _QUANTIZE_GROUP.value)
+    return target, *own._replace(target=target).speculation(
+        rule, _GAMMA.value, _NODES.value), own.tokenizer
   target = copies.quantized(
       target, _QUANTIZE_TARGET.value, _QUANTIZE_GROUP.value)
   params, strategy = {"target": target.params}, strategies.autoregressive()

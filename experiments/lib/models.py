@@ -20,9 +20,11 @@ from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.models import Pretrained
+from specjax.models import Transformer
 from specjax.models.published import drafters as published_drafters
 from specjax.strategies import Strategy
 from specjax.training import methods
+from specjax.types import Verifier
 
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "self_drafting_study.py and verification_study.py draft across "
@@ -321,6 +323,22 @@ class SelfDrafter(NamedTuple):
   heads: Any
   params: Any
   training: dict[str, Any]
+
+  def speculation(self, rule: Verifier | None, gamma: int, nodes: int
+                  ) -> tuple[Transformer, dict[str, Any], Strategy]:
+    """The target as it is then read, all parameters, and the strategy.
+
+    Args:
+      rule: the verifier; None: that of the method.
+      gamma: drafted tokens of a chain.
+      nodes: of the tree of heads that draft one.
+    """
+    accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
+    strategy = methods.of(self.heads).strategy(
+        self.heads, rule, gamma, lambda: sj.trees.medusa_tree(accuracy, nodes))
+    model, params = self.heads.attach(
+        self.target.model, self.target.params, self.params)
+    return model, params, strategy
 
 
 def load_self_drafter(name: str, target: Pretrained,

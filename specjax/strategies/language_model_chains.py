@@ -4,11 +4,10 @@ from specjax import drafters
 from specjax import verifiers
 from specjax.drafters import stop_rules
 from specjax.strategies.base import BLOCK
+from specjax.strategies.base import STOP
 from specjax.strategies.base import Strategy
 from specjax.types import ModelFn
 from specjax.types import Verifier
-
-_STOP = stop_rules.Adaptive()
 
 
 def autoregressive() -> Strategy:
@@ -55,7 +54,7 @@ def block_verification(model: ModelFn, gamma: int) -> Strategy:
 
 
 def early_stopping(model: ModelFn, gamma: int,
-                   stop: stop_rules.StopRule = _STOP,
+                   stop: stop_rules.StopRule = STOP,
                    verifier: Verifier = BLOCK) -> Strategy:
   """The same chain, ended early where a rule expects a rejection.
 

@@ -7,10 +7,10 @@ from specjax.models.shortened import Shortened
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.strategies.base import BLOCK
+from specjax.strategies.base import STOP
 from specjax.strategies.base import Strategy
 from specjax.types import Verifier
 
-_STOP = stop_rules.Adaptive()
 _UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
 
 
@@ -60,7 +60,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
 
 
 def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
-                     stop: stop_rules.StopRule | None = _STOP,
+                     stop: stop_rules.StopRule | None = STOP,
                      verifier: Verifier = BLOCK) -> Strategy:
   """A chain of the target without some of its attentions and MLPs.
 
