@@ -36,6 +36,7 @@ from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
 from specjax.drafters import Merge
 from specjax.drafters import MTP
+from specjax.drafters import MTPTree
 from specjax.drafters import NGram
 from specjax.drafters import Online
 from specjax.drafters import Parallel
@@ -533,6 +534,9 @@ DRAFTERS = {
         drafts=dict(depth=3, expanded=2, children=2)),
     "MTP modules": lambda: _layer(
         heads_lib.MTPHeads, MTP, sj.verifiers.Block()),
+    "MTP modules, a tree": lambda: _layer(
+        heads_lib.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
+        drafts=dict(parents=UNEVEN)),
     "Lookahead as published": lambda: _lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: _lookahead(sj.verifiers.Block(), count=2),

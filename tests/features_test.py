@@ -18,6 +18,7 @@ from specjax.drafters import DynamicEagle
 from specjax.drafters import Eagle
 from specjax.drafters import EagleChain
 from specjax.drafters import MTP
+from specjax.drafters import MTPTree
 from specjax.drafters import SampledEagle
 from specjax.models import heads as heads_lib
 from specjax.models import Transformer
@@ -71,6 +72,9 @@ _CASES = {
     "modules": lambda: (MTP(heads=_heads(MTPHeads, 4), gamma=3), Block()),
     "modules that rest": lambda: (
         MTP(heads=_heads(MTPHeads, 4), gamma=3), Block()),
+    "modules, a tree": lambda: (MTPTree(
+        heads=_heads(MTPHeads, 4), parents=(-1, 0, 0, 1, 1, 2, 3, 5, 5)),
+                                Traversal()),
 }
 
 
@@ -196,7 +200,7 @@ def test_decoding_is_what_training_computes(name):
   cache, behind = state.drafter.cache, 1
   if not heads.reuse:
     behind = 1 + np.asarray(state.drafter.held)
-    assert len(cache.k) == drafter.gamma and behind.max() > drafter.gamma
+    assert len(cache.k) == drafter.depth and behind.max() > drafter.depth
   np.testing.assert_array_equal(cache.lengths, ends - behind)
   for got, want in zip(cache.k, keys):
     for row, n in enumerate(np.asarray(cache.lengths)):
@@ -452,7 +456,18 @@ def _decoder(drafter, **config):
                           children=2), "expanded is 0"),
     (lambda: SampledEagle(heads=_heads(Eagle1Heads), depth=2, expanded=1,
                           children=2, proposal="best"), "'best'"),
-    (lambda: MTP(heads=_heads(MTPHeads), gamma=2, readers=1), "readers is 1")])
+    (lambda: MTP(heads=_heads(MTPHeads), gamma=2, readers=1), "readers is 1"),
+    (lambda: MTPTree(heads=_heads(Eagle1Heads), parents=_CHAIN),
+     "drafters.Eagle"),
+    (lambda: MTPTree(heads=_heads(MTPHeads, 2), parents=_CHAIN),
+     "3 levels deep and there are 2 modules"),
+    (lambda: MTPTree(heads=_heads(MTPHeads), parents=(-1,)), "is 0"),
+    (lambda: _decoder(MTPTree(heads=_heads(
+        MTPHeads, ids=(0, 1), own_head=True, taps="final"),
+                              parents=(-1, 0, 0, 0))),
+     "3 children and the drafter knows 2"),
+    (lambda: sj.strategies.mtp(_heads(MTPHeads), 2, parents=_CHAIN),
+     "gamma is 2 and parents")])
 def test_what_does_not_fit_is_refused(make, words):
   # Broken: a layer reads other hidden states than it was made for.
   with pytest.raises(ValueError) as caught:

@@ -1,9 +1,9 @@
 """Drafters: how tokens are proposed; one file each.
 
 `common`, `growth`, `children`, `continuations`, `drawn_trees`, `features`,
-`following`, `forecasts`, `matches`, `parts`, `reading`, `slot_trees` and
-`translation` hold what several of them share; `stop_rules` end chains while
-they are drafted.
+`following`, `forecasts`, `matches`, `modules`, `parts`, `reading`,
+`slot_trees` and `translation` hold what several of them share; `stop_rules` end
+chains while they are drafted.
 """
 
 from specjax.drafters import stop_rules
@@ -27,6 +27,7 @@ from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.merge import Merge
 from specjax.drafters.mtp import MTP
+from specjax.drafters.mtp import MTPTree
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram import Reference
 from specjax.drafters.ngram import reference_texts
@@ -43,10 +44,10 @@ from specjax.drafters.suffix import Suffix
 from specjax.drafters.token_intersection import TokenIntersection
 from specjax.drafters.tree_language_model import TreeLanguageModel
 
-__all__ = ["MTP", "Blockwise", "Cascade", "DynamicEagle", "DynamicTree",
-           "DynamicTreeState", "Eagle", "EagleChain", "EarlyExit",
-           "EarlyExitTree", "Empty", "Fallback", "Hierarchy", "Hydra",
-           "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
+__all__ = ["MTP", "MTPTree", "Blockwise", "Cascade", "DynamicEagle",
+           "DynamicTree", "DynamicTreeState", "Eagle", "EagleChain",
+           "EarlyExit", "EarlyExitTree", "Empty", "Fallback", "Hierarchy",
+           "Hydra", "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
            "NGram", "Online", "Parallel", "ParallelTree", "Paths", "Recycling",
            "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "Swift", "TokenIntersection", "TreeLanguageModel", "recycling_tree",

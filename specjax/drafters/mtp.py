@@ -1,22 +1,23 @@
-"""Modules of multi-token prediction draft a chain, each one token of it.
+"""Modules of multi-token prediction draft, each of them one depth.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.2): module k reads, at position t, what
-module k - 1 returned there and the token t + k, and forecasts t + k + 1. The
-layers of Gloeckle et al. 2024 (arXiv:2404.19737) read no token.
+DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
+(arXiv:2404.19737) draft chains; the trees are ours.
 """
 
 from collections.abc import Callable
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
-from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
 
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import features
+from specjax.drafters import growth
+from specjax.drafters import modules
 from specjax.models.heads import FeatureHeads
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
@@ -24,42 +25,13 @@ from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
-from specjax.types import ModelOutput
-from specjax.types import Prompt
-from specjax.types import Verdict
-
-
-@struct.dataclass
-class ModulesState:
-  """What the modules know of the committed text.
-
-  After n tokens module k is sure of positions up to n - 1 - k: it reads k
-  tokens ahead. So the last features are kept, and read anew with what is
-  drafted; those before them are in the cache.
-
-  Attributes:
-    cache: a layer for each module.
-    hidden: `[B, W, D]`, the features of the last positions, the first `held` of
-      them; they begin where the cache ends, and end at position n - 2.
-    after: `[B, W]` int32, the token after each of these positions.
-    held: `[B]` int32; 0: the text has one token, and no position is known.
-  """
-
-  cache: Any
-  hidden: jax.Array
-  after: jax.Array
-  held: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP(common.DrawnChain):
+class MTP(common.DrawnChain, modules.ModulesDrafter):
   """Draws token k of a chain from module k.
 
-  The target is that of `heads.attach`, and `params["drafter"]` are the modules'
-  parameters. A round costs a pass of each of the R modules that read the text
-  over the last 2 R positions. After a prompt of one token there is no feature
-  yet, and the first draft is padding. Heads whose one module is used again and
-  again draft by `Eagle`.
+  Heads whose one module is used again and again draft by `EagleChain`.
 
   Attributes:
     heads: with a module for every token.
@@ -75,12 +47,8 @@ class MTP(common.DrawnChain):
   transform: LogitsTransform | None = None
   readers: int | None = None
 
-  autoregressive = False  # the law of module k is not that of module 1
-
   def __post_init__(self):
-    if self.heads.reuse:
-      raise ValueError("the heads have one module, which is used again and "
-                       "again; draft with them by drafters.Eagle")
+    _check_not_reused(self.heads)
     if self.gamma is None:
       object.__setattr__(self, "gamma", self.heads.modules)
     common.check_at_least("gamma", self.gamma, 1)
@@ -96,13 +64,8 @@ class MTP(common.DrawnChain):
           f"{self.heads.modules} modules: give a number between, or None")
 
   @property
-  def context_length(self) -> int:
-    return self.heads.context_length
-
-  @property
-  def _window(self) -> int:
-    """W: those that no module is sure of, and what a round adds."""
-    return 2 * self.readers
+  def depth(self) -> int:
+    return self.gamma
 
   @property
   def with_gamma(self) -> Callable[[int], "MTP"]:
@@ -118,56 +81,6 @@ class MTP(common.DrawnChain):
     self.heads.check_target(target)
     return dataclasses.replace(
         self, transform=(self.transform or transform).under(transform))
-
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
-    """The modules' caches after the prompt, and its last features."""
-    own, heads = params["drafter"], self.heads
-    batch, columns = prompt.tokens.shape
-    chunks, causal = features.chunked(prompt, prefill_output)
-
-    def read(cache, chunk):
-      hidden, places = chunk
-      entered = before = heads.enter(own, heads.taps_of(hidden))
-      start = cache.lengths
-      for module in range(self.readers):
-        tokens = prompt.tokens[
-            :, jnp.minimum(places + module + 1, columns - 1)]
-        before, _, cache = self._pass(
-            params, module, entered, before, tokens, causal, cache)
-      return cache.after(before).rollback(start + places.shape[0]), entered
-
-    cache = heads.init_cache(
-        own, batch, prompt.capacity + self._window, self.readers)
-    # That it is empty is not told to XLA, see `prefill.empty_cache`.
-    cache, entered = jax.lax.scan(
-        read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
-    entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
-    held = jnp.minimum(prompt.lengths - 1, self.readers)
-    first = prompt.lengths - 1 - held
-    at = first[:, None] + jnp.arange(self._window)
-    take = lambda x, at: _at(x, jnp.minimum(at, columns - 1))
-    return ModulesState(
-        cache=cache.rollback(first), held=held, hidden=take(entered, at),
-        after=take(prompt.tokens, at + 1))
-
-  def _pass(self, params, module, entered, before, tokens, causal, cache):
-    """What a module feeds to the next, what its head reads, and the cache.
-
-    Args:
-      params: `{"target", "drafter"}`.
-      module: counted from 0.
-      entered: `[B, S, D]`, the target's features.
-      before: `[B, S, D]`, what the module before returned.
-      tokens: `[B, S]` int32, which this one reads.
-      causal: `[B, S, S]` bool.
-      cache: of all modules, with what was fed to those before.
-    """
-    out = self.heads.step(
-        params["drafter"], params["target"],
-        before if self.heads.chained else entered, tokens, visible=causal,
-        cache=cache, module=module)
-    return out.hidden, out.read, out.cache
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
@@ -190,7 +103,7 @@ class MTP(common.DrawnChain):
     def draw(module, read):
       nonlocal memory
       logits = heads.whole(heads.logits(
-          params["drafter"], params["target"], _at(read, last)))[:, 0]
+          params["drafter"], params["target"], modules.at(read, last)))[:, 0]
       law = self.transform(
           constraints_lib.constrained(constraints, memory, logits,
                                       drafted=True), state.temperature)
@@ -200,71 +113,132 @@ class MTP(common.DrawnChain):
       probs.append(law)
       return token
 
-    new = self._read(params, own, draw)
+    new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
         common.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
     return features.known_only(draft, own.held > 0), new
 
-  def _read(self, params, own, draw=None):
-    """The state whose cache holds all that the modules are sure of.
+
+class _Paths(NamedTuple):
+  """What the modules after this one read, on the way to S nodes of a level.
+
+  Attributes:
+    module: that drew these nodes, counted from 0.
+    text: `[B, S, W + R]` int32, the tokens after the positions that are kept
+      (`ModulesState.after`), those of the way down to the node after them.
+    before: `[B, S, W, D]`, what the module returned at these positions, on the
+      way down to the parents of the nodes.
+  """
+
+  module: int
+  text: jax.Array
+  before: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPTree(modules.ModulesDrafter, growth.StaticTree):
+  """Draws a tree, the nodes of depth k from module k.
+
+  A module reads tokens ahead of its position, drafted ones among them, so that
+  on each way down a tree it is run anew over what no module was sure of: with S
+  nodes of a level that have children, over 2 R S positions.
+
+  Attributes:
+    heads: with a module for every depth.
+    parents: the tree, see `specjax.trees`. It is put in breadth-first order.
+    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    transform: of the modules' logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  heads: FeatureHeads
+  parents: tuple[int, ...]
+  proposal: str = "without_replacement"
+  transform: LogitsTransform | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    _check_not_reused(self.heads)
+    common.check_at_least("the depth of `parents`", self.depth, 1)
+    if self.depth > self.heads.modules:
+      raise ValueError(
+          f"parents is {self.depth} levels deep and there are "
+          f"{self.heads.modules} modules; each level needs one: give a "
+          "shallower tree or train more modules")
+
+  @property
+  def readers(self) -> int:
+    return self.depth
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTPTree":
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the modules are for another target, or know too few tokens.
+    """
+    self.heads.check_target(target)
+    features.check_children(self.heads, 1 if self.iid else self._most_children)
+    return super().bind(target, transform)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts for every row.
 
     Args:
-      params: `{"target", "drafter"}`.
-      own: the `ModulesState`; what it keeps is read in one pass of each module.
-      draw: `(module, what its head reads) -> tokens [B]`, the draft so far,
-        which the modules after it read; None: there is none.
+      params: `{"target", "drafter": parameters of the modules}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, ModulesState)`, batched.
     """
-    size, readers = self._window, self.readers
-    causal = jnp.tile(
-        jnp.tril(jnp.ones((size, size), bool)), (len(own.held), 1, 1))
-    order = jnp.arange(size + readers, dtype=jnp.int32)
-    text = jnp.pad(own.after, ((0, 0), (0, readers)))
-    before, cache = own.hidden, own.cache
-    for module in range(readers):
-      before, read, cache = self._pass(
-          params, module, own.hidden, before, text[:, module:module + size],
-          causal, cache)
-      if draw is not None and module < self.gamma:
-        text = jnp.where(order == own.held[:, None] + module,
-                         draw(module, read)[:, None], text)
-    kept = jnp.minimum(own.held, readers - 1)
-    gone = own.held - kept
-    at = jnp.minimum(gone[:, None] + order[:size], size - 1)
-    return ModulesState(
-        cache=cache.after(before).rollback(own.cache.lengths + gone),
-        hidden=_at(own.hidden, at), after=_at(own.after, at), held=kept)
+    own = state.drafter
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints,
+        *self._growing(params, own))
+    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    draft = common.tree_drafts(state, self.parents, tokens, probs)
+    return features.known_only(draft, own.held > 0), self.read(params, own)
 
-  def commit(self, params: Any, drafter: ModulesState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ModulesState:
-    """The features of what was accepted after those that are kept."""
-    if draft.tokens.shape[1] == 1:  # a round in which nobody drafted
-      drafter = self._read(params, drafter)
-    heads, size = self.heads, self._window
-    new = heads.enter(params["drafter"], features.on_path(
-        heads.taps_of(target_output.hidden), verdict, self.num_nodes))
-    last = new.shape[1] - 1
-    after = features.emitted(draft, verdict)[:, :last + 1]
-    order, kept = jnp.arange(size, dtype=jnp.int32), drafter.held[:, None]
-    source = jnp.where(order < kept, order,
-                       size + jnp.clip(order - kept, 0, last))
-    take = lambda old, new: _at(jnp.concatenate([old, new], axis=1), source)
-    return drafter.replace(
-        hidden=take(drafter.hidden, new), after=take(drafter.after, after),
-        held=drafter.held + count)
+  def _growing(self, params, own):
+    """A `growth` step over the modules, and what it begins with."""
+    heads, size = self.heads, self.window
+    causal = np.tril(np.ones((size, size), bool))
+    order = jnp.arange(size + self.readers, dtype=jnp.int32)
+    last = jnp.maximum(own.held - 1, 0)
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Nothing: what a round commits is kept, and read in the next one."""
-    del params, since
-    return state.drafter
+    def run(module, text, before):
+      """Logits `[B, S, V]` after S ways, and what the module returned there."""
+      batch, ways = text.shape[:2]
+      flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
+      each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
+      hidden, read, _ = self.run(
+          params, module, flat(each(own.hidden)), flat(before),
+          flat(text[..., module:module + size]),
+          jnp.tile(np.kron(np.eye(ways, dtype=bool), causal), (batch, 1, 1)),
+          own.cache, flat(each(own.cache.lengths[:, None] + order[:size])))
+      ways_of = lambda x: x.reshape(batch, ways, size, -1)
+      read = jnp.take_along_axis(
+          ways_of(read), last[:, None, None, None], axis=2)[:, :, 0]
+      return heads.whole(heads.logits(
+          params["drafter"], params["target"], read)), ways_of(hidden)
 
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds all modules, see `specjax.contract`."""
-    del axis, size
-    return PartitionSpec()
+    def step(tokens, depths, ancestors, above, carry):
+      del depths, ancestors  # the ways say it
+      module, text, before = carry
+      text, before = (jax.vmap(lambda row, at: row[at])(x, above)
+                      for x in (text, before))
+      text = jnp.where(order == own.held[:, None, None] + module,
+                       tokens[..., None], text)
+      logits, before = run(module + 1, text, before)
+      return logits, _Paths(module + 1, text, before)
+
+    text = jnp.pad(own.after, ((0, 0), (0, self.readers)))[:, None]
+    logits, before = run(0, text, own.hidden[:, None])
+    return step, _Paths(0, text, before), logits[:, 0]
 
 
-def _at(x, places):
-  """`[B, S, ...]` of `x [B, T, ...]` and `places [B, S]`."""
-  return jnp.take_along_axis(
-      x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+def _check_not_reused(heads):
+  if heads.reuse:
+    raise ValueError("the heads have one module, which is used again and "
+                     "again; draft with them by drafters.Eagle")

@@ -45,11 +45,8 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   if parents is None:
     drafter = drafters.EagleChain(heads=heads, gamma=heads.num_forecasts)
     return Strategy(drafter, verifier or BLOCK)
-  drafter = drafters.Eagle(
-      heads=heads, parents=tuple(parents), proposal=proposal)
-  return Strategy(drafter, verifier or (
-      verifiers.TargetWalk() if proposal == "top_k" else
-      BLOCK if drafter.chain else TRAVERSAL))
+  return _tree(drafters.Eagle(
+      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
 
 
 def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
@@ -100,8 +97,10 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 
 def mtp(heads: FeatureHeads, gamma: int | None = None,
-        verifier: Verifier = BLOCK) -> Strategy:
-  """A chain of modules of multi-token prediction, each one token of it.
+        verifier: Verifier | None = None,
+        parents: Sequence[int] | None = None,
+        proposal: str = "without_replacement") -> Strategy:
+  """Modules of multi-token prediction draft a chain or a tree, each a depth.
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
   (arXiv:2404.19737). One module that is used again and again (FastMTP,
@@ -115,15 +114,38 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   >>> again = heads.MTPHeads.for_target(target, 3, reuse=True)
   >>> mtp(again).drafter.num_nodes
   4
+  >>> mtp(heads.MTPHeads.for_target(target, 3), parents=(-1, 0, 0, 1)).verifier
+  Traversal()
 
   Args:
     heads: its modules.
-    gamma: drafted tokens of a round, at most as many as modules unless one is
+    gamma: drafted tokens of a chain, at most as many as modules unless one is
       used again; None: as many as the layer forecasts.
-    verifier: a rule for chains.
+    verifier: None: block verification of a chain, traversal of a drawn tree,
+      and the target's walk through a certain one.
+    parents: N entries, the tree with its root; None: a drawn chain.
+    proposal: how the children of a node are drawn, see
+      `drafters.TreeLanguageModel`.
+
+  Raises:
+    ValueError: both a tree and the length of a chain are given.
   """
+  if parents is not None and gamma is not None:
+    raise ValueError(f"gamma is {gamma} and parents is given as well; a tree "
+                     "has its own depth: give one of the two")
+  if parents is not None:
+    kind = drafters.Eagle if heads.reuse else drafters.MTPTree
+    return _tree(kind(heads=heads, parents=tuple(parents), proposal=proposal),
+                 verifier)
   if heads.reuse:
     gamma = heads.num_forecasts if gamma is None else gamma
     return Strategy(
-        drafters.EagleChain(heads=heads, gamma=gamma), verifier)
-  return Strategy(drafters.MTP(heads=heads, gamma=gamma), verifier)
+        drafters.EagleChain(heads=heads, gamma=gamma), verifier or BLOCK)
+  return Strategy(drafters.MTP(heads=heads, gamma=gamma), verifier or BLOCK)
+
+
+def _tree(drafter, verifier: Verifier | None) -> Strategy:
+  """A static tree and the rule for it, unless one is given."""
+  return Strategy(drafter, verifier or (
+      verifiers.TargetWalk() if drafter.proposal == "top_k" else
+      BLOCK if drafter.chain else TRAVERSAL))

@@ -24,9 +24,9 @@ _TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
 _DRAWN = 4  # children of an expanded node, where they are drawn
 
 
-def _eagle(heads, parents, proposal, rule) -> Strategy:
-  return Strategy(drafters.Eagle(
-      heads=heads, parents=tuple(parents), proposal=proposal), rule)
+def _layer_tree(heads, parents, proposal, rule) -> Strategy:
+  return strategies.mtp(
+      heads, verifier=rule, parents=parents, proposal=proposal)
 
 
 def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
@@ -39,20 +39,23 @@ def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
   """A sampled chain or tree, or a top-k tree: what the rule asks for."""
   rule = verifier or BLOCK
-  chain = lambda: _layer_chain(heads, rule, gamma)
-  if not heads.reuse:
-    return chain()
   return suited(
-      rule, chain, lambda: _eagle(heads, tree(), "top_k", rule),
-      lambda proposal: _eagle(heads, tree(), proposal, rule))
+      rule, lambda: _layer_chain(heads, rule, gamma),
+      lambda: _layer_tree(heads, tree(), "top_k", rule),
+      lambda proposal: _layer_tree(heads, tree(), proposal, rule))
 
 
 def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
-  found = {"sampled chain": tuple(
-      _layer_chain(heads, rule) for rule in (BLOCK, TOKEN))}
+  tree, depth, walk = tree(), heads.num_forecasts, verifiers.TargetWalk()
+  found = {
+      "sampled chain": tuple(
+          _layer_chain(heads, rule) for rule in (BLOCK, TOKEN)),
+      "top-k tree": (_layer_tree(heads, tree, "top_k", walk),),
+      "sampled tree": tuple(
+          _layer_tree(heads, tree, "without_replacement", rule)
+          for rule in (TRAVERSAL, RECURSIVE))}
   if not heads.reuse:
     return found
-  tree, depth, walk = tree(), heads.num_forecasts, verifiers.TargetWalk()
   top_k, drawn = (min(x, heads.draft_size) for x in (_TOP_K, _DRAWN))
   dynamic = drafters.DynamicEagle(
       heads=heads, depth=depth, top_k=top_k,
@@ -61,11 +64,7 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
       heads=heads, depth=depth, children=drawn,
       expanded=drawn_trees.most_expanded(len(tree), depth, drawn))
   return found | {
-      "top-k tree": (_eagle(heads, tree, "top_k", walk),),
       "dynamic tree": (Strategy(dynamic, walk),),
-      "sampled tree": tuple(
-          _eagle(heads, tree, "without_replacement", rule)
-          for rule in (TRAVERSAL, RECURSIVE)),
       "sampled dynamic tree": tuple(
           Strategy(sampled, rule) for rule in (TRAVERSAL, RECURSIVE))}
 
