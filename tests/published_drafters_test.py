@@ -364,30 +364,62 @@ def test_all_layouts_are_known(tmp_path):
   assert told == _loaded("eagle3")[0]
   # Those two have the names of the others, and other configurations.
   for name in ("dflash", "dspark"):
-    directory = tmp_path / name
-    shutil.copytree(_DRAFTERS / name, directory)
-    path = directory / "config.json"
-    keys = json.loads(path.read_text())
-    inner = keys.pop("dflash_config", {})
-    size = keys.pop("block_size")
-    for key in ("architectures", "target_layer_ids"):
-      keys.pop(key, None)
-    own = {key: keys.pop(key, inner.get(key)) for key in (
-        "mask_token_id", "markov_rank", "markov_head_type",
-        "enable_confidence_head", "confidence_head_with_markov")}
-    config = {
-        "speculators_model_type": name, "transformer_layer_config": keys,
-        "block_size": size, "draft_vocab_size": 48, **own,
-        "aux_hidden_state_layer_ids": [2, 6, 9]}
-    path.write_text(json.dumps(config))
+    directory, config = _of_speculators(tmp_path, name)
     assert drafter_layout(directory) == f"{name} of speculators"
     heads, _ = load_drafter(directory, _TARGET)
     assert heads == _loaded(name)[0]
   # The recurrence would begin one slot later here than there.
-  path.write_text(json.dumps(config | dict(
+  (directory / "config.json").write_text(json.dumps(config | dict(
       markov_head_type="rnn", sample_from_anchor=False)))
   with pytest.raises(ValueError, match="'rnn' and sample_from_anchor False"):
     load_drafter(directory, _TARGET)
+
+
+def _of_speculators(tmp_path, name, **changed):
+  """A recorded block drafter with speculators' configuration, and that."""
+  directory = tmp_path / name
+  shutil.copytree(_DRAFTERS / name, directory)
+  path = directory / "config.json"
+  keys = json.loads(path.read_text())
+  inner = keys.pop("dflash_config", {})
+  size = keys.pop("block_size")
+  for key in ("architectures", "target_layer_ids"):
+    keys.pop(key, None)
+  own = {key: keys.pop(key, inner.get(key)) for key in (
+      "mask_token_id", "markov_rank", "markov_head_type",
+      "enable_confidence_head", "confidence_head_with_markov")}
+  config = {
+      "speculators_model_type": name, "transformer_layer_config": keys,
+      "block_size": size, "draft_vocab_size": 48, **own,
+      "aux_hidden_state_layer_ids": [2, 6, 9], **changed}
+  path.write_text(json.dumps(config))
+  return directory, config
+
+
+def test_block_drafters_of_few_tokens(tmp_path):
+  # Broken: a reduced DSpark drafts other tokens than its rows are of, or reads
+  # the token before by the number of a row; a head of other weights is taken.
+  ids = np.array([1, 4, 5, 20, 47])
+  directory, _ = _of_speculators(tmp_path, "dspark", draft_vocab_size=len(ids))
+  path = directory / "model.safetensors"
+  held = safetensors.numpy.load_file(path)
+  for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+    held[name] = np.ascontiguousarray(held[name][ids])
+  held["d2t"] = ids - np.arange(len(ids))
+  held["t2d"] = np.isin(np.arange(48), ids)
+  safetensors.numpy.save_file(held, path)
+  expected = _expected("dspark")
+  given = _of_target(expected)
+  heads, params = load_drafter(directory, _TARGET, given, dtype=jnp.float32)
+  assert heads.ids == tuple(ids)
+  before = np.append(expected["anchor"], expected["drafted"][:-1])
+  _, _, logits, _ = _block(heads, params, given, expected["features"],
+                           expected["anchor"], before)
+  _close(logits[0], expected["logits"][:, ids])
+  held["lm_head.weight"] = held["lm_head.weight"][::-1].copy()
+  safetensors.numpy.save_file(held, path)
+  with pytest.raises(ValueError, match="lm_head.weight that is not the target"):
+    load_drafter(directory, _TARGET, given)
 
 
 _REFUSED = {

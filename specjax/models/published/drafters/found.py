@@ -1,6 +1,7 @@
 """What a directory holds, and what a reading has looked at of it."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import re
 from typing import Any
@@ -120,7 +121,7 @@ class Found:
       self.fail(f"has no tensor {name}; download it again")
     return self.tensors[name].shape
 
-  def own(self, name: str, part: str) -> bool:
+  def own(self, name: str, part: str, ids: Sequence[int] = ()) -> bool:
     """Whether a tensor is more than a copy of the target's.
 
     Without the target's parameters nobody knows, and it is kept.
@@ -128,6 +129,7 @@ class Found:
     Args:
       name: of the tensor, which need not be there.
       part: "embedding" or "head".
+      ids: the tokens whose rows it has; (): all.
     """
     if name not in self.tensors:
       return False
@@ -135,6 +137,8 @@ class Found:
       return True
     ours = (self.target_params["embedding"] if part == "embedding"
             else lm_head(self.target_params).T)
+    if ids:
+      ours = ours[np.array(ids)]
     theirs = self.tensors[name]
     same = theirs.shape == ours.shape and np.allclose(
         np.asarray(ours, np.float32), theirs.read().astype(np.float32), **_NEAR)
@@ -142,13 +146,14 @@ class Found:
       self.used.add(name)
     return not same
 
-  def copy(self, name: str, part: str) -> None:
-    """Leaves out a tensor that its trainer copied from the target.
+  def copy(self, name: str, part: str, ids: Sequence[int] = ()) -> None:
+    """Leaves out a tensor that its trainer copied from the target, as `own`.
 
     Raises:
       ValueError: it is another one than the target's, as far as that is known.
     """
-    if self.target_params is not None and self.own(name, part):
+    if self.target_params is not None and self.own(
+        name, part, ids):
       self.fail(f"has a tensor {name} that is not the target's; the drafter "
                 "is for other weights: give the target that it was made for")
     self.used.add(name)

@@ -133,8 +133,8 @@ def _eagle3(found, keys, outer, ids, shift):
   _check_taps(found, taps)
   return fields | dict(
       taps=taps, entry_norm=norms[0] if norms else None,
-      ids=_ids(found, outer), own_embedding=found.own(
-          "embed_tokens.weight", "embedding"))
+      ids=_ids(found, outer, found.shape("lm_head.weight")[0]),
+      own_embedding=found.own("embed_tokens.weight", "embedding"))
 
 
 def _check_taps(found, taps, normed=False):
@@ -150,9 +150,9 @@ def _check_taps(found, taps, normed=False):
                  "before the final norm: take another drafter")
 
 
-def _ids(found, keys):
-  """The target's ids of a reduced vocabulary; () where it is the whole."""
-  size, whole = found.shape("lm_head.weight")[0], found.target.vocab_size
+def _ids(found, keys, size):
+  """The target's ids of a vocabulary of `size`; () where it is the whole."""
+  whole = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
     found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
                "rows in lm_head.weight; the two do not belong together")
@@ -308,15 +308,15 @@ def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
   """DFlash and DSpark of speculators."""
   outer = found.keys()
   keys = found.keys(outer.mapping("transformer_layer_config"))
-  found.used.update({"d2t", "t2d", *_OF_VERIFIER})
-  found.check("draft_vocab_size", outer.size("draft_vocab_size"),
-              found.target.vocab_size)
-  _check_whole(found)
+  found.used.update(_OF_VERIFIER)
   outer("sliding_window_non_causal")  # there are no windows
+  size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
+          else outer.size("draft_vocab_size"))
   from_anchor = bool(outer("sample_from_anchor", from_anchor))
   heads = _parallel(
       found, keys, outer, outer("aux_hidden_state_layer_ids"),
-      outer("block_size"), from_anchor, False)
+      outer("block_size"), from_anchor, False,
+      _ids(found, outer, size))
   if heads.markov == "rnn" and not from_anchor:
     found.fail("has markov_head_type 'rnn' and sample_from_anchor False; there "
                "the recurrence begins at the anchor's slot, and here after it: "
@@ -326,12 +326,12 @@ def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
   return heads
 
 
-def _parallel(found, keys, own, taps, size, from_anchor, normed):
+def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
   fields = found.layer(keys)
   config = found.target.config
   found.check("width", fields["width"], config.width)
-  for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
-    found.copy(f"{name}.weight", part)
+  found.copy("embed_tokens.weight", "embedding")
+  found.copy("lm_head.weight", "head", ids)
   if not taps:
     found.fail("does not name the target's layers that it reads; put their "
                "numbers into its configuration")
@@ -346,7 +346,7 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed):
   if confident is None:
     confident = "confidence_head.proj.weight" in found.tensors
   return heads_lib.ParallelHeads(**fields | dict(
-      block_size=size, taps=tuple(taps), from_anchor=from_anchor,
+      block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
       markov=_MARKOV[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
       confidence=("markov" if with_markov else "hidden") if confident
