@@ -3,6 +3,8 @@
 `contribution_test.py` has the law of what is written.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ import scipy.special
 import specjax as sj
 from specjax import testing
 from specjax.drafters import Online
+from specjax.drafters.online import Correction
+from specjax.drafters.online import Learner
 
 _VOCAB, _GAMMA, _RATE = 5, 3, 0.1
 _PAIR = testing.tiny_pair(_VOCAB, noise=1.0)
@@ -132,6 +136,34 @@ def test_what_was_learned_goes_on_with_other_texts():
   np.testing.assert_array_equal(state.drafter.since, tokens)
   after = decoder.decode(_PAIR.params, state, 4)[0].drafter.correction
   assert np.abs(np.asarray(after.bias) - want.bias).max() > 0
+
+
+def _learner(batch=3, rank=8, vocab=_VOCAB, width=4, optimizer=optax.adam):
+  """What a drafter of these sizes has before the first round."""
+  correction = Correction(
+      down=jnp.zeros((batch, width, rank)), bias=jnp.zeros((batch, vocab)),
+      up=jnp.zeros((batch, rank, vocab)))
+  return Learner(cache=None, correction=correction, optimizer=jax.vmap(
+      optimizer(1.0).init)(correction), since=jnp.zeros(batch, jnp.int32))
+
+
+@pytest.mark.parametrize("other, message", [
+    (dict(batch=2), "has 2 rows.*the state has 3 rows"),
+    (dict(rank=4), "rank 4 and 5 tokens.*rank 8"),
+    (dict(vocab=7), "7 tokens.*a row for each row"),
+    (dict(width=6), "6 hidden channels"),
+    (dict(optimizer=optax.sgd), "another optimizer.*`every`"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_what_another_drafter_has_learned_is_refused(other, message):
+  # Broken: a row goes on with other rows' knowledge, or the next round fails
+  # with an error about arrays.
+  state = sj.DecodeState(**dict.fromkeys(
+      x.name for x in dataclasses.fields(sj.DecodeState)
+  ) | {"drafter": _learner()})
+  drafter = Online(model=_PAIR.drafter, gamma=_GAMMA)
+  assert drafter.going_on(state, _learner()).drafter.since.shape == (3,)
+  with pytest.raises(ValueError, match=message):
+    drafter.going_on(state, _learner(**other))
 
 
 @pytest.mark.parametrize("options, message", [

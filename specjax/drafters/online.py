@@ -196,7 +196,12 @@ class Online(common.DrawnChain):
       state: of `Decoder.prefill`, or of any later time.
       learned: of the rows whose texts came before, in the same order: the
         `drafter` of their last state.
+
+    Raises:
+      ValueError: it is of another number of rows, of another model, or of a
+        drafter with another rank, optimizer or `every`.
     """
+    _check_alike(learned, state.drafter)
     return state.replace(drafter=state.drafter.replace(
         correction=learned.correction, optimizer=learned.optimizer))
 
@@ -253,3 +258,20 @@ class Online(common.DrawnChain):
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`."""
     return contract.param_specs(self.model, axis, size)
+
+
+def _check_alike(learned, own):
+  """Refuses what was learned by another drafter, or on other rows."""
+  sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
+  if sizes(learned) != sizes(own):
+    said = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
+            "tokens" for rows, width, rank, size in map(sizes, (learned, own))]
+    raise ValueError(
+        f"what was learned has {said[0]}, and the state has {said[1]}; give "
+        "what the same drafter has learned, a row for each row of the state")
+  forms = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), x.optimizer)
+           for x in (learned, own)]
+  if forms[0] != forms[1]:
+    raise ValueError(
+        "what was learned has the state of another optimizer than the drafter; "
+        "give both the same `optimizer` and `every`")
