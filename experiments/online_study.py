@@ -9,9 +9,12 @@ next. Beside it the same requests with the same drafter that learns nothing.
   python experiments/online_study.py --prose=mine.txt --positions=rejected
 
 The table has accepted tokens of a round (expected ones, given what was drafted)
-by tokens that a user has had written, with standard errors over users. `lost`
-is what the change of topic costs, the last window of code less the first one of
-prose, and `recovered` the share of it that the last window of prose has back.
+by tokens that a user has had written, with standard errors over the users of
+all --seeds. `lost` is what the change of topic costs, the last window of code
+less the first one of prose, and `recovered` the share of it that the last
+window of prose has back. `over_fixed` needs no first window, in which much is
+learned already: what the drafter that learns has in the last window over the
+other one, as a share of what code has over prose for that other one.
 All is drawn from --seed: `texts` in online.json, a hash of what was written,
 is the same for every run of the same flags. Writes online.csv, .json and .png.
 """
@@ -66,6 +69,8 @@ _RANK = flags.DEFINE_integer(
     "rank", 8, "of the correction by hidden states; 0: a bias alone", 0)
 _POSITIONS = flags.DEFINE_enum(
     "positions", "path", list(online.POSITIONS), "where it learns")
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 1, "times that all is drawn anew, with as many users each", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
 
@@ -78,12 +83,12 @@ def _streams(tokenizer):
           for side in (code, prose)]
 
 
-def _decoded(decoder, params, streams, learns):
-  """All requests, in turn.
+def _decoded(decoder, params, streams, learns, seed):
+  """All requests of a seed's users, in turn.
 
   Returns:
-    For each request its topic, tokens written before it for a user (a mean),
-    accepted tokens and tokens written `[users]`; and a hash of the texts.
+    {(topic, window): accepted tokens of a round `[users]`}, a window being so
+    many tokens of a user; and a hash of the texts.
   """
   drafter, learned, found, written = decoder.drafter, None, [], []
   limit = _PROMPT_TOKENS.value + _ROUNDS.value * decoder.num_nodes
@@ -93,10 +98,11 @@ def _decoded(decoder, params, streams, learns):
     while before < most:
       number = len(found)
       prompts = distillation.cut_prompts(
-          stream, _USERS.value, _PROMPT_TOKENS.value, _SEED.value + number)
+          stream, _USERS.value, _PROMPT_TOKENS.value,
+          number + (seed << 20))
       state = decoder.prefill(
           params, list(prompts),
-          jax.random.fold_in(jax.random.key(_SEED.value), number),
+          jax.random.fold_in(jax.random.key(seed), number),
           limits=limit)
       if learns and learned is not None:
         state = drafter.going_on(state, learned)
@@ -112,11 +118,11 @@ def _decoded(decoder, params, streams, learns):
       if number % 20 == 0:
         print(f"{('code', 'prose')[topic]}: {before:.0f} tokens",
               file=sys.stderr)
-  return found, files.fingerprint(np.concatenate(written))
+  return _windows(found), files.fingerprint(np.concatenate(written))
 
 
 def _windows(found):
-  """{(topic, window): accepted tokens of a round `[users]`}."""
+  """Means over the requests that begin in a window."""
   groups = {}
   for one in found:
     groups.setdefault(
@@ -125,22 +131,30 @@ def _windows(found):
   return {key: np.mean(group, axis=0) for key, group in groups.items()}
 
 
-def _ends(windows):
-  """The last window of code, the first and the last one of prose."""
-  code, prose = (
-      [key for key in windows if key[0] == topic] for topic in (0, 1))
-  return [windows[key] for key in (code[-1], prose[0], prose[-1])]
+def _joined(seeds):
+  """The users of all seeds, in the windows that all of them have."""
+  return {key: np.concatenate([windows[key] for windows in seeds])
+          for key in seeds[0] if all(key in windows for windows in seeds)}
 
 
-def _summary(windows):
+def _topic(windows, topic):
+  return [windows[key] for key in windows if key[0] == topic]
+
+
+def _summary(windows, fixed):
   """What the change of topic cost, and what of it came back, if it did."""
-  code, first, last = _ends(windows)
-  ones = np.ones(len(code))
-  lost, lost_error = analysis.ratio_estimate(code - first, ones)
+  code, first, last = (_topic(windows, topic)[at]
+                       for topic, at in ((0, -1), (1, 0), (1, -1)))
+  lost, lost_error = analysis.ratio_estimate(code - first, np.ones(len(code)))
+  nothing = None, None
   share, share_error = analysis.ratio_estimate(
-      last - first, code - first) if lost > 0 else (None, None)
+      last - first, code - first) if lost > 0 else nothing
+  costs = np.mean(_topic(fixed, 0), axis=0) - np.mean(_topic(fixed, 1), axis=0)
+  over, over_error = analysis.ratio_estimate(
+      last - _topic(fixed, 1)[-1], costs) if costs.mean() > 0 else nothing
   return {"lost": lost, "lost_stderr": lost_error,
-          "recovered": share, "recovered_stderr": share_error}
+          "recovered": share, "recovered_stderr": share_error,
+          "over_fixed": over, "over_fixed_stderr": over_error}
 
 
 def _rows(arm, windows):
@@ -170,6 +184,18 @@ def _plot(rows, path):
                "standard error over users")
 
 
+def _print_table(rows, summaries):
+  for row in rows:
+    print(f"{row['drafter']:20s} {row['topic']:5s} {row['tokens']:7.0f} "
+          f"{row['accepted']:6.3f} ± {row['stderr']:.3f}")
+  for arm, found in summaries.items():
+    print(f"{arm}: lost {found['lost']:.3f} ± {found['lost_stderr']:.3f}")
+    for name, words in (("recovered", "of it came back"), (
+        "over_fixed", "of what the fixed one lost is had over it at the end")):
+      if found[name] is not None:
+        print(f"  {found[name]:.2f} ± {found[name + '_stderr']:.2f} {words}")
+
+
 def main():
   target, members, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
@@ -184,32 +210,27 @@ def main():
           model=small.model, gamma=_GAMMA.value, rank=_RANK.value,
           learning_rate=_LEARNING_RATE.value, positions=_POSITIONS.value,
           optimizer=_OPTIMIZERS[_OPTIMIZER.value])}
-  rows, summaries, texts = [], {}, {}
+  windows, texts = {}, {}
   for arm, drafter in drafters.items():
     decoder = sj.Decoder(
         target=target.model, drafter=drafter, verifier=sj.verifiers.Block(),
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
-    found, texts[arm] = _decoded(
-        decoder, params, streams, isinstance(drafter, sj.drafters.Online))
-    windows = _windows(found)
-    summaries[arm] = _summary(windows)
-    rows += _rows(arm, windows)
-  for row in rows:
-    print(f"{row['drafter']:20s} {row['topic']:5s} {row['tokens']:7.0f} "
-          f"{row['accepted']:6.3f} ± {row['stderr']:.3f}")
-  for arm, found in summaries.items():
-    share = "nothing to recover" if found["recovered"] is None else (
-        f"recovered {found['recovered']:.2f} ± "
-        f"{found['recovered_stderr']:.2f} of it")
-    print(f"{arm}: lost {found['lost']:.3f} ± {found['lost_stderr']:.3f}, "
-          + share)
+    found, texts[arm] = zip(*(_decoded(
+        decoder, params, streams, isinstance(drafter, sj.drafters.Online),
+        _SEED.value + number) for number in range(_SEEDS.value)))
+    windows[arm] = _joined(found)
+  rows = [row for arm, found in windows.items() for row in _rows(arm, found)]
+  fixed = windows[next(iter(windows))]
+  summaries = {arm: _summary(found, fixed) for arm, found in windows.items()}
+  _print_table(rows, summaries)
   common.write_csv(output_dir / "online.csv", rows)
   _plot(rows, output_dir / "online.png")
   common.finish(output_dir, "online", {
       "rows": rows, "summaries": summaries, "texts": texts,
       "gamma": _GAMMA.value, "learning_rate": _LEARNING_RATE.value,
       "optimizer": _OPTIMIZER.value, "rank": _RANK.value,
-      "positions": _POSITIONS.value, "temperature": _TEMPERATURE.value})
+      "positions": _POSITIONS.value, "temperature": _TEMPERATURE.value,
+      "users": _USERS.value, "seeds": _SEEDS.value})
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_online_study(tmp_path):
   study = last_line(*run_all("online_study.py", [
       "--data=code", "--prose=prose", "--drafter=tiny", "--users=2",
       "--code_tokens=30", "--prose_tokens=60", "--window=20", "--rounds=8",
-      "--prompt_tokens=8", "--gamma=2", "--rank=0"], cwd=tmp_path))
+      "--prompt_tokens=8", "--gamma=2", "--rank=0", "--seeds=2"], cwd=tmp_path))
   assert study["study"] == "online"
   found = {}
   for row in study["rows"]:
@@ -166,7 +166,8 @@ def test_online_study(tmp_path):
   fixed, learning = found["tiny, fixed"], found["tiny, learning"]
   # The second request is where what the first one taught is of use.
   assert abs(fixed[0] - learning[0]) < 1 and fixed[1:] != learning[1:]
-  assert len(set(study["texts"].values())) == 2
+  assert len({text for arm in study["texts"].values() for text in arm}) == 4
+  assert study["summaries"]["tiny, fixed"]["over_fixed"] in (0, None)
   assert (tmp_path / "results/online/online.png").stat().st_size > 10_000
 
 

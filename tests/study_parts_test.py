@@ -109,3 +109,13 @@ def test_a_study_says_of_which_vocabulary_its_drafters_are(monkeypatch):
         study, "--vocabulary_data=mine.txt")
   assert [found["draft_vocabulary"] for found in said] == [
       None, {"size": 9, "data": "mine.txt"}]
+
+
+def test_a_topic_without_the_other(monkeypatch):
+  # Broken: a drafter that is to know code alone has read prose, or other code.
+  monkeypatch.syspath_prepend(ROOT / "experiments" / "runs")
+  code = ('"""A module."""\n\nX = "# here"  # why\n\n\ndef f():\n  """Does\n\n'
+          '  it."""\n  # Note.\n  return {\n      1: "two",  # two\n  }\n')
+  with imported("online_texts.py") as texts:
+    assert texts.without_prose(code) == (
+        'X = "# here"\ndef f():\n  return {\n      1: "two",\n  }\n')
