@@ -16,9 +16,12 @@ window of prose has back. `over_fixed` needs no first window, in which much is
 learned already: what the drafter that learns has in the last window over the
 other one, as a share of what code has over prose for that other one.
 All is drawn from --seed: `texts` in online.json, a hash of what was written,
-is the same for every run of the same flags. Writes online.csv, .json and .png.
+is the same for every run of the same flags. Killed and started again, or with
+more --seeds, it goes on after the last seed that is done. Writes online.csv,
+.json and .png.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -38,7 +41,8 @@ from specjax.data import corpora
 from specjax.drafters import online
 from specjax.training import distillation
 
-_OPTIMIZERS = {"adam": optax.adam, "sgd": optax.sgd}
+_OPTIMIZERS = {
+    "adam": optax.adam, "rmsprop": optax.rmsprop, "sgd": optax.sgd}
 _LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
 
 _TARGET = shared.target()
@@ -121,6 +125,19 @@ def _decoded(decoder, params, streams, learns, seed):
   return _windows(found), files.fingerprint(np.concatenate(written))
 
 
+def _kept(path, decode):
+  """What `_decoded` returns, or what it returned when the file was written."""
+  if path.exists():
+    kept = files.read_json(path, "delete it")
+  else:
+    windows, text = decode()
+    kept = {"text": text, "windows": [
+        [*key, found.tolist()] for key, found in windows.items()]}
+    files.write_json(path, kept)
+  return {(topic, window): np.asarray(found)
+          for topic, window, found in kept["windows"]}, kept["text"]
+
+
 def _windows(found):
   """Means over the requests that begin in a window."""
   groups = {}
@@ -135,6 +152,18 @@ def _joined(seeds):
   """The users of all seeds, in the windows that all of them have."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
+
+
+def _of_all_seeds(decoder, params, streams, output_dir):
+  """The windows of all users, and a hash of the texts of each seed."""
+  learns = isinstance(decoder.drafter, sj.drafters.Online)
+  name = "learning" if learns else "fixed"
+  seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
+  found, texts = zip(*(_kept(
+      output_dir / f"{name}_{seed}.json", functools.partial(
+          _decoded, decoder, params, streams, learns, seed))
+                       for seed in seeds))
+  return _joined(found), texts
 
 
 def _topic(windows, topic):
@@ -203,6 +232,13 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}
+  files.claim(output_dir / "run.json", {
+      "weights": files.fingerprint(params),
+      "texts": files.fingerprint(streams),
+      **{flag.name: flag.value for flag in (
+          _CODE_TOKENS, _PROSE_TOKENS, _WINDOW, _USERS, _PROMPT_TOKENS, _ROUNDS,
+          _GAMMA, _TEMPERATURE, _OPTIMIZER, _LEARNING_RATE, _RANK, _POSITIONS)
+         }}, "study")
   drafters = {
       f"{name}, fixed": sj.drafters.LanguageModel(
           model=small.model, gamma=_GAMMA.value),
@@ -215,10 +251,8 @@ def main():
     decoder = sj.Decoder(
         target=target.model, drafter=drafter, verifier=sj.verifiers.Block(),
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
-    found, texts[arm] = zip(*(_decoded(
-        decoder, params, streams, isinstance(drafter, sj.drafters.Online),
-        _SEED.value + number) for number in range(_SEEDS.value)))
-    windows[arm] = _joined(found)
+    windows[arm], texts[arm] = _of_all_seeds(
+        decoder, params, streams, output_dir)
   rows = [row for arm, found in windows.items() for row in _rows(arm, found)]
   fixed = windows[next(iter(windows))]
   summaries = {arm: _summary(found, fixed) for arm, found in windows.items()}

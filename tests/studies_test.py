@@ -155,10 +155,16 @@ def test_online_study(tmp_path):
     (tmp_path / name).mkdir()
     for i in range(20):
       (tmp_path / f"{name}/{i}.txt").write_text(f"{i} " + line * 9)
-  study = last_line(*run_all("online_study.py", [
+  given = [
       "--data=code", "--prose=prose", "--drafter=tiny", "--users=2",
       "--code_tokens=30", "--prose_tokens=60", "--window=20", "--rounds=8",
-      "--prompt_tokens=8", "--gamma=2", "--rank=0", "--seeds=2"], cwd=tmp_path))
+      "--prompt_tokens=8", "--gamma=2", "--rank=0"]
+  first, more, other = run_all("online_study.py", given, [*given, "--seeds=2"],
+                               [*given, "--positions=all"], cwd=tmp_path)
+  study = last_line(more)
+  for done in (first, more):  # a seed each, without and with learning
+    assert done["stderr"].count("code: ") == 2
+  assert "holds another study: positions" in other["code"]
   assert study["study"] == "online"
   found = {}
   for row in study["rows"]:

@@ -12,6 +12,7 @@ python experiments/skip_study.py --temperature=0 \
 python experiments/skip_study.py --target=smollm2 --rows=8 --continuation=64 \
   --gamma=6 --tries=24 --skip=0.1,0.2 --searches=random,local,clasp \
   --output_dir="$runs/smollm2"
+python experiments/runs/swift.py
 
 train() {
   python experiments/train_lm.py --initial=bundled --steps=200 --batch_size=4 \

@@ -1,0 +1,74 @@
+"""What SWIFT's search gains while it decodes, over the set that it begins with.
+
+  python experiments/runs/swift.py [texts] [rounds]
+
+The bundled target continues held-out code at temperature 1 and drafts with a
+part of itself, of which one or two of the attentions and MLPs of its middle
+layers are left out. Tokens a round, expected given the drafts, in the first and
+in the last quarter of the rounds, with and without tries; the gain of the
+search in the last quarter, with its standard error over texts; and the sets
+that it ended with.
+"""
+
+import collections
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+import jax  # noqa: E402
+from lib import models  # noqa: E402
+import numpy as np  # noqa: E402
+
+import specjax as sj  # noqa: E402
+from specjax import analysis  # noqa: E402
+from specjax.data import corpora  # noqa: E402
+from specjax.training import distillation  # noqa: E402
+
+GAMMA, WINDOW, PROMPT_TOKENS = 4, 32, 64
+
+
+def decoded(target, prompts, count, tries, rounds):
+  """Accepted tokens and rounds `[2, texts]` of both quarters, and the sets."""
+  decoder = sj.Decoder(
+      target=target.model, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.Swift(
+          gamma=GAMMA, count=count, tries=tries, window=WINDOW),
+      transform=sj.LogitsTransform(temperature=1.0))
+  params = {"target": target.params}
+  state = decoder.prefill(params, list(prompts), jax.random.key(0),
+                          limits=decoder.context_length)
+  state, stats = decoder.decode(params, state, rounds)
+  sj.raise_if_not_finite(stats)
+  cut = lambda x: np.stack([x[:rounds // 4].sum(0), x[-(rounds // 4):].sum(0)])
+  found = jax.device_get(state.drafter)
+  return (cut(np.asarray(stats.expected, np.float64)[..., 0]),
+          cut(np.asarray(stats.active)),
+          collections.Counter(
+              str(found.sublayers(row)) for row in range(len(prompts))))
+
+
+def main(texts="16", rounds="96"):
+  target, _, tokenizer = models.load_models("bundled", [])
+  _, held_out = corpora.split(corpora.stdlib_documents())
+  prompts = distillation.cut_prompts(
+      tokenizer.encode_stream([x.text for x in held_out]), int(texts),
+      PROMPT_TOKENS)
+  print("| left out | tries | first quarter | last quarter | gain |")
+  print("|---|---|---|---|---|")
+  for count in (1, 2):
+    arms = [decoded(target, prompts, count, tries, int(rounds))
+            for tries in (0, 64)]
+    for name, (accepted, active, sets) in zip(("none", "64"), arms):
+      ends = (analysis.ratio_estimate(*x) for x in zip(accepted, active))
+      gain, error = analysis.relative_gain(
+          accepted[1], active[1], arms[0][0][1], arms[0][1][1])
+      print(f"| {count} | {name} | " + " | ".join(
+          f"{1 + x:.2f} ± {e:.2f}" for x, e in ends)
+            + f" | {100 * gain:+.1f} ± {100 * error:.1f} % |", flush=True)
+      for one, number in sets.most_common(3):
+        print(f"  {number} texts: {one}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
