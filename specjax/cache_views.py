@@ -50,7 +50,8 @@ class View(KVCache):
                        "cache")
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.used, self.block_k[layer],
-        self.block_v[layer], self.in_block(ancestors), softcap=softcap)
+        self.block_v[layer], self.in_block(ancestors), softcap=softcap,
+        heads_axis=self.heads_axis)
     return out.astype(self.v[layer].dtype)
 
   def settle(self) -> "View":
@@ -202,7 +203,7 @@ def _view(cache, source, used):
       jnp.take_along_axis(x, source[:, i % source.shape[1], :, :, None], axis=2)
       for i, x in enumerate(arrays))
   return View(k=take(cache.k), v=take(cache.v), lengths=cache.lengths,
-              used=used)
+              used=used, heads_axis=cache.heads_axis)
 
 
 def _queries(model, params, root, cache):

@@ -129,6 +129,8 @@ def grow(one: Any, params: Any, state: DecodeState, capacity: int
   form = jax.eval_shape(
       functools.partial(rounds.start, one), params, prompt, state.limits,
       state.keys, state.temperature, state.eos)
+  # What a cache says of itself, such as `heads_axis`, is that of the state.
+  form = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(form))
   grows = lambda node: hasattr(node, "grow")
   return jax.tree.map(
       lambda x, like: x.grow(like, _longer) if grows(x) else _longer(x, like),

@@ -71,6 +71,8 @@ class KVCache:
     block_v: the same of the values.
     held: `[B]` int32 where a block is reserved, else None: `k` and `v` hold
       that many of the committed tokens, and the block begins with the others.
+    heads_axis: which mesh axis divides the heads where attention runs on a TPU,
+      see `attention.past_attention`; None where every device has them all.
   """
 
   k: tuple[jax.Array, ...]
@@ -79,6 +81,7 @@ class KVCache:
   block_k: tuple[jax.Array | None, ...] = ()
   block_v: tuple[jax.Array | None, ...] = ()
   held: jax.Array | None = None
+  heads_axis: str | None = struct.field(pytree_node=False, default="model")
 
   table = None  # of pages, which this cache has not; see `paged_cache`
 
@@ -139,7 +142,7 @@ class KVCache:
         self.block_k[layer], self.block_v[layer],
         self.in_block(ancestors, window), window=window, softcap=softcap,
         positions=self.lengths[:, None] + depths if window else None,
-        table=self.table)
+        table=self.table, heads_axis=self.heads_axis)
     return out.astype(self.v[layer].dtype)
 
   @property

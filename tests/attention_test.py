@@ -76,11 +76,11 @@ def test_two_parts_are_one_attention(window, softcap):
 
 @pytest.mark.parametrize("window,softcap", [(0, 0.0), (50, 3.0)])
 def test_one_softmax_is_two_parts(window, softcap):
-  # Broken: on a CPU the block of a lone row covers its past, leaves slots
-  # between them, or is put after the end of what is read.
+  # Broken: on a CPU the block of a row covers its past, leaves slots between
+  # them that count, is put after the end of what is read, or is another row's.
   size, slots = 4, 300
   draw = lambda i, heads, count: jax.random.normal(
-      jax.random.key(i), (1, heads, count, _DIM))
+      jax.random.key(i), (2, heads, count, _DIM))
   query = draw(0, _HEADS * _GROUP, size).swapaxes(1, 2)
   past, block = ([draw(i + j, _HEADS, n) for j in range(2)]
                  for i, n in ((1, slots), (3, size)))
@@ -97,7 +97,8 @@ def test_one_softmax_is_two_parts(window, softcap):
                                           softcap=softcap))[0])
 
   for length in (0, 60, 124, 125, 252, 253, slots):
-    np.testing.assert_allclose(*both(jnp.array([length], jnp.int32)), atol=2e-6)
+    lengths = jnp.array([length, length // 2], jnp.int32)
+    np.testing.assert_allclose(*both(lengths), atol=2e-6)
 
 
 def _operands(lengths, *, size, heads, group, slots, dim, dtype=jnp.float32):
@@ -280,28 +281,30 @@ def _compile():
   found = {}
   for name, shape, size, dim, window in (
       ("whole", (1, 1), 5, 128, 0), ("split by heads", (1, 4), 5, 64, 0),
-      ("split by both", (2, 2), 64, 64, 1024), ("pages", (1, 4), 5, 128, 0)):
+      ("split by both", (2, 2), 64, 64, 1024), ("pages", (1, 4), 5, 128, 0),
+      ("replicated", (1, 4), 5, 64, 0)):
+    axis = None if name == "replicated" else "model"
     mesh = Mesh(np.array(devices[:math.prod(shape)]).reshape(shape),
                 ("data", "model"))
     array = lambda sizes, dtype, *spec, mesh=mesh: jax.ShapeDtypeStruct(
         sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
-    cache, table = array((8, 8, 2048, dim), jnp.bfloat16, "data", "model"), None
+    cache, table = array((8, 8, 2048, dim), jnp.bfloat16, "data", axis), None
     if name == "pages":
       cache = array((129, 8, 128, dim), jnp.bfloat16, None, "model")
       table = array((8, 16), jnp.int32, "data")
 
     def attend(weights, query, k, v, lengths, positions, table, hidden,
-               window=window):
+               window=window, axis=axis):
       # Work before it, in which the compiler would fetch what comes next.
       query = jnp.einsum("bshd,hde->bshe", query, weights)
       cache = kv_cache.KVCache(k=(k,), v=(v,), lengths=lengths)
       return cache.after(hidden).lengths, attention.past_attention(
           query, k, v, lengths, positions=positions, table=table,
-          window=window)
+          window=window, heads_axis=axis)
 
     hlo = jax.jit(attend).lower(
-        array((32, dim, dim), jnp.bfloat16, "model"),
-        array((8, size, 32, dim), jnp.bfloat16, "data", None, "model"),
+        array((32, dim, dim), jnp.bfloat16, axis),
+        array((8, size, 32, dim), jnp.bfloat16, "data", None, axis),
         cache, cache, array((8,), jnp.int32, "data"),
         array((8, size), jnp.int32, "data"), table,
         array((8, size, 64), jnp.bfloat16, "data")).compile().as_text()
@@ -319,7 +322,8 @@ def _compile():
 def test_the_kernel_compiles_for_a_tpu_and_copies_no_cache():
   # Broken: the kernel is no program for a TPU, or a cache is laid out or split
   # in another way than the kernel wants, and is copied in every pass; or the
-  # lengths of all rows wait for one device.
+  # lengths of all rows wait for one device; or heads that every device has are
+  # divided, and what attention returns is gathered.
   for name, one in tpu_processes.answer(__file__).items():
     assert one == {"kernels": 1, "collectives": [], "copies": []}, name
 

@@ -77,6 +77,21 @@ def test_a_placed_state_decodes_the_same():
   np.testing.assert_array_equal(plain.tokens, placed.tokens)
 
 
+def test_a_replicated_drafter_attends_with_all_heads():
+  # Broken: attention on a TPU divides heads that every device has and gathers
+  # what it returns, or leaves whole the target's; or a state that grows forgets
+  # which of its caches are replicated.
+  decoder, params, _ = _decoder_and_state()
+  for how, axis in (("split", "model"), ("replicate", None)):
+    placement = sharding.Placement(mesh=_mesh("data", "model"), drafter=how)
+    state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0),
+                            limits=12, placement=placement)
+    told = lambda state: (state.target_cache.heads_axis,
+                          state.drafter.heads_axis)
+    assert told(state) == ("model", axis)
+    assert told(decoder.grow(params, state, 256)) == ("model", axis)
+
+
 def test_a_tpu_has_gate_and_up_as_two_matrices(monkeypatch):
   # Broken: the compiler lays them out anew before every loop over passes, or a
   # placement that says how they lie does not reach the program.

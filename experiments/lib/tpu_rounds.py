@@ -90,6 +90,8 @@ def lowered(setting: Setting):
 
   keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
   state = jax.eval_shape(start, params, keys)
+  if setting.drafter == "replicate":
+    state = state.replace(drafter=sharding.undivided(state.drafter))
   chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
   shardings = sharding.decode_shardings(decoder, params, state, mesh,

@@ -22,11 +22,13 @@ __all__ = ["Part", "attend", "block_attention", "merge", "past_attention"]
 
 
 # Under a jit of its own, so that all layers of a model share a trace.
-@functools.partial(jax.jit, static_argnames=("window", "softcap"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
            block_k: jax.Array, block_v: jax.Array, visible: jax.Array, *,
            positions: jax.Array | None = None, table: jax.Array | None = None,
-           window: int = 0, softcap: float = 0.0) -> jax.Array:
+           window: int = 0, softcap: float = 0.0,
+           heads_axis: str | None = "model") -> jax.Array:
   """Attention of S tokens over the committed slots and the block of a pass.
 
   On a CPU one softmax is over both; elsewhere two parts are merged.
@@ -43,27 +45,30 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
     table: see `past_attention`.
     window: see `past_attention`; for the block `visible` says it.
     softcap: see `past_attention`.
+    heads_axis: see `past_attention`.
 
   Returns:
     `[B, S, H * G, D]`, float32 at least.
   """
   return platforms.attend(
       query, k, v, lengths, block_k, block_v, visible, positions, table,
-      window=window, softcap=softcap)
+      window=window, softcap=softcap, heads_axis=heads_axis)
 
 
 # Under a jit of its own, so that all layers of a model share a trace.
-@functools.partial(jax.jit, static_argnames=("window", "softcap"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    lengths: jax.Array, *, positions: jax.Array | None = None,
                    table: jax.Array | None = None, window: int = 0,
-                   softcap: float = 0.0) -> Part:
+                   softcap: float = 0.0, heads_axis: str | None = "model"
+                   ) -> Part:
   """Attention of S tokens over the committed slots of a cache.
 
   On a CPU the cost follows the longest row in use, by a `switch` over lengths.
   On a TPU it follows each row, by a kernel of our own (`attention.tpu`), which
   a mesh splits by rows over its axis "data" and by key-value heads over
-  "model". On a GPU cuDNN follows each row (`attention.gpu`) in float16 and
+  `heads_axis`. On a GPU cuDNN follows each row (`attention.gpu`) in float16 and
   bfloat16. What these two do not take attends over all slots, masked. Pages are
   read as they lie on a TPU; elsewhere they are put in order first.
 
@@ -77,6 +82,9 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
       one in use any pages.
     window: how many positions back each query sees, itself included; 0: all.
     softcap: c of c tanh(scores / c); 0: none.
+    heads_axis: the mesh axis that divides the key-value heads on a TPU, where
+      it does; None: every device attends with all heads, as it must where it
+      has all of them and nothing is to be sent.
 
   Returns:
     `(out [B, S, H * G, D], log [B, S, H * G])`, float32 at least. A query that
@@ -84,4 +92,5 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     `out`.
   """
   return platforms.past_attention(
-      query, k, v, lengths, positions, table, window=window, softcap=softcap)
+      query, k, v, lengths, positions, table, window=window, softcap=softcap,
+      heads_axis=heads_axis)

@@ -17,6 +17,16 @@ import jax.numpy as jnp
 from specjax.attention import plain
 
 
+def _anywhere(attend):
+  """A version that leaves to the compiler how a mesh divides the heads."""
+  def undivided(*operands, heads_axis, **options):
+    del heads_axis
+    return attend(*operands, **options)
+
+  return undivided
+
+
+@_anywhere
 def _cuda(*operands, **options):
   from specjax.attention import gpu  # pylint: disable=g-import-not-at-top
   return gpu.past_attention(*operands, **options)
@@ -28,15 +38,16 @@ def _tpu(*operands, **options):
 
 
 def _merged(query, k, v, lengths, block_k, block_v, visible, positions, table,
-            *, window, softcap):
+            *, window, softcap, heads_axis):
   """`attention.attend` by its two parts, the past as its platform has it."""
   past = past_attention(query, k, v, lengths, positions, table, window=window,
-                        softcap=softcap)
+                        softcap=softcap, heads_axis=heads_axis)
   block = plain.block_attention(query, block_k, block_v, visible,
                                 softcap=softcap)
   return plain.merge(past, block)[0]
 
 
+@_anywhere
 def _plain(query, k, v, lengths, block_k, block_v, visible, positions, table,
            *, window, softcap):
   """`_merged` in plain XLA, which has a derivative."""
@@ -101,11 +112,13 @@ def _primitive(name, count, versions, shapes):
 
 
 _past = _primitive(
-    "past_attention", 4, {None: plain.whole, "cpu": plain.bucketed,
-                          "cuda": _cuda, "tpu": _tpu},
+    "past_attention", 4, {None: _anywhere(plain.whole),
+                          "cpu": _anywhere(plain.bucketed), "cuda": _cuda,
+                          "tpu": _tpu},
     lambda shape: (shape, shape[:3]))
-_whole = _primitive("attend", 7, {None: _merged, "cpu": plain.joint},
-                    lambda shape: (shape,))
+_whole = _primitive(
+    "attend", 7, {None: _merged, "cpu": _anywhere(plain.joint)},
+    lambda shape: (shape,))
 
 
 def _applied(one, count, plainly, operands, positions, table, **options):
@@ -121,20 +134,21 @@ def _applied(one, count, plainly, operands, positions, table, **options):
 
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    lengths: jax.Array, positions: jax.Array | None,
-                   table: jax.Array | None, *, window: int, softcap: float
-                   ) -> plain.Part:
+                   table: jax.Array | None, *, window: int, softcap: float,
+                   heads_axis: str | None) -> plain.Part:
   """`attention.past_attention`."""
-  return _applied(_past, 4, plain.whole, (query, k, v, lengths), positions,
-                  table, window=window, softcap=softcap)
+  return _applied(_past, 4, _anywhere(plain.whole), (query, k, v, lengths),
+                  positions, table, window=window, softcap=softcap,
+                  heads_axis=heads_axis)
 
 
 def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
            block_k: jax.Array, block_v: jax.Array, visible: jax.Array,
            positions: jax.Array | None, table: jax.Array | None, *,
-           window: int, softcap: float) -> jax.Array:
+           window: int, softcap: float, heads_axis: str | None) -> jax.Array:
   """`attention.attend`."""
   visible = jnp.broadcast_to(visible, (len(query), *visible.shape[1:]))
   [out] = _applied(_whole, 7, _plain, (
       query, k, v, lengths, block_k, block_v, visible), positions, table,
-                   window=window, softcap=softcap)
+                   window=window, softcap=softcap, heads_axis=heads_axis)
   return out

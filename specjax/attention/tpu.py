@@ -36,8 +36,8 @@ _BUDGET = 4 * 2**20  # bytes of on-chip memory for the blocks of keys and values
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    lengths: jax.Array, positions: jax.Array | None = None,
                    table: jax.Array | None = None, *, window: int = 0,
-                   softcap: float = 0.0, interpret: bool = False
-                   ) -> tuple[jax.Array, jax.Array]:
+                   softcap: float = 0.0, heads_axis: str | None = "model",
+                   interpret: bool = False) -> tuple[jax.Array, jax.Array]:
   """Attention over the first `lengths` slots, as `attention.past_attention`.
 
   Args:
@@ -50,6 +50,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
       be a page, also those after the last one in use.
     window: how many tokens back each query sees, itself included; 0: all.
     softcap: c of c tanh(scores / c); 0: none.
+    heads_axis: the mesh axis that divides the heads; None: none does.
     interpret: whether to run without a TPU, which is slow.
 
   Returns:
@@ -79,18 +80,18 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   operands = (folded, k, v, lengths.astype(jnp.int32), first, *extra)
   call = functools.partial(_call, window=window, softcap=softcap,
                            interpret=interpret, paged=table is not None)
-  out, lse = _split(call, operands, table is not None)(*operands)
+  out, lse = _split(call, operands, table is not None, heads_axis)(*operands)
   unfold = lambda x: plain.unfolded(x[:, :, :rows], size)
   return unfold(out), unfold(lse)
 
 
-def _split(call, operands, paged):
+def _split(call, operands, paged, heads_axis):
   """`call`, split over the mesh that the operands are on, if there is one.
 
-  Rows go over the axis "data" and heads over "model", the names that
-  `models.sharding` asks for on a TPU, where they divide. Whatever the placement
-  of the cache is, the result is the same; one that differs is moved, and where
-  every device of "model" has all heads each cuts out its own.
+  Rows go over the axis "data", the name that `models.sharding` asks for on a
+  TPU, and heads over `heads_axis`, where they divide. Whatever the placement of
+  the cache is, the result is the same; one that differs is moved, and where
+  every device of that axis has all heads each cuts out its own.
   """
   meshes = (jax.typeof(x).sharding.mesh for x in operands)
   mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
@@ -99,7 +100,7 @@ def _split(call, operands, paged):
   batch, heads = operands[0].shape[0], operands[1].shape[1]
   fits = lambda name, n: (
       name if n % mesh.shape.get(name, n + 1) == 0 else None)
-  rows, axis = fits("data", batch), fits("model", heads)
+  rows, axis = fits("data", batch), fits(heads_axis, heads)
   own, cache = PartitionSpec(rows, axis), PartitionSpec(
       None if paged else rows, axis)
   rest = (PartitionSpec(rows),) * (len(operands) - 3)

@@ -102,7 +102,10 @@ class Placement:
     _, shardings = decode_shardings(
         decoder, arguments[0], shapes, self.mesh, axis=self.axis,
         data_axis=self.data_axis, drafter=self.drafter)
-    return _start(parts, tuple(jax.tree.leaves(shardings)), *arguments)
+    state = _start(parts, tuple(jax.tree.leaves(shardings)), *arguments)
+    if self.drafter == "replicate":
+      state = state.replace(drafter=undivided(state.drafter))
+    return state
 
 
 # Under the constraint GSPMD splits the passes over the prompts too: no device
@@ -112,6 +115,20 @@ def _start(parts, shardings, *arguments):
   state = rounds.start(parts, *arguments)
   return jax.lax.with_sharding_constraint(
       state, jax.tree.unflatten(jax.tree.structure(state), shardings))
+
+
+def undivided(tree: Any) -> Any:
+  """The same tree, whose caches say that every device has all of their heads.
+
+  On a TPU attention would else divide them, and gather what it returns.
+
+  Args:
+    tree: the state of a drafter that is replicated, or of its shapes.
+  """
+  is_cache = lambda node: hasattr(node, "heads_axis")
+  return jax.tree.map(
+      lambda x: x.replace(heads_axis=None) if is_cache(x) else x, tree,
+      is_leaf=is_cache)
 
 
 def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
@@ -128,7 +145,8 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
   Args:
     decoder: the `Decoder`.
     params: `{"target": ..., "drafter": ...}`, arrays or their shapes.
-    state: a `DecodeState` of arrays or of shapes.
+    state: a `DecodeState` of arrays or of shapes; the drafter's part of it
+      `undivided` where the drafter is replicated on TPUs.
     mesh: a mesh with `axis`.
     axis: over which models are split.
     data_axis: over which rows are split.
