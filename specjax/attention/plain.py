@@ -136,22 +136,26 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   """`attention.attend` with one softmax, at a cost as `bucketed`.
 
   A CPU spends as long on starting a small operation as on its work: merging two
-  parts would cost a tenth of a small model's pass. Of a lone row the slots that
-  are read are copied in any case, and the block with them: one part then.
+  parts would cost a tenth of a small model's pass. Where some slots are read
+  they are copied in any case, and the block with them: one part then.
   """
   size, rows = query.shape[1], _scaled(query, k.shape[1])
   batch, heads, count, _ = rows.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
   capacity = k.shape[2]
-  # All slots are read where they lie: to join a block they would be copied.
-  lone = batch == 1 and table is None and size < _PROMPT
-  room = block_k.shape[2] if lone else 0
+  room = block_k.shape[2] if table is None and size < _PROMPT else 0
+  blocks = [x.swapaxes(1, 2) for x in (block_k, block_v)]  # as layers make them
 
   def over(bucket):
     def attention(rows, k, v, table, lengths, positions, block_k, block_v,
                   visible):
+      # All slots are read where they lie: to join a block would copy them.
       joined = bucket < capacity and room > 0
+      # Without the barrier XLA takes the transposition out of the branch, and
+      # what was part of the join is then two copies of each.
+      block_k, block_v = (jax.lax.optimization_barrier(x).swapaxes(1, 2)
+                          for x in (block_k, block_v))
       slots = max(bucket - room, 0) if joined else bucket
       k, v = (in_order(x, table, lengths, slots) for x in (k, v))
       slot = jnp.arange(slots, dtype=jnp.int32)
@@ -173,13 +177,13 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       weights = jnp.split(weights, [] if joined else [slots], axis=-1)
       first, *more = [product("bhqt,bhtd->bhqd", *one)
                       for one in zip(weights, values)]
-      return sum(more, first)
+      # Here and not after the switch, whose result would be copied once more.
+      return unfolded(sum(more, first), size)
 
     return attention
 
-  out = _switch(over, size, rows, k, v, table, lengths, positions, block_k,
-                block_v, visible, room=room)
-  return unfolded(out, size)
+  return _switch(over, size, rows, k, v, table, lengths, positions, *blocks,
+                 visible, room=room)
 
 
 def _switch(over, size, query, k, v, table, lengths, *more, room=0):
