@@ -15,7 +15,8 @@ Run it while nothing else runs:
   block_over_token     a whole round under block over one under token
                        verification
   autoregressive_loop  decoding with an empty draft over a bare scan
-  pass_cost            a pass over 5, 9, 17 tokens over a pass over one
+  pass_cost            a pass over 5, 9, 17 tokens over a pass over one; their
+                       milliseconds stand beside it
   tree_law             the verdict on a tree of 64 nodes of a tree verifier
                        over a pass of the target over them, batch 1 and 8
   training             (forward pass of the target + forward and backward of
@@ -62,6 +63,7 @@ _TREE_NODES = shared.nodes(64, "of the trees whose laws are timed")
 _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
 _OUTPUT_DIR = shared.output_dir("results/benchmark", "for the ratios as JSON")
+_SIZES = (5, 9, 17)  # tokens of the passes that are timed against one
 _ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
 _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
@@ -235,6 +237,30 @@ def _median_ratio(rows, numerator, denominator):
   return statistics.median(numerator(row) / denominator(row) for row in rows)
 
 
+def _pass_costs(target_pass, one, progress):
+  """What passes over more tokens cost, as ratios and as milliseconds.
+
+  A ratio alone does not say which of its two passes has changed.
+
+  Args:
+    target_pass: `tokens -> Timed`.
+    one: of one token.
+    progress: a bar.
+
+  Returns:
+    `{tokens: ratio}` and `{tokens: milliseconds}`, of one token too.
+  """
+  costs, milliseconds = {}, {}
+  for size in _SIZES:
+    rows = _interleaved(progress, target_pass(size), one)
+    costs[str(size)] = _median_ratio(
+        rows, lambda row: row[0], lambda row: row[1])
+    for tokens, column in ((1, 1), (size, 0)):
+      milliseconds[str(tokens)] = 1e3 * statistics.median(
+          row[column] for row in rows)
+  return costs, milliseconds
+
+
 def _ratios(name, target, drafter_model, params, progress, placement):
   """Every ratio of the module's docstring for one pair of models."""
   gamma, used = _GAMMA.value, _USED.value
@@ -282,13 +308,9 @@ def _ratios(name, target, drafter_model, params, progress, placement):
   ratios["allocation"] = _median_ratio(rows, first, second)
   del wide
 
-  ratios["pass_cost"] = {}
-  for size in (5, 9, 17):
-    many = target_pass(small, used, size)
-    rows = _interleaved(progress, many, one)
-    ratios["pass_cost"][str(size)] = _median_ratio(rows, first, second)
-  step_ms = 1e3 * statistics.median(r[1] for r in rows)
-  del one, many
+  ratios["pass_cost"], pass_ms = _pass_costs(
+      functools.partial(target_pass, small, used), one, progress)
+  del one
 
   ratios["tree_law"] = {}
   for batch in (1, 8):
@@ -304,7 +326,8 @@ def _ratios(name, target, drafter_model, params, progress, placement):
     rows = _interleaved(progress, *_training(target, params["target"]))
     ratios["training"] = _median_ratio(rows, lambda r: r[1] + r[2], first)
   return ratios, {"sum_gb_per_second": sum_speed / 1e9,
-                  "step_milliseconds": step_ms}
+                  "step_milliseconds": pass_ms["1"],
+                  "pass_milliseconds": pass_ms}
 
 
 def main():
@@ -331,7 +354,9 @@ def main():
     for key, value in result["ratios"].items():
       if isinstance(value, dict):
         for size, cost in value.items():
-          print(f"  {key + ' ' + size:22s} {cost:6.3f}")
+          times = result["pass_milliseconds"] if key == "pass_cost" else {}
+          print(f"  {key + ' ' + size:22s} {cost:6.3f}"
+                + (f"  ({times[size]:.2f} ms)" if times else ""))
       else:
         print(f"  {key:22s} {value:6.3f}")
   main_pair = _PAIRS_OF_MODELS.value[0]
