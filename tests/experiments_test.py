@@ -232,3 +232,12 @@ def test_study_refuses_bad_input(tmp_path):
   alone = run("verification_study.py", "--gammas=0", cwd=tmp_path)
   assert alone.returncode != 0
   assert alone.stderr.strip().splitlines()[-1] == runs[0]["code"]
+
+
+@pytest.mark.parametrize("arguments", ["32", "32 x", "0 4", "1 2 3"])
+def test_tpu_rounds_refuses_other_layers(arguments, tmp_path):
+  # Broken: a traceback, or minutes of compiling, in place of one line.
+  found = run("runs/tpu_rounds.py", *arguments.split(), cwd=tmp_path)
+  [line] = found.stderr.splitlines()
+  assert found.returncode == 1 and line.startswith("error: ")
+  assert repr(arguments) in line and "two whole numbers" in line

@@ -7,10 +7,38 @@ The real compiler compiles the round for chips that need not be there
 line.
 """
 
+import importlib.util
 import os
 import pathlib
 import sys
 import time
+
+LAYERS = (32, 16)  # of Llama-3-8B and of Llama-3.2-1B
+
+
+def layers_of(arguments: list[str]) -> tuple[int, int]:
+  """The numbers of layers that the command line asks for.
+
+  Raises:
+    SystemExit: it does not name two, or there is no compiler for TPUs.
+  """
+  if not arguments:
+    layers = LAYERS
+  elif len(arguments) == 2 and all(
+      x.isdecimal() and int(x) > 0 for x in arguments):
+    layers = int(arguments[0]), int(arguments[1])
+  else:
+    sys.exit(f"error: arguments are {' '.join(arguments)!r}; give the layers "
+             "of the target and of the drafter, two whole numbers of at least "
+             f"1, or nothing for {LAYERS[0]} {LAYERS[1]}")
+  if importlib.util.find_spec("libtpu") is None:
+    sys.exit("error: libtpu is not installed, and it compiles for TPUs: pip "
+             "install -e '.[tpu-aot]'")
+  return layers
+
+
+if __name__ == "__main__":  # before jax, which takes seconds, is loaded
+  asked = layers_of(sys.argv[1:])
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import tpu_compiler  # noqa: E402
@@ -22,7 +50,7 @@ from lib import tpu_rounds  # noqa: E402
 import specjax as sj  # noqa: E402
 
 
-def main(layers) -> None:
+def main(layers: tuple[int, int]) -> None:
   tree = sj.trees.full_tree((3, 3, 2, 1, 1))[:64]
   print("| round | whole layers copied | temporaries, GB | HBM, GB, full / "
         f"{tpu_rounds.SHORT} slots used | floor | cycles, M | loops | "
@@ -43,10 +71,10 @@ def main(layers) -> None:
     moved, floor = ([n / 1e9 for n in found[name]]
                     for name in ("moved", "floor"))
     print(f"| {name} | {len(found['copied'])} | "
-          f"{found['temporaries'] / 1e9:.2f} | {moved[0]:.2f} / {moved[1]:.2f} "
+          f"{found['temporaries'] / 1e9:.3f} | {moved[0]:.2f} / {moved[1]:.2f} "
           f"| {floor[0]:.2f} / {floor[1]:.2f} | {found['cycles'] / 1e6:.0f} | "
           f"{found['loops']} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
-  main(tuple(map(int, sys.argv[1:])) or (32, 16))
+  main(asked)
