@@ -296,15 +296,18 @@ def test_a_round_reads_its_caches_and_writes_what_is_new(capacity):
 
 @pytest.mark.timeout(600)
 def test_a_replicated_drafter_sends_no_weights_caches_or_laws():
-  # Broken: chips that have all of a drafter exchange parts of it, or laws; or
-  # the target beside it is split in another way than alone. What does travel is
-  # of a few tokens: the kernel of attention divides the heads of every cache.
+  # Broken: chips that have all of a drafter exchange parts of it, or laws, or
+  # what its attention returns; or the target beside it is split in another way
+  # than alone. What does travel is of a few tokens.
   found = tpu_processes.answer(__file__, "replicated")
   width = _PAIRS["llama"][0]["width"]
   streams = [kind for kind, sizes in found
              if sizes == [_BATCH, _GAMMA + 1, width]]
   # Of the embedding, of each attention and of each MLP, for all nodes at once.
   assert streams == ["all-reduce"] * (1 + 2 * _LAYERS), found
+  width = _PAIRS["llama"][1]["width"]
+  streams = [sizes for _, sizes in found if sizes[-1:] == [width]]
+  assert streams == [[_BATCH, 1, width]], found  # of the embedding
   most = max(math.prod(sizes) for _, sizes in found)
   assert most < _BATCH * _LLAMA["vocab_size"] / 2, found
 
