@@ -126,12 +126,15 @@ class Cascade:
       ValueError: the vocabularies differ, the inner parts do not fit each
         other, or a cache of last tokens has too little slack.
     """
-    if getattr(self.drafter, "reads_cache", False):
+    reader = _reader(self.drafter)
+    if reader is not None:
+      part = "" if reader is self.drafter else (
+          f" with a {type(reader).__name__} in it")
       raise ValueError(
-          f"the cascade's drafter is a {type(self.drafter).__name__}, which "
-          "reads a part of the small model's cache, and that is not written "
-          "before the cascade's own rounds are over; put the cascade inside, "
-          f"as the drafter of the {type(self.drafter).__name__}")
+          f"the cascade's drafter is a {type(self.drafter).__name__}{part}, "
+          "which reads a part of the small model's cache, and that is not "
+          "written before the cascade's own rounds are over; put the cascade "
+          f"inside, as the drafter of the {type(reader).__name__}")
     common.check_vocabulary(self.model, target)
     common.check_slack(self.model, self.gamma + following.PASS)
     transform = (self.transform or transform).under(transform)
@@ -301,3 +304,11 @@ class Cascade:
     """Those of both stages, see `specjax.contract`."""
     return {"target": contract.param_specs(self.model, axis, size),
             "drafter": contract.param_specs(self.drafter, axis, size)}
+
+
+def _reader(drafter):
+  """What reads its target's cache of a drafter and its parts, or None."""
+  if getattr(drafter, "reads_cache", False):
+    return drafter
+  parts = map(_reader, getattr(drafter, "drafters", ()))
+  return next((part for part in parts if part is not None), None)
