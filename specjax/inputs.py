@@ -55,8 +55,11 @@ def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
     lengths: `[B]` of the prompts.
     context_length: of the models.
   """
-  found = context_length if given is None else given
-  found = np.broadcast_to(np.asarray(found, np.int32), lengths.shape)
+  found = np.asarray(context_length if given is None else given)
+  if found.shape not in ((), lengths.shape):
+    raise ValueError(f"limits has shape {found.shape}; give one number, or one "
+                     f"for each of the {len(lengths)} prompts")
+  found = np.broadcast_to(found.astype(np.int32), lengths.shape)
   for i, (limit, length) in enumerate(zip(found, lengths)):
     if limit > context_length:
       raise ValueError(

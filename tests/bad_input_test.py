@@ -115,6 +115,9 @@ def test_limits_and_keys():
       None, [[1, 2, 3]], key, **kwargs)
   _raises_one_line(lambda: prefill(limits=21), 21, 20, "context length")
   _raises_one_line(lambda: prefill(limits=2), "prompt 0", 3, 2, "shorten")
+  for wrong in ([9, 9], [[9]]):
+    _raises_one_line(lambda wrong=wrong: prefill(limits=wrong),
+                     f"shape {np.shape(wrong)}", "each of the 1 prompts")
   _raises_one_line(
       lambda: decoder.generate(None, [[1]], key, max_new_tokens=-1),
       "max_new_tokens", -1, "at least 0")
