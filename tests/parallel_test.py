@@ -225,10 +225,14 @@ def test_heads_of_few_tokens():
   share, reach = objective.ce_share, np.cumprod((right + 1) / 2, axis=-1)
   weights = np.cumsum(reach[..., ::-1], axis=-1)[..., ::-1]
   want = np.mean(weights * (share * nats + (1 - share) * np.abs(q - p).sum(-1)))
-  loss, _ = jax.jit(lambda own: objective(
+  loss, metrics = jax.jit(lambda own: objective(
       {"drafter": own}, {"target": params["target"]}, {"tokens": tokens}, key)
-                    )(own)
+                          )(own)
   np.testing.assert_allclose(loss, want, rtol=1e-4)
+  # A mean over what can be drafted: the others have no cross-entropy.
+  np.testing.assert_allclose(
+      [metrics[f"head_{k}/train_loss"] for k in range(1, _K + 1)],
+      nats.sum((0, 1)) / known.sum((0, 1)), rtol=1e-4)
 
 
 def test_weights_are_constants_of_the_gradient():

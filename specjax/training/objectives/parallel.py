@@ -107,6 +107,7 @@ class Parallel:
                key: jax.Array) -> Loss:
     """The loss, each slot's cross-entropy as `head_<k>/train_loss`, and more.
 
+    The cross-entropy is a mean over the tokens that the heads can draft.
     `acceptance` is the mean of 1 - TV, and `accepted` what token verification
     accepts along the text: the mean of sum_k prod_{i<=k} (1 - TV_i).
     """
@@ -114,13 +115,15 @@ class Parallel:
     found = self.blocks(params, tokens, self.draw(key, *tokens.shape))
     nats = cross_entropy(found.logits, found.labels)
     weights = self.weights(nats)
-    nats = self._known(found.labels, nats)
+    known = self._known(found.labels)
+    nats = jnp.where(known, nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
     mean = lambda x: jnp.sum(weights * x) / self._total(weights)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
-    metrics = {f"head_{k}/train_loss": x
-               for k, x in enumerate(jnp.mean(nats, axis=(0, 1)), 1)}
+    by_slot = jnp.sum(nats, axis=(0, 1)) / jnp.maximum(
+        jnp.sum(known, axis=(0, 1)), 1)
+    metrics = {f"head_{k}/train_loss": x for k, x in enumerate(by_slot, 1)}
     metrics["acceptance"] = jnp.mean(accepted)
     metrics["accepted"] = jnp.mean(
         jnp.sum(jnp.cumprod(accepted, axis=-1), axis=-1))
@@ -132,13 +135,11 @@ class Parallel:
       loss = loss + self.confidence_weight * metrics["confidence_loss"]
     return loss, metrics
 
-  def _known(self, labels, nats):
-    """`nats`, and 0 where the token cannot be drafted."""
-    ids = self.heads.ids
-    if not ids:
-      return nats
+  def _known(self, labels):
+    """Whether each token can be drafted, bool."""
+    ids = self.heads.ids or range(self.heads.vocab_size)
     known = np.isin(np.arange(self.heads.vocab_size), ids)
-    return jnp.where(jnp.asarray(known)[labels], nats, 0)
+    return jnp.asarray(known)[labels]
 
   def weights(self, nats: jax.Array) -> jax.Array:
     """w_k of every slot, `[..., K]` for `-log q_k(x_k) [..., K]`."""
