@@ -243,6 +243,39 @@ def _save_heads(output_dir, objective, trained, held_out, spent):
   return {"heads": training, "loss": evaluation.by_head(measured, "loss")}
 
 
+def _begun(initial, tokenizer):
+  """`(model, objective, heads or None, parameters)` before the first step."""
+  model = initial.model if initial else _model(tokenizer)
+  objective, heads = _objective(model)
+  key = jax.random.key(_SEED.value)
+  trainable = {"target": initial.params if initial else model.init(key)}
+  if heads is not None:
+    trainable["drafter"] = heads.init(
+        jax.random.fold_in(key, 1), trainable["target"])
+  return model, objective, heads, trainable
+
+
+def _measure(model, tokens, texts):
+  """`parameters -> bits per byte` of held-out texts."""
+  return evaluation.bits_per_byte(
+      model, tokens, sum(len(text.encode()) for text in texts),
+      _CONTEXT_LENGTH.value,
+      min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
+
+
+def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
+  """Makes the directory that of this run; all lengths that it has had."""
+  return runs.claim_run(output_dir, {
+      "model": repr(model), "corpus": fingerprint(documents),
+      "tokens": fingerprint(tokens),
+      **({"objective": repr(objective)} if "drafter" in trainable else {}),
+      **({"initial": fingerprint(trainable["target"])} if initial else {}),
+      **{flag.name: flag.value for flag in (
+          *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
+          _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
+          _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+
+
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   initial = _initial()
@@ -256,32 +289,16 @@ def main():
   print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
         f"{len(held_out)} documents held out", file=sys.stderr)
 
-  model = initial.model if initial else _model(tokenizer)
-  objective, heads = _objective(model)
+  model, objective, heads, trainable = _begun(initial, tokenizer)
   specs = meshes.specs(mesh, {"target": model})
-  params = initial.params if initial else model.init(
-      jax.random.key(_SEED.value))
-  trainable = {"target": params}
-  if heads is not None:
-    trainable["drafter"] = heads.init(
-        jax.random.fold_in(jax.random.key(_SEED.value), 1), params)
   num_params = common.num_parameters(trainable)
   held_out_tokens = tokenizer.encode_stream(held_out)
-  bits_per_byte = evaluation.bits_per_byte(
-      model, held_out_tokens,
-      sum(len(text.encode()) for text in held_out), _CONTEXT_LENGTH.value,
-      min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
+  bits_per_byte = evaluation.remembered(
+      _measure(model, held_out_tokens, held_out))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
-  lengths = runs.claim_run(output_dir, {
-      "model": repr(model), "corpus": fingerprint(documents),
-      "tokens": fingerprint(tokens),
-      **({"objective": repr(objective)} if heads is not None else {}),
-      **({"initial": fingerprint(params)} if initial else {}),
-      **{flag.name: flag.value for flag in (
-          *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
-          _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
-          _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+  lengths = _claim(output_dir, documents, tokens, model, trainable, objective,
+                   initial)
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)
   trained = loop.Trainer(

@@ -155,7 +155,7 @@ def _claim(path, manifest, what):
     write_json(path, {"format": _FORMAT, **manifest}, indent=2)
     return
   found = read_manifest(path, what)
-  others = [_difference(name, found.get(name), value)
+  others = [_difference(name, found, value)
             for name, value in manifest.items() if found.get(name) != value]
   if others:
     raise ValueError(f"{path.parent} holds another {what}: "
@@ -212,9 +212,12 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
   return found
 
 
-def _difference(name, *values) -> str:
+def _difference(name, found, value) -> str:
   """What two manifests hold, from where it begins to differ."""
-  texts = [str(value) for value in values]
+  if name not in found:
+    return (f"{name} is {str(value)[:60]} here and not told there, as by an "
+            "older version of specjax or without this option")
+  texts = [str(found[name]), str(value)]
   start = max(len(os.path.commonprefix(texts)) - 20, 0)
   there, here = ("..." * (start > 0) + text[start:start + 60]
                  for text in texts)

@@ -274,6 +274,11 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
     lengths(1)
   with pytest.raises(ValueError, match="another run: seed is 1 there and 2"):
     lengths(3, seed=2)
+  with pytest.raises(ValueError, match="rate is 0.1 here and not told there, "
+                     "as by an older version"):
+    lengths(2, rate=0.1)
+  with pytest.raises(ValueError, match="seed is 1 there and not told here"):
+    runs.claim_run(tmp_path, {}, 2)
   assert capsys.readouterr().err == ""
   assert lengths(3) == (2, 3) == lengths(3)
   [line] = capsys.readouterr().err.splitlines()
@@ -283,6 +288,26 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   (tmp_path / "run.json").write_text('{"format": 2, "seed": 1}')
   with pytest.raises(ValueError, match="steps is None"):
     lengths(3)
+
+
+def test_the_same_parameters_are_measured_once():
+  # Broken: the held-out text is read twice at the end of a run, or a change of
+  # the parameters, such as by what they are saved in, is not seen.
+  asked = []
+
+  def measure(params):
+    asked.append(params)
+    return {"sum": float(params["x"].sum())}
+
+  found = evaluation.remembered(measure)
+  x = np.arange(3, dtype=np.float32) / 3
+  assert found({"x": x}) == found({"x": jnp.asarray(x)}) == {"sum": x.sum()}
+  assert len(asked) == 1
+  rounded = x.astype(jnp.bfloat16).astype(np.float32)
+  assert found({"x": rounded})["sum"] == rounded.sum() != x.sum()
+  found({"x": x})["sum"] = 0.0  # a caller's own
+  assert found({"x": x}) == {"sum": x.sum()}
+  assert len(asked) == 3
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "checkpoints"])

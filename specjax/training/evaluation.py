@@ -20,11 +20,33 @@ import optax
 from specjax import processes
 from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
+from specjax.files import fingerprint
 from specjax.training.objectives import DrafterObjective
 from specjax.types import ModelFn
 
 _BATCH = 8
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]
+
+
+def remembered(measure: Measure) -> Measure:
+  """As `measure`, which is not asked twice of the same parameters in a row.
+
+  Parameters that other processes hold parts of are measured whenever asked.
+  """
+  last: dict[str, dict[str, float]] = {}
+
+  def measured(params):
+    if not all(getattr(x, "is_fully_addressable", True)
+               for x in jax.tree.leaves(params)):
+      return measure(params)
+    name = fingerprint(params)
+    if name not in last:
+      found = measure(params)
+      last.clear()
+      last[name] = found
+    return dict(last[name])
+
+  return measured
 
 
 def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,

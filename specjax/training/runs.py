@@ -15,6 +15,7 @@ from specjax import processes
 from specjax.training import optimizers
 
 MANIFEST = "run.json"
+_OWN = {"format", "steps"}  # of a manifest, not of the run
 # What a run leaves, besides a tokenizer, which may be there before it.
 _LEFT = ("model.safetensors", "heads.safetensors", "metrics.csv", "checkpoints")
 
@@ -56,6 +57,13 @@ def _claim_run(directory, manifest, steps):
     return (steps,)
   files.claim(path, manifest, "run")
   found = files.read_manifest(path, "run")
+  more = found.keys() - manifest.keys() - _OWN
+  if more:
+    name = min(more)
+    raise ValueError(
+        f"{directory} holds another run: {name} is {str(found[name])[:60]} "
+        "there and not told here, as by another version of specjax or without "
+        "this option: choose another path, or delete it")
   lengths = found.get("steps")
   if not (isinstance(lengths, list) and lengths
           and all(isinstance(x, int) for x in lengths)):
