@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import time
 from typing import Any
 
 from flax import struct
@@ -22,17 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import tqdm
 
 from specjax import processes
 from specjax.models.transformer import default_dtype
 from specjax.training import checkpoints
 from specjax.training import layout as layout_lib
-from specjax.training.metrics import MetricsLog
 from specjax.training.objectives import Objective
 from specjax.training.objectives.base import Loss
-
-_LOG_EVERY = 10  # steps
+from specjax.training.progress import Progress
 
 
 @struct.dataclass
@@ -150,7 +146,6 @@ class Trainer:
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype,
         layout=layout)
-    speaks = processes.is_first()
     directory = pathlib.Path(self.directory).absolute()
     # Two, for the newer may be damaged; what a killed run left is no use.
     options = ocp.CheckpointManagerOptions(
@@ -163,35 +158,18 @@ class Trainer:
         del state  # a device need not have room for two
         state = checkpoints.newest(manager, like)
       start = int(state.step)
-      write = self._metrics(stack, directory, start)
-      bar = stack.enter_context(tqdm.tqdm(
-          total=self.steps, initial=start, unit="step", dynamic_ncols=True,
-          disable=not speaks))
-      tick, ticked = time.monotonic(), start
+      progress = stack.enter_context(Progress.over(
+          directory, start, self.steps, self.tokens_per_step))
       for step in range(start, self.steps):
-        state, (loss, metrics) = step_once(
-            state, frozen, put(self.batch(step)))
+        state, aux = step_once(state, frozen, put(self.batch(step)))
         done = step + 1
-        bar.update()
-        row = {}
-        if done % _LOG_EVERY == 0 or done == self.steps:
-          row = {"loss": float(loss), **_floats(metrics)}
-          seconds, tick = time.monotonic() - tick, time.monotonic()
-          row["tokens_per_second"] = (
-              (done - ticked) * self.tokens_per_step / seconds)
-          ticked = done
-          bar.set_postfix(loss=f"{row['loss']:.4f}")
+        progress.stepped(done, *aux)
         if self.evaluate and (
             done == self.steps or
             self.evaluate_every and done % self.evaluate_every == 0):
-          row.update(self.evaluate(
+          progress.evaluated(done, self.evaluate(
               {**frozen, **cast(state.params, dtype)}))
-          if speaks:
-            bar.write(f"step {done}: " + ", ".join(
-                f"{k} {v:.4f}" for k, v in row.items() if "/" not in k))
-          tick, ticked = time.monotonic(), done
-        if row:
-          write(done, row)
+        progress.write(done)
         stops = processes.told_to_stop() and done < self.steps
         if done % self.checkpoint_every == 0 or done == self.steps or stops:
           checkpoints.save(manager, done, state)
@@ -231,13 +209,6 @@ class Trainer:
         processes.placed(trainable, places))
     return state, layout_lib.Layout(
         self.mesh, self.data_axis, tuple(jax.tree.leaves(shardings)))
-
-  def _metrics(self, stack, directory, start):
-    """`(step, row)` to disk, which the first process does."""
-    logs = []
-    processes.by_the_first(lambda: logs.append(stack.enter_context(
-        contextlib.closing(MetricsLog(directory, start)))))
-    return lambda step, row: [log.write(step, row) for log in logs]
 
 
 # Trainers of one objective and one optimiser share the compiled step. The
@@ -303,7 +274,3 @@ def cast(tree: Any, dtype: Any) -> Any:
   return jax.tree.map(
       lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating)
       else x, tree)
-
-
-def _floats(metrics):
-  return {name: float(value) for name, value in metrics.items()}
