@@ -55,25 +55,20 @@ import sys
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import answered
 from lib import common
 from lib import drafter_report
+from lib import drafter_rows
 from lib import flags as shared
 from lib import meshes
 from lib import method_options
 from lib import models
-from lib import prompts as prompts_lib
 import numpy as np
 
 import specjax as sj
 from specjax import processes
-from specjax.data import batches
-from specjax.data import corpora
 from specjax.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import heads as heads_lib
-from specjax.training import distillation
-from specjax.training import kept_features
 from specjax.training import loop
 from specjax.training import methods
 from specjax.training import optimizers
@@ -164,7 +159,7 @@ def _frequent(target, tokenizer, tokens):
   return tuple(ids.tolist())
 
 
-def _heads(method, target, tokenizer, tokens):
+def _heads(method, target, tokenizer, tokens, own_text):
   """The heads or embeddings to begin with, and their float32 parameters.
 
   Args:
@@ -172,6 +167,7 @@ def _heads(method, target, tokenizer, tokens):
     target: the one that they draft for.
     tokenizer: the target's.
     tokens: `[T]`, the text to train on.
+    own_text: whether the target wrote it.
   """
   for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
     if _HEADS_FROM.value is not None and flag.present:
@@ -183,7 +179,7 @@ def _heads(method, target, tokenizer, tokens):
   if _HEADS_FROM.value is None:
     heads = method.heads.for_target(
         target.model, _HEADS.value,
-        **_HEAD_OPTIONS.values(method, _self_source() is not None))
+        **_HEAD_OPTIONS.values(method, own_text))
     if _NARROW_HEAD.value:
       if not hasattr(heads, "narrow_head"):
         raise ValueError(f"--narrow_head is set and --method={method.name} has "
@@ -209,10 +205,19 @@ def _heads(method, target, tokenizer, tokens):
   return heads, params
 
 
-def _self_source():
-  """The source after "self:" in `self[:SOURCE]`, or None for ordinary data."""
-  name, _, source = _DATA.value.partition(":")
-  return (source or "stdlib") if name == "self" else None
+def _source():
+  """Where the rows come from."""
+  if _BATCH_SIZE.value % _ACCUMULATE.value:
+    raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
+                     f"{_ACCUMULATE.value}; it must divide the batch")
+  return drafter_rows.Source(
+      data=_DATA.value, field=_FIELD.value, batch_size=_BATCH_SIZE.value,
+      held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
+      prompt_tokens=_SELF_PROMPT_TOKENS.value,
+      temperature=_SELF_TEMPERATURE.value, chat=_SELF_CHAT.value,
+      conversations=_CONVERSATIONS.value, seed=_SEED.value,
+      keeps_features=_KEEP_FEATURES.value,
+      directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
 def _row_length(target):
@@ -241,107 +246,14 @@ def _row_tokens(target, heads):
   return value
 
 
-def _streams(tokenizer):
-  """`(texts to train on, texts held out)`, their tokens, and a fingerprint."""
-  if _BATCH_SIZE.value % _ACCUMULATE.value:
-    raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
-                     f"{_ACCUMULATE.value}; it must divide the batch")
-  if _self_source() and _SELF_ROWS.value < _BATCH_SIZE.value:
-    raise ValueError(f"--self_rows is {_SELF_ROWS.value} and a batch has "
-                     f"{_BATCH_SIZE.value}; sample at least one batch")
-  documents = corpora.read_documents(
-      _self_source() or _DATA.value, _FIELD.value)
-  texts = tuple([d.text for d in side] for side in corpora.split(documents))
-  return texts, tuple(map(tokenizer.encode_stream, texts)), fingerprint(
-      documents)
-
-
-def _check_chat(tokenizer):
-  """Refuses settings of conversations that nothing would read."""
-  for flag in (_SELF_CHAT, _KEEP_FEATURES):
-    if flag.value and _self_source() is None:
-      raise ValueError(f"--{flag.name} is for rows that the target writes; "
-                       "give --data=self:SOURCE as well")
-  if _CONVERSATIONS.value is not None and not _SELF_CHAT.value:
-    raise ValueError(f"--conversations is {_CONVERSATIONS.value} and is read "
-                     "beside those of --self_chat; give that as well")
-  prompts_lib.check_chat(tokenizer, _SELF_CHAT.value)
-
-
-def _answered(target, tokenizer, texts, mesh):
-  """`(rows to train on, held-out rows)` of conversations with the target."""
-  chats = answered.Conversations(
-      target=target, tokenizer=tokenizer, row_tokens=_row_length(target),
-      temperature=_SELF_TEMPERATURE.value, seed=_SEED.value,
-      prompt_tokens=_SELF_PROMPT_TOKENS.value,
-      placement=meshes.placement(mesh))
-  given = [] if _CONVERSATIONS.value is None else chats.given(
-      _CONVERSATIONS.value)
-  prompts = [chats.prompts(*side) for side in zip(
-      texts, (_SELF_ROWS.value, _HELD_OUT_ROWS.value))]
-  for side in prompts:
-    chats.check_room(side)
-  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
-  training, held_out = (
-      chats.answer(some, directory / name, _SEED.value + i)
-      for i, (name, some) in enumerate(
-          zip(("training", "held_out"), prompts)))
-  return chats.rows([*training, *given]), chats.rows(held_out)
-
-
-def _data(target, objective, streams, chats, row_tokens, mesh):
-  """`() -> (step -> batch, held-out rows)`; all that can fail is done.
-
-  What is left are the rows that the target writes itself, after beginnings of
-  both sides' text.
-  """
-  if _self_source() is None:
-    training, held_out = streams
-    windows = batches.TokenWindows(
-        training, _BATCH_SIZE.value, row_tokens - 1, _SEED.value)
-    held_out = batches.spread_rows(held_out, _HELD_OUT_ROWS.value, row_tokens)
-    return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
-  if chats is not None:
-    ready = _batches(chats[0], objective, target), chats[1]
-    return lambda: ready
-  if _SELF_PROMPT_TOKENS.value >= row_tokens:
-    raise ValueError(f"--self_prompt_tokens is {_SELF_PROMPT_TOKENS.value} and "
-                     f"a row has {row_tokens} tokens; give shorter prompts")
-  decoder = common.autoregressive(target.model, _SELF_TEMPERATURE.value)
-  prompts = [
-      distillation.cut_prompts(
-          tokens, count, _SELF_PROMPT_TOKENS.value, _SEED.value)
-      for tokens, count in zip(
-          streams, (_SELF_ROWS.value, _HELD_OUT_ROWS.value))]
-  directory = pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self")
-
-  def sample():
-    training, held_out = (
-        distillation.sample_rows(
-            decoder, {"target": target.params}, some, length=row_tokens,
-            directory=directory / name, seed=_SEED.value + i,
-            placement=meshes.placement(mesh))
-        for i, (name, some) in enumerate(
-            zip(("training", "held_out"), prompts)))
-    return _batches(training, objective, target), held_out
-
-  return sample
-
-
-def _batches(rows, objective, target):
-  """`step -> batch` of rows that come again, see --keep_features."""
-  if not _KEEP_FEATURES.value:
-    order = distillation.RowBatches(rows, _BATCH_SIZE.value, _SEED.value)
-    return lambda step: {"tokens": order.batch(step)}
-  if not hasattr(objective, "read"):
-    raise ValueError(f"--keep_features is set and --method={_METHOD.value} "
+def _objective(method, target, heads, options):
+  """What the heads learn by."""
+  objective = method.objective(target.model, heads, **options)
+  if _KEEP_FEATURES.value and not hasattr(objective, "read"):
+    raise ValueError(f"--keep_features is set and --method={method.name} "
                      "does not learn from features that were kept; leave it "
                      "out, or take --method=eagle1 or eagle3")
-  read = jax.jit(objective.read)
-  return kept_features.KeptFeatures(
-      rows, _BATCH_SIZE.value, seed=_SEED.value,
-      read=lambda rows: read({"target": target.params, "drafter": {}}, rows)
-  ).batch
+  return objective
 
 
 def _rate(method):
@@ -384,7 +296,8 @@ def _weights(method, options, objective, target, params):
   return trainable, frozen
 
 
-def _claim(output_dir, objective, corpus, streams, row_tokens, given, rate):
+def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
+           own_text):
   """Makes the directory that of this run; all lengths that it has had.
 
   New heads are told by `objective` and the seed and not by their numbers: they
@@ -393,13 +306,25 @@ def _claim(output_dir, objective, corpus, streams, row_tokens, given, rate):
   """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": corpus,
-      "tokens": fingerprint(streams), "row_tokens": row_tokens,
+      "tokens": fingerprint(read), "row_tokens": row_tokens,
       "parameters": fingerprint(given), "learning_rate": rate,
-      "self": _self_source() is not None,
+      "self": own_text,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
           _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+
+
+def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
+  """The run of these lengths, on batches that know how far it is."""
+  progress = lambda step: np.float32(step / runs.part_length(lengths, step))
+  return loop.Trainer(
+      objective=objective, optimizer=optimizer,
+      batch=lambda step: {**batch(step), "progress": progress(step)},
+      steps=_STEPS.value, directory=output_dir,
+      evaluate_every=_EVALUATE_EVERY.value,
+      checkpoint_every=_CHECKPOINT_EVERY.value, accumulate=_ACCUMULATE.value,
+      seed=_SEED.value, **more)
 
 
 def main():
@@ -410,43 +335,41 @@ def main():
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
-  options = _OPTIONS.values(method, _self_source() is not None)
-  _check_chat(tokenizer)
-  texts, streams, corpus = _streams(tokenizer)
+  source = _source()
+  own_text = source.own is not None
+  options = _OPTIONS.values(method, own_text)
+  source.check(tokenizer)
+  text = source.text(tokenizer)
   # What the target writes says which tokens it writes.
-  chats = (_answered(target, tokenizer, texts, mesh) if _SELF_CHAT.value
-           else None)
+  chats = source.answered(
+      target, tokenizer, text, _row_length(target), mesh
+  ) if source.chat else None
   heads, params = _heads(
       method, target, tokenizer,
-      streams[0] if chats is None else chats[0].ravel())
-  objective = method.objective(target.model, heads, **options)
+      text.streams[0] if chats is None else chats[0].ravel(), own_text)
+  objective = _objective(method, target, heads, options)
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
   row_tokens = _row_tokens(target, heads)
-  data = _data(target, objective, streams, chats, row_tokens, mesh)
+  rows = source.rows(target, objective, text, chats, row_tokens, mesh)
 
   trainable, frozen = _weights(method, options, objective, target, params)
   rate = _rate(method)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  lengths = _claim(output_dir, objective, corpus,
-                   streams if chats is None else chats, row_tokens,
-                   (target.params, params if _HEADS_FROM.value else ()), rate)
-  batch, held_out = data()
+  lengths = _claim(
+      output_dir, objective, text.corpus,
+      text.streams if chats is None else chats, row_tokens,
+      (target.params, params if _HEADS_FROM.value else ()), rate, own_text)
+  batch, held_out = rows()
   evaluate = drafter_report.evaluation_of(
       method, target, heads, params, held_out)
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
-  progress = lambda step: np.float32(step / runs.part_length(lengths, step))
-  trainer = loop.Trainer(
-      objective=objective, optimizer=_optimizer(
-          rate, "target" in trainable, lengths),
-      batch=lambda step: {**batch(step), "progress": progress(step)},
-      steps=_STEPS.value, directory=output_dir, evaluate=evaluate,
-      evaluate_every=_EVALUATE_EVERY.value,
-      checkpoint_every=_CHECKPOINT_EVERY.value, tokens_per_step=tokens_per_step,
-      accumulate=_ACCUMULATE.value, seed=_SEED.value, mesh=mesh,
-      param_shardings=specs and {
+  trainer = _trainer(
+      objective, _optimizer(rate, "target" in trainable, lengths), batch,
+      lengths, output_dir, evaluate=evaluate, tokens_per_step=tokens_per_step,
+      mesh=mesh, param_shardings=specs and {
           name: tree for name, tree in specs.items()
           if name in {**trainable, **frozen}})
   before = evaluate({"target": target.params,
@@ -454,7 +377,7 @@ def main():
   trained = processes.gathered(trainer.run(trainable, frozen))
 
   saved = _save(output_dir, heads, trained, target, tokenizer)
-  taken = {"data": _DATA.value, "corpus": corpus, **drafter_report.spent(
+  taken = {"data": _DATA.value, "corpus": text.corpus, **drafter_report.spent(
       output_dir, tokens_per_step, before[drafter_report.CURVE],
       _HEADS_FROM.value)}
   drafter_report.write(output_dir, method, taken, added, before,

@@ -104,15 +104,16 @@ def target_dir(tmp_path_factory):
 @pytest.mark.timeout(300)
 def test_train_drafter(tmp_path, target_dir):
   """The joint method on text of the target's own; its files fit together."""
-  result, refused = scripts.run_all("train_drafter.py", [
-      "--method=medusa2", f"--target={target_dir}",
-      "--output_dir=out", f"--data=self:{target_dir}/corpus.jsonl",
-      "--self_rows=8", "--rank=2",
+  own = [f"--target={target_dir}", f"--data=self:{target_dir}/corpus.jsonl"]
+  result, refused, keeps = scripts.run_all("train_drafter.py", [
+      "--method=medusa2", *own, "--output_dir=out", "--self_rows=8", "--rank=2",
       "--self_prompt_tokens=4", "--held_out_rows=2", "--heads=2", "--steps=6",
       "--batch_size=4", "--accumulate=2", "--evaluate_every=3",
       "--checkpoint_every=3", "--save_dtype=float32"], [
           "--method=medusa", "--output_dir=other", "--heads_from=out",
-          f"--data={target_dir}/corpus.jsonl"], cwd=tmp_path)
+          f"--data={target_dir}/corpus.jsonl"],
+      ["--method=medusa", *own, "--output_dir=other", "--keep_features"],
+      cwd=tmp_path)
   study = scripts.last_line(result)
   assert study["study"] == "train_drafter" and study["method"] == "medusa2"
   assert np.shape(study["loss"]) == (3,)
@@ -135,6 +136,8 @@ def test_train_drafter(tmp_path, target_dir):
   assert message.startswith("error: ") and "\n" not in message, refused
   assert "width 16, 262 tokens and 1 layers" in message
   assert "width 256, 4096 tokens and 4 layers" in message
+  # Before the target has written hours of rows.
+  assert "--keep_features is set and --method=medusa does" in keeps["code"]
   assert not (tmp_path / "other").exists()
 
 
