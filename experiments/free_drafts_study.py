@@ -25,7 +25,9 @@ Drafters (--drafter, any number of them):
 
 A speed is that of one whole call, from the ids of the prompt to the last token;
 a ratio is of two calls on one prompt, and the table has medians over prompts.
-A gain is in tokens a round over the first of --drafter, on the same prompts.
+Beside them are ratios of all calls together (`all`), in which long texts weigh
+more, and both without the time of reading the prompt (`decoding`). A gain is in
+tokens a round over the first of --drafter, on the same prompts.
 Killed and started again, the study goes on where it was. Writes
 free_drafts.csv, .json and two figures; run it while nothing else runs.
 """
@@ -157,17 +159,20 @@ def _row(prompts, temperature, name, rule, runs, base):
   row["gain"], row["gain_stderr"] = analysis.relative_gain(
       accepted, rounds, *_accepted(runs, base))
   if "reading" in mine[0]:
-    found = generation_arms.speed_ratio(runs, name, _ALONE, decoding=True)
-    row |= zip((f"decoding_speedup{end}" for end in ("", "_low", "_high")),
-               found)
+    _put_ratio(row, "decoding_speedup", runs, name, _ALONE, decoding=True)
   for column, other in (("speedup", _ALONE),
                         ("speedup_over_transformers", _THEIRS),
                         ("speedup_over_prompt_lookup", _LOOKUP)):
-    if other not in runs[0]:
-      continue
-    row[column], row[f"{column}_low"], row[f"{column}_high"] = (
-        generation_arms.speed_ratio(runs, name, other))
+    if other in runs[0]:
+      _put_ratio(row, column, runs, name, other)
   return row
+
+
+def _put_ratio(row, column, runs, *arms, **options):
+  """Puts the ratio of two arms into a row: by prompt, and of all together."""
+  row[column], row[f"{column}_low"], row[f"{column}_high"] = (
+      generation_arms.speed_ratio(runs, *arms, **options))
+  row[f"{column}_total"] = generation_arms.total_ratio(runs, *arms, **options)
 
 
 def _accepted(runs, name):
@@ -203,8 +208,8 @@ def _print_table(rows):
   theirs = "speedup_over_prompt_lookup" in rows[0]
   print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>14s} "
         f"{'gain':>16s} "
-        f"{'speed over none':>21s}"
-        + f" {'over prompt lookup':>21s}" * theirs)
+        f"{'speed over none':>21s} {'all':>5s} {'decoding':>8s} {'all':>5s}"
+        + f" {'over prompt lookup':>21s} {'all':>5s}" * theirs)
   quartiles = lambda row, column: (
       f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
       f"{row[f'{column}_high']:.2f})")
@@ -212,8 +217,13 @@ def _print_table(rows):
     print(f"{row['prompts']:10s} {row['temperature']:3g} "
           f"{row['drafter']:{wide}s} {row['tokens_per_round']:6.2f} ± "
           f"{row['stderr']:4.2f}  {100 * row['gain']:+6.1f} ± "
-          f"{100 * row['gain_stderr']:4.1f} % {quartiles(row, 'speedup'):>21s}"
-          + (f" {quartiles(row, 'speedup_over_prompt_lookup'):>21s}"
+          f"{100 * row['gain_stderr']:4.1f} % {quartiles(row, 'speedup'):>21s} "
+          f"{row['speedup_total']:5.2f} "
+          + (f"{row['decoding_speedup']:8.2f} "
+             f"{row['decoding_speedup_total']:5.2f}"
+             if "decoding_speedup" in row else " " * 14)
+          + (f" {quartiles(row, 'speedup_over_prompt_lookup'):>21s} "
+             f"{row['speedup_over_prompt_lookup_total']:5.2f}"
              if theirs else ""))
 
 

@@ -27,6 +27,12 @@ purse of its own, so that none is done later than without drafts.
 
 Rounds without a draft are most of what a useless drafter leaves, and the
 controller has no part in them: how many there will be is said before the first.
+
+A `Fallback` such as of n-grams and a small model has rounds of two *kinds*. In
+one the first drafter has a draft in every row, and the second is not asked: it
+costs less, and other tokens are accepted. Which kind the next round is can be
+told beforehand if the first drafter draws nothing. So either kind has costs and
+a memory of its own.
 """
 
 import dataclasses
@@ -51,13 +57,16 @@ class ControllerState:
   """What the controller knows of every row.
 
   Attributes:
-    reached: `[B, G]` float32, recent rounds whose draft was to be i tokens long
-      at least, and accepted up to token i - 1; G is the longest length.
-    accepted: `[B, G]` float32, those of them that accepted token i too.
+    reached: `[B, D, G]` float32, recent rounds whose draft was to be i tokens
+      long at least, and accepted up to token i - 1; D is the number of kinds
+      of rounds and G the longest length.
+    accepted: `[B, D, G]` float32, those of them that accepted token i too.
     purse: `[B]` float32, tokens.
-    needed: `[B]` float32, of the time that drafts of the length chosen would
+    needed: `[B, D]` float32, of the time that drafts of the length chosen would
       have added to these rounds, the part that was needed: where less was
       drafted less is verified.
+    kind: `[B]` int32, of which kind the next round is for each row; a batch has
+      the highest one.
     known: `[B]` int32, committed tokens that the drafter has surely read.
     until: `[B]` int32, committed tokens up to which the row asks for no draft.
   """
@@ -66,6 +75,7 @@ class ControllerState:
   accepted: jax.Array
   purse: jax.Array
   needed: jax.Array
+  kind: jax.Array
   known: jax.Array
   until: jax.Array
 
@@ -85,6 +95,8 @@ class Controller:
       field `gamma`, or lengths must be (0, its own length).
     seconds: of a whole round with each of the lengths and this batch size; only
       their ratios count.
+    first: the same of a `Fallback` whose second drafter is not asked, for which
+      rounds of two kinds are told apart; (): all rounds are of one kind.
     reading: seconds that the drafter needs to read a token that was committed
       without it, before it drafts again. If it is more than `risk` allows, a
       drafter whose purse is empty is not asked again.
@@ -105,6 +117,7 @@ class Controller:
 
   lengths: tuple[int, ...] = (0, 2, 4, 8)
   seconds: tuple[float, ...]
+  first: tuple[float, ...] = ()
   reading: float = 0.0
   switching: float = 0.0
   prior: float = 0.7
@@ -116,17 +129,19 @@ class Controller:
   cuts = True  # less is verified where less was drafted
 
   def __post_init__(self):
-    for name in ("lengths", "seconds"):
+    for name in ("lengths", "seconds", "first"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     lengths, steps = self.lengths, np.diff(self.lengths)
     if len(lengths) < 2 or lengths[0] != 0 or (steps <= 0).any() or any(
         length != int(length) for length in lengths):
       raise ValueError(f"lengths is {lengths}; give whole numbers that "
                        "increase from 0, at least two: 0 is no draft")
-    if len(self.seconds) != len(lengths) or not all(
-        0 < s < float("inf") for s in self.seconds):
-      raise ValueError(f"seconds is {self.seconds}; give a number above 0 for "
-                       f"each of the {len(lengths)} lengths")
+    for name in ("seconds", *(("first",) if self.first else ())):
+      seconds = getattr(self, name)
+      if len(seconds) != len(lengths) or not all(
+          0 < s < float("inf") for s in seconds):
+        raise ValueError(f"{name} is {seconds}; give a number above 0 for "
+                         f"each of the {len(lengths)} lengths")
     for name, most in (("prior", 1), ("memory", 1), ("risk", None),
                        ("credit", _MOST), ("reading", None),
                        ("switching", None)):
@@ -134,52 +149,59 @@ class Controller:
       if not 0 <= value or (most is not None and value > most):
         limit = "at least 0" if most is None else f"in [0, {most:g}]"
         raise ValueError(f"{name} is {value}; it must be {limit}")
-    if self._least > _MOST:
+    if self._least[-1] > _MOST:
       raise ValueError(
-          f"a round with the shortest draft takes {1 + self._least:.3g} times "
-          f"as long as one without, and more than {1 + _MOST:g} times is never "
-          "risked; take a cheaper drafter, or decode without one")
+          f"a round with the shortest draft takes {1 + self._least[-1]:.3g} "
+          f"times as long as one without, and more than {1 + _MOST:g} times is "
+          "never risked; take a cheaper drafter, or decode without one")
 
   @property
   def costs(self) -> np.ndarray:
-    """`[K]`, the time of a round of each length over that of one token."""
-    # A longer round that was measured to be faster was measured badly.
+    """`[D, K]`, the time of a round of each length over that of one token."""
+    kinds = [seconds for seconds in (self.first, self.seconds) if seconds]
+    # A longer round that was measured to be faster was measured badly, and so
+    # was one in which more drafters are asked.
+    ratios = np.array([np.array(one) / one[0] for one in kinds])
     return np.maximum.accumulate(
-        np.array(self.seconds) / self.seconds[0]).astype(np.float32)
+        np.maximum.accumulate(ratios, axis=1), axis=0).astype(np.float32)
 
   @property
-  def _least(self) -> np.float32:
-    """Tokens that the shortest draft may lose, after a rest."""
-    return self.costs[1] - 1 + np.float32(self.switching / self.seconds[0])
+  def _least(self) -> np.ndarray:
+    """`[D]`, tokens that the shortest draft may lose, after a rest."""
+    return self.costs[:, 1] - 1 + np.float32(self.switching / self.seconds[0])
 
   def init(self, lengths: jax.Array) -> ControllerState:
     """The state after prompts of `lengths [B]`."""
-    rows, longest = lengths.shape[0], self.lengths[-1]
-    zeros = jnp.zeros((rows, longest), jnp.float32)
-    full = lambda value: jnp.full((rows,), value, jnp.float32)
+    rows, kinds = lengths.shape[0], len(self.costs)
+    zeros = jnp.zeros((rows, kinds, self.lengths[-1]), jnp.float32)
+    purse = max(self.credit / rows, self._least[-1])
     return ControllerState(
-        reached=zeros, accepted=zeros, purse=full(
-            max(self.credit / rows, self._least)),
-        needed=full(0), known=lengths - 1, until=lengths)
+        reached=zeros, accepted=zeros,
+        purse=jnp.full((rows,), purse, jnp.float32),
+        needed=jnp.zeros((rows, kinds), jnp.float32),
+        kind=jnp.full((rows,), kinds - 1, jnp.int32),
+        known=lengths - 1, until=lengths)
 
   def survival(self, own: ControllerState) -> jax.Array:
     """`[B, G]`, the probability that at least i tokens of a draft are accepted.
 
-    The product of each place's share of accepted tokens. What is believed of a
-    place before it was seen is what is known of the place before it: deep
-    places are reached seldom, and drafts that survived so far go on.
+    In a round of the row's kind. The product of each place's share of accepted
+    tokens. What is believed of a place before it was seen is what is known of
+    the place before it: deep places are reached seldom, and drafts that
+    survived so far go on.
     """
     believed, survived = jnp.full_like(own.purse, self.prior), []
+    reached, accepted = (_of_kind(x, own) for x in (own.reached, own.accepted))
     for i in range(self.lengths[-1]):
-      believed = ((own.accepted[:, i] + _PRIOR_ROUNDS * believed)
-                  / (own.reached[:, i] + _PRIOR_ROUNDS))
+      believed = ((accepted[:, i] + _PRIOR_ROUNDS * believed)
+                  / (reached[:, i] + _PRIOR_ROUNDS))
       survived.append(believed * survived[-1] if survived else believed)
     return jnp.stack(survived, axis=1)
 
   def choose(self, state: DecodeState) -> jax.Array:
     """`[]` int32, the index of the length that the batch drafts now."""
     own, active = state.controller, ~state.done
-    added = jnp.asarray(self.costs[1:]) - 1 + self._late(state)
+    added = self._costs(state)[1:] - 1 + self._late(state)
     affordable = added <= self._shared(self._purse(state), active)
     asks = jnp.any(active & (own.until <= state.lengths))
     return jax.lax.cond(
@@ -201,11 +223,19 @@ class Controller:
     else:
       tokens = jnp.sum(tokens, axis=1)
     # Every draft reaches its first token: so many rounds are counted.
-    share = _mean((own.needed + _PRIOR_ROUNDS)
-                  / (own.reached[:, 0] + _PRIOR_ROUNDS), active)
-    goodput = tokens / (1 + share * (jnp.asarray(self.costs) - 1))
+    rounds = _of_kind(own.reached, own)[:, 0]
+    share = _mean((_of_kind(own.needed, own) + _PRIOR_ROUNDS)
+                  / (rounds + _PRIOR_ROUNDS), active)
+    # What changing over takes has to be gained as well.
+    added = (self._costs(state) - 1).at[1:].add(self._late(state))
+    goodput = tokens / (1 + share * added)
     affordable = jnp.pad(affordable, (1, 0), constant_values=True)
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
+
+  def _costs(self, state):
+    """`[K]`, `costs` of the kind that the next round is of."""
+    kind = jnp.max(jnp.where(state.done, 0, state.controller.kind))
+    return jnp.asarray(self.costs)[kind]
 
   def _late(self, state):
     """Time that a draft takes longer because others were left out, `[]`.
@@ -255,11 +285,12 @@ class Controller:
     own, active = state.controller, ~state.done
     left = jnp.max(jnp.where(active, state.limits - state.lengths, 1))
     reading = self.reading / self.seconds[0]
-    lacks = self._least + reading * self._missed(state) - self._shared(
+    lacks = self._least[0] + reading * self._missed(state) - self._shared(
         self._purse(state), active)
     gain = self.risk - reading
     pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
-    pause = jnp.where(lacks > 0, pause, _PAUSE)
+    # The next round may be of another kind, which pays.
+    pause = jnp.where(lacks > 0, pause, 1 if self.first else _PAUSE)
     pause = jnp.clip(pause, 1, jnp.minimum(left, _LONGEST_PAUSE))
     pause = pause.astype(jnp.int32)
 
@@ -271,8 +302,9 @@ class Controller:
     more = jnp.where(active & asks, jnp.maximum(more, 0), 0)
     kept = jnp.float32(_REST) ** more
     new = own.replace(
-        reached=kept[:, None] * own.reached,
-        accepted=kept[:, None] * own.accepted, needed=kept * own.needed,
+        reached=kept[:, None, None] * own.reached,
+        accepted=kept[:, None, None] * own.accepted,
+        needed=kept[:, None] * own.needed,
         purse=jnp.minimum(own.purse + self.risk * more, _MOST),
         until=jnp.maximum(own.until, until))
     return new, jnp.where(
@@ -289,19 +321,26 @@ class Controller:
       chosen: `[]` int32, what `choose` returned.
       verified: `[]` int32, the index of the length that was verified.
     """
-    own, costs = state.controller, jnp.asarray(self.costs)
+    own, costs = state.controller, self._costs(state)
     place = jnp.arange(1, self.lengths[-1] + 1)
     taken = stats.accepted[:, None]
     reached = (place <= jnp.array(self.lengths)[chosen]) & (taken >= place - 1)
     added = costs[chosen] - 1
     needed = jnp.where(added > 0, (costs[verified] - 1)
                        / jnp.where(added > 0, added, 1), 1)
-    new = ControllerState(
-        reached=self.memory * own.reached + reached,
-        accepted=self.memory * own.accepted + (reached & (taken >= place)),
+    kind = jnp.arange(len(self.costs)) == own.kind[:, None]
+
+    def added_to(old, seen):  # of the round's kind alone
+      mine = kind.reshape(kind.shape + (1,) * (old.ndim - 2))
+      return jnp.where(mine, self.memory * old + seen, old)
+
+    new = own.replace(
+        reached=added_to(own.reached, reached[:, None]),
+        accepted=added_to(
+            own.accepted, (reached & (taken >= place))[:, None]),
         purse=self._filled(
             state, stats.emitted, costs[verified] + self._late(state)),
-        needed=self.memory * own.needed + needed, known=lengths - 2,
+        needed=added_to(own.needed, needed), known=lengths - 2,
         until=lengths)
     keep = lambda new, old: jax.vmap(jnp.where)(state.done, old, new)
     return jax.tree.map(keep, new, own)
@@ -318,6 +357,11 @@ class Controller:
     new = jnp.minimum(self._purse(state) + earned, _MOST)
     return jnp.where(state.done, state.controller.purse,
                      new.astype(jnp.float32))
+
+
+def _of_kind(x, own):
+  """`[B, ...]` of `x [B, D, ...]`, what is of the kind of each row's round."""
+  return jax.vmap(lambda row, kind: row[kind])(x, own.kind)
 
 
 def _mean(x, rows):

@@ -31,6 +31,7 @@ from specjax.decoder import Decoder
 _ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
 _READ = 32  # tokens that a drafter reads to find what a missed one costs
 _PERIOD = 4  # rounds from one draft to the next, to find what changing costs
+_FORM = 2  # of the files; another one is for costs that mean something else
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class _Scripted(Controller):
     return state.controller.replace(known=lengths - 2)
 
   def _rest_of_period(self, state):
-    period = state.controller.needed[0].astype(jnp.int32)
+    period = state.controller.needed[0, 0].astype(jnp.int32)
     return period - 1 - state.rounds[0] % period
 
 
@@ -89,6 +90,9 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
 
   The first call takes some seconds, most of them for compiling; later ones
   read a file. `dataclasses.replace(decoder, controller=...)` makes use of it.
+
+  Of a `Fallback` whose first drafter draws nothing the rounds of that one alone
+  are timed as well.
 
   `reading` is timed for drafters whose `catch_up` reads. It is 0 for those that
   find out in `propose` what they have missed, which are cascades, fallbacks,
@@ -125,11 +129,31 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   found = None if again else _kept(path, len(lengths))
   if found is None:
     found = _measure(trial, params, batch, used, capacity, context)
+    first, own = _first(trial, params)
+    found["first"] = _measure(
+        first, own, batch, used, capacity, context)["seconds"] if first else []
     if path is not None:
       with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, found)
   return Controller(lengths=lengths, **found, **options)
+
+
+def _first(decoder, params):
+  """The decoder with the first drafter alone, and its parameters.
+
+  None for a drafter that is no `Fallback`, or cannot tell whose turn it is, or
+  whose first drafter has no drafts of the lengths.
+  """
+  drafter = decoder.drafter
+  if not getattr(drafter, "tells", False):
+    return None, None
+  make = contract.with_gamma(drafter.first)
+  if make is None or not all(
+      _is_chain_of(make, n) for n in decoder.controller.lengths[1:]):
+    return None, None
+  return (dataclasses.replace(decoder, drafter=drafter.first),
+          drafter.params_of_parts(params)[0])
 
 
 def _path(directory, decoder, params, batch, slots):
@@ -141,7 +165,7 @@ def _path(directory, decoder, params, batch, slots):
   device = jax.devices()[0]
   cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
            else os.cpu_count())
-  machine = (platform.node(), platform.machine(), device.platform,
+  machine = (_FORM, platform.node(), platform.machine(), device.platform,
              device.device_kind, cores, jax.__version__,
              specjax.__version__)
   try:
@@ -161,10 +185,13 @@ def _kept(path, count):
     found = files.read_json(path, "delete it")
     seconds = found.get("seconds")
     others = {name: found.get(name, 0.0) for name in ("reading", "switching")}
-    if isinstance(seconds, list) and len(seconds) == count and all(
-        isinstance(x, float) and 0 <= x < math.inf
-        for x in (*seconds, *others.values())) and all(seconds):
-      return {"seconds": seconds, **others}
+    first = found.get("first") or []
+    if isinstance(seconds, list) and len(seconds) == count and isinstance(
+        first, list) and len(first) in (0, count) and all(
+            isinstance(x, float) and 0 <= x < math.inf
+            for x in (*seconds, *first, *others.values())) and all(
+                seconds + first):
+      return {"seconds": seconds, "first": first, **others}
   return None
 
 

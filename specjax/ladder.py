@@ -104,23 +104,29 @@ class Ladder:
     """As `Round.untraced`."""
     return _flat(*_round(self, params, state, coins, traced=False))
 
-  def stretch(self, going: Any, play: Any, carry: Any) -> Any:
+  def stretch(self, params: Any, going: Any, play: Any, carry: Any) -> Any:
     """Rounds without a draft, as many as are due, and then those with drafts.
 
     Each kind runs in a loop of its own, and in the first the controller has no
     part: what is asked before every round costs a small model some percent.
 
     Args:
+      params: as in a `Round`.
       going: `carry -> [] bool`, whether there is another round.
       play: `(round, carry) -> carry`, of a round that is called as `untraced`.
       carry: of the loop; `carry[0][0]` is the state.
     """
-    state = lambda carry: carry[0][0]
     untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
         self, *arguments, chosen, traced=False, only=only))
-    chosen = self.controller.choose(state(carry))
-    own, rests = self.controller.rests(state(carry), chosen)
+
+    def asked(carry):
+      (before, *rest), *more = carry
+      before = self._told(params, before)
+      return ((before, *rest), *more), self.controller.choose(before)
+
+    carry, chosen = asked(carry)
     (before, *rest), *more = carry
+    own, rests = self.controller.rests(before, chosen)
     carry = (before.replace(controller=own), *rest), *more
 
     def rested(loop):
@@ -129,8 +135,7 @@ class Ladder:
 
     def drafted(loop):
       carry, chosen = loop
-      carry = play(untraced("drafts", chosen), carry)
-      return carry, self.controller.choose(state(carry))
+      return asked(play(untraced("drafts", chosen), carry))
 
     wanted = lambda loop: going(loop[0]) & (loop[1] > 0)
     carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
@@ -155,6 +160,7 @@ class Ladder:
     propose = [functools.partial(_propose, one) for one in self.rungs]
     judge = [functools.partial(_judge, one) for one in self.rungs]
     if only is None:
+      state = self._told(params, state)
       chosen = self.controller.choose(state)
       own, _ = self.controller.rests(state, chosen)
       state = state.replace(controller=own)
@@ -220,6 +226,13 @@ class Ladder:
       return rest(carry) if only == "rests" else draws(carry)
     return common.once(chosen > 0, draws, common.once(chosen == 0, rest, carry))
 
+  def _told(self, params, state):
+    """The state whose controller knows of which kind the next round is."""
+    if not self.controller.first:
+      return state
+    kind = self.drafter.lacking(params, state).astype(jnp.int32)
+    return state.replace(controller=state.controller.replace(kind=kind))
+
   def _caught_up(self, params, state):
     """The state whose drafter has read what was committed without it."""
     drafter = self.drafter
@@ -283,8 +296,9 @@ def ladder(one: Round, controller: Controller) -> Ladder:
 
   Raises:
     ValueError: the rule has a state, which is made for drafts of one length;
-      the drafter cannot draft that many tokens, begins the verifying pass, or
-      has a model that cannot catch up with rounds in which it did not draft.
+      the drafter cannot draft that many tokens, begins the verifying pass, has
+      a model that cannot catch up with rounds in which it did not draft, or
+      cannot tell rounds of two kinds apart, which the controller does.
   """
   if one.rule.has_state:
     raise ValueError(
@@ -300,6 +314,10 @@ def ladder(one: Round, controller: Controller) -> Ladder:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify "
         f"another part of a draft; give {name}(shares_pass=False)")
+  if controller.first and not getattr(one.drafter, "tells", False):
+    raise ValueError(
+        f"the controller has seconds of a first drafter, and {name} cannot "
+        "tell which rounds are its own; leave `first` out")
   if not hasattr(one.drafter, "target_pass"):
     common.check_slack(
         one.drafter, one.drafter.num_nodes + common.CATCH_UP)

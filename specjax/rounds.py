@@ -300,7 +300,7 @@ def _until(parts: Round, params, state, rounds=None, done=None):
     going = lambda carry: goes_on(carry[0]) & (carry[1] < _TOSSED)
     step = functools.partial(play, one)
     if hasattr(parts, "stretch"):
-      step = functools.partial(parts.stretch, going, play)
+      step = functools.partial(parts.stretch, params, going, play)
     carry, _ = jax.lax.while_loop(
         going, step, (carry, jnp.zeros((), jnp.int32)))
     return carry

@@ -28,10 +28,10 @@ def _state(controller, acceptance, left=100, done=()):
   """A state of rows whose acceptance is known, and full purses."""
   rows = len(acceptance)
   lengths = jnp.full((rows,), 10, jnp.int32)
-  seen = jnp.full((rows, controller.lengths[-1]), 1e6)
+  seen = jnp.full((rows, 1, controller.lengths[-1]), 1e6)
   own = controller.init(lengths).replace(
-      reached=seen, accepted=seen * jnp.array(acceptance)[:, None],
-      needed=seen[:, 0], purse=jnp.full((rows,), 16.0))
+      reached=seen, accepted=seen * jnp.array(acceptance)[:, None, None],
+      needed=seen[..., 0], purse=jnp.full((rows,), 16.0))
   finished = jnp.zeros((rows,), bool)
   for row in done:
     finished = finished.at[row].set(True)
@@ -188,13 +188,67 @@ def test_single_rounds_share_a_program(monkeypatch):
   assert len(calls) == 1 and int(state.lengths[0]) > 4
 
 
+def _two_kinds(kinds, accepted, **options):
+  """A state of rows whose next rounds are of these kinds."""
+  controller = _controller(first=(1.0, 1.1, 1.2, 1.3), **options)
+  lengths = jnp.full((len(kinds),), 10, jnp.int32)
+  seen = jnp.full((len(kinds), 2, 8), 1e6)
+  return controller, sj.DecodeState(
+      tokens=None, lengths=lengths, limits=lengths + 100,
+      done=jnp.zeros((len(kinds),), bool), keys=None, rounds=None,
+      temperature=None, eos=None, target_cache=None,
+      controller=controller.init(lengths).replace(
+          reached=seen, accepted=seen * jnp.array(accepted)[:, None],
+          needed=seen[..., 0], kind=jnp.array(kinds),
+          purse=jnp.full((len(kinds),), 16.0), known=lengths - 2))
+
+
+def test_rounds_of_two_kinds_are_told_apart():
+  # Broken: what one drafter of a fallback is worth, or costs, is held against
+  # the other; a round in which one row asks the dear one is taken for cheap.
+  controller, state = _two_kinds([0], [0.95, 0.1])
+  of = lambda *kinds: state.replace(controller=state.controller.replace(
+      kind=jnp.array(kinds)))
+  assert _LENGTHS[int(controller.choose(of(0)))] == 8
+  assert int(controller.choose(of(1))) == 0
+  own, count = controller.rests(of(1), 0)
+  assert int(count) == 1  # the next round may have a match
+  assert float(own.purse[0]) == 16
+  poor = of(1).replace(controller=own.replace(purse=jnp.array([0.045])))
+  assert int(controller.rests(poor.replace(
+      lengths=poor.lengths + 1), 0)[1]) == 3  # 0.055 by 0.02 each
+  # One seldom accepted token pays at the price of the first drafter alone.
+  controller, state = _two_kinds([0, 0], [0.15, 0.15])
+  assert _LENGTHS[int(controller.choose(state))] == 2
+  mixed = state.replace(controller=state.controller.replace(
+      kind=jnp.array([0, 1])))
+  assert int(controller.choose(mixed)) == 0
+  assert int(controller.choose(mixed.replace(
+      done=jnp.array([False, True])))) == 1
+  stats = sj.RoundStats(
+      emitted=jnp.array([3, 1]), accepted=jnp.array([2, 0]), expected=None,
+      survival=None, active=None, finite=None, draft_finite=None,
+      law_finite=None)
+  mixed = mixed.replace(controller=mixed.controller.replace(
+      purse=jnp.full((2,), 5.0), needed=jnp.zeros((2, 2))))
+  before, new = mixed.controller, controller.learned(
+      mixed, stats, mixed.lengths + stats.emitted, 1, 1)
+  np.testing.assert_allclose(new.purse, 5 + 1.02 * 2 - 1.3, atol=1e-5)
+  np.testing.assert_array_equal(new.needed, [[1, 0], [0, 1]])
+  for name in ("reached", "accepted"):
+    was, now = (np.asarray(getattr(one, name)) for one in (before, new))
+    np.testing.assert_array_equal(now[[0, 1], [1, 0]], was[[0, 1], [1, 0]])
+    np.testing.assert_allclose(
+        now[[0, 1], [0, 1]], 0.9 * was[[0, 1], [0, 1]], atol=2)
+
+
 def test_deep_places_are_believed_to_be_like_those_before():
   # Broken: a length that was never tried is never tried.
   controller = _controller(prior=0.5)
   own = _state(controller, (0.0,)).controller
   own = own.replace(
-      reached=jnp.zeros((1, 8)).at[0, :2].set(jnp.array([20.0, 10.0])),
-      accepted=jnp.zeros((1, 8)).at[0, :2].set(jnp.array([9.5, 9.0])))
+      reached=jnp.zeros((1, 1, 8)).at[..., :2].set(jnp.array([20.0, 10.0])),
+      accepted=jnp.zeros((1, 1, 8)).at[..., :2].set(jnp.array([9.5, 9.0])))
   first = (9.5 + 2 * 0.5) / 22
   second = (9 + 2 * first) / 12
   want = first * second ** np.arange(8)
@@ -285,7 +339,7 @@ def test_what_is_not_drafted_is_not_paid():
   state, drafted, _ = _decoded([text[:3]])  # padding after two tokens
   assert drafted[3:].sum() == 0
   assert float(state.controller.purse[0]) > 7  # 2 % of 300 tokens
-  assert float(state.controller.needed[0]) < 0.1
+  assert float(state.controller.needed[0, 0]) < 0.1
 
 
 def test_rows_of_a_batch_share_a_length():
@@ -297,7 +351,8 @@ def test_rows_of_a_batch_share_a_length():
   assert len(both)
   np.testing.assert_array_equal(drafted[both, 0], drafted[both, 1])
   accepted = np.asarray(
-      state.controller.accepted.sum(1) / state.controller.reached.sum(1))
+      state.controller.accepted.sum((1, 2))
+      / state.controller.reached.sum((1, 2)))
   assert accepted[0] > 0.9 and accepted[1] < 0.05
   assert (drafted[:5] == 8).any() and emitted[:5, 0].sum() > 9
 
@@ -315,7 +370,7 @@ def test_parted_loops_choose_like_single_rounds():
   parts = start()
   for _ in range(29):  # 7 rounds at a time
     parts, _ = rounds_lib.until(decoder._round, params, parts, 7)
-  assert float(one.controller.reached[1, 7]) > 0.5  # longest drafts, and rests
+  assert float(one.controller.reached[1, 0, 7]) > 0.5  # all lengths, and rests
   assert bool(one.done.all())
   for state in (whole, parts):
     np.testing.assert_array_equal(state.lengths, one.lengths)
@@ -396,17 +451,19 @@ def test_a_fallback_has_a_length_to_choose():
           first=sj.drafters.NGram(gamma=4, max_ngram=2, min_ngram=2),
           second=sj.drafters.LanguageModel(model=pair.drafter, gamma=4)),
       controller=_controller(
-          lengths=(0, 2, 4), seconds=(1, 1.1, 1.1), credit=16.0),
+          lengths=(0, 2, 4), seconds=(1, 1.1, 1.1), first=(1, 1.05, 1.05),
+          credit=16.0),
       transform=sj.LogitsTransform(temperature=0))
   params = {**pair.params, "drafter": (None, pair.params["drafter"])}
-  text = decoder.generate(
-      params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
+  state, _ = decoder.decode_until(params, decoder.prefill(
+      params, [[1, 2], [3]], jax.random.key(0), limits=[42, 41]))
+  assert (np.asarray(state.controller.reached[..., 0]) > 0).all()  # both kinds
   alone = dataclasses.replace(
       decoder, controller=None, **sj.strategies.autoregressive()._asdict())
   want = alone.generate(
       pair.params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
-  for got, row in zip(text.tokens, want.tokens):
-    np.testing.assert_array_equal(got, row)
+  for got, row in zip(state.tokens, want.tokens):
+    np.testing.assert_array_equal(got[:len(row)], row)
   rungs = decoder._round.rungs
   assert [one.drafter.num_nodes for one in rungs] == [1, 3, 5]
   assert [one.drafter.second.num_nodes for one in rungs[1:]] == [3, 5]
@@ -430,6 +487,8 @@ def test_refusals():
       (lambda: make(lm, block, lengths=(1, 2, 3, 4)), "increase from 0"),
       (lambda: make(lm, block, lengths=(0, 4)), "each of the 2 lengths"),
       (lambda: make(lm, block, seconds=(1, 2, 3, 0)), "number above 0"),
+      (lambda: make(lm, block, first=(1, 2)), r"first is \(1, 2\)"),
+      (lambda: make(lm, block, first=_SECONDS), "LanguageModel cannot tell"),
       (lambda: make(lm, block, memory=2), "memory is 2"),
       (lambda: make(lm, block, seconds=(1, 18, 19, 20)), "18 times .* cheaper"),
       (lambda: make(lm, block, risk=-1), "risk is -1")):
@@ -469,6 +528,36 @@ def test_costs_are_measured_once(tmp_path):
   assert measure().switching == 0.25
   assert sj.costs._path(tmp_path, fits, params, 1, (64, 0)) != (
       sj.costs._path(tmp_path, fits, params, 1, (64, 384)))
+
+
+def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
+  # Broken: rounds of n-grams are believed to cost what the small model costs
+  # that is not asked in them; a file forgets it.
+  model, timed = _pair().drafter, []
+  ngram = sj.drafters.NGram(gamma=4)
+  lm = sj.drafters.LanguageModel(model=model, gamma=4)
+
+  def measure(decoder, params, *_):
+    timed.append((type(decoder.drafter).__name__,
+                  jax.tree.map(len, params["drafter"])))
+    return {"seconds": [1.0, 1.0 + len(timed), 5.0, 6.0], "reading": 0.0,
+            "switching": 0.0}
+
+  monkeypatch.setattr(sj.costs, "_measure", measure)
+  for first, want, seconds in (
+      (ngram, [("Fallback", (1, 2)), ("NGram", 1)], (1.0, 3.0, 5.0, 6.0)),
+      (lm, [("Fallback", (1, 2))], ())):
+    timed.clear()
+    decoder = sj.Decoder(
+        target=_pair().target, verifier=sj.verifiers.Block(),
+        drafter=sj.drafters.Fallback(first=first, second=lm))
+    for _ in range(2):  # measured, and read
+      controller = sj.costs.measured(
+          decoder, {"target": (), "drafter": (np.ones(1), np.ones(2))},
+          directory=tmp_path)
+      assert timed == want
+      assert controller.first == seconds
+      assert controller.seconds == (1.0, 2.0, 5.0, 6.0)
 
 
 def test_what_is_timed():

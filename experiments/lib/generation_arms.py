@@ -156,6 +156,19 @@ def speed_ratio(runs, arm: str, other: str, decoding: bool = False
   return tuple(map(float, found))
 
 
+def total_ratio(runs, arm: str, other: str, decoding: bool = False) -> float:
+  """Tokens in the seconds of all prompts together, of an arm over another's.
+
+  Long texts weigh more than in `speed_ratio`, whose arguments these are.
+  """
+  def speed(name):
+    seconds = sum(run[name]["seconds"] - run[name].get("reading", 0) * decoding
+                  for run in runs)
+    return sum(len(run[name]["tokens"]) for run in runs) / seconds
+
+  return float(speed(arm) / speed(other))
+
+
 def prepare_torch() -> dict[str, str | int]:
   """Makes torch and transformers ready, with the threads that jax has.
 

@@ -81,6 +81,26 @@ class Fallback(parts.Parts):
         self, first=makes[0](gamma), second=makes[1](gamma),
         min_tokens=min(self.min_tokens, gamma))
 
+  @property
+  def tells(self) -> bool:
+    """Whether `lacking` is known before coins are tossed."""
+    return getattr(self.first, "num_coins", None) == 0
+
+  def lacking(self, params: Any, state: DecodeState) -> jax.Array:
+    """`[B]` bool, the rows in which the next `propose` asks the second drafter.
+
+    For a `Controller`, and only of a first drafter that draws nothing; rows
+    that are done lack nothing.
+    """
+    coins = jnp.zeros((state.lengths.shape[0], 0))
+    draft, _ = self.first.propose(
+        self.params_of_parts(params)[0], coins,
+        state.replace(drafter=state.drafter[0]))
+    return self._lacks(draft) & ~state.done
+
+  def _lacks(self, draft):
+    return parts.real_nodes(draft).sum(-1) < self.min_tokens
+
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
     """The same drafter, for this target and its transform.
 
@@ -89,7 +109,7 @@ class Fallback(parts.Parts):
         how many tokens were drawn.
     """
     first, second = self.bound(target, transform)
-    if self.min_tokens > 1 and getattr(first, "num_coins", None) != 0:
+    if self.min_tokens > 1 and not self.tells:
       raise ValueError(
           f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
           "draws its tokens, so that their number may tell of them; leave "
@@ -113,7 +133,7 @@ class Fallback(parts.Parts):
       `(Draft, (state of the first, state of the second))`, batched.
     """
     draft, first = self.asked(0, params, coins, state)
-    lacking = parts.real_nodes(draft).sum(-1) < self.min_tokens
+    lacking = self._lacks(draft)
     ask = lambda both: self.asked(
         1, params, coins, state.replace(drafter=(first, both[1])))
     shapes, own = jax.eval_shape(ask, (None, state.drafter[1]))
