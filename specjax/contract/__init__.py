@@ -51,6 +51,11 @@ controller or a `Fallback` may leave out of a round. Optional are
              rounds in which a controller let it rest have added to the
              `since [B]` tokens that it had read. In such a round `commit` gets
              a draft of the root alone. A drafter with a model needs it.
+  tells, lacking
+             a bool and `(params, state) -> [B] bool`, of a drafter with a field
+             `first` that takes another one's drafts where that has none: in
+             which rows the next `propose` will. A controller then tells rounds
+             of two kinds apart. Default: it does not.
   follow     `() -> drafter`: the same drafter for a loop whose text does not go
              on as it drafted it: tokens are taken back, those of others are
              committed, rounds pass in which it is not asked, and `commit` gets

@@ -266,10 +266,11 @@ def _programs(decoder, sizes, controllers):
   if controllers is None:
     return dict.fromkeys(sizes, decoder._round)
   if set(controllers) != set(sizes) or len(
-      {one.lengths for one in controllers.values()}) != 1:
+      {(one.lengths, len(one.costs)) for one in controllers.values()}) != 1:
     raise ValueError(
         f"controllers are given for {sorted(controllers)} rows and slots are "
-        f"{list(sizes)}; give one for each of these, all with the same lengths")
+        f"{list(sizes)}; give one for each of these, all with the same lengths "
+        "and kinds of rounds")
   return {n: dataclasses.replace(decoder, controller=controllers[n])._round
           for n in sizes}
 
