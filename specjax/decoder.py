@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from specjax import processes
 from specjax import rounds as rounds_lib
 from specjax.constraints import base as constraints_lib
 from specjax.controller import Controller
+from specjax.models import sharding
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Drafter
@@ -28,9 +28,6 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verifier
-
-if TYPE_CHECKING:  # the loop runs without a mesh
-  from specjax.models.sharding import Placement
 
 
 class Generation(NamedTuple):
@@ -161,7 +158,7 @@ class Decoder:
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
               capacity: int = 0, temperature: Any = None, eos: Any = None,
               context: Any = None, grows: bool = False,
-              placement: "Placement | None" = None) -> DecodeState:
+              placement: sharding.Placement | None = None) -> DecodeState:
     """Reads the prompts and prepares the loop.
 
     Args:
@@ -279,6 +276,7 @@ class Decoder:
       raise ValueError(f"slot is {slot}; the state has rows 0 to {rows - 1}")
     row = lambda state: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    fresh = sharding.divided_as(state, fresh)
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     return rounds_lib.insert(state, jnp.asarray(slots), fresh)
 
@@ -372,7 +370,7 @@ class Decoder:
                key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,
                temperature: Any = None, eos: Any = None, context: Any = None,
                grows: bool | None = None,
-               placement: "Placement | None" = None) -> Generation:
+               placement: sharding.Placement | None = None) -> Generation:
     """Continues every prompt by at most `max_new_tokens` tokens.
 
     Args:

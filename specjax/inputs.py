@@ -59,9 +59,9 @@ def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
   if found.shape not in ((), lengths.shape):
     raise ValueError(f"limits has shape {found.shape}; give one number, or one "
                      f"for each of the {len(lengths)} prompts")
-  found = np.broadcast_to(found.astype(np.int32), lengths.shape)
+  found = np.broadcast_to(found, lengths.shape)
   for i, (limit, length) in enumerate(zip(found, lengths)):
-    if limit > context_length:
+    if not limit <= context_length:
       raise ValueError(
           f"row {i} may grow to {limit} tokens, prompt included; the "
           f"context length is {context_length}: ask for fewer tokens "
@@ -69,7 +69,7 @@ def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
     if length > limit:
       raise ValueError(f"prompt {i} has {length} tokens; its limit is "
                        f"{limit}: shorten it or raise the limit")
-  return found
+  return found.astype(np.int32)
 
 
 def temperatures(given: Any, default: float, rows: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import checks
+from specjax.models import sharding
 from specjax.paged_cache import is_paged
 from specjax.paged_cache import SINK
 from specjax.types import DecodeState
@@ -117,6 +118,7 @@ class Pool:
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.tree.map(
             lambda x: x.replace(pooled=True) if is_paged(x) else x, state,
             is_leaf=is_paged))
+    fresh = sharding.divided_as(state, fresh)
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     prompt = np.asarray(fresh.tokens)[0, :int(fresh.lengths[0])]
     page = fresh.target_cache.page

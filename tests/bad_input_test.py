@@ -113,7 +113,9 @@ def test_limits_and_keys():
   decoder, key = _decoder(), jax.random.key(0)
   prefill = lambda key=key, **kwargs: decoder.prefill(
       None, [[1, 2, 3]], key, **kwargs)
-  _raises_one_line(lambda: prefill(limits=21), 21, 20, "context length")
+  for most in (21, 2**32 + 9, float("nan")):  # int32 would take 2**32 + 9 as 9
+    _raises_one_line(lambda most=most: prefill(limits=most), most, 20,
+                     "context length")
   _raises_one_line(lambda: prefill(limits=2), "prompt 0", 3, 2, "shorten")
   for wrong in ([9, 9], [[9]]):
     _raises_one_line(lambda wrong=wrong: prefill(limits=wrong),

@@ -80,7 +80,7 @@ def test_a_placed_state_decodes_the_same():
 def test_a_replicated_drafter_attends_with_all_heads():
   # Broken: attention on a TPU divides heads that every device has and gathers
   # what it returns, or leaves whole the target's; or a state that grows forgets
-  # which of its caches are replicated.
+  # which of its caches are replicated, or takes no new row.
   decoder, params, _ = _decoder_and_state()
   for how, axis in (("split", "model"), ("replicate", None)):
     placement = sharding.Placement(mesh=_mesh("data", "model"), drafter=how)
@@ -88,6 +88,10 @@ def test_a_replicated_drafter_attends_with_all_heads():
                             limits=12, placement=placement)
     told = lambda state: (state.target_cache.heads_axis,
                           state.drafter.heads_axis)
+    assert told(state) == ("model", axis)
+    # One row is read without a placement: no mesh would divide it.
+    fresh = decoder.prefill(params, [[3]], jax.random.key(1), limits=12)
+    state = decoder.insert(state, 1, fresh)
     assert told(state) == ("model", axis)
     assert told(decoder.grow(params, state, 256)) == ("model", axis)
 

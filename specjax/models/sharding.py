@@ -131,6 +131,17 @@ def undivided(tree: Any) -> Any:
       is_leaf=is_cache)
 
 
+def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
+  """`fresh`, to be put into `state`: its drafter `undivided` where that one is.
+
+  Few rows are read without a `Placement` where no mesh divides them.
+  """
+  own = undivided(state.drafter)
+  if jax.tree.structure(own) != jax.tree.structure(state.drafter):
+    return fresh
+  return fresh.replace(drafter=undivided(fresh.drafter))
+
+
 def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
                      mesh: Mesh, *, axis: str = "model",
                      data_axis: str = "data", drafter: str = "split"
