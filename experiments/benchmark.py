@@ -64,6 +64,7 @@ _SUM_MEGABYTES = flags.DEFINE_integer(
     "sum_megabytes", 512, "size of the array that is summed", 1)
 _OUTPUT_DIR = shared.output_dir("results/benchmark", "for the ratios as JSON")
 _SIZES = (5, 9, 17)  # tokens of the passes that are timed against one
+_SLOTS, _MANY_SLOTS = 256, 4096  # of a cache
 _ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
 _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
@@ -237,6 +238,14 @@ def _median_ratio(rows, numerator, denominator):
   return statistics.median(numerator(row) / denominator(row) for row in rows)
 
 
+def _first(row):
+  return row[0]
+
+
+def _second(row):
+  return row[1]
+
+
 def _pass_costs(target_pass, one, progress):
   """What passes over more tokens cost, as ratios and as milliseconds.
 
@@ -253,78 +262,88 @@ def _pass_costs(target_pass, one, progress):
   costs, milliseconds = {}, {}
   for size in _SIZES:
     rows = _interleaved(progress, target_pass(size), one)
-    costs[str(size)] = _median_ratio(
-        rows, lambda row: row[0], lambda row: row[1])
+    costs[str(size)] = _median_ratio(rows, _first, _second)
     for tokens, column in ((1, 1), (size, 0)):
       milliseconds[str(tokens)] = 1e3 * statistics.median(
           row[column] for row in rows)
   return costs, milliseconds
 
 
-def _ratios(name, target, drafter_model, params, progress, placement):
-  """Every ratio of the module's docstring for one pair of models."""
-  gamma, used = _GAMMA.value, _USED.value
-  drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=gamma)
-  if placement:
-    params = placement.put(sj.Decoder(
-        target=target, drafter=drafter, verifier=sj.verifiers.Block()), params)
-  small, large = 256, 4096
-  rounds = functools.partial(_rounds, target, params=params, capacity=small,
-                             used=used, placement=placement)
-  target_pass = functools.partial(passes, target, params["target"])
-  progress.set_description(name)
-  first, second = (lambda row: row[0]), (lambda row: row[1])
-  ratios = {}
+def _loop_ratios(target, drafter, params, rounds, target_pass, progress):
+  """Ratios of the loop's rounds; bytes a second of a large sum.
 
+  Args:
+    target: a model.
+    drafter: a `LanguageModel`.
+    params: of both.
+    rounds: `(drafter, verifier) -> Timed`, of rounds at one length.
+    target_pass: `tokens -> Timed`, a pass at that length.
+    progress: that counts pairs.
+  """
+  used, gamma, ratios = _USED.value, drafter.gamma, {}
   large_sum, sum_bytes = _large_sum()
-  bare = _bare_autoregression(target, params["target"], small, used)
+  bare = _bare_autoregression(target, params["target"], _SLOTS, used)
   per_step = _bytes_read(target, params["target"], used) / sum_bytes
   rows = _interleaved(progress, large_sum, bare)
-  ratios["bandwidth"] = _median_ratio(rows, lambda r: per_step * r[0], second)
+  ratios["bandwidth"] = _median_ratio(rows, lambda r: per_step * r[0], _second)
   sum_speed = sum_bytes / statistics.median(r[0] for r in rows)
   del large_sum
 
   empty = rounds(sj.drafters.Empty(), verifier=sj.verifiers.Token())
   rows = _interleaved(progress, empty, bare)
-  ratios["autoregressive_loop"] = _median_ratio(rows, first, second)
+  ratios["autoregressive_loop"] = _median_ratio(rows, _first, _second)
   del empty, bare
 
   block = rounds(drafter, verifier=sj.verifiers.Block())
-  verify = target_pass(small, used, gamma + 1)
-  draft = passes(drafter_model, params["drafter"], small, used, 1)
+  verify = target_pass(gamma + 1)
+  draft = passes(drafter.model, params["drafter"], _SLOTS, used, 1)
   rows = _interleaved(progress, block, verify, draft)
   ratios["round_overhead"] = _median_ratio(
-      rows, first, lambda r: r[1] + gamma * r[2])
+      rows, _first, lambda r: r[1] + gamma * r[2])
   del verify, draft
 
   token = rounds(drafter, verifier=sj.verifiers.Token())
   rows = _interleaved(progress, block, token)
-  ratios["block_over_token"] = _median_ratio(rows, first, second)
-  del block, token
+  ratios["block_over_token"] = _median_ratio(rows, _first, _second)
+  return ratios, sum_speed
 
-  one = target_pass(small, used, 1)
-  wide = target_pass(large, used, 1)
-  rows = _interleaved(progress, wide, one)
-  ratios["allocation"] = _median_ratio(rows, first, second)
-  del wide
 
-  ratios["pass_cost"], pass_ms = _pass_costs(
-      functools.partial(target_pass, small, used), one, progress)
-  del one
-
-  ratios["tree_law"] = {}
+def _tree_ratios(vocab_size, passes_of, progress):
+  """Each rule's law of a tree over a pass that reads the tree, by batch."""
+  ratios = {}
   for batch in (1, 8):
-    verify = target_pass(small, used, _TREE_NODES.value, batch, steps=1)
+    verify = passes_of(_SLOTS, _USED.value, _TREE_NODES.value, batch, steps=1)
     for verifier in _TREE_VERIFIERS:
-      law = _tree_law(verifier, target.vocab_size, batch)
+      law = _tree_law(verifier, vocab_size, batch)
       rows = _interleaved(progress, law, verify)
-      ratios["tree_law"][f"{type(verifier).__name__} {batch}"] = _median_ratio(
-          rows, first, second)
-  del verify, law
+      ratios[f"{type(verifier).__name__} {batch}"] = _median_ratio(
+          rows, _first, _second)
+  return ratios
 
+
+def _ratios(name, target, drafter_model, params, progress, placement):
+  """Every ratio of the module's docstring for one pair of models."""
+  drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=_GAMMA.value)
+  if placement:
+    params = placement.put(sj.Decoder(
+        target=target, drafter=drafter, verifier=sj.verifiers.Block()), params)
+  passes_of = functools.partial(passes, target, params["target"])
+  target_pass = functools.partial(passes_of, _SLOTS, _USED.value)
+  progress.set_description(name)
+  ratios, sum_speed = _loop_ratios(
+      target, drafter, params,
+      functools.partial(_rounds, target, params=params, capacity=_SLOTS,
+                        used=_USED.value, placement=placement),
+      target_pass, progress)
+  one = target_pass(1)
+  rows = _interleaved(progress, passes_of(_MANY_SLOTS, _USED.value, 1), one)
+  ratios["allocation"] = _median_ratio(rows, _first, _second)
+  ratios["pass_cost"], pass_ms = _pass_costs(target_pass, one, progress)
+  del one
+  ratios["tree_law"] = _tree_ratios(target.vocab_size, passes_of, progress)
   if name == "bundled":
     rows = _interleaved(progress, *_training(target, params["target"]))
-    ratios["training"] = _median_ratio(rows, lambda r: r[1] + r[2], first)
+    ratios["training"] = _median_ratio(rows, lambda r: r[1] + r[2], _first)
   return ratios, {"sum_gb_per_second": sum_speed / 1e9,
                   "step_milliseconds": pass_ms["1"],
                   "pass_milliseconds": pass_ms}
