@@ -231,9 +231,11 @@ class Controller:
     rounds = _of_kind(own.reached, own)[:, 0]
     share = _mean((_of_kind(own.needed, own) + _PRIOR_ROUNDS)
                   / (rounds + _PRIOR_ROUNDS), active)
-    # What changing over takes has to be gained as well.
-    added = (self._costs(state) - 1).at[1:].add(self._late(state))
-    goodput = tokens / (1 + share * added)
+    # What changing over takes has to be gained as well; what the drafter has
+    # missed is read once, for all the drafts that follow.
+    added = (share * (self._costs(state) - 1)).at[1:].add(
+        self._changing(state))
+    goodput = tokens / (1 + added)
     affordable = jnp.pad(affordable, (1, 0), constant_values=True)
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 
@@ -247,10 +249,14 @@ class Controller:
 
     In tokens: to read what the drafter has missed, and to change over.
     """
+    reading = self.reading / self.seconds[0]
+    return self._missed(state) * reading + self._changing(state)
+
+  def _changing(self, state):
+    """What `switching` adds to a draft now, in tokens, `[]`."""
     drafted = state.lengths - 2 == state.controller.known
     changes = jnp.any(~state.done & ~drafted)
-    return (self._missed(state) * self.reading + changes * self.switching
-            ) / self.seconds[0]
+    return changes * (self.switching / self.seconds[0])
 
   def _missed(self, state):
     """Committed tokens that the drafter has not read, of the row with most."""

@@ -124,7 +124,8 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   trial = dataclasses.replace(
       decoder, observers=(), debug=False, eos=None,
       transform=dataclasses.replace(decoder.transform, constraints=()),
-      controller=_Scripted(lengths=lengths, seconds=(1.0,) * len(lengths)))
+      controller=_Scripted(
+          lengths=lengths, seconds=(1.0,) * len(lengths), **options))
   capacity = capacity and capacity_lib.rounded(capacity)
   path = _path(directory, trial, params, batch, (used, capacity))
   found = None if again else _kept(path, len(lengths))
@@ -133,6 +134,8 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
     first, own = _first(trial, params)
     found["first"] = _measure(
         first, own, batch, used, capacity, context)["seconds"] if first else []
+    # What is refused as too dear may be a disturbance: no file keeps it.
+    Controller(lengths=lengths, **found)
     if path is not None:
       with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -305,7 +305,7 @@ def ladder(one: Round, controller: Controller) -> Ladder:
         f"{one.rule.name} has a state that is made for drafts of one length, "
         "and a controller varies it; choose a rule without, such as Block")
   name = type(one.drafter).__name__
-  if _has_model(one.drafter) and not hasattr(one.drafter, "catch_up"):
+  if contract.has_model(one.drafter) and not hasattr(one.drafter, "catch_up"):
     raise ValueError(
         f"{name} has a model with a cache, which a controller leaves out of "
         "some rounds, and no method `catch_up`; leave the controller out, or "
@@ -347,16 +347,6 @@ def _of_length(one, length):
         f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "
         f"nodes and not of {length + 1}; leave {length} out of the lengths")
   return drafter
-
-
-def _has_model(part):
-  """Whether a drafter holds a model with a cache, however deep."""
-  if hasattr(part, "init_cache"):
-    return True
-  if isinstance(part, tuple | list):
-    return any(map(_has_model, part))
-  return dataclasses.is_dataclass(part) and any(
-      _has_model(getattr(part, f.name)) for f in dataclasses.fields(part))
 
 
 def _flat(state, found):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +109,22 @@ def test_the_first_draft_after_a_rest_costs_more():
                              (7, 0.81, 2)):
     assert _LENGTHS[int(controller.choose(with_purse(known, value)))] == want
   assert float(controller.init(state.lengths).purse[0]) == pytest.approx(0.8)
+
+
+def test_a_rest_does_not_prolong_itself():
+  # Broken: the longer a drafter rested and the more it has to read the less
+  # it is asked again; changing over is believed to be cheap for short drafts.
+  controller = _controller(reading=0.05, switching=1.0)
+  state = _state(controller, (0.6,))
+  own = state.controller
+  of = lambda **known: int(controller.choose(
+      state.replace(controller=own.replace(**known))))
+  assert of(known=state.lengths - 2) == 1
+  assert of(known=state.lengths - 3) == 0  # 1.96 tokens in 2.3
+  controller = dataclasses.replace(controller, switching=0.0)
+  assert of(known=state.lengths - 62) == 1  # 3 tokens, and the purse has 16
+  controller = dataclasses.replace(controller, switching=2.0)
+  assert of(needed=jnp.zeros_like(own.needed)) == 0
 
 
 def test_rests_are_told_beforehand():
@@ -497,8 +515,13 @@ def test_refusals():
   make(medusa, walk, lengths=(0, 3), seconds=(1, 2))
 
 
-def test_costs_are_measured_once(tmp_path):
-  # Broken: every run measures anew, or takes a damaged or another file.
+def test_costs_are_measured_once(tmp_path, monkeypatch):
+  # Broken: every run measures anew, or takes a damaged or another file; a
+  # disturbed one is refused for ever; a bad option is refused after measuring.
+  # A clock of its own: what a busy machine measures may be refused.
+  clock = itertools.count(0.0, 1.0)
+  monkeypatch.setattr(sj.costs, "time", types.SimpleNamespace(
+      perf_counter=lambda: next(clock)))
   # One that accepts other texts than those that are decoded here.
   automaton = sj.constraints.Automaton.of_table([[0] + [-1] * (_V - 1)], [0])
   decoder = dataclasses.replace(
@@ -508,6 +531,16 @@ def test_costs_are_measured_once(tmp_path):
   params = {"target": table, "drafter": jnp.array([text])}
   measure = functools.partial(
       sj.costs.measured, decoder, params, directory=tmp_path)
+  with pytest.raises(ValueError, match="risk is -1"):
+    measure(risk=-1)
+  assert next(clock) == 0
+  timed = sj.costs._measure
+  monkeypatch.setattr(sj.costs, "_measure", lambda *_: {
+      "seconds": [1.0, 18.0, 19.0], "reading": 0.0, "switching": 0.0})
+  with pytest.raises(ValueError, match="18 times as long"):
+    measure()
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setattr(sj.costs, "_measure", timed)
   first = measure()
   assert first.lengths == (0, 1, 2) and min(first.seconds) > 0
   assert first.reading == 0
@@ -558,6 +591,9 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
       assert timed == want
       assert controller.first == seconds
       assert controller.seconds == (1.0, 2.0, 5.0, 6.0)
+  # One with a model would draft twice to tell, which no time says.
+  assert not sj.drafters.Fallback(first=sj.drafters.DynamicTree(
+      model=model, depth=3, top_k=2, num_nodes=7), second=lm).tells
 
 
 def test_what_is_timed():

@@ -106,6 +106,7 @@ from specjax.contract.parts import cannot_grow
 from specjax.contract.parts import check_drafter
 from specjax.contract.parts import context_length
 from specjax.contract.parts import follow
+from specjax.contract.parts import has_model
 from specjax.contract.parts import logits_at
 from specjax.contract.parts import num_coins
 from specjax.contract.parts import param_specs
@@ -127,6 +128,7 @@ __all__ = [
     "check_pair",
     "context_length",
     "follow",
+    "has_model",
     "logits_at",
     "num_coins",
     "param_specs",

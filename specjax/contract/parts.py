@@ -66,6 +66,16 @@ def follow(drafter: Drafter) -> Drafter:
   return found
 
 
+def has_model(part: Any) -> bool:
+  """Whether a drafter holds a model with a cache, however deep."""
+  if hasattr(part, "init_cache"):
+    return True
+  if isinstance(part, tuple | list):
+    return any(map(has_model, part))
+  return dataclasses.is_dataclass(part) and any(
+      has_model(getattr(part, f.name)) for f in dataclasses.fields(part))
+
+
 def check_drafter(drafter: Drafter) -> None:
   """Checks that a drafter has what it must have.
 

@@ -83,14 +83,20 @@ class Fallback(parts.Parts):
 
   @property
   def tells(self) -> bool:
-    """Whether `lacking` is known before coins are tossed."""
+    """Whether `lacking` is known before coins are tossed, and at no cost."""
+    return self._draws_nothing_first and not contract.has_model(self.first)
+
+  @property
+  def _draws_nothing_first(self):
     return getattr(self.first, "num_coins", None) == 0
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
     """`[B]` bool, the rows in which the next `propose` asks the second drafter.
 
-    For a `Controller`, and only of a first drafter that draws nothing; rows
-    that are done lack nothing.
+    For a `Controller`, and only of a first drafter that draws nothing and has
+    no model, for it is asked twice; rows that are done lack nothing. Where the
+    controller takes a shorter draft than this drafter's own, fewer tokens may
+    be enough (`min_tokens`), and such a row is said to lack them all the same.
     """
     coins = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(
@@ -109,7 +115,7 @@ class Fallback(parts.Parts):
         how many tokens were drawn.
     """
     first, second = self.bound(target, transform)
-    if self.min_tokens > 1 and not self.tells:
+    if self.min_tokens > 1 and not self._draws_nothing_first:
       raise ValueError(
           f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
           "draws its tokens, so that their number may tell of them; leave "
