@@ -24,15 +24,18 @@ python experiments/train_drafter.py --method=medusa \
   --output_dir="$runs/medusa" --steps=2400 --row_tokens=384 \
   --learning_rate=0.006 --decay_fraction=0.7 --evaluate_every=300 \
   --checkpoint_every=100
-python experiments/train_drafter.py --method=eagle3 --heads=4 \
-  --output_dir="$runs/eagle3" --draft_vocabulary=1280 --mlp_width=256 \
-  --row_tokens=384 --batch_size=4 --steps=2400 --learning_rate=0.003 \
-  --decay_fraction=0.7 --evaluate_every=400 --checkpoint_every=100
-python experiments/train_drafter.py --method=parallel --heads=8 --layers=2 \
-  --output_dir="$runs/parallel" --mlp_width=192 --taps=2,4 --markov=plain \
-  --markov_rank=20 --anchors=48 --row_tokens=384 --steps=2400 \
-  --learning_rate=0.002 --decay_fraction=0.7 --evaluate_every=300 \
-  --checkpoint_every=100
+# Both of these went on after 2,400 steps, and their learning rate rose again.
+for steps in 2400 4800; do
+  python experiments/train_drafter.py --method=eagle3 --heads=4 \
+    --output_dir="$runs/eagle3" --draft_vocabulary=1280 --mlp_width=256 \
+    --row_tokens=384 --batch_size=4 --steps=$steps --learning_rate=0.003 \
+    --decay_fraction=0.7 --evaluate_every=600 --checkpoint_every=100
+  python experiments/train_drafter.py --method=parallel --heads=8 --layers=2 \
+    --output_dir="$runs/parallel" --mlp_width=192 --taps=2,4 --markov=plain \
+    --markov_rank=20 --anchors=48 --row_tokens=384 --steps=$steps \
+    --learning_rate=0.002 --decay_fraction=0.7 --evaluate_every=600 \
+    --checkpoint_every=100
+done
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
