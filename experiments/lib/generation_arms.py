@@ -43,10 +43,14 @@ class Ours:
     self._lengths = {prefill.padded_length(len(row)): row for row in prompts}
 
   def compile(self, prompt):
-    """Compiles what it runs, for all lengths of prompts."""
-    del prompt
+    """Compiles what it runs, for all lengths of prompts, and runs it once.
+
+    The first text takes longer than others, most of all under a controller,
+    which has a program for every length of a draft.
+    """
     for one in self._lengths.values():
       self._decode(self._read(one, 0, 0, 0))
+    self._decode(self._read(prompt, 0, 0, self._new_tokens))
 
   def decode(self, prompt, seed, request_id):
     """Its text of a prompt, "seconds" and "rounds".
