@@ -146,4 +146,4 @@ def _texts(item, field, count, extra, tokens, seed):
   kept = random.Random(seed).sample(range(len(texts)), count + further)
   pick = lambda places: [texts[i] for i in sorted(places)]
   return name, pick(kept[:count]), pick(kept[count:]), {
-      "prompts": path or item}
+      "prompts": pathlib.PurePath(path or item).name}

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}
-# All twelve prompts of the sets in the box, and the first four of the others.
+# Eight prompts of the sets in the box, and the first four of the others.
 few=$(mktemp -d)
 trap 'rm -r "$few"' EXIT
 head -n 4 "$data/mt_bench.jsonl" > "$few/mt_bench.jsonl"
@@ -22,7 +22,7 @@ END
 prompts=rename,summarise
 for name in mt_bench gsm8k humaneval; do prompts+=,$name=$few/$name.jsonl; done
 python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
-  --num_prompts=12 --new_tokens=128 --drafter='ngram,ngram|smol' \
+  --num_prompts=8 --new_tokens=128 --drafter='ngram,ngram|smol' \
   --prompts="$prompts" --output_dir=results/free_drafts/drafters
 # How near the controller comes to the best length, for drafts of noise as well.
 # Not as messages: so no text ends before its 64 tokens.
