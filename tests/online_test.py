@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -156,14 +157,19 @@ def _learner(batch=3, rank=8, vocab=_VOCAB, width=4, optimizer=optax.adam):
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_what_another_drafter_has_learned_is_refused(other, message):
   # Broken: a row goes on with other rows' knowledge, or the next round fails
-  # with an error about arrays.
-  state = sj.DecodeState(**dict.fromkeys(
+  # with an error about arrays, or about a state of optax's that is none.
+  state = lambda **own: sj.DecodeState(**dict.fromkeys(
       x.name for x in dataclasses.fields(sj.DecodeState)
-  ) | {"drafter": _learner()})
+  ) | {"drafter": _learner(**own)})
   drafter = Online(model=_PAIR.drafter, gamma=_GAMMA)
-  assert drafter.going_on(state, _learner()).drafter.since.shape == (3,)
+  found = drafter.going_on(state(), _learner())
+  assert found.drafter.since.shape == (3,)
   with pytest.raises(ValueError, match=message):
-    drafter.going_on(state, _learner(**other))
+    drafter.going_on(state(), _learner(**other))
+  # Both have one array for each parameter.
+  with pytest.raises(ValueError, match="another optimizer"):
+    drafter.going_on(state(optimizer=optax.rmsprop), _learner(
+        optimizer=functools.partial(optax.sgd, momentum=0.9)))
 
 
 @pytest.mark.parametrize("options, message", [

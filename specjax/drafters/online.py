@@ -269,7 +269,9 @@ def _check_alike(learned, own):
     raise ValueError(
         f"what was learned has {said[0]}, and the state has {said[1]}; give "
         "what the same drafter has learned, a row for each row of the state")
-  forms = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), x.optimizer)
+  # The structure as well: optax's states of one field each are equal tuples.
+  forms = [(jax.tree.structure(x.optimizer), [
+      (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
            for x in (learned, own)]
   if forms[0] != forms[1]:
     raise ValueError(
