@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
@@ -27,7 +26,7 @@ from specjax.types import Prompt
 from specjax.types import Verdict
 
 
-class FeatureDrafter:
+class FeatureDrafter(features.LayerDrafter):
   """The base of drafters that go on from a layer's own output.
 
   Classes that derive from it are frozen dataclasses that have `heads` and
@@ -39,15 +38,7 @@ class FeatureDrafter:
   yet, and the first draft is padding.
   """
 
-  heads: FeatureHeads
   conditional = True
-  # The features below the root are the layer's own, so that q depends on where
-  # the draft began.
-  autoregressive = False
-
-  @property
-  def context_length(self) -> int:
-    return self.heads.context_length
 
   def check_heads(self, target: ModelFn, width: int) -> None:
     """Checks a layer against its target and the width of a draft.
@@ -98,17 +89,6 @@ class FeatureDrafter:
     """The layer's state with the true features of what was accepted."""
     return features.read_round(self.heads, params, drafter, draft, verdict,
                                target_output, count, self.depth)
-
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Nothing: what a round commits is read at once, drafted or not."""
-    del params, since
-    return state.drafter
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds the whole layer, see `specjax.contract`."""
-    del axis, size
-    return PartitionSpec()
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(common.DrawnChain, FeatureDrafter):

@@ -11,10 +11,12 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax import prefill
 from specjax.models.heads import FeatureHeads
 from specjax.models.heads import ParallelHeads
+from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -37,6 +39,33 @@ class FeatureState:
   hidden: jax.Array
   read: jax.Array
   known: jax.Array
+
+
+class LayerDrafter:
+  """The base of drafters whose `heads` go on from the target's features.
+
+  Every device holds all of the heads, and what a round commits is read by
+  `commit` or kept by it, drafted or not, so that nothing is to be caught up.
+  """
+
+  heads: FeatureHeads
+  # The features below the root are the heads' own, so that q depends on where
+  # the draft began.
+  autoregressive = False
+
+  @property
+  def context_length(self) -> int:
+    return self.heads.context_length
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Nothing, see above."""
+    del params, since
+    return state.drafter
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds the whole, see `specjax.contract`."""
+    del axis, size
+    return PartitionSpec()
 
 
 def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:

@@ -10,11 +10,8 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from specjax.drafters import features
-from specjax.models.heads import FeatureHeads
-from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -43,7 +40,7 @@ class ModulesState:
   held: jax.Array
 
 
-class ModulesDrafter:
+class ModulesDrafter(features.LayerDrafter):
   """The base of drafters with a module for every depth of a draft.
 
   Classes that derive from it are frozen dataclasses that have `heads`,
@@ -53,13 +50,6 @@ class ModulesDrafter:
   costs a pass of each of the R modules over the last 2 R positions. After a
   prompt of one token there is no feature yet, and the first draft is padding.
   """
-
-  heads: FeatureHeads
-  autoregressive = False  # the law of module k is not that of module 1
-
-  @property
-  def context_length(self) -> int:
-    return self.heads.context_length
 
   @property
   def window(self) -> int:
@@ -165,16 +155,6 @@ class ModulesDrafter:
     return drafter.replace(
         hidden=take(drafter.hidden, new), after=take(drafter.after, after),
         held=drafter.held + count)
-
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Nothing: what a round commits is kept, and read in the next one."""
-    del params, since
-    return state.drafter
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds all modules, see `specjax.contract`."""
-    del axis, size
-    return PartitionSpec()
 
 
 def at(x, places):
