@@ -135,6 +135,9 @@ _SELF_PROMPT_TOKENS = flags.DEFINE_integer(
     "self_prompt_tokens", 32, "tokens of a row that are the source's", 1)
 _SELF_TEMPERATURE = flags.DEFINE_float(
     "self_temperature", 1.0, "of the sampling; 0 is greedy", 0.0)
+_SELF_ROWS_PER_FILE = flags.DEFINE_integer(
+    "self_rows_per_file", None, "rows that are sampled together, of which an "
+    "accelerator takes hundreds; default: 32, answers 64", 1)
 _HELD_OUT_ROWS = shared.held_out_rows()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
@@ -216,6 +219,7 @@ def _source():
       prompt_tokens=_SELF_PROMPT_TOKENS.value,
       temperature=_SELF_TEMPERATURE.value, chat=_SELF_CHAT.value,
       conversations=_CONVERSATIONS.value, seed=_SEED.value,
+      rows_per_file=_SELF_ROWS_PER_FILE.value,
       keeps_features=_KEEP_FEATURES.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 

@@ -106,6 +106,7 @@ def _report(traced, held, state_bytes):
 def _compiled_report(lowered, stable, held, state_bytes):
   """What the tests ask about a program, `stable` in StableHLO."""
   from lib import hlo as hlo_lib
+  from lib import llama
   from lib import tpu_rounds
   start = time.time()
   compiled = lowered.compile()
@@ -239,7 +240,7 @@ def _round(capacity):
 
   from specjax import files
 
-  setting = tpu_rounds.Setting(
+  setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=int(capacity))
   lowered, params, state = tpu_rounds.lowered(setting)
   kept = _kept("tpu-round", lowered.as_text(), *_readers())
@@ -259,7 +260,7 @@ def _replicated():
 
   from specjax import files
 
-  setting = tpu_rounds.Setting(
+  setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=_CAPACITY, drafter="replicate")
   lowered, *_ = tpu_rounds.lowered(setting)
   kept = _kept("tpu-replicated", lowered.as_text(), *_readers())

@@ -1,6 +1,7 @@
 """Conversations that a target writes or reads, as rows to train on."""
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
@@ -31,6 +32,7 @@ class Conversations:
     prompt_tokens: of a message.
     seed: of the choice of the messages and of the answers.
     placement: of the decoder on a mesh.
+    files: further arguments of `distillation.write_answers`.
   """
 
   target: Pretrained
@@ -40,6 +42,7 @@ class Conversations:
   prompt_tokens: int
   seed: int
   placement: Any = None
+  files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def prompts(self, texts: Sequence[str], count: int) -> list[list[int]]:
     """Token ids of `count` of the messages, or of all where there are fewer."""
@@ -73,7 +76,7 @@ class Conversations:
         decoder, {"target": self.target.params}, prompts,
         max_new_tokens=self.row_tokens - max(map(len, prompts)), top=0,
         directory=pathlib.Path(directory), seed=seed,
-        placement=self.placement)
+        placement=self.placement, **self.files)
     return [text[:n] for part in answers
             for text, n in zip(part.tokens, part.lengths)]
 

@@ -59,6 +59,8 @@ class Source:
     temperature: at which the target writes.
     chat: whether it answers the texts, which are messages.
     conversations: JSONL of others to learn from besides, or None.
+    rows_per_file: how many rows or answers it writes together, or None for the
+      number that `training.distillation` takes by itself.
     directory: where what it writes is kept.
     keeps_features: whether what the target says of a row is kept.
     seed: of the shuffle, the choice of texts and what the target writes.
@@ -73,6 +75,7 @@ class Source:
   temperature: float
   chat: bool
   conversations: str | None
+  rows_per_file: int | None
   directory: pathlib.Path
   keeps_features: bool
   seed: int
@@ -111,6 +114,12 @@ class Source:
     return [(name, count, self.seed + i) for i, (name, count) in enumerate(
         zip(_SIDES, (self.self_rows, self.held_out_rows)))]
 
+  @property
+  def _files(self):
+    """What `training.distillation` is told of the size of its files."""
+    return {} if self.rows_per_file is None else {
+        "rows_per_file": self.rows_per_file}
+
   def answered(self, target: Pretrained, tokenizer: Tokenizer, text: Text,
                row_tokens: int, mesh: jax.sharding.Mesh | None
                ) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +135,8 @@ class Source:
     chats = answered.Conversations(
         target=target, tokenizer=tokenizer, row_tokens=row_tokens,
         temperature=self.temperature, seed=self.seed,
-        prompt_tokens=self.prompt_tokens, placement=meshes.placement(mesh))
+        prompt_tokens=self.prompt_tokens, placement=meshes.placement(mesh),
+        files=self._files)
     given = [] if self.conversations is None else chats.given(
         self.conversations)
     prompts = [chats.prompts(side, count)
@@ -172,7 +182,7 @@ class Source:
           distillation.sample_rows(
               decoder, {"target": target.params}, some, length=row_tokens,
               directory=self.directory / name, seed=seed,
-              placement=meshes.placement(mesh))
+              placement=meshes.placement(mesh), **self._files)
           for some, (name, _, seed) in zip(prompts, self._written))
       return self._batches(training, objective, target), held_out
 

@@ -4,7 +4,7 @@ libtpu reads its environment when it is loaded, see
 `experiments/runs/tpu_rounds.py`.
 """
 
-import dataclasses
+import functools
 import math
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from lib import hlo
+from lib import llama
 import specjax as sj
 from specjax.attention import tpu
 from specjax.models import sharding
@@ -21,49 +22,9 @@ from specjax.models import sharding
 SHORT = 128  # slots in use, of short texts
 _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # all of them split the models
-_LLAMA = dict(vocab_size=128256, context_length=1 << 16, rope_theta=500_000.0)
-_TARGET = dict(_LLAMA, width=4096, heads=32, kv_heads=8, head_dim=128,
-               mlp_width=14336, tie_embeddings=False)  # 8B: 32 layers
-_DRAFTER = dict(_LLAMA, width=2048, heads=32, kv_heads=8, head_dim=64,
-                mlp_width=8192)  # 1B: 16 layers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-  """A round to compile, in bfloat16.
-
-  Attributes:
-    layers: of the target and of the drafter.
-    capacity: C.
-    batch: B.
-    gamma: drafted tokens of a chain, verified by `Block`.
-    parents: a tree in its stead, drafted top_k and verified by `Traversal`.
-    drafter: "split" over the chips as the target is, or "replicate".
-  """
-
-  layers: tuple[int, int]
-  capacity: int
-  batch: int = 8
-  gamma: int = 4
-  parents: tuple[int, ...] = ()
-  drafter: str = "split"
-
-  def decoder(self) -> sj.Decoder:
-    """The decoder."""
-    target, drafter = (
-        sj.models.Transformer(sj.models.TransformerConfig(**shape, layers=n))
-        for shape, n in zip((_TARGET, _DRAFTER), self.layers))
-    if self.parents:
-      return sj.Decoder(
-          target=target, verifier=sj.verifiers.Traversal(),
-          drafter=sj.drafters.TreeLanguageModel(
-              model=drafter, parents=self.parents))
-    return sj.Decoder(
-        target=target, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.LanguageModel(model=drafter, gamma=self.gamma))
-
-
-def lowered(setting: Setting):
+def lowered(setting: llama.Setting):
   """The round, lowered for the chips, and its arguments' shapes there.
 
   Returns:
@@ -76,20 +37,10 @@ def lowered(setting: Setting):
   params = {"target": weights(decoder.target),
             "drafter": weights(decoder.drafter.model)}
 
-  def start(params, keys):
-    ones = jnp.ones((rows,), jnp.int32)
-    caches = [model.init_cache(params[name], rows, setting.capacity)
-              for name, model in (("target", decoder.target),
-                                  ("drafter", decoder.drafter.model))]
-    return sj.DecodeState(
-        tokens=jnp.zeros((rows, setting.capacity), jnp.int32), lengths=ones,
-        limits=ones, done=ones > 0, keys=keys, rounds=ones,
-        temperature=jnp.ones((rows,), jnp.float32),
-        eos=jnp.full((rows, 1), -1, jnp.int32), target_cache=caches[0],
-        drafter=caches[1])
-
   keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
-  state = jax.eval_shape(start, params, keys)
+  state = jax.eval_shape(
+      functools.partial(llama.state, decoder, capacity=setting.capacity),
+      params, keys)
   if setting.drafter == "replicate":
     state = state.replace(drafter=sharding.undivided(state.drafter))
   chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
@@ -123,7 +74,7 @@ def caches_read(program: hlo.Program) -> int:
   return 2 * sum(keys)
 
 
-def figures(setting: Setting, text: str, memory, params, state) -> dict:
+def figures(setting: llama.Setting, text: str, memory, params, state) -> dict:
   """What a compiled round moves and holds, in bytes of one chip.
 
   Args:
@@ -164,6 +115,6 @@ def figures(setting: Setting, text: str, memory, params, state) -> dict:
                 for share in (1, fetched / capacity)],
       "floor": [must + share * needed for share in (1, SHORT / capacity)],
       "cache": on_a_chip(caches), "copied": copied,
-      "law": 4 * setting.batch * nodes * _LLAMA["vocab_size"],
+      "law": 4 * setting.batch * nodes * llama.VOCAB_SIZE,
       "loops": program.loops, "cycles": program.cycles,
       "temporaries": memory.temp_size_in_bytes}

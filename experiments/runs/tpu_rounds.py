@@ -13,7 +13,7 @@ import pathlib
 import sys
 import time
 
-LAYERS = (32, 16)  # of Llama-3-8B and of Llama-3.2-1B
+_LAYERS = (32, 16)  # of Llama-3-8B and of Llama-3.2-1B
 
 
 def layers_of(arguments: list[str]) -> tuple[int, int]:
@@ -23,14 +23,14 @@ def layers_of(arguments: list[str]) -> tuple[int, int]:
     SystemExit: it does not name two, or there is no compiler for TPUs.
   """
   if not arguments:
-    layers = LAYERS
+    layers = _LAYERS
   elif len(arguments) == 2 and all(
       x.isdecimal() and int(x) > 0 for x in arguments):
     layers = int(arguments[0]), int(arguments[1])
   else:
     sys.exit(f"error: arguments are {' '.join(arguments)!r}; give the layers "
              "of the target and of the drafter, two whole numbers of at least "
-             f"1, or nothing for {LAYERS[0]} {LAYERS[1]}")
+             f"1, or nothing for {_LAYERS[0]} {_LAYERS[1]}")
   if importlib.util.find_spec("libtpu") is None:
     sys.exit("error: libtpu is not installed, and it compiles for TPUs: pip "
              "install -e '.[tpu-aot]'")
@@ -45,6 +45,7 @@ from lib import tpu_compiler  # noqa: E402
 
 os.environ.update(tpu_compiler.ENVIRONMENT)
 
+from lib import llama  # noqa: E402
 from lib import tpu_rounds  # noqa: E402
 
 import specjax as sj  # noqa: E402
@@ -61,7 +62,7 @@ def main(layers: tuple[int, int]) -> None:
       ("capacity 8192, batch 8", dict(capacity=8192)),
       (f"tree of {len(tree)} nodes, capacity 2048, batch 4",
        dict(capacity=2048, batch=4, parents=tree))):
-    setting = tpu_rounds.Setting(layers=layers, **options)
+    setting = llama.Setting(layers=layers, **options)
     lowered, params, state = tpu_rounds.lowered(setting)
     start = time.time()
     compiled = lowered.compile()

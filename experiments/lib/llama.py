@@ -1,0 +1,81 @@
+"""Llama-3-8B as the target and Llama-3.2-1B as its drafter: shapes alone.
+
+The published weights need not be there: what a round costs does not depend on
+what they say.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import specjax as sj
+
+LAYERS = (32, 16)  # of the target and of the drafter
+VOCAB_SIZE = 128_256
+_LLAMA = dict(vocab_size=VOCAB_SIZE, context_length=1 << 16, rope_theta=500_000.0)
+_TARGET = dict(_LLAMA, width=4096, heads=32, kv_heads=8, head_dim=128,
+               mlp_width=14336, tie_embeddings=False)  # 8B: 32 layers
+_DRAFTER = dict(_LLAMA, width=2048, heads=32, kv_heads=8, head_dim=64,
+                mlp_width=8192)  # 1B: 16 layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+  """A round to compile, in bfloat16.
+
+  Attributes:
+    layers: of the target and of the drafter.
+    capacity: C.
+    batch: B.
+    gamma: drafted tokens of a chain, verified by `Block`.
+    parents: a tree in its stead, drafted top_k and verified by `Traversal`.
+    drafter: "split" over the chips as the target is, or "replicate".
+  """
+
+  layers: tuple[int, int]
+  capacity: int
+  batch: int = 8
+  gamma: int = 4
+  parents: tuple[int, ...] = ()
+  drafter: str = "split"
+
+  def decoder(self) -> sj.Decoder:
+    """The decoder."""
+    target, drafter = (
+        sj.models.Transformer(sj.models.TransformerConfig(**shape, layers=n))
+        for shape, n in zip((_TARGET, _DRAFTER), self.layers))
+    if self.parents:
+      return sj.Decoder(
+          target=target, verifier=sj.verifiers.Traversal(),
+          drafter=sj.drafters.TreeLanguageModel(
+              model=drafter, parents=self.parents))
+    return sj.Decoder(
+        target=target, verifier=sj.verifiers.Block(),
+        drafter=sj.drafters.LanguageModel(model=drafter, gamma=self.gamma))
+
+
+def state(decoder: sj.Decoder, params, keys: jax.Array, capacity: int,
+          used: int = 1) -> sj.DecodeState:
+  """The state of rows whose caches hold zeros: nothing was read.
+
+  Args:
+    decoder: of `Setting.decoder`, or one of its target alone.
+    params: of the decoder, or their shapes.
+    keys: `[B]`, of the rows.
+    capacity: C.
+    used: slots that count as filled, U.
+  """
+  rows = len(keys)
+  filled = jnp.full((rows,), used, jnp.int32)
+  cache = lambda model, params: model.init_cache(
+      params, rows, capacity).rollback(filled)
+  own = () if isinstance(decoder.drafter, sj.drafters.Empty) else cache(
+      decoder.drafter.model, params["drafter"])
+  return sj.DecodeState(
+      tokens=jnp.zeros((rows, capacity), jnp.int32), lengths=filled + 1,
+      limits=jnp.full((rows,), capacity, jnp.int32),
+      done=jnp.zeros((rows,), bool), keys=keys, rounds=jnp.ones_like(filled),
+      temperature=jnp.ones((rows,), jnp.float32),
+      eos=jnp.full((rows, 1), -1, jnp.int32),
+      target_cache=cache(decoder.target, params["target"]), drafter=own)

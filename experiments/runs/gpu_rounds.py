@@ -1,0 +1,127 @@
+"""What a round of Llama-3-8B with Llama-3.2-1B costs on one GPU.
+
+  python experiments/runs/gpu_rounds.py
+
+The models are random and in bfloat16, drafts are chains verified by `Block`.
+Every time stands beside its floor: the bytes of weights and of keys and values
+in use that the passes must read, at the speed at which this GPU sums a large
+array. Medians of calls taken in turn; run it while nothing else runs. The last
+line of stdout names the JSON.
+"""
+
+import functools
+import pathlib
+import statistics
+import sys
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from lib import common  # noqa: E402
+from lib import llama  # noqa: E402
+from lib.timing import Timed  # noqa: E402
+from lib.timing import passes  # noqa: E402
+
+import specjax as sj  # noqa: E402
+
+_LAYERS = flags.DEFINE_list(
+    "layers", [str(n) for n in llama.LAYERS], "of the target, of the drafter")
+_BATCHES = flags.DEFINE_list("batches", ["1", "8"], "rows, B")
+_CAPACITY = flags.DEFINE_integer("capacity", 2048, "slots of a row", 64)
+_USED = flags.DEFINE_list(
+    "used", ["128", "1920"], "slots in use when a call begins")
+_SIZES = flags.DEFINE_list("sizes", ["5", "9", "17", "65"], "tokens of passes")
+_GAMMA = flags.DEFINE_integer("gamma", 4, "drafted tokens", 1)
+_PAIRS = flags.DEFINE_integer("pairs", 7, "calls of each, in turn", 3)
+_SUM_BYTES = 2**32
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", "results/gpu_rounds", "for JSON")
+_STEPS = 8
+
+
+def _weights(model, seed):
+  init = lambda key: jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16), model.init(key))
+  return jax.jit(init)(jax.random.key(seed))
+
+
+def _sum_speed():
+  """Bytes a second of a sum over a large array."""
+  array = jnp.ones((_SUM_BYTES // 2,), jnp.bfloat16)
+  total = Timed(lambda x, _: jnp.sum(x, dtype=jnp.float32), array,
+                jnp.zeros(()), steps=1)
+  return _SUM_BYTES / statistics.median(total() for _ in range(9))
+
+
+def _rounds(decoder, params, rows, used):
+  """Rounds that begin with `used` slots of every row in use."""
+  keys = jax.random.split(jax.random.key(0), rows)
+  state = jax.jit(functools.partial(
+      llama.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
+
+  def run(params, state):
+    new, _ = decoder.decode(params, state, _STEPS)
+    back = lambda cache: (
+        cache if cache == () else cache.rollback(state.target_cache.lengths))
+    return new.replace(lengths=state.lengths, done=state.done,
+                       target_cache=back(new.target_cache),
+                       drafter=back(new.drafter))
+
+  return Timed(run, params, state, _STEPS)
+
+
+def _bytes_of(params, model):
+  """Bytes of weights that a pass reads."""
+  total = sum(x.nbytes for x in jax.tree.leaves(params))
+  if not model.config.tie_embeddings:
+    total -= params["embedding"].nbytes
+  return total
+
+
+def _cached(model, rows, used):
+  c = model.config
+  return rows * used * 2 * c.layers * c.kv_heads * c.head_dim * 2
+
+
+def main():
+  layers = tuple(map(int, _LAYERS.value))
+  gamma = _GAMMA.value
+  setting = llama.Setting(layers=layers, capacity=_CAPACITY.value, gamma=gamma)
+  decoder = setting.decoder()
+  target, drafter = decoder.target, decoder.drafter.model
+  params = {"target": _weights(target, 0), "drafter": _weights(drafter, 1)}
+  speed = _sum_speed()
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; a large sum "
+        f"{speed / 1e9:.0f} GB/s", file=sys.stderr)
+  alone = sj.Decoder(target=target, drafter=sj.drafters.Empty(),
+                     verifier=sj.verifiers.Token())
+  found = []
+  for rows in map(int, _BATCHES.value):
+    for used in map(int, _USED.value):
+      floor = lambda name, model: (_bytes_of(params[name], model) + _cached(
+          model, rows, used)) / speed
+      read, draft = floor("target", target), floor("drafter", drafter)
+      timed = {"autoregressive": (_rounds(alone, params, rows, used), read),
+               "round": (_rounds(decoder, params, rows, used),
+                         read + gamma * draft),
+               "draft step": (passes(drafter, params["drafter"],
+                                     _CAPACITY.value, used, 1, rows), draft)}
+      for size in map(int, _SIZES.value):
+        timed[f"pass of {size}"] = (passes(
+            target, params["target"], _CAPACITY.value, used, size, rows), read)
+      times = [[t() for t, _ in timed.values()] for _ in range(_PAIRS.value)]
+      for i, (name, (_, least)) in enumerate(timed.items()):
+        seconds = statistics.median(row[i] for row in times)
+        print(f"| {rows} | {used} | {name} | {1e3 * seconds:.2f} | "
+              f"{1e3 * least:.2f} | {seconds / least:.2f} |", flush=True)
+        found.append(dict(rows=rows, used=used, what=name,
+                          milliseconds=1e3 * seconds, floor=1e3 * least))
+      del timed
+  common.finish(_OUTPUT_DIR.value, "gpu_rounds", {
+      "device": jax.devices()[0].device_kind, "layers": layers,
+      "sum_gb_per_second": speed / 1e9, "rows": found})
+
+
+if __name__ == "__main__":
+  common.run(main)
