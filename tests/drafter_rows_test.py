@@ -25,6 +25,7 @@ class _Letters:
 _SOURCE = drafter_rows.Source(
     data="self:texts", field=None, batch_size=2, held_out_rows=2, self_rows=4,
     prompt_tokens=3, temperature=1.0, chat=False, conversations=None,
+    rows_per_file=None,
     directory=pathlib.Path("self"), keeps_features=False, seed=0)
 
 

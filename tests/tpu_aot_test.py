@@ -106,7 +106,6 @@ def _report(traced, held, state_bytes):
 def _compiled_report(lowered, stable, held, state_bytes):
   """What the tests ask about a program, `stable` in StableHLO."""
   from lib import hlo as hlo_lib
-  from lib import llama
   from lib import tpu_rounds
   start = time.time()
   compiled = lowered.compile()
@@ -236,6 +235,7 @@ def _round(capacity):
 
   The answer is kept as in `_report`.
   """
+  from lib import llama
   from lib import tpu_rounds
 
   from specjax import files
@@ -256,6 +256,7 @@ def _replicated():
 
   The answer, of one array a line, is kept as in `_report`.
   """
+  from lib import llama
   from lib import tpu_rounds
 
   from specjax import files

@@ -13,7 +13,8 @@ import specjax as sj
 
 LAYERS = (32, 16)  # of the target and of the drafter
 VOCAB_SIZE = 128_256
-_LLAMA = dict(vocab_size=VOCAB_SIZE, context_length=1 << 16, rope_theta=500_000.0)
+_LLAMA = dict(vocab_size=VOCAB_SIZE, context_length=1 << 16,
+              rope_theta=500_000.0)
 _TARGET = dict(_LLAMA, width=4096, heads=32, kv_heads=8, head_dim=128,
                mlp_width=14336, tie_embeddings=False)  # 8B: 32 layers
 _DRAFTER = dict(_LLAMA, width=2048, heads=32, kv_heads=8, head_dim=64,

@@ -13,6 +13,7 @@ import functools
 import pathlib
 import statistics
 import sys
+import time
 
 from absl import flags
 import jax
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import common  # noqa: E402
+from lib import flags as shared  # noqa: E402
 from lib import llama  # noqa: E402
-from lib.timing import Timed  # noqa: E402
 from lib.timing import passes  # noqa: E402
+from lib.timing import Timed  # noqa: E402
 
 import specjax as sj  # noqa: E402
 
@@ -35,9 +37,9 @@ _USED = flags.DEFINE_list(
 _SIZES = flags.DEFINE_list("sizes", ["5", "9", "17", "65"], "tokens of passes")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "drafted tokens", 1)
 _PAIRS = flags.DEFINE_integer("pairs", 7, "calls of each, in turn", 3)
+_OUTPUT_DIR = shared.output_dir("results/gpu_rounds", "for the times as JSON")
 _SUM_BYTES = 2**32
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", "results/gpu_rounds", "for JSON")
-_STEPS = 8
+_STEPS = 8  # rounds of a call
 
 
 def _weights(model, seed):
@@ -72,7 +74,7 @@ def _rounds(decoder, params, rows, used):
 
 
 def _bytes_of(params, model):
-  """Bytes of weights that a pass reads."""
+  """Bytes of weights that a pass reads; of a table of its own it reads rows."""
   total = sum(x.nbytes for x in jax.tree.leaves(params))
   if not model.config.tie_embeddings:
     total -= params["embedding"].nbytes
@@ -80,47 +82,60 @@ def _bytes_of(params, model):
 
 
 def _cached(model, rows, used):
-  c = model.config
-  return rows * used * 2 * c.layers * c.kv_heads * c.head_dim * 2
+  """Bytes of keys and values in use."""
+  c, itemsize = model.config, jnp.dtype(jnp.bfloat16).itemsize
+  return 2 * itemsize * rows * used * c.layers * c.kv_heads * c.head_dim
+
+
+def _timed(decoder, params, rows, used, speed):
+  """`{name: (call, seconds that memory needs)}` of one batch and length."""
+  target, drafter = decoder.target, decoder.drafter
+  least = lambda name, model: (_bytes_of(params[name], model) + _cached(
+      model, rows, used)) / speed
+  read, draft = least("target", target), least("drafter", drafter.model)
+  alone = sj.Decoder(target=target, drafter=sj.drafters.Empty(),
+                     verifier=sj.verifiers.Token())
+  calls = {
+      "a step without drafts": (_rounds(alone, params, rows, used), read),
+      "a round": (_rounds(decoder, params, rows, used),
+                  read + drafter.gamma * draft),
+      "a draft step": (passes(drafter.model, params["drafter"],
+                              _CAPACITY.value, used, 1, rows), draft)}
+  for size in map(int, _SIZES.value):
+    calls[f"a pass of {size}"] = (passes(
+        target, params["target"], _CAPACITY.value, used, size, rows), read)
+  return calls
 
 
 def main():
   layers = tuple(map(int, _LAYERS.value))
-  gamma = _GAMMA.value
-  setting = llama.Setting(layers=layers, capacity=_CAPACITY.value, gamma=gamma)
-  decoder = setting.decoder()
-  target, drafter = decoder.target, decoder.drafter.model
-  params = {"target": _weights(target, 0), "drafter": _weights(drafter, 1)}
-  speed = _sum_speed()
-  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; a large sum "
-        f"{speed / 1e9:.0f} GB/s", file=sys.stderr)
-  alone = sj.Decoder(target=target, drafter=sj.drafters.Empty(),
-                     verifier=sj.verifiers.Token())
+  decoder = llama.Setting(
+      layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()
+  params = {"target": _weights(decoder.target, 0),
+            "drafter": _weights(decoder.drafter.model, 1)}
+  speed, device = _sum_speed(), jax.devices()[0].device_kind
+  print(f"{device}, jax {jax.__version__}; a large sum {speed / 1e9:.0f} GB/s",
+        file=sys.stderr)
+  print("| rows | slots in use | what | ms | floor, ms | over the floor |\n"
+        "|---|---|---|---|---|---|")
   found = []
   for rows in map(int, _BATCHES.value):
     for used in map(int, _USED.value):
-      floor = lambda name, model: (_bytes_of(params[name], model) + _cached(
-          model, rows, used)) / speed
-      read, draft = floor("target", target), floor("drafter", drafter)
-      timed = {"autoregressive": (_rounds(alone, params, rows, used), read),
-               "round": (_rounds(decoder, params, rows, used),
-                         read + gamma * draft),
-               "draft step": (passes(drafter, params["drafter"],
-                                     _CAPACITY.value, used, 1, rows), draft)}
-      for size in map(int, _SIZES.value):
-        timed[f"pass of {size}"] = (passes(
-            target, params["target"], _CAPACITY.value, used, size, rows), read)
-      times = [[t() for t, _ in timed.values()] for _ in range(_PAIRS.value)]
-      for i, (name, (_, least)) in enumerate(timed.items()):
-        seconds = statistics.median(row[i] for row in times)
+      start = time.perf_counter()
+      calls = _timed(decoder, params, rows, used, speed)
+      print(f"compiled in {time.perf_counter() - start:.0f} s",
+            file=sys.stderr)
+      times = [[call() for call, _ in calls.values()]
+               for _ in range(_PAIRS.value)]
+      for (name, (_, least)), column in zip(calls.items(), zip(*times)):
+        seconds = statistics.median(column)
         print(f"| {rows} | {used} | {name} | {1e3 * seconds:.2f} | "
               f"{1e3 * least:.2f} | {seconds / least:.2f} |", flush=True)
-        found.append(dict(rows=rows, used=used, what=name,
-                          milliseconds=1e3 * seconds, floor=1e3 * least))
-      del timed
+        found.append({"rows": rows, "used": used, "what": name,
+                      "milliseconds": 1e3 * seconds, "floor": 1e3 * least})
   common.finish(_OUTPUT_DIR.value, "gpu_rounds", {
-      "device": jax.devices()[0].device_kind, "layers": layers,
-      "sum_gb_per_second": speed / 1e9, "rows": found})
+      "device": device, "layers": layers, "sum_gb_per_second": speed / 1e9,
+      "rows": found})
 
 
 if __name__ == "__main__":
