@@ -26,13 +26,16 @@ _RULES = (
     stop_rules.Scheduler(speeds=_SPEEDS),
 )
 _LEARNED = (stop_rules.AcceptanceHead(threshold=0.5, depth=1),
-            stop_rules.Scheduler(speeds=_SPEEDS, learned=True))
+            stop_rules.Scheduler(speeds=_SPEEDS, learned=True),
+            stop_rules.Scheduler(speeds=_SPEEDS, learned=True,
+                                 temperatures=(0.5, 3.0)))
 _FEW = dict(vocab_sizes=(3,), gammas=(3,), kinds=("dense", "mixed"), rounds=1,
             thorough=False)
 
 
 def _name(rule):
-  return f"{type(rule).__name__} {getattr(rule, 'likeliest', '')}".strip()
+  own = getattr(rule, "likeliest", "") or getattr(rule, "temperatures", "")
+  return f"{type(rule).__name__} {own or ''}".strip()
 
 
 @functools.cache
@@ -136,8 +139,9 @@ def _reference(rule, params, probs, hidden, tokens):
     for k, q in enumerate(probs):
       sure = max(q)
       if rule.learned:
+        by = [*rule.temperatures, *[1] * len(probs)][k]
         sure = 1 / (1 + np.exp(-(hidden[k] @ params["kernel"]
-                                 + params["bias"])))
+                                 + params["bias"]) / by))
       reach *= sure
       tokens_a_pass += reach
       if tokens_a_pass * _SPEEDS[k + 1] <= theta:
@@ -242,6 +246,9 @@ def test_parameters_of_rules():
       (lambda: stop_rules.Confidence(threshold=1.5), "threshold is 1.5"),
       (lambda: stop_rules.Adaptive(target=-1), "target is -1"),
       (lambda: stop_rules.Scheduler(speeds=(1,)), "speeds is"),
+      (lambda: stop_rules.Scheduler(speeds=_SPEEDS, temperatures=(2,)),
+       "c_k is not learned"),
+      (lambda: stop_rules.Threshold(temperatures=(1, 0)), "each must be above"),
       (lambda: exact.certify(sj.verifiers.Token(), stop=3), "stop is 3"),
       (lambda: exact.certify(sj.verifiers.Token(), stop=_LEARNED[0]),
        "has parameters"),

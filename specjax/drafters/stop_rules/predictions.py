@@ -1,6 +1,7 @@
 """Rules that predict what is accepted, as a rule by a head that was trained."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -74,16 +75,25 @@ class Scheduler(StopRule):
   Attributes:
     speeds: verifying passes a second with 0, 1, ... drafted tokens; only their
       ratios count, and for longer chains the last one does.
-    learned: whether c_k is sigmoid(w . hidden + b), of the parameters
+    learned: whether c_k is sigmoid((w . hidden + b) / T_k), of the parameters
       `{"kernel": [F], "bias": []}`; otherwise it is the largest entry of q_k.
+    temperatures: T_1, T_2, ... where it is learned, such as
+      `training.calibration.temperatures` fits; at later places, and by default
+      everywhere, 1.
   """
 
   speeds: tuple[float, ...]
   learned: bool = False
+  temperatures: tuple[float, ...] = ()
   keeps = False
 
   def __post_init__(self):
     object.__setattr__(self, "speeds", tuple(self.speeds))
+    object.__setattr__(self, "temperatures", tuple(self.temperatures))
+    _check_temperatures(self.temperatures)
+    if self.temperatures and not self.learned:
+      raise ValueError(f"temperatures is {self.temperatures}, and c_k is not "
+                       "learned; set learned=True, or leave them out")
     if len(self.speeds) < 2 or min(self.speeds) <= 0:
       raise ValueError(f"speeds is {self.speeds}; it must hold at least two "
                        "numbers above 0: passes a second with 0, 1, ... tokens")
@@ -96,7 +106,7 @@ class Scheduler(StopRule):
     """c_k `[]`, of q_k, the hidden state and the token before x_k."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
-    return _accepted(params, seen.hidden)
+    return _accepted(params, seen, self.temperatures)
 
   def start(self, state):
     one = jnp.float32(1)
@@ -118,24 +128,38 @@ class Threshold(StopRule):
   """Ends the chain before a token that a head expects to be rejected.
 
   DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not drawn
-  where sigmoid(w . hidden + b) is below it. Parameters are those of `Scheduler`
-  where that is `learned`.
+  where sigmoid((w . hidden + b) / T_k) is below it. Parameters are those of
+  `Scheduler` where that is `learned`.
 
   Attributes:
     threshold: in [0, 1].
+    temperatures: T_1, T_2, ..., as those of `Scheduler`.
   """
 
   threshold: float = 0.5
+  temperatures: tuple[float, ...] = ()
   keeps = False
   has_params = learned = True
 
   def __post_init__(self):
     check_share("threshold", self.threshold)
+    object.__setattr__(self, "temperatures", tuple(self.temperatures))
+    _check_temperatures(self.temperatures)
 
   def stops(self, params, seen, memory):
-    return _accepted(params, seen.hidden) < self.threshold, memory
+    sure = _accepted(params, seen, self.temperatures)
+    return sure < self.threshold, memory
 
 
-def _accepted(params, hidden):
-  return jax.nn.sigmoid(
-      hidden.astype(jnp.float32) @ params["kernel"] + params["bias"])
+def _check_temperatures(temperatures):
+  if not all(0 < x < math.inf for x in temperatures):
+    raise ValueError(f"temperatures is {temperatures}; each must be above 0")
+
+
+def _accepted(params, seen, temperatures):
+  """The chance that x_k is accepted, by a head on the hidden state."""
+  logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
+  if temperatures:
+    by_place = jnp.array([*temperatures, 1], jnp.float32)
+    logit = logit / by_place[jnp.minimum(seen.place, len(temperatures))]
+  return jax.nn.sigmoid(logit)
