@@ -158,12 +158,13 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
                           for x in (block_k, block_v))
       slots = max(bucket - room, 0) if joined else bucket
       k, v = (in_order(x, table, lengths, slots) for x in (k, v))
-      slot = jnp.arange(slots, dtype=jnp.int32)
+      # One mask over both: no row has a length beyond the slots.
+      slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
       seen = (slot < lengths[:, None])[:, None]
       if window:
         seen &= positions[..., None] - slot < window
-      seen = jnp.broadcast_to(seen, (*visible.shape[:2], slots))
-      keys, values, seen = (k, block_k), (v, block_v), (seen, visible)
+      seen |= jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
+      keys, values = (k, block_k), (v, block_v)
       if joined:
         keys, values = ([jnp.concatenate(x, axis=2)] for x in (keys, values))
       scores = jnp.concatenate(
@@ -171,8 +172,8 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       scores = scores.reshape(batch, heads, count // size, size, -1)
       if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-      seen = jnp.concatenate(seen, axis=-1)[:, None, None]
-      weights = jax.nn.softmax(jnp.where(seen, scores, MASKED)).astype(v.dtype)
+      scores = jnp.where(seen[:, None, None], scores, MASKED)
+      weights = jax.nn.softmax(scores).astype(v.dtype)
       weights = weights.reshape(batch, heads, count, -1)
       weights = jnp.split(weights, [] if joined else [slots], axis=-1)
       first, *more = [product("bhqt,bhtd->bhqd", *one)
