@@ -1,11 +1,14 @@
 """What the whole suite shares: one backend, and compiled code."""
 
+import functools
 import gc
+import importlib
 import importlib.util
 import mmap
 import os
 import pathlib
 import tempfile
+import threading
 
 # Compiled programs are kept between runs, for most of the time goes into
 # compiling small ones. Those used last stay, up to so many bytes.
@@ -106,3 +109,23 @@ def _forget_compiled_code():
   """Every program that is kept maps memory, and a process has 65,530 maps."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_context():
+  """The programs of a file are lowered in one MLIR context.
+
+  jax makes one for each, which takes longer than to lower a small program, and
+  has no public switch for it. Other threads go on making theirs.
+  """
+  lowering = importlib.import_module("jax._src.interpreters.mlir")
+  make = getattr(lowering, "make_ir_context", None)
+  if make is None:  # this version of jax has it elsewhere
+    yield
+    return
+  kept = functools.cache(make)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(lowering, "make_ir_context", lambda: (
+        kept if threading.current_thread() is threading.main_thread() else make
+    )())
+    yield
