@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import types
 
-from contributions import VOCAB
+from contributed import VOCAB
 from flax import struct
 import jax
 import jax.numpy as jnp

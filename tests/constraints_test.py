@@ -13,10 +13,10 @@ import pathlib
 import re
 import sys
 
-from contributions import Contributed
-from contributions import DRAFT_TOKENS
+from contributed import Contributed
+from contributed_texts import DRAFT_TOKENS
+from contributed_texts import TARGET_TOKENS
 from contributions import DRAFTERS
-from contributions import TARGET_TOKENS
 import jax
 import jax.numpy as jnp
 import numpy as np

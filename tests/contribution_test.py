@@ -8,13 +8,13 @@ rows of several temperatures, ends and limits differ in their data alone.
 import functools
 import inspect
 
-from contributions import CHAIN
+from contributed import CHAIN
+from contributed import pair
+from contributed import UNEVEN
+from contributed import VOCAB
 from contributions import DRAFTERS
 from contributions import OBJECTIVES
-from contributions import pair
 from contributions import RULES
-from contributions import UNEVEN
-from contributions import VOCAB
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 
-from contributions import deep
-from contributions import VOCAB
-from contributions import WIDTH
+from contributed import deep
+from contributed import VOCAB
+from contributed import WIDTH
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 
+from contributed import VOCAB
 from contributions import DRAFTERS
-from contributions import VOCAB
 import jax
 import jax.numpy as jnp
 import numpy as np

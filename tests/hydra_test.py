@@ -1,7 +1,7 @@
 """Hydra: heads that read the drafted tokens, and the drafts that they make."""
 
-from contributions import disturbed
-from contributions import pair
+from contributed import disturbed
+from contributed import pair
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import contributed
 import contributions
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,12 @@ def test_a_wrong_law_of_a_stage_is_caught():
   law = testing.joint_law(case.model, case.parameters["target"], prompt,
                           horizon, sj.LogitsTransform())
   text = np.stack(tokens)[:, len(prompt):]
-  assert testing.chi_square(text, law, contributions.VOCAB) < 1e-6
+  assert testing.chi_square(text, law, contributed.VOCAB) < 1e-6
 
 
 def test_named_hidden_states():
   # Broken: a feature is that of another layer; the index convention slips.
-  model = testing.tiny_pair(contributions.VOCAB, layers=2,
+  model = testing.tiny_pair(contributed.VOCAB, layers=2,
                             features=(0, 2, "final", 1)).target
   params = model.init(jax.random.key(0))
   tokens = jnp.array([[1, 2, 3]])

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 
-from contributions import disturbed
-from contributions import pair
+from contributed import disturbed
+from contributed import pair
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -7,7 +7,7 @@ import time
 import types
 from unittest import mock
 
-import contributions
+import contributed_examples as examples
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -189,7 +189,7 @@ def test_every_model_of_a_drafter_is_split():
   assert state.tokens.spec == P(None)
 
 
-class _Silent(contributions.Bigram):
+class _Silent(examples.Bigram):
   """A model that does not say how it is split."""
 
 

@@ -5,7 +5,7 @@
 
 import dataclasses
 
-from contributions import VOCAB
+from contributed import VOCAB
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,0 +1,98 @@
+"""The pair that the contributions draft for, and what a contribution is."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import Paths
+from specjax.drafters import TreeLanguageModel
+
+VOCAB = 5
+WIDTH, HEADS = 16, 3
+UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
+CHAIN = (-1, 0, 1, 2)
+
+
+@functools.cache
+def pair(noise: float = 0.5) -> testing.TinyPair:
+  """A target and a drafter that agree often, but not always."""
+  return testing.tiny_pair(VOCAB, noise=noise, seed=1)
+
+
+@functools.cache
+def disturbed(heads):
+  """Parameters of untrained heads, moved so that each has its own laws."""
+  rng = np.random.default_rng(0)
+  params = heads.init(jax.random.key(0), pair().params["target"])
+  return jax.tree.map(
+      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contributed:
+  """A drafter with a rule that is exact for it, and what it drafts for.
+
+  Attributes:
+    drafter: the drafter.
+    rule: a rule that is exact for it, the strongest as a rule.
+    target: the model; None: that of `pair`.
+    params: of the decoder; None: those of `pair`.
+    context: from a number of rows to what the drafter reads of each.
+    controller: of the decoder.
+  """
+
+  drafter: Any
+  rule: Any
+  target: Any = None
+  params: Any = None
+  context: Any = lambda rows: None
+  controller: Any = None
+
+  @property
+  def model(self):
+    return self.target or pair().target
+
+  @property
+  def parameters(self):
+    return self.params or pair().params
+
+
+def with_model(cls, **kwargs):
+  return cls(model=pair().drafter, **kwargs)
+
+
+def paths(models):
+  worse = pair(1.0).params["drafter"]
+  own = (pair().params["drafter"], worse)[:models]
+  return dict(
+      drafter=Paths(models=(pair().drafter,) * models, num_paths=3, length=2),
+      params={**pair().params, "drafter": own})
+
+
+def with_cache(cache):
+  model = sj.models.Transformer(pair().target.config, cache=cache)
+  return Contributed(TreeLanguageModel(model=model, parents=UNEVEN),
+                     sj.verifiers.Traversal(), model)
+
+
+class Deeper(sj.models.Transformer):
+  """Three layers; a class of its own, for its greedy texts are others."""
+
+
+@functools.cache
+def deep():
+  """A target with layers to leave out, and its parameters."""
+  found = testing.tiny_pair(VOCAB, seed=2, scale=12.0, layers=3)
+  return Deeper(found.target.config), found.params["target"]
+
+
+def part_of_target(make, rule, own=lambda target: target):
+  """A drafter that is made of the target: `make(model)`."""
+  model, target = deep()
+  return Contributed(make(model), rule, model,
+                     {"target": target, "drafter": own(target)})

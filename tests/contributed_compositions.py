@@ -1,0 +1,112 @@
+"""Drafters that are made of others, or of the target."""
+
+from contributed import Contributed
+from contributed import pair
+from contributed import part_of_target
+from contributed import VOCAB
+from contributed import with_model
+import contributed_texts as texts
+import newcomers
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import Cascade
+from specjax.drafters import Fallback
+from specjax.drafters import Hierarchy
+from specjax.drafters import LanguageModel
+from specjax.drafters import Merge
+from specjax.drafters import NGram
+from specjax.drafters import Recycling
+
+
+def skipping():
+  left = sj.models.Sublayers.without(3, attention=[1], mlp=[2])
+  return part_of_target(
+      lambda model: LanguageModel(
+          model=sj.models.Shortened(model, left), gamma=3),
+      sj.verifiers.GreedyBlock())
+
+
+def quantized():
+  """The target's own copy, with keys and values of few bits."""
+  model = sj.models.Transformer(pair().target.config,
+                                cache=sj.QuantizedKV(bits=4))
+  own = sj.models.quantize(pair().params["target"], bits=4)
+  return Contributed(
+      LanguageModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
+      params={**pair().params, "drafter": own})
+
+
+def window():
+  """Autoregressive: what is seen of a text does not depend on the round."""
+  cache = sj.Streaming(sinks=1, window=3, slack=6)
+  return Contributed(
+      LanguageModel(model=sj.models.Transformer(
+          pair().target.config, cache=cache), gamma=3),
+      sj.verifiers.GreedyBlock(),
+      params={**pair().params, "drafter": pair().params["target"]})
+
+
+def hierarchy():
+  """TriForce: a tiny drafter, the target with few chunks, the target."""
+  tiny = sj.models.Transformer(
+      pair().drafter.config, cache=sj.Streaming(sinks=1, window=4, slack=16))
+  return Contributed(
+      Hierarchy(view=sj.cache_views.Retrieved(budget=4, chunk=2, recent=3),
+                drafter=LanguageModel(model=tiny, gamma=1), gamma=3),
+      sj.verifiers.Block(),
+      params={**pair().params, "drafter": {
+          "target": pair().params["target"],
+          "drafter": pair().params["drafter"]}})
+
+
+def cascade():
+  """Of three stages."""
+  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  return Contributed(
+      Cascade(model=middle.drafter, drafter=NGram(gamma=2), gamma=3),
+      sj.verifiers.GreedyBlock(),
+      params={**pair().params,
+              "drafter": {"target": middle.params["drafter"]}})
+
+
+def fallback():
+  """N-grams, which often have nothing, and a language model."""
+  return Contributed(
+      Fallback(first=NGram(gamma=2, min_ngram=2),
+               second=with_model(LanguageModel, gamma=3)),
+      sj.verifiers.Block(),
+      params={**pair().params, "drafter": (None, pair().params["drafter"])})
+
+
+def fallback_to_other_tokens():
+  """It misses what the n-grams drafted, and rounds without a draft."""
+  other = texts.token_intersection()
+  return Contributed(
+      Fallback(first=NGram(gamma=2, min_ngram=2), second=other.drafter),
+      sj.verifiers.Block(),
+      params={**other.params, "drafter": (None, other.params["drafter"])},
+      controller=sj.Controller(
+          lengths=(0, 3), seconds=(1.0, 1.1), first=(1.0, 1.05)))
+
+
+def merge():
+  """Drawn tokens, certain ones, and a certain tree that remembers."""
+  return Contributed(
+      Merge(drafters=(with_model(LanguageModel, gamma=2), NGram(gamma=2),
+                      Recycling(parents=(-1, 0, 0, 1)))),
+      sj.verifiers.Traversal(),
+      params={**pair().params, "drafter": (
+          pair().params["drafter"], None, None)})
+
+
+def stage():
+  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  inner = sj.Decoder(
+      target=middle.drafter, verifier=sj.verifiers.Block(),
+      drafter=with_model(LanguageModel, gamma=2))
+  own = {"target": middle.params["drafter"],
+         "drafter": pair().params["drafter"]}
+  return Contributed(
+      newcomers.Stage(inner=inner, gamma=3), sj.verifiers.Block(),
+      params={**pair().params, "drafter": own})

@@ -1,0 +1,80 @@
+"""Drafters that are trained heads, untrained here and disturbed."""
+
+import dataclasses
+
+from contributed import Contributed
+from contributed import disturbed
+from contributed import HEADS
+from contributed import pair
+from contributed import part_of_target
+from contributed import VOCAB
+from contributed import WIDTH
+import jax.numpy as jnp
+import newcomers
+import numpy as np
+
+import specjax as sj
+from specjax.drafters import Kangaroo
+from specjax.drafters import Lookahead
+from specjax.drafters import stop_rules
+from specjax.models import heads as heads_lib
+
+MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
+BLOCKWISE = heads_lib.BlockwiseHeads(
+    width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
+HYDRA = heads_lib.HydraHeads(
+    width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
+EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
+PARALLEL = heads_lib.ParallelHeads(
+    width=WIDTH, vocab_size=VOCAB, layers=1, heads=2, kv_heads=1, head_dim=8,
+    mlp_width=8, context_length=512, block_size=HEADS, taps=(0, 1),
+    markov="plain", markov_rank=4, confidence="markov")
+
+
+def independent(drafter, rule):
+  params = {"target": pair().params["target"],
+            "drafter": disturbed(drafter.heads)}
+  return Contributed(drafter, rule, params=params)
+
+
+def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
+          **options):
+  heads = kind.for_target(pair().target, count, **options)
+  target, params = heads.attach(
+      pair().target, pair().params["target"], disturbed(heads))
+  return Contributed(drafter(heads=heads, **(drafts or {})), rule, target,
+                     params, controller=controller)
+
+
+def lookahead(rule, **kwargs):
+  model, params = heads_lib.with_lookahead(
+      pair().target, pair().params["target"], disturbed(EMBEDDINGS))
+  return Contributed(Lookahead(embeddings=EMBEDDINGS, **kwargs), rule, model,
+                     {"target": params, "drafter": ()})
+
+
+def parallel(drafter, rule, options, controller=None, **kwargs):
+  heads = dataclasses.replace(PARALLEL, **options)
+  model, params = heads.attach(
+      pair().target, pair().params["target"], disturbed(heads))
+  return Contributed(drafter(heads=heads, **kwargs), rule, model, params,
+                     controller=controller)
+
+
+def kangaroo():
+  adapter = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
+  return part_of_target(
+      lambda _: Kangaroo(adapter=adapter, gamma=3,
+                         stop=stop_rules.Confidence(threshold=0.5)),
+      sj.verifiers.Block(), lambda target: adapter.init(None, target))
+
+
+def features(dynamic):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  own = {"mix": draw(WIDTH, WIDTH) / 4, "embedding": draw(VOCAB, WIDTH),
+         "head": draw(WIDTH, VOCAB)}
+  return Contributed(
+      newcomers.FeatureTree(parents=(-1, 0, 0, 1, 1, 2, 3), dynamic=dynamic),
+      (sj.verifiers.TargetWalk if dynamic else sj.verifiers.Traversal)(),
+      params={**pair().params, "drafter": own})
