@@ -119,3 +119,7 @@ def test_a_topic_without_the_other(monkeypatch):
   with imported("online_texts.py") as texts:
     assert texts.without_prose(code) == (
         'X = "# here"\ndef f():\n  return {\n      1: "two",\n  }\n')
+    # Broken: what comes after a form feed is cut at the wrong lines.
+    paged = "X = 1\n\f\ndef f():\n  'Does it.'\n  return 'a\x85'  # Note.\n"
+    assert texts.without_prose(paged) == (
+        "X = 1\ndef f():\n  return 'a\x85'\n")

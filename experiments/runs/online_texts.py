@@ -25,7 +25,7 @@ def without_prose(source: str) -> str:
     SyntaxError, ValueError: it is no module of this Python.
     tokenize.TokenError: nor does it end where it should.
   """
-  lines = source.splitlines()
+  lines = source.split("\n")  # as Python counts them: not at a form feed
   for node in ast.walk(ast.parse(source)):
     body = getattr(node, "body", None)
     first = body[0] if isinstance(body, list) and body else None
