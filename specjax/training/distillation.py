@@ -93,49 +93,71 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
   key = jax.random.key(seed, impl="threefry2x32")
   if placement:
     params = placement.put(decoder, params)
-  pieces = []
+
+  def sample(start, some):
+    more = rows_per_file - len(some) if placement else 0
+    generation = decoder.generate(
+        params, np.pad(some, ((0, more), (0, 0)), "edge"), key,
+        max_new_tokens=length - some.shape[1],
+        request_ids=start + np.arange(len(some) + more), placement=placement)
+    return np.stack(generation.tokens[:len(some)]).astype(np.int32)
+
+  return np.concatenate(list(_file_by_file(
+      directory, "rows-{:05d}.npy", prompts, rows_per_file, sample,
+      read=functools.partial(_read_rows, length), save=np.save,
+      doing="sampling")))
+
+
+def _file_by_file(directory, name, prompts, rows_per_file, make, *, read,
+                  save, doing):
+  """Yields what is written of some prompts after the others, a file each.
+
+  Args:
+    directory: of the files.
+    name: of a file, as a format of its number.
+    prompts: of all files.
+    rows_per_file: prompts of a file; the last one may have fewer.
+    make: from the number of a file's first prompt and its prompts to what the
+      file is to hold.
+    read: from a path and the number of prompts to what the file there holds, or
+      None if it is missing or damaged.
+    save: writes to an open file what it is to hold.
+    doing: a word for the progress bar.
+
+  Raises:
+    processes.Stopped: the processes were told to stop, between two files.
+  """
   for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
-                         desc="sampling", dynamic_ncols=True,
+                         desc=doing, dynamic_ncols=True,
                          disable=not processes.is_first()):
-    path = directory / f"rows-{start // rows_per_file:05d}.npy"
+    path = directory / name.format(start // rows_per_file)
     some = prompts[start:start + rows_per_file]
-    rows = processes.by_the_first(
-        functools.partial(_read, path, (len(some), length)))
-    if rows is None:
-      _stop_if_told(directory)
-      more = rows_per_file - len(some) if placement else 0
-      generation = decoder.generate(
-          params, np.pad(some, ((0, more), (0, 0)), "edge"), key,
-          max_new_tokens=length - some.shape[1],
-          request_ids=start + np.arange(len(some) + more), placement=placement)
-      rows = np.stack(generation.tokens[:len(some)]).astype(np.int32)
+    found = processes.by_the_first(functools.partial(read, path, len(some)))
+    if found is None:
+      if processes.told_to_stop():
+        raise processes.Stopped(
+            f"stopped by SIGTERM; the files in {directory} are whole: started "
+            "again, the sampling goes on from there")
       # Kernels need not give every process the same bits.
-      rows = processes.by_the_first(functools.partial(_save, path, rows))
-    pieces.append(rows)
-  return np.concatenate(pieces)
+      found = processes.by_the_first(functools.partial(
+          _save, path, save, make(start, some)))
+    yield found
 
 
-def _stop_if_told(directory):
-  if processes.told_to_stop():
-    raise processes.Stopped(
-        f"stopped by SIGTERM; the files in {directory} are whole: started "
-        "again, the sampling goes on from there")
-
-
-def _save(path, rows):
-  """Writes rows; returns what is on disk."""
+def _save(path, save, found):
+  """Saves what a file is to hold; returns what is on disk."""
   with atomically(path) as f:
-    np.save(f, rows)
-  return rows
+    save(f, found)
+  return found
 
 
-def _read(path, shape):
+def _read_rows(length, path, count):
   """The rows of a file, or None if it is missing or damaged."""
   try:
     rows = np.load(path)
   except (FileNotFoundError, EOFError, ValueError):
     return None
-  return rows if rows.shape == shape else None
+  return rows if rows.shape == (count, length) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,26 +222,20 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
   key = jax.random.key(seed, impl="threefry2x32")
   if placement:
     params = placement.put(decoder, params)
-  answers = []
-  for start in tqdm.tqdm(range(0, len(prompts), rows_per_file), unit="file",
-                         desc="answering", dynamic_ncols=True,
-                         disable=not processes.is_first()):
-    path = directory / f"answers-{start // rows_per_file:05d}.npz"
-    some = [list(p) for p in prompts[start:start + rows_per_file]]
-    read = processes.by_the_first(functools.partial(_read_answers, path))
-    if read is None:
-      _stop_if_told(directory)
-      # Batches are alike in shape, so that the loop is compiled once.
-      rows = some + [some[0]] * (rows_per_file - len(some))
-      generation = decoder.generate(
-          params, rows, key, max_new_tokens=max_new_tokens,
-          request_ids=start + np.arange(rows_per_file), placement=placement)
-      read = _with_laws(decoder.target, params["target"],
-                        generation.tokens[:len(some)], some, limit, top)
-      read = processes.by_the_first(
-          functools.partial(_save_answers, path, read))
-    answers.append(read)
-  return answers
+
+  def answer(start, some):
+    # Batches are alike in shape, so that the loop is compiled once.
+    rows = some + [some[0]] * (rows_per_file - len(some))
+    generation = decoder.generate(
+        params, rows, key, max_new_tokens=max_new_tokens,
+        request_ids=start + np.arange(rows_per_file), placement=placement)
+    return _with_laws(decoder.target, params["target"],
+                      generation.tokens[:len(some)], some, limit, top)
+
+  return list(_file_by_file(
+      directory, "answers-{:05d}.npz", [list(p) for p in prompts],
+      rows_per_file, answer, read=_read_answers, save=_save_answers,
+      doing="answering"))
 
 
 def _with_laws(model, params, rows, prompts, columns, top):
@@ -230,21 +246,18 @@ def _with_laws(model, params, rows, prompts, columns, top):
   tokens = np.zeros((padded, columns), np.int32)
   for row, text in zip(tokens, rows):
     row[:len(text)] = text
+  answers = functools.partial(
+      Answers, tokens=tokens[:len(rows)], lengths=lengths,
+      starts=np.array([len(p) for p in prompts], np.int32))
   if not top:
     none = np.zeros((len(rows), columns - 1, 0))
-    return Answers(
-        tokens=tokens[:len(rows)], lengths=lengths,
-        starts=np.array([len(p) for p in prompts], np.int32),
-        ids=none.astype(np.int32), probs=none.astype(np.float16))
+    return answers(ids=none.astype(np.int32), probs=none.astype(np.float16))
   laws = [_top_laws(model, top, params, tokens[i:i + size, :-1])
           for i in range(0, padded, size)]
   ids, probs = (
       np.concatenate([np.asarray(x) for x in part])[:len(rows)]
       for part in zip(*processes.gathered(laws)))
-  return Answers(
-      tokens=tokens[:len(rows)], lengths=lengths,
-      starts=np.array([len(p) for p in prompts], np.int32),
-      ids=ids, probs=probs)
+  return answers(ids=ids, probs=probs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -254,22 +267,20 @@ def _top_laws(model, top, params, tokens):
   return ids, values.astype(jnp.float16)
 
 
-def _save_answers(path, answers):
-  """Writes answers; returns what is on disk."""
-  with atomically(path) as f:
-    np.savez(f, **dataclasses.asdict(answers))
-  return answers
+def _save_answers(f, answers):
+  np.savez(f, **dataclasses.asdict(answers))
 
 
-def _read_answers(path):
+def _read_answers(path, count):
   """The answers of a file, or None if it is missing or damaged."""
   try:
     with np.load(path) as f:
-      return Answers(**{
+      answers = Answers(**{
           field.name: f[field.name] for field in dataclasses.fields(Answers)})
   except (FileNotFoundError, EOFError, KeyError, ValueError,
           zipfile.BadZipFile):
     return None
+  return answers if len(answers.tokens) == count else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
