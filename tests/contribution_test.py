@@ -6,7 +6,6 @@ rows of several temperatures, ends and limits differ in their data alone.
 """
 
 import functools
-import inspect
 
 from contributed import CHAIN
 from contributed import pair
@@ -22,7 +21,6 @@ import pytest
 import scipy.stats
 
 import specjax as sj
-from specjax import capacity
 from specjax import checks
 from specjax import contract
 from specjax import rounds
@@ -90,18 +88,10 @@ def _with_keys(state, keys, call):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_loops():
-  """Each is run a hundred times, which pays for a compiler that optimises.
-
-  Coins of more than two rounds would be tossed in vain, and three tokens may
-  take three.
-  """
+def _few_coins():
+  """Those of more than two rounds would be tossed in vain: texts are short."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rounds, "_TOSSED", 2)
-    patch.setattr(capacity, "_until", jax.jit(
-        inspect.unwrap(capacity._until), static_argnames="one",
-        donate_argnames="state",
-        compiler_options={"xla_backend_optimization_level": "1"}))
     yield
 
 
