@@ -223,21 +223,30 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
                mlp_width=16, context_length=512, tie_embeddings=False)
   model = Transformer(TransformerConfig(
       vocab_size=vocab_size, **{**sizes, **config}))
-  key, *keys = jax.random.split(jax.random.key(seed), 3)
+  # By numpy: the model's own `init` would run as a hundred small programs.
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+  rng = np.random.default_rng(seed)
 
-  def matrices(change, params, key):
-    leaves, structure = jax.tree.flatten(params)
-    new = [change(x, k) if x.ndim > 1 else x
-           for x, k in zip(leaves, jax.random.split(key, len(leaves)))]
-    return jax.tree.unflatten(structure, new)
+  def drawn(path, leaf):
+    *_, part, name = ("", *(entry.key for entry in path))
+    if leaf.ndim == 1:
+      value = name == "scale" and not model.config.norm_plus_one
+      return np.full(leaf.shape, value, leaf.dtype)
+    into_stream = part in ("out", "down")
+    deviation = 0.02 * (2 * model.config.layers) ** (-0.5 * into_stream)
+    return scale * deviation * rng.normal(size=leaf.shape)
 
-  def disturbed(x, key):
-    other = jax.random.normal(key, x.shape) * jnp.std(x)
+  def disturbed(x):
+    if x.ndim == 1:
+      return x
+    other = rng.normal(size=x.shape) * np.std(x)
     return (x + noise * other) / (1 + noise**2) ** 0.5
 
-  target = matrices(lambda x, _: scale * x, model.init(keys[0]), key)
-  return TinyPair(model, model, {
-      "target": target, "drafter": matrices(disturbed, target, keys[1])})
+  target = jax.tree_util.tree_map_with_path(drawn, shapes)
+  drafter = jax.tree.map(disturbed, target)
+  on_device = lambda x: jax.device_put(np.asarray(x, np.float32))
+  return TinyPair(model, model, jax.tree.map(
+      on_device, {"target": target, "drafter": drafter}))
 
 
 def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:

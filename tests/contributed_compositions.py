@@ -3,13 +3,11 @@
 from contributed import Contributed
 from contributed import pair
 from contributed import part_of_target
-from contributed import VOCAB
 from contributed import with_model
 import contributed_texts as texts
 import newcomers
 
 import specjax as sj
-from specjax import testing
 from specjax.drafters import Cascade
 from specjax.drafters import Fallback
 from specjax.drafters import Hierarchy
@@ -62,7 +60,7 @@ def hierarchy():
 
 def cascade():
   """Of three stages."""
-  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  middle = pair(0.3)
   return Contributed(
       Cascade(model=middle.drafter, drafter=NGram(gamma=2), gamma=3),
       sj.verifiers.GreedyBlock(),
@@ -101,7 +99,7 @@ def merge():
 
 
 def stage():
-  middle = testing.tiny_pair(VOCAB, seed=1, noise=0.3)
+  middle = pair(0.3)
   inner = sj.Decoder(
       target=middle.drafter, verifier=sj.verifiers.Block(),
       drafter=with_model(LanguageModel, gamma=2))

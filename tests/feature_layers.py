@@ -18,7 +18,7 @@ jit = functools.partial(
 
 @functools.cache
 def pair():
-  return testing.tiny_pair(VOCAB, seed=1)
+  return testing.tiny_pair(VOCAB, seed=2)
 
 
 def heads_of(kind, count=FORECASTS, **options):

@@ -87,7 +87,7 @@ def _decoded(name):
   rests = "rest" in name
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=rule,
                        controller=_ByTheClock() if rests else None)
-  state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=_SLOTS)
+  state = decoder.prefill(params, _PROMPTS, jax.random.key(1), limits=_SLOTS)
   state, stats, traces = decoder.decode_traced(
       params, state, rounds=_ROUNDS + 4 * rests)
   sj.raise_if_not_finite(stats)

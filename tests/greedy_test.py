@@ -17,7 +17,7 @@ _LENGTHS = (1, 2, 3, 17, 33, 64, 100, 120)
 
 @functools.cache
 def _pair():
-  return testing.tiny_pair(_VOCAB, layers=2, noise=0.03, seed=1)
+  return testing.tiny_pair(_VOCAB, layers=2, noise=0.03, seed=2)
 
 
 @functools.cache
