@@ -36,6 +36,15 @@ for steps in 2400 4800; do
     --learning_rate=0.002 --decay_fraction=0.7 --evaluate_every=600 \
     --checkpoint_every=100
 done
+# And from there at half the rate, in another order; these are in the box.
+for method in eagle3 parallel; do
+  options=(--batch_size=4 --learning_rate=0.0015)
+  if [ $method = parallel ]; then options=(--anchors=48 --learning_rate=0.001); fi
+  python experiments/train_drafter.py --method=$method "${options[@]}" \
+    --heads_from="$runs/$method" --output_dir="$runs/${method}_more" \
+    --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
+    --checkpoint_every=50 --seed=1
+done
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
