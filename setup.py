@@ -45,7 +45,7 @@ setuptools.setup(
                  "nbclient", "nbformat", "outlines-core", "pytest",
                  "pytest-timeout", "pytest-xdist>=3.7", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
-        "transformers": ["gguf", "torch", "transformers"],
+        "transformers": ["accelerate", "gguf", "torch", "transformers"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

@@ -409,6 +409,7 @@ class Decoder:
         [row[:n] for row, n in zip(np.asarray(tokens), np.asarray(lengths))],
         stats)
 
+
 def raise_if_not_finite(stats: RoundStats) -> None:
   """Raises where numbers broke down, naming the part and the row.
 

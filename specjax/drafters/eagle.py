@@ -90,6 +90,7 @@ class FeatureDrafter(features.LayerDrafter):
     return features.read_round(self.heads, params, drafter, draft, verdict,
                                target_output, count, self.depth)
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(common.DrawnChain, FeatureDrafter):
   """Draws a chain, whose length a controller may choose before every round.

@@ -136,12 +136,14 @@ class LanguageModel(common.DrawnChain):
     """Drafts a chain for every row.
 
     Args:
-      params: `{"drafter": parameters of the model}`.
+      params: `{"drafter": parameters of the model}`; with a stop rule that has
+        parameters `{"drafter": {"model": ..., "stop": ...}}`.
       coins: `[B, num_coins]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
-      `(Draft, cache)`, batched.
+      `(Draft, cache)`, batched; with a stop rule `Stopping` in place of the
+      cache, which holds it.
     """
     if self.gamma == 0:
       return common.root_only(state, self.model.vocab_size), state.drafter

@@ -198,6 +198,7 @@ class StringMatch(reading_lib.Reader):
     """The model's, see `specjax.contract`."""
     return contract.param_specs(self.model, axis, size)
 
+
 def _window(tokens, start, size):
   """`[B, size]`, the columns of `tokens` from `start [B]` on."""
   return jnp.take_along_axis(

@@ -37,7 +37,8 @@ class Block(RuleByRows):
       With p_0 = 1, p_i = min(1, p_{i-1} p/q) and S_i = sum_x (p_i p - q)+:
       h_i = S_i / (S_i + 1 - p_i), h_0 = 1; stop[i] = h_i prod_{j>i} (1 - h_j);
       next_token[i] = norm((p_i p - q)+). At the end of the draft q is 0, so
-      that h_N = p_N and the extra token follows p without a special case.
+      that h_{N-1} = p_{N-1} and the extra token follows p without a special
+      case.
     """
     del state
     survive = self.survival(draft, target_probs)

@@ -34,7 +34,7 @@ class Token(RuleByRows):
 
     Returns:
       stop[i] = prod_{j<=i} a_j (1 - a_{i+1}) with a_i = min(1, p/q) and
-      a_N = 0; next_token[i] = norm((p_i - q_i)+), which is p_N at the end.
+      a_N = 0; next_token[i] = norm((p_i - q_i)+), which is p_{N-1} at the end.
     """
     del state
     accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)

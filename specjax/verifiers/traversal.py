@@ -23,9 +23,9 @@ class Traversal(RuleByRows):
 
   Exact wherever row i of `probs` is the law of `tokens[i]` given all that was
   drawn before it: its ancestors, its earlier siblings AND other nodes, such as
-  descendants of those. No pair of models is known for
-  which it accepts less than `Recursive`, on average over the drafts, if no
-  child has a larger subtree than an earlier sibling; otherwise it can.
+  descendants of those. No pair of models is known for which it accepts less
+  than `Recursive`, on average over the drafts, if no child has a larger subtree
+  than an earlier sibling; otherwise it can.
   """
 
   lossless = True

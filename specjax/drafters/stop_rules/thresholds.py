@@ -52,11 +52,11 @@ class Adapted:
 class Adaptive(StopRule):
   """Draft & Verify's threshold, which keeps a share of the drafts accepted.
 
-  Zhang et al. 2023 (arXiv:2309.08168), with the constants of their code. The
-  chain ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
-  drafted) / 2, and th' = th + 0.01 if m < 0.9, else th - 0.01 unless the chain
-  was as long as it may be; th <- 0.9 th + 0.1 th'. At temperature 0 it never
-  ends a chain, for q_k is one-hot.
+  Zhang et al. 2023 (arXiv:2309.08168); the defaults are their code's. The chain
+  ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
+  drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
+  the chain was as long as it may be; th <- 0.9 th + 0.1 th'. At temperature 0
+  it never ends a chain, for q_k is one-hot.
 
   Attributes:
     threshold: th of the first round, in [0, 1].
