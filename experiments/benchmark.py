@@ -40,7 +40,9 @@ import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
 from lib import meshes
+from lib.timing import bytes_read
 from lib.timing import filled_cache
+from lib.timing import large_sum
 from lib.timing import passes
 from lib.timing import STEPS
 from lib.timing import Timed
@@ -207,23 +209,6 @@ def _training(target, params):
                 steps=1))
 
 
-def _large_sum():
-  """One sum over a large array: what reading memory costs here."""
-  array = jnp.ones((_SUM_MEGABYTES.value * 2**18,), jnp.float32)
-  timed = Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
-  return timed, array.nbytes
-
-
-def _bytes_read(model, params, used):
-  """Weights that a step reads and the keys and values in use, in bytes."""
-  weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  if not model.config.tie_embeddings:  # then the table is only gathered from
-    weights -= params["embedding"].nbytes
-  c = model.config
-  slot = 2 * c.layers * c.kv_heads * c.head_dim
-  return weights + used * slot * params["embedding"].dtype.itemsize
-
-
 def _interleaved(progress, *timed):
   """Seconds `[pairs][timed]`, taken in turn."""
   rows = []
@@ -281,13 +266,14 @@ def _loop_ratios(target, drafter, params, rounds, target_pass, progress):
     progress: that counts pairs.
   """
   used, gamma, ratios = _USED.value, drafter.gamma, {}
-  large_sum, sum_bytes = _large_sum()
+  sum_bytes = _SUM_MEGABYTES.value * 2**20
+  summed = large_sum(sum_bytes)
   bare = _bare_autoregression(target, params["target"], _SLOTS, used)
-  per_step = _bytes_read(target, params["target"], used) / sum_bytes
-  rows = _interleaved(progress, large_sum, bare)
+  per_step = bytes_read(target, params["target"], used) / sum_bytes
+  rows = _interleaved(progress, summed, bare)
   ratios["bandwidth"] = _median_ratio(rows, lambda r: per_step * r[0], _second)
   sum_speed = sum_bytes / statistics.median(r[0] for r in rows)
-  del large_sum
+  del summed
 
   empty = rounds(sj.drafters.Empty(), verifier=sj.verifiers.Token())
   rows = _interleaved(progress, empty, bare)

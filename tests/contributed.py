@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import numpy as np
+import untrained
 
 import specjax as sj
 from specjax import testing
@@ -26,11 +25,8 @@ def pair(noise: float = 0.5) -> testing.TinyPair:
 
 @functools.cache
 def disturbed(heads):
-  """Parameters of untrained heads, moved so that each has its own laws."""
-  rng = np.random.default_rng(0)
-  params = heads.init(jax.random.key(0), pair().params["target"])
-  return jax.tree.map(
-      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32), params)
+  """Parameters of untrained heads, each with laws of its own."""
+  return untrained.disturbed(heads, pair().params["target"], 0.4)
 
 
 @dataclasses.dataclass(frozen=True)

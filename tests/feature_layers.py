@@ -3,7 +3,7 @@
 import functools
 
 import jax
-import numpy as np
+import untrained
 
 from specjax import testing
 
@@ -27,8 +27,5 @@ def heads_of(kind, count=FORECASTS, **options):
 
 @functools.cache
 def disturbed(heads):
-  """Parameters of untrained heads, moved so that each has its own laws."""
-  rng = np.random.default_rng(0)
-  params = heads.init(jax.random.key(0), pair().params["target"])
-  return jax.tree.map(
-      lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), params)
+  """Parameters of untrained heads, each with laws of its own."""
+  return untrained.disturbed(heads, pair().params["target"], 0.3)

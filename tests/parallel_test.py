@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import untrained
 
 import specjax as sj
 from specjax import testing
@@ -40,10 +41,8 @@ def _pair():
 @functools.cache
 def _setup(name):
   """`(heads, target with features, params)`, random: no law is like another."""
-  heads, rng = _CASES[name], np.random.default_rng(0)
-  params = jax.tree.map(
-      lambda x: x + 0.4 * rng.normal(size=x.shape).astype(np.float32),
-      heads.init(jax.random.key(0), _pair().params["target"]))
+  heads = _CASES[name]
+  params = untrained.disturbed(heads, _pair().params["target"], 0.4)
   return heads, *heads.attach(_pair().target, _pair().params["target"], params)
 
 

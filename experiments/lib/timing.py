@@ -55,6 +55,28 @@ def passes(model, params, capacity, used, tokens, batch=1, steps=STEPS):
                (filled_cache(model, params, capacity, used, batch), ids), steps)
 
 
+def large_sum(num_bytes: int) -> Timed:
+  """One sum over an array of so many bytes: what reading memory costs here."""
+  array = jnp.ones((num_bytes // 4,), jnp.float32)
+  return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
+
+
+def bytes_read(model, params, slots: int) -> int:
+  """Bytes of the weights and of the keys and values that a pass reads.
+
+  Args:
+    model: a `Transformer`.
+    params: of the model.
+    slots: in use, of all rows together.
+  """
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  if not model.config.tie_embeddings:  # then the table is only gathered from
+    weights -= params["embedding"].nbytes
+  c = model.config
+  slot = 2 * c.layers * c.kv_heads * c.head_dim
+  return weights + slots * slot * params["embedding"].dtype.itemsize
+
+
 def median(timed: Timed, times: int = 15) -> float:
   """Median seconds of a step."""
   return statistics.median(timed() for _ in range(times))

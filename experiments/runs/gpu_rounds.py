@@ -23,37 +23,26 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import common  # noqa: E402
 from lib import flags as shared  # noqa: E402
 from lib import llama  # noqa: E402
-from lib.timing import passes  # noqa: E402
-from lib.timing import Timed  # noqa: E402
+from lib import timing  # noqa: E402
 
-import specjax as sj  # noqa: E402
-
-_LAYERS = flags.DEFINE_list(
-    "layers", [str(n) for n in llama.LAYERS], "of the target, of the drafter")
+_LAYERS = [
+    flags.DEFINE_integer(f"{name}_layers", layers, f"of the {name}", 1)
+    for name, layers in zip(("target", "drafter"), llama.LAYERS)]
 _BATCHES = flags.DEFINE_list("batches", ["1", "8"], "rows, B")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "slots of a row", 64)
 _USED = flags.DEFINE_list(
     "used", ["128", "1920"], "slots in use when a call begins")
 _SIZES = flags.DEFINE_list("sizes", ["5", "9", "17", "65"], "tokens of passes")
-_GAMMA = flags.DEFINE_integer("gamma", 4, "drafted tokens", 1)
+_GAMMA = shared.gamma(4, "drafted tokens")
 _PAIRS = flags.DEFINE_integer("pairs", 7, "calls of each, in turn", 3)
 _OUTPUT_DIR = shared.output_dir("results/gpu_rounds", "for the times as JSON")
 _SUM_BYTES = 2**32
-_STEPS = 8  # rounds of a call
 
 
 def _weights(model, seed):
   init = lambda key: jax.tree.map(
       lambda x: x.astype(jnp.bfloat16), model.init(key))
   return jax.jit(init)(jax.random.key(seed))
-
-
-def _sum_speed():
-  """Bytes a second of a sum over a large array."""
-  array = jnp.ones((_SUM_BYTES // 2,), jnp.bfloat16)
-  total = Timed(lambda x, _: jnp.sum(x, dtype=jnp.float32), array,
-                jnp.zeros(()), steps=1)
-  return _SUM_BYTES / statistics.median(total() for _ in range(9))
 
 
 def _rounds(decoder, params, rows, used):
@@ -63,66 +52,61 @@ def _rounds(decoder, params, rows, used):
       llama.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
 
   def run(params, state):
-    new, _ = decoder.decode(params, state, _STEPS)
+    new, _ = decoder.decode(params, state, timing.STEPS)
     back = lambda cache: (
         cache if cache == () else cache.rollback(state.target_cache.lengths))
     return new.replace(lengths=state.lengths, done=state.done,
                        target_cache=back(new.target_cache),
                        drafter=back(new.drafter))
 
-  return Timed(run, params, state, _STEPS)
+  return timing.Timed(run, params, state, timing.STEPS)
 
 
-def _bytes_of(params, model):
-  """Bytes of weights that a pass reads; of a table of its own it reads rows."""
-  total = sum(x.nbytes for x in jax.tree.leaves(params))
-  if not model.config.tie_embeddings:
-    total -= params["embedding"].nbytes
-  return total
-
-
-def _cached(model, rows, used):
-  """Bytes of keys and values in use."""
-  c, itemsize = model.config, jnp.dtype(jnp.bfloat16).itemsize
-  return 2 * itemsize * rows * used * c.layers * c.kv_heads * c.head_dim
-
-
-def _timed(decoder, params, rows, used, speed):
+def _timed(decoder, params, rows, used, sizes, speed):
   """`{name: (call, seconds that memory needs)}` of one batch and length."""
   target, drafter = decoder.target, decoder.drafter
-  least = lambda name, model: (_bytes_of(params[name], model) + _cached(
-      model, rows, used)) / speed
+  least = lambda name, model: timing.bytes_read(
+      model, params[name], rows * used) / speed
   read, draft = least("target", target), least("drafter", drafter.model)
-  alone = sj.Decoder(target=target, drafter=sj.drafters.Empty(),
-                     verifier=sj.verifiers.Token())
+  alone = common.autoregressive(target, 1.0)
   calls = {
       "a step without drafts": (_rounds(alone, params, rows, used), read),
       "a round": (_rounds(decoder, params, rows, used),
                   read + drafter.gamma * draft),
-      "a draft step": (passes(drafter.model, params["drafter"],
-                              _CAPACITY.value, used, 1, rows), draft)}
-  for size in map(int, _SIZES.value):
-    calls[f"a pass of {size}"] = (passes(
+      "a draft step": (timing.passes(drafter.model, params["drafter"],
+                                     _CAPACITY.value, used, 1, rows), draft)}
+  for size in sizes:
+    calls[f"a pass of {size}"] = (timing.passes(
         target, params["target"], _CAPACITY.value, used, size, rows), read)
   return calls
 
 
 def main():
-  layers = tuple(map(int, _LAYERS.value))
+  batches, lengths, sizes = (
+      common.batch_sizes(f"--{flag.name}", flag.value)
+      for flag in (_BATCHES, _USED, _SIZES))
+  added = max(timing.STEPS * (_GAMMA.value + 1), sizes[-1])  # by a call
+  if lengths[-1] + added > _CAPACITY.value:
+    raise ValueError(
+        f"--used holds {lengths[-1]}, to which a call adds {added} tokens at "
+        f"most, and --capacity is {_CAPACITY.value}; give at least "
+        f"{lengths[-1] + added}")
+  layers = tuple(flag.value for flag in _LAYERS)
   decoder = llama.Setting(
       layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()
   params = {"target": _weights(decoder.target, 0),
             "drafter": _weights(decoder.drafter.model, 1)}
-  speed, device = _sum_speed(), jax.devices()[0].device_kind
+  speed = _SUM_BYTES / timing.median(timing.large_sum(_SUM_BYTES))
+  device = jax.devices()[0].device_kind
   print(f"{device}, jax {jax.__version__}; a large sum {speed / 1e9:.0f} GB/s",
         file=sys.stderr)
   print("| rows | slots in use | what | ms | floor, ms | over the floor |\n"
         "|---|---|---|---|---|---|")
   found = []
-  for rows in map(int, _BATCHES.value):
-    for used in map(int, _USED.value):
+  for rows in batches:
+    for used in lengths:
       start = time.perf_counter()
-      calls = _timed(decoder, params, rows, used, speed)
+      calls = _timed(decoder, params, rows, used, sizes, speed)
       print(f"compiled in {time.perf_counter() - start:.0f} s",
             file=sys.stderr)
       times = [[call() for call, _ in calls.values()]
