@@ -16,12 +16,13 @@ What it may lose is bounded. A row has a purse, in tokens of decoding without
 drafts: what the rows of a round emit, with a share of `risk` on top, is put
 into their purses alike, and what the round cost is taken out: rounds that pay
 fill them. A draft is made only if the purses can bear that nothing of it is
-accepted, and only the shortest may cost more than half of what they hold: the
-first tokens of a text tell little, and who stakes all on them has nothing left
-when drafts begin to pay. If the measured seconds are right, n tokens therefore
-never take longer than (1 + risk) n + `credit` tokens without drafts, or one
-draft more if that is dearer. What `risk` buys is that drafting is tried again,
-however long it did not pay.
+accepted. More than half of what they hold is risked only on the shortest draft
+and on those that cost little more: the first tokens of a text tell little, and
+who stakes all on them has nothing left when drafts begin to pay. If the
+measured seconds are right, n tokens therefore never take longer than
+(1 + risk) n + `credit` tokens without drafts, or one draft more if that is
+dearer. What `risk` buys is that drafting is tried again, however long it did
+not pay.
 
 A batch whose rows are all waited for (`waits`) is done when its slowest row is.
 Then the length counts with which that row is done first, and each row has a
@@ -52,7 +53,8 @@ _REST = 0.95  # of what was seen, kept in a round without a draft
 _PAUSE = 8  # such rounds before a draft that does not pay is thought of again
 _LONGEST_PAUSE = 32  # and before the purses are looked at again
 _MOST = 16.0  # tokens in a purse: how much of a gain may be lost again
-_STAKE = 0.5  # of a purse, that a draft may lose if a shorter one will do
+_STAKE = 0.5  # of a purse, that a draft may lose if a cheaper one will do
+_CHEAPER = 0.8  # of what a draft may lose, for the shortest one to be that
 
 
 @struct.dataclass
@@ -126,7 +128,7 @@ class Controller:
   prior: float = 0.7
   memory: float = 0.9
   risk: float = 0.01
-  credit: float = 1.25
+  credit: float = 1.4
   waits: bool = False
 
   cuts = True  # less is verified where less was drafted
@@ -207,7 +209,7 @@ class Controller:
     added = self._costs(state)[1:] - 1 + self._late(state)
     purse = self._shared(self._purse(state), active)
     affordable = added <= jnp.where(
-        jnp.arange(len(added)) > 0, _STAKE * purse, purse)
+        added[0] < _CHEAPER * added, _STAKE * purse, purse)
     asks = jnp.any(active & (own.until <= state.lengths))
     return jax.lax.cond(
         asks & affordable[0], lambda: self._choose(state, affordable),

@@ -74,6 +74,17 @@ def test_nothing_is_risked_that_is_not_there():
   assert _LENGTHS[int(controller.choose(late))] == 4
 
 
+def test_a_draft_that_costs_little_more_may_be_tried():
+  # Broken: where a pass of two tokens is dear, nothing but single tokens is
+  # ever drafted, which gain little; or the longest draft is staked on.
+  controller = _controller(seconds=(1.0, 1.7, 1.8, 2.2))
+  state = _state(controller, (0.9,))
+  for purse, most in ((0.69, 0), (0.75, 2), (0.85, 4), (1.3, 4), (2.41, 8)):
+    chosen = controller.choose(state.replace(
+        controller=state.controller.replace(purse=jnp.array([purse]))))
+    assert _LENGTHS[int(chosen)] == most, purse
+
+
 def test_a_batch_that_is_waited_for_goes_by_its_slowest_row():
   # Broken: rows that gain make the whole batch late, or their purses pay for
   # the row that loses; a row that is nearly done counts like any other.

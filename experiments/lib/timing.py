@@ -1,7 +1,13 @@
 """Timing compiled calls that can be repeated in place."""
 
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +81,30 @@ def bytes_read(model, params, slots: int) -> int:
   c = model.config
   slot = 2 * c.layers * c.kv_heads * c.head_dim
   return weights + slots * slot * params["embedding"].dtype.itemsize
+
+
+def fresh_times(calls: Mapping[Hashable, tuple[Callable, Any, Sequence]],
+                seconds: float) -> dict[Hashable, float]:
+  """The least seconds of each call, with weights that no call just read.
+
+  Calls take turns, and each takes the next of its weights after those that the
+  call before it took. So they are to be many more than the processor's caches
+  hold; calls with the same weights one after the other would find them there.
+
+  Args:
+    calls: `{name: (function, x, weights)}`: `function(x, one)` is timed, with
+      one of the weights at a time.
+    seconds: that it may take.
+  """
+  least, made = dict.fromkeys(calls, float("inf")), itertools.count()
+  end = time.perf_counter() + seconds
+  while time.perf_counter() < end:
+    for name, (function, x, weights) in calls.items():
+      own = weights[next(made) % len(weights)]
+      start = time.perf_counter()
+      jax.block_until_ready(function(x, own))
+      least[name] = min(least[name], time.perf_counter() - start)
+  return least
 
 
 def median(timed: Timed, times: int = 15) -> float:

@@ -3,16 +3,18 @@
   XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \\
       python experiments/runs/products.py
 
-The MLP of SmolLM2-135M, and a sixth of its head, each with weights that were
-not read for 16 or 8 calls; the least of all repeats, so that what else runs
-disturbs little.
+The MLP of SmolLM2-135M, and a sixth of its head, each call with weights that
+come from memory; the least of all repeats, so that what else runs disturbs
+little.
 """
 
+import pathlib
 import sys
-import time
 
-import jax
-import jax.numpy as jnp
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from lib.timing import fresh_times  # noqa: E402
 
 WIDTH, INNER, VOCAB = 576, 1536, 8192
 ROWS = (1, 2, 5, 9, 17)
@@ -54,15 +56,8 @@ def main():
       x = jax.random.normal(jax.random.key(rows), (rows, WIDTH))
       calls[name, rows] = (jax.jit(form), x, given)
       jax.block_until_ready(calls[name, rows][0](x, given[0]))
-  least, repeats = dict.fromkeys(calls, float("inf")), 0
-  end = time.time() + SECONDS
-  while time.time() < end:
-    for key, (call, x, given) in calls.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call(x, given[repeats % len(given)]))
-      least[key] = min(least[key], time.perf_counter() - start)
-    repeats += 1
-  print(f"jax {jax.__version__}, {repeats} repeats", file=sys.stderr)
+  least = fresh_times(calls, SECONDS)
+  print(f"jax {jax.__version__}", file=sys.stderr)
   for name in forms:
     # The layouts in use are what the others are compared with.
     base = "head [V, D].T" if name.startswith("head") else "[in, out]"

@@ -4,18 +4,17 @@
       python experiments/runs/quantized_products.py        # times, on this CPU
   python experiments/runs/quantized_products.py tpu        # bytes, on a v5e
 
-The MLP of SmolLM2-135M, each time with weights that were not read for 32 calls;
-the least of all repeats, so that what else runs disturbs little. For the TPU,
-which need not be there (`pip install -e '.[tpu-aot]'`), the MLP of Llama-3-8B:
-the bytes that the compiled program moves to and from main memory, and what its
-weights have.
+The MLP of SmolLM2-135M, each call with weights that come from memory; the least
+of all repeats, so that what else runs disturbs little. For the TPU, which need
+not be there (`pip install -e '.[tpu-aot]'`), the MLP of Llama-3-8B: the bytes
+that the compiled program moves to and from main memory, and what its weights
+have.
 """
 
 import functools
 import os
 import pathlib
 import sys
-import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import tpu_compiler  # noqa: E402
@@ -26,12 +25,13 @@ if "tpu" in sys.argv:
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from lib import hlo  # noqa: E402
+from lib.timing import fresh_times  # noqa: E402
 
 from specjax.models import quantization  # noqa: E402
 
 WIDTH, INNER = 576, 1536
 ROWS = (1, 2, 5, 9, 17)
-KEPT = 32  # of the least, weights of 28 MB in 8 bits
+KEPT = 64  # of the smallest, weights of 85 MB in 4 bits
 SECONDS = 120
 
 
@@ -129,15 +129,8 @@ def cpu():
       x = jax.random.normal(jax.random.key(count), (count, WIDTH))
       calls[name, count] = jax.jit(mlp(form)), x, given
       jax.block_until_ready(calls[name, count][0](x, given[0]))
-  least, repeats = dict.fromkeys(calls, float("inf")), 0
-  end = time.time() + SECONDS
-  while time.time() < end:
-    for key, (call, x, given) in calls.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call(x, given[repeats % KEPT]))
-      least[key] = min(least[key], time.perf_counter() - start)
-    repeats += 1
-  print(f"jax {jax.__version__}, {repeats} repeats; one row in float32 takes "
+  least = fresh_times(calls, SECONDS)
+  print(f"jax {jax.__version__}; one row in float32 takes "
         f"{1e6 * least['float32', 1]:.0f} us", file=sys.stderr)
   for name in forms:
     print(f"{name:26s}", *(
