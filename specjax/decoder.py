@@ -196,11 +196,7 @@ class Decoder:
     tokens, lengths = inputs.prompts(prompts, self.target.vocab_size)
     limits = inputs.limits(limits, lengths, self.context_length)
     keys = inputs.row_keys(key, request_ids, len(lengths))
-    for path, x in jax.tree.leaves_with_path(context):
-      if np.ndim(x) < 1 or len(x) != len(lengths):
-        raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
-                         f"{np.shape(x)}; its first axis must be the "
-                         f"{len(lengths)} prompts")
+    context = inputs.context(context, len(lengths))
     needed = (capacity_lib.first(self._round, lengths, limits, self._whole)
               if grows else int(limits.max()) + self.num_nodes)
     capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
@@ -208,9 +204,8 @@ class Decoder:
         eos, self.eos, len(lengths), self.target.vocab_size)
     constraints_lib.check_rows(
         self.transform.constraints, limits - lengths, eos)
-    # The context is copied, for the loop will donate it.
     prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
-                    capacity=capacity, context=jax.tree.map(jnp.array, context))
+                    capacity=capacity, context=context)
     arguments = (
         self._round, params, prompt, jnp.asarray(limits), keys,
         jnp.asarray(inputs.temperatures(

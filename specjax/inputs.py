@@ -66,10 +66,28 @@ def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
           f"row {i} may grow to {limit} tokens, prompt included; the "
           f"context length is {context_length}: ask for fewer tokens "
           "or shorten the prompt")
+    if limit != limit // 1:
+      raise ValueError(f"row {i} has a limit of {limit} tokens; give a whole "
+                       "number")
     if length > limit:
       raise ValueError(f"prompt {i} has {length} tokens; its limit is "
                        f"{limit}: shorten it or raise the limit")
   return found.astype(np.int32)
+
+
+def context(given: Any, rows: int) -> Any:
+  """A copy of what a drafter may read, for the loop will donate it.
+
+  Args:
+    given: a tree of arrays `[B, ...]`, or None.
+    rows: B.
+  """
+  for path, x in jax.tree.leaves_with_path(given):
+    if np.ndim(x) < 1 or len(x) != rows:
+      raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
+                       f"{np.shape(x)}; its first axis must be the "
+                       f"{rows} prompts")
+  return jax.tree.map(jnp.array, given)
 
 
 def temperatures(given: Any, default: float, rows: int) -> np.ndarray:

@@ -117,6 +117,7 @@ def test_limits_and_keys():
     _raises_one_line(lambda most=most: prefill(limits=most), most, 20,
                      "context length")
   _raises_one_line(lambda: prefill(limits=2), "prompt 0", 3, 2, "shorten")
+  _raises_one_line(lambda: prefill(limits=7.5), "row 0", 7.5, "whole number")
   for wrong in ([9, 9], [[9]]):
     _raises_one_line(lambda wrong=wrong: prefill(limits=wrong),
                      f"shape {np.shape(wrong)}", "each of the 1 prompts")
