@@ -36,7 +36,7 @@ for steps in 2400 4800; do
     --learning_rate=0.002 --decay_fraction=0.7 --evaluate_every=600 \
     --checkpoint_every=100
 done
-# And from there at half the rate, in another order; these are in the box.
+# And from there at half the rate, in another order.
 for method in eagle3 parallel; do
   options=(--batch_size=4 --learning_rate=0.0015)
   if [ $method = parallel ]; then options=(--anchors=48 --learning_rate=0.001); fi
@@ -45,6 +45,17 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
+# And with Muon, which learns faster than AdamW; these are in the box.
+python experiments/train_drafter.py --method=eagle3 \
+  --heads_from="$runs/eagle3_more" --output_dir="$runs/eagle3_muon" \
+  --batch_size=4 --row_tokens=384 --steps=3800 --decay_fraction=0.6 \
+  --optimizer=muon --learning_rate=0.012 --evaluate_every=400 \
+  --checkpoint_every=100 --seed=2
+python experiments/train_drafter.py --method=parallel \
+  --heads_from="$runs/parallel_more" --output_dir="$runs/parallel_muon" \
+  --anchors=48 --row_tokens=384 --steps=1600 --decay_fraction=0.7 \
+  --optimizer=muon --learning_rate=0.006 --evaluate_every=200 \
+  --checkpoint_every=100 --seed=2
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"

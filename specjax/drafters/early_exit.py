@@ -65,7 +65,7 @@ class ExitState:
 
   Attributes:
     own: what the exit remembers of the text, for exits with a model.
-    rule: what the stop rule remembers, leaves `[B, ...]`.
+    rule: what is kept for the stop rule, see `stop_rules.first`.
     begun: between `propose` and `commit` a `Begun`, else None.
   """
 
@@ -141,10 +141,8 @@ class Exit(common.DrawnChain):
            ) -> ExitState:
     """Nothing but what the stop rule remembers."""
     del params, prefill_output
-    rows = prompt.lengths.shape
-    return ExitState(rule=() if self.stop is None else jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (*rows, *jnp.shape(x))),
-        self.stop.init()))
+    return ExitState(rule=() if self.stop is None else stop_rules.first(
+        self.stop, len(prompt.lengths)))
 
   def first_layers(self, params: Any, tokens: jax.Array, cache: Any
                    ) -> ModelOutput:
@@ -209,8 +207,10 @@ class Exit(common.DrawnChain):
         cache=begun.cache.rollback(state.target_cache.lengths))
     own = self._rewound(own, before.own)
     parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
-    return Draft(tokens=tokens, parents=parents, probs=probs), ExitState(
-        own=own, rule=before.rule, begun=begun if self.shares_pass else None)
+    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    return draft, ExitState(
+        own=own, rule=stop_rules.noted(before.rule, draft, self.gamma),
+        begun=begun if self.shares_pass else None)
 
   def _read(self, params, node, tokens, begun, own):
     """Reads a node; what the exit says of the next, and what it kept."""
@@ -278,7 +278,7 @@ class Exit(common.DrawnChain):
     """What the stop rule learns; the target's cache holds the rest."""
     del params, target_output
     rule = drafter.rule if self.stop is None else stop_rules.learned(
-        self.stop, drafter.rule, draft, verdict, count, self.gamma)
+        self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:

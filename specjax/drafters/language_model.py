@@ -37,7 +37,7 @@ class Stopping:
 
   Attributes:
     cache: the model's.
-    rule: what the rule remembers, leaves `[B, ...]`.
+    rule: what is kept for the rule, see `stop_rules.first`.
   """
 
   cache: Any
@@ -115,10 +115,8 @@ class LanguageModel(common.DrawnChain):
     cache = read_prompt(self.model, self._split(params)[0], prompt).cache
     if self.stop is None:
       return cache
-    rows = prompt.lengths.shape
-    return Stopping(cache=cache, rule=jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (*rows, *jnp.shape(x))),
-        self.stop.init()))
+    return Stopping(
+        cache=cache, rule=stop_rules.first(self.stop, len(prompt.lengths)))
 
   def _split(self, params):
     """The parameters of the model, and those of the stop rule."""
@@ -234,8 +232,10 @@ class LanguageModel(common.DrawnChain):
         lambda carry: (carry[0] <= self.gamma) & jnp.any(carry[-2]), extend,
         (jnp.full((), 2, jnp.int32), cache, *first))
     parents = jnp.tile(topology.chain(self.gamma), (len(rows), 1))
-    return (Draft(tokens=tokens, parents=parents, probs=probs),
-            state.drafter.replace(cache=contract.settled(cache)))
+    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    return draft, Stopping(
+        cache=contract.settled(cache),
+        rule=stop_rules.noted(state.drafter.rule, draft, self.gamma))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
     """Reads what rounds without a draft added; see `specjax.contract`."""
@@ -256,7 +256,7 @@ class LanguageModel(common.DrawnChain):
     if self.stop is None:
       return drafter
     return drafter.replace(rule=stop_rules.learned(
-        self.stop, drafter.rule, draft, verdict, count, self.gamma))
+        self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.contract`; a stop rule's are everywhere."""

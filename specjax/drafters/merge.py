@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.drafters import common
 from specjax.drafters import parts
+from specjax.drafters import stop_rules
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -43,7 +44,8 @@ class Merge(parts.Parts):
 
   Attributes:
     drafters: two or more. One with a state needs `follow`, see
-      `specjax.contract`; `params["drafter"]` is a tuple.
+      `specjax.contract`; `params["drafter"]` is a tuple. None may have a stop
+      rule that learns.
   """
 
   drafters: tuple[Drafter, ...]
@@ -55,6 +57,12 @@ class Merge(parts.Parts):
     if len(self.drafters) < 2:
       raise ValueError(f"there are {len(self.drafters)} drafters to merge; "
                        "give at least two")
+    for rule in _stop_rules(self.drafters):
+      if stop_rules.learns(rule):
+        raise ValueError(
+            f"the stop rule {type(rule).__name__} learns from verdicts on its "
+            "own chains, and a merge has them on a tree; take a rule that "
+            "remembers nothing, such as Confidence")
 
   @property
   def num_nodes(self) -> int:
@@ -93,6 +101,14 @@ class Merge(parts.Parts):
         common.roots(state), jnp.concatenate([root, parents], axis=1),
         join("tokens"), join("probs"))
     return jax.vmap(_merged)(draft), states
+
+
+def _stop_rules(drafters):
+  """The stop rules of drafters, and of those that they fall back to."""
+  for part in drafters:
+    yield getattr(part, "stop", None)
+    if isinstance(part, parts.Parts):
+      yield from _stop_rules(part.drafters)
 
 
 def _merged(draft):

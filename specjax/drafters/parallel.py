@@ -44,7 +44,7 @@ class ParallelState:
   Attributes:
     cache: keys and values of the draft layers, of all committed tokens but the
       root: they are made of the target's features, which the root has not yet.
-    rule: what the stop rule remembers, leaves `[B, ...]`; () without one.
+    rule: what is kept for a stop rule, see `stop_rules.first`; () without one.
   """
 
   cache: Any
@@ -240,10 +240,8 @@ class Parallel(BlockDrafter, growth.StaticTree):
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
       return state
-    rows = prompt.lengths.shape
-    return state.replace(rule=jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (*rows, *jnp.shape(x))),
-        self.stop.init()))
+    return state.replace(
+        rule=stop_rules.first(self.stop, len(prompt.lengths)))
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
@@ -264,8 +262,9 @@ class Parallel(BlockDrafter, growth.StaticTree):
     tokens, probs, _ = self.draw(step, carry, first, coins, state)
     if self.stop is not None:
       probs = self._ended(params, state, hidden, tokens, probs)
-    return (common.tree_drafts(state, self.parents, tokens, probs),
-            state.drafter)
+    draft = common.tree_drafts(state, self.parents, tokens, probs)
+    return draft, state.drafter.replace(
+        rule=stop_rules.noted(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
     """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
@@ -275,7 +274,8 @@ class Parallel(BlockDrafter, growth.StaticTree):
     confidence = own["confidence"] if self.stop.has_params else None
     kept = jax.vmap(functools.partial(
         stop_rules.kept, self.stop, confidence))(
-            probs, evidence, roots, tokens, state.drafter.rule)
+            probs, evidence, roots, tokens,
+            stop_rules.memory_of(state.drafter.rule))
     place = jnp.arange(tokens.shape[1])
     return jnp.where((place < kept[:, None])[..., None], probs, 0)
 
@@ -287,7 +287,7 @@ class Parallel(BlockDrafter, growth.StaticTree):
     if self.stop is None:
       return new
     return new.replace(rule=stop_rules.learned(
-        self.stop, drafter.rule, draft, verdict, count, self.depth))
+        self.stop, drafter.rule, draft, verdict, count))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

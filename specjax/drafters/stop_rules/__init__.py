@@ -19,8 +19,13 @@ any, are `params["drafter"]["stop"]`.
 
 from specjax.drafters.stop_rules.asking import ask
 from specjax.drafters.stop_rules.asking import begun
+from specjax.drafters.stop_rules.asking import first
 from specjax.drafters.stop_rules.asking import kept
 from specjax.drafters.stop_rules.asking import learned
+from specjax.drafters.stop_rules.asking import Learning
+from specjax.drafters.stop_rules.asking import learns
+from specjax.drafters.stop_rules.asking import memory_of
+from specjax.drafters.stop_rules.asking import noted
 from specjax.drafters.stop_rules.base import Seen
 from specjax.drafters.stop_rules.base import StopRule
 from specjax.drafters.stop_rules.predictions import AcceptanceHead
@@ -37,12 +42,17 @@ __all__ = [
     "Adaptive",
     "Confidence",
     "Entropy",
+    "Learning",
     "Scheduler",
     "Seen",
     "StopRule",
     "Threshold",
     "ask",
     "begun",
+    "first",
     "kept",
     "learned",
+    "learns",
+    "memory_of",
+    "noted",
 ]

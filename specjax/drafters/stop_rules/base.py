@@ -50,14 +50,14 @@ class StopRule:
     raise NotImplementedError
 
   def commit(self, state: Any, drafted: jax.Array, accepted: jax.Array,
-             gamma: int) -> Any:
-    """What it remembers after a round.
+             gamma: jax.Array) -> Any:
+    """What it remembers after a round in which its own chain was judged.
 
     Args:
       state: what it remembered before.
-      drafted: `[]` int32, tokens of the row's chain.
+      drafted: `[]` int32, tokens of the row's chain, at least 1.
       accepted: `[]` int32, those of them that were accepted.
-      gamma: the most that a chain has.
+      gamma: `[]` int32, the most that the chain could have.
     """
     del drafted, accepted, gamma
     return state

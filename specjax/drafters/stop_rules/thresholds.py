@@ -83,13 +83,11 @@ class Adaptive(StopRule):
     return seen.probs[seen.token] < memory, memory
 
   def commit(self, state, drafted, accepted, gamma):
-    share = accepted / jnp.maximum(drafted, 1)
+    share = accepted / drafted
     matched = 0.5 * state.matched + 0.5 * share.astype(jnp.float32)
     move = jnp.where(matched < self.target, self.step,
                      jnp.where(drafted < gamma, -self.step, 0))
-    new = Adapted(threshold=state.threshold + 0.1 * move, matched=matched)
-    # A round without a draft says nothing.
-    return jax.tree.map(lambda a, b: jnp.where(drafted > 0, a, b), new, state)
+    return Adapted(threshold=state.threshold + 0.1 * move, matched=matched)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
