@@ -24,12 +24,13 @@ def environment(optimised=False):
   """The environment of a process of its own.
 
   Args:
-    optimised: whether programs are compiled as for a user, which pays where
-      they run for longer than they compile. Else as in the tests.
+    optimised: whether programs are optimised a little, which pays where they
+      run for longer than they compile. Else as in the tests.
   """
   own = {**os.environ, "PYTHONWARNINGS": "ignore"}
   if optimised:
-    own["XLA_FLAGS"] = ""
+    own["XLA_FLAGS"] = own.get("XLA_FLAGS", "").replace(
+        "_optimization_level=0", "_optimization_level=1")
   return own
 
 
