@@ -166,7 +166,9 @@ def _tree_law(verifier, vocab_size, batch):
   rule = sj.contract.rule(verifier)
   judge = jax.vmap(lambda draft, probs, coins: sj.sampling.sample_outcome(
       rule.by_row(draft, probs), draft, coins))
-  return Timed(lambda data, _: judge(*data), data, judge(*data), steps=1)
+  first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
+                       jax.eval_shape(judge, *data))
+  return Timed(lambda data, _: judge(*data), data, first, steps=1)
 
 
 def _training(target, params):
@@ -177,7 +179,7 @@ def _training(target, params):
   objective = objectives.Medusa(model=target, heads=heads)
   optimizer = optimizers.by_name({"drafter": optimizers.adamw(
       optimizers.trapezoid(1e-3, 1000, 10, 500), weight_decay=0.0)})
-  trained = {"drafter": heads.init(jax.random.key(0), params)}
+  trained = {"drafter": jax.jit(heads.init)(jax.random.key(0), params)}
   tokens = jax.random.randint(
       jax.random.key(1), (4, 257), 0, target.vocab_size)
 
@@ -199,7 +201,7 @@ def _training(target, params):
   hidden = jax.jit(forward)(params, None)
   copied = jax.tree.map(jnp.copy, trained)
   state = loop.TrainState(step=jnp.zeros((), jnp.int32), params=copied,
-                          opt_state=optimizer.init(trained))
+                          opt_state=jax.jit(optimizer.init)(trained))
   dtype = sj.models.default_dtype()  # in which a step differentiates
   drafter = loop.cast(trained["drafter"], dtype)
   return (Timed(step, params, state, steps=1),
