@@ -233,13 +233,15 @@ def _arms(source, temperature, capacity, eos):
   Greedy block is not judged on another rule's drafts: its gain in a round is
   paid for in the next one.
   """
-  def arm(strategy, observers=()):
+  def arm(strategy, observers=(), params=source.params):
     decoder = sj.Decoder(
         target=source.target.model, **strategy._asdict(), observers=observers,
         eos=eos, transform=sj.LogitsTransform(temperature=temperature))
-    return rollouts.Arm(decoder, source.params, _NEW_TOKENS.value, capacity)
+    return rollouts.Arm(decoder, params, _NEW_TOKENS.value, capacity)
 
-  arms = {_BASELINE: arm(strategies.autoregressive())}
+  # Without the drafter's parameters one program serves all sources.
+  arms = {_BASELINE: arm(strategies.autoregressive(), params={
+      "target": source.params["target"]})}
   for name, drafts in source.drafts.items():
     if temperature == 0 or source.first_rule_only:
       drafts = drafts[:1]
