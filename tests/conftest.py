@@ -63,6 +63,9 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   # Small programs are not worth splitting between threads.
   if _compiler_knows("xla_cpu_parallel_codegen_split_count"):
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+# Programs that hold no lines of ours are smaller to lower and to compile; what
+# Python raises has its traceback all the same.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Tracing makes millions of small objects that stay: looking for garbage among
 # them over and over takes an eighth of the time.
 gc.set_threshold(200_000, 20, 50)
