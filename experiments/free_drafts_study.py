@@ -107,13 +107,19 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
   return arms
 
 
-def _their_arms(target, temperature, eos):
-  """transformers alone and with its prompt lookup; none without it."""
+def _versions():
+  """Those of transformers and what it needs; None where it is not compared."""
   if _TRANSFORMERS.value == "no" or (
       _TRANSFORMERS.value == "auto"
       and importlib.util.find_spec("transformers") is None):
+    return None
+  return generation_arms.prepare_torch()
+
+
+def _their_arms(target, temperature, eos, versions):
+  """transformers alone and with its prompt lookup; none without it."""
+  if versions is None:
     return {}
-  generation_arms.prepare_torch()
   arm = functools.partial(
       generation_arms.Theirs, model=_torch_model(target),
       new_tokens=_NEW_TOKENS.value, temperature=temperature, eos=eos)
@@ -249,6 +255,14 @@ def _draw(rows, output_dir):
     style.save(figure, output_dir / f"free_drafts_{end}.png")
 
 
+def _fingerprint(target, drafters, eos, versions):
+  """Of all that a text or its time depends on, besides its prompt."""
+  return rollouts.fingerprint(
+      [target.params, *(own for _, own, _ in drafters.values())],
+      list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
+      _TAIL.value, versions)
+
+
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
@@ -269,17 +283,12 @@ def main():
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                          target.model.context_length)
 
+  versions = _versions()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   make_arms = lambda temperature: {
       **_our_arms(target, drafters, temperature, eos, read.all, capacity),
-      **_their_arms(target, temperature, eos)}
-  fingerprint = rollouts.fingerprint(
-      [m.params for m in (target, *members.values())], names, [
-          own for name, (_, own, model) in drafters.items()
-          if model is not target.model], eos,
-      _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value, _DATASTORE.value,
-      _TAIL.value,
-      _TRANSFORMERS.value)
+      **_their_arms(target, temperature, eos, versions)}
+  fingerprint = _fingerprint(target, drafters, eos, versions)
   units = [(fingerprint, t, name, i, _SEED.value, rollouts.digest(rows[i]))
            for t in temperatures
            for i in range(max(map(len, read.sets.values())))

@@ -215,6 +215,7 @@ def _source():
                      f"{_ACCUMULATE.value}; it must divide the batch")
   return drafter_rows.Source(
       data=_DATA.value, field=_FIELD.value, batch_size=_BATCH_SIZE.value,
+      pass_rows=_BATCH_SIZE.value // _ACCUMULATE.value,
       held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
       prompt_tokens=_SELF_PROMPT_TOKENS.value,
       temperature=_SELF_TEMPERATURE.value, chat=_SELF_CHAT.value,
@@ -222,6 +223,19 @@ def _source():
       rows_per_file=_SELF_ROWS_PER_FILE.value,
       keeps_features=_KEEP_FEATURES.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
+
+
+def _check_used(own_text, tuned):
+  """Refuses flags that nothing would read."""
+  for flag in (_SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
+               _SELF_ROWS_PER_FILE):
+    if flag.present and not own_text:
+      raise ValueError(f"--{flag.name} is for rows that the target writes; "
+                       "give --data=self:SOURCE as well, or leave it out")
+  if _RATE_RATIO.present and not tuned:
+    raise ValueError(f"--{_RATE_RATIO.name} is for a target that is trained "
+                     f"with its heads, and --method={_METHOD.value} trains the "
+                     "heads alone here; leave it out")
 
 
 def _row_length(target):
@@ -342,6 +356,7 @@ def main():
   source = _source()
   own_text = source.own is not None
   options = _OPTIONS.values(method, own_text)
+  _check_used(own_text, method.trains_target(options))
   source.check(tokenizer)
   text = source.text(tokenizer)
   # What the target writes says which tokens it writes.

@@ -269,7 +269,8 @@ def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
       "model": repr(model), "corpus": fingerprint(documents),
       "tokens": fingerprint(tokens),
       **({"objective": repr(objective)} if "drafter" in trainable else {}),
-      **({"initial": fingerprint(trainable["target"])} if initial else {}),
+      **({"initial": fingerprint(trainable["target"]),
+          _CONTEXT_LENGTH.name: _CONTEXT_LENGTH.value} if initial else {}),
       **{flag.name: flag.value for flag in (
           *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
           _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,

@@ -141,6 +141,7 @@ class Controller:
         length != int(length) for length in lengths):
       raise ValueError(f"lengths is {lengths}; give whole numbers that "
                        "increase from 0, at least two: 0 is no draft")
+    object.__setattr__(self, "lengths", tuple(map(int, lengths)))
     for name in ("seconds", *(("first",) if self.first else ())):
       seconds = getattr(self, name)
       if len(seconds) != len(lengths) or not all(

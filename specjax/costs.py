@@ -117,9 +117,16 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
 
   Raises:
     ValueError: a controller does not fit the decoder, the context length has
-      no room for a draft, or drafts are too dear to be made.
+      no room for a draft, drafts are too dear to be made, or an option is what
+      is measured.
   """
-  lengths = tuple(lengths or lengths_for(decoder.drafter))
+  measured_here = {"seconds", "first", "reading", "switching"} & set(options)
+  if measured_here:
+    raise ValueError(
+        f"{min(measured_here)} is given and is measured here; leave it out, "
+        "or set it by dataclasses.replace in the controller that is returned")
+  lengths = tuple(
+      lengths_for(decoder.drafter) if lengths is None else lengths)
   # A constraint may have no text as random as those that are decoded here.
   trial = dataclasses.replace(
       decoder, observers=(), debug=False, eos=None,
@@ -127,7 +134,7 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
       controller=_Scripted(
           lengths=lengths, seconds=(1.0,) * len(lengths), **options))
   capacity = capacity and capacity_lib.rounded(capacity)
-  path = _path(directory, trial, params, batch, (used, capacity))
+  path = _path(directory, trial, params, batch, (used, capacity), context)
   found = None if again else _kept(path, len(lengths))
   if found is None:
     found = _measure(trial, params, batch, used, capacity, context)
@@ -160,18 +167,19 @@ def _first(decoder, params):
           drafter.params_of_parts(params)[0])
 
 
-def _path(directory, decoder, params, batch, slots):
+def _path(directory, decoder, params, batch, slots, context):
   """The file of these costs; None where a part does not say what it is."""
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     directory = pathlib.Path(home, "specjax", "costs")
-  shapes = jax.tree.map(lambda x: f"{x.dtype}{x.shape}", params)
+  shapes = jax.tree.map(
+      lambda x: f"{jnp.result_type(x)}{np.shape(x)}", (params, context))
   device = jax.devices()[0]
   cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
            else os.cpu_count())
   machine = (_FORM, platform.node(), platform.machine(), device.platform,
-             device.device_kind, cores, jax.__version__,
-             specjax.__version__)
+             device.device_kind, cores, os.environ.get("XLA_FLAGS"),
+             jax.__version__, specjax.__version__)
   try:
     name = files.fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,

@@ -32,8 +32,9 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   params = {"target": table, "drafter": jnp.array([text])}
   measure = functools.partial(
       sj.costs.measured, decoder, params, directory=tmp_path)
-  with pytest.raises(ValueError, match="risk is -1"):
-    measure(risk=-1)
+  for name, words in (("risk", "risk is -1"), ("reading", "is measured here")):
+    with pytest.raises(ValueError, match=words):
+      measure(**{name: -1})
   assert next(clock) == 0
   timed = sj.costs._measure
   monkeypatch.setattr(sj.costs, "_measure", lambda *_: {
@@ -60,8 +61,13 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   path.write_text('{"seconds": [1.0, 2.0, 5.0], "reading": 0.5, '
                   '"switching": 0.25}')
   assert measure().switching == 0.25
-  assert sj.costs._path(tmp_path, fits, params, 1, (64, 0)) != (
-      sj.costs._path(tmp_path, fits, params, 1, (64, 384)))
+  path_of = functools.partial(sj.costs._path, tmp_path, fits, params, 1)
+  first = path_of((64, 0), np.zeros((1, 3)))
+  assert first == path_of((64, 0), np.ones((1, 3)))
+  assert first != path_of((64, 384), np.zeros((1, 3)))
+  assert first != path_of((64, 0), np.zeros((1, 4)))
+  monkeypatch.setenv("XLA_FLAGS", "--a_flag_that_changes_what_is_compiled")
+  assert first != path_of((64, 0), np.zeros((1, 3)))
 
 
 def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):

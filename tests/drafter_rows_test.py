@@ -23,10 +23,10 @@ class _Letters:
 
 
 _SOURCE = drafter_rows.Source(
-    data="self:texts", field=None, batch_size=2, held_out_rows=2, self_rows=4,
-    prompt_tokens=3, temperature=1.0, chat=False, conversations=None,
-    rows_per_file=None,
-    directory=pathlib.Path("self"), keeps_features=False, seed=0)
+    data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
+    self_rows=4, prompt_tokens=3, temperature=1.0, chat=False,
+    conversations=None, rows_per_file=None, directory=pathlib.Path("self"),
+    keeps_features=False, seed=0)
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -173,10 +173,12 @@ def test_train_lm_goes_on_from_a_model(tmp_path):
   tokenizer.save(tmp_path / "first" / "tokenizer.json")
   train = ["--data=corpus.jsonl", "--initial=first", "--batch_size=4",
            "--steps=2", "--context_length=16", "--exit_scale=1"]
-  done, long, shape = scripts.run_all(
+  done, long, shape, other = scripts.run_all(
       "train_lm.py", [*train, "--output_dir=out", "--learning_rate=0"],
       [*train, "--output_dir=more", "--context_length=17"],
-      [*train, "--output_dir=more", "--width=8"], cwd=tmp_path)
+      [*train, "--output_dir=more", "--width=8"],
+      [*train, "--output_dir=out", "--learning_rate=0", "--steps=4",
+       "--context_length=8"], cwd=tmp_path)
   assert scripts.last_line(done)["bits_per_byte"] > 0
   (model, params), (same, kept) = (
       load_model(tmp_path / name) for name in ("first", "out"))
@@ -185,7 +187,8 @@ def test_train_lm_goes_on_from_a_model(tmp_path):
   assert tokenizers.Tokenizer.load(tmp_path / "out" / "tokenizer.json"
                                    ).same_tokens(tokenizer)
   for found, words in ((long, "--context_length is 17 and first reads 16"),
-                       (shape, "--width is 8 and --initial first")):
+                       (shape, "--width is 8 and --initial first"),
+                       (other, "context_length is 16 there and 8 here")):
     assert words in str(found["code"])
   assert not (tmp_path / "more").exists()
 

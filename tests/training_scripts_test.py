@@ -105,7 +105,7 @@ def target_dir(tmp_path_factory):
 def test_train_drafter(tmp_path, target_dir):
   """The joint method on text of the target's own; its files fit together."""
   own = [f"--target={target_dir}", f"--data=self:{target_dir}/corpus.jsonl"]
-  result, refused, keeps = scripts.run_all("train_drafter.py", [
+  result, refused, keeps, unread, alone = scripts.run_all("train_drafter.py", [
       "--method=medusa2", *own, "--output_dir=out", "--self_rows=8", "--rank=2",
       "--self_prompt_tokens=4", "--held_out_rows=2", "--heads=2", "--steps=6",
       "--batch_size=4", "--accumulate=2", "--evaluate_every=3",
@@ -113,6 +113,9 @@ def test_train_drafter(tmp_path, target_dir):
           "--method=medusa", "--output_dir=other", "--heads_from=out",
           f"--data={target_dir}/corpus.jsonl"],
       ["--method=medusa", *own, "--output_dir=other", "--keep_features"],
+      ["--method=medusa", f"--data={target_dir}/corpus.jsonl",
+       "--output_dir=other", "--self_temperature=0"],
+      ["--method=medusa", *own, "--output_dir=other", "--rate_ratio=9"],
       cwd=tmp_path)
   study = scripts.last_line(result)
   assert study["study"] == "train_drafter" and study["method"] == "medusa2"
@@ -138,6 +141,9 @@ def test_train_drafter(tmp_path, target_dir):
   assert "width 256, 4096 tokens and 4 layers" in message
   # Before the target has written hours of rows.
   assert "--keep_features is set and --method=medusa does" in keeps["code"]
+  # Or has believed that it learned from what it did not.
+  assert "--self_temperature is for rows that the target" in unread["code"]
+  assert "--rate_ratio is for a target that is trained" in alone["code"]
   assert not (tmp_path / "other").exists()
 
 

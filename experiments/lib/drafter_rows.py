@@ -53,6 +53,7 @@ class Source:
     data: a source of texts, or self[:SOURCE] for what the target writes.
     field: of its records that holds a text, or None.
     batch_size: rows of a step.
+    pass_rows: rows of one pass of the target: a step may be cut into parts.
     held_out_rows: rows that the heads are measured by.
     self_rows: rows that the target writes to learn from.
     prompt_tokens: of such a row, which are the source's.
@@ -69,6 +70,7 @@ class Source:
   data: str
   field: str | None
   batch_size: int
+  pass_rows: int
   held_out_rows: int
   self_rows: int
   prompt_tokens: int
@@ -204,6 +206,6 @@ class Source:
       return lambda step: {"tokens": order.batch(step)}
     read = jax.jit(objective.read)
     return kept_features.KeptFeatures(
-        rows, self.batch_size, seed=self.seed,
+        rows, self.batch_size, pass_rows=self.pass_rows, seed=self.seed,
         read=lambda rows: read({"target": target.params, "drafter": {}}, rows)
     ).batch

@@ -24,14 +24,16 @@ class KeptFeatures:
 
   Attributes:
     rows: `[R, S + 1]` int32.
-    batch_size: B, rows of a batch and of a pass.
-    read: `rows [B, S + 1] -> {name: [B, ...]}`.
+    batch_size: B, rows of a batch.
+    read: `rows [P, S + 1] -> {name: [P, ...]}`.
+    pass_rows: P, rows of a pass.
     seed: of the shuffle.
   """
 
   rows: np.ndarray
   batch_size: int
   read: Callable[[np.ndarray], dict[str, jax.Array]]
+  pass_rows: int
   seed: int = 0
   _kept: dict[int, dict[str, np.ndarray]] = dataclasses.field(
       default_factory=dict, repr=False)
@@ -41,10 +43,11 @@ class KeptFeatures:
     order = RowBatches(np.arange(len(self.rows)), self.batch_size, self.seed)
     chosen = order.batch(step)
     new = [i for i in chosen.tolist() if i not in self._kept]
-    if new:
-      padded = np.resize(new, self.batch_size)  # one shape, one program
+    for start in range(0, len(new), self.pass_rows):
+      some = new[start:start + self.pass_rows]
+      padded = np.resize(some, self.pass_rows)  # one shape, one program
       found = jax.device_get(self.read(self.rows[padded]))
-      for place, i in enumerate(new):
+      for place, i in enumerate(some):
         self._kept[i] = {name: _small(x[place]) for name, x in found.items()}
     kept = [self._kept[i] for i in chosen.tolist()]
     return {"tokens": self.rows[chosen],

@@ -202,6 +202,7 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
   Returns:
     As there.
   """
+  _check(layers, len(start), parts)
   rng, free = np.random.default_rng(seed), _free(layers, parts)
   found, best = start, score(without(layers, start))
   for _ in range(tries):
