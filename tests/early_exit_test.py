@@ -115,19 +115,19 @@ def test_what_is_left_out():
     rest = short(params, tokens[:, 5:], None, None, first.cache.rollback(
         jnp.array([5, 5])))
     some = short.logits_at(params, rest, jnp.array([[3], [1]]))
+    whole = sj.models.Transformer(dataclasses.replace(model.config, layers=2))
+    exits = [one(params, tokens).logits for one in (
+        Shortened.early_exit(model, 2), whole)]
     return (model(zeroed, tokens).logits, short(params, tokens).logits,
             masked(own, tokens).logits,
-            jnp.concatenate([first.logits, rest.logits], axis=1), some)
+            jnp.concatenate([first.logits, rest.logits], axis=1), some, exits)
 
-  want, *found, some = laws()
+  want, *found, some, exits = laws()
   for got in found:
     np.testing.assert_allclose(got, want, atol=2e-5)
   np.testing.assert_allclose(
       some[:, 0], want[np.arange(2), [8, 6]], atol=2e-5)
-  exit = Shortened.early_exit(model, 2)(params, tokens)
-  whole = sj.models.Transformer(dataclasses.replace(model.config, layers=2))
-  np.testing.assert_allclose(
-      exit.logits, whole(params, tokens).logits, atol=2e-5)
+  np.testing.assert_allclose(*exits, atol=2e-5)
 
 
 @pytest.mark.parametrize("exit", range(1, _LAYERS))
