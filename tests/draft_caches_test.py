@@ -140,8 +140,8 @@ def test_attention_is_over_what_the_cache_holds(name):
     rows.feed(3, 10 + seed, keep=2)
   query, *new = _blocks(len(_TREE), 4)
   path, counts = [0, 2, 4, 0, 0, 0], (3, 2, 0)
-  rows.cache = rows.cache.append(0, *new).commit(
-      np.tile(path, (3, 1)), np.array(counts))
+  rows.cache = jax.jit(lambda cache: cache.append(0, *new).commit(
+      np.tile(path, (3, 1)), np.array(counts)))(rows.cache)
   rows.keep(new, path, counts)
   rows.cache = rows.cache.reserve(16)
   rows.feed(2, 20, keep=2)
