@@ -45,7 +45,7 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
-# And with Muon, which learns faster than AdamW; these are in the box.
+# And with Muon; these are in the box.
 python experiments/train_drafter.py --method=eagle3 \
   --heads_from="$runs/eagle3_more" --output_dir="$runs/eagle3_muon" \
   --batch_size=4 --row_tokens=384 --steps=3800 --decay_fraction=0.6 \
