@@ -144,6 +144,8 @@ def test_lengths_and_rounds_that_fit():
       (fallback(cascade(tail=True)), (0, 6)), (cascade(tail=True), (0, 6)),
       (sj.drafters.Retrieval(gamma=4, nodes=9), (0, 8))):
     assert sj.costs.lengths_for(drafter) == lengths
+  lengths = sj.Controller(lengths=np.array([0, 2]), seconds=(1, 2)).lengths
+  assert lengths == (0, 2) and type(lengths[1]) is int
   for context_length, nodes, want in (
       (1024, 9, (64, 16)), (256, 41, (64, 4)), (128, 101, (27, 1))):
     assert sj.costs._room(64, context_length, nodes) == want

@@ -260,6 +260,8 @@ def test_searches_find_what_is_worth_most():
   assert only == {(1, 1), (2, 1)}
   with pytest.raises(ValueError, match="9 parts.*6 layers.*1 to 8"):
     skip_search.random_search(_toy, 6, 9, tries=1)
+  with pytest.raises(ValueError, match="0 parts.*6 layers.*1 to 8"):
+    skip_search.local_search(_toy, 6, frozenset(), tries=1)
 
 
 def test_clasp_leaves_out_layers_that_change_nothing():
