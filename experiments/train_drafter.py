@@ -225,13 +225,7 @@ def _source():
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
-def _check_used(own_text, tuned):
-  """Refuses flags that nothing would read."""
-  for flag in (_SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
-               _SELF_ROWS_PER_FILE):
-    if flag.present and not own_text:
-      raise ValueError(f"--{flag.name} is for rows that the target writes; "
-                       "give --data=self:SOURCE as well, or leave it out")
+def _check_rate_ratio(tuned):
   if _RATE_RATIO.present and not tuned:
     raise ValueError(f"--{_RATE_RATIO.name} is for a target that is trained "
                      f"with its heads, and --method={_METHOD.value} trains the "
@@ -356,8 +350,10 @@ def main():
   source = _source()
   own_text = source.own is not None
   options = _OPTIONS.values(method, own_text)
-  _check_used(own_text, method.trains_target(options))
-  source.check(tokenizer)
+  _check_rate_ratio(method.trains_target(options))
+  source.check(tokenizer, [flag.name for flag in (
+      _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
+      _SELF_ROWS_PER_FILE) if flag.present])
   text = source.text(tokenizer)
   # What the target writes says which tokens it writes.
   chats = source.answered(

@@ -88,10 +88,17 @@ class Source:
     name, _, source = self.data.partition(":")
     return (source or "stdlib") if name == "self" else None
 
-  def check(self, tokenizer: Tokenizer) -> None:
-    """Refuses settings of conversations that nothing would read."""
+  def check(self, tokenizer: Tokenizer, given: Sequence[str] = ()) -> None:
+    """Refuses settings that nothing would read.
+
+    Args:
+      tokenizer: the target's.
+      given: names of flags that were given and are for rows that the target
+        writes, whatever their values.
+    """
     for name, value in (("self_chat", self.chat),
-                        ("keep_features", self.keeps_features)):
+                        ("keep_features", self.keeps_features),
+                        *((name, True) for name in given)):
       if value and self.own is None:
         raise ValueError(f"--{name} is for rows that the target writes; "
                          "give --data=self:SOURCE as well")
