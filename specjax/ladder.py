@@ -273,10 +273,8 @@ class Ladder:
     if not self.controller.cuts or contract.with_gamma(self.drafter) is None:
       # Look-ahead positions look like padding.
       return jnp.asarray(rung, jnp.int32)
-    # Numbers that broke down are not padding, but reported by the loop.
-    some = jnp.any(jnp.atleast_3d(draft.probs) != 0, axis=-1)
-    place = jnp.arange(some.shape[1])
-    last = jnp.max(jnp.where(some & ~done[:, None], place, 0))
+    drafted = draft.drafted & ~done[:, None]
+    last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
     lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
     return jnp.sum(last > lengths, dtype=jnp.int32)
 

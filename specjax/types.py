@@ -56,6 +56,15 @@ class Draft:
   parents: jax.Array
   probs: jax.Array
 
+  @property
+  def drafted(self) -> jax.Array:
+    """`[N]` bool, the nodes below the root that are no padding; or `[B, N]`.
+
+    Those whose numbers broke down are among them: the loop reports them.
+    """
+    below_root = jnp.arange(self.probs.shape[-2]) > 0
+    return below_root & (jnp.asarray(self.probs).sum(-1) != 0)
+
   @classmethod
   def chain(cls, root: jax.Array, tokens: jax.Array, probs: jax.Array
             ) -> "Draft":

@@ -105,7 +105,7 @@ class Fallback(parts.Parts):
     return self._lacks(draft) & ~state.done
 
   def _lacks(self, draft):
-    return parts.real_nodes(draft).sum(-1) < self.min_tokens
+    return draft.drafted.sum(-1) < self.min_tokens
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
     """The same drafter, for this target and its transform.

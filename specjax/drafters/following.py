@@ -167,8 +167,7 @@ class Following:
     own = state.replace(drafter=before.drafter)
     own = own.replace(drafter=self.drafter.catch_up(params, own, since))
     draft, drafter = self.drafter.propose(params, coins, own)
-    drafted = jnp.sum(
-        draft.probs[:, 1:].sum(-1) != 0, axis=1, dtype=jnp.int32)
+    drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
     put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
         row, new, at, 0))
     return draft, Followed(

@@ -130,9 +130,3 @@ class Parts:
     """Those of each part, see `specjax.contract`."""
     return tuple(contract.param_specs(part, axis, size)
                  for part in self.drafters)
-
-
-def real_nodes(draft: Draft) -> jax.Array:
-  """`[B, N - 1]` bool, the nodes below the root that are no padding."""
-  # Numbers that broke down are not padding, but reported by the loop.
-  return draft.probs[:, 1:].sum(-1) != 0

@@ -120,7 +120,7 @@ class GreedyBlock(RuleByRows):
     pushed = residual.over(q, found.target(p, q, tau) * ratio)
     weights = jnp.append(found.weights[:, tau] * residual.over(q, before),
                          pushed)
-    drafted = jnp.sum(jnp.any(draft.probs[1:] > 0, axis=-1), dtype=jnp.int32)
+    drafted = jnp.sum(draft.drafted, dtype=jnp.int32)
     remaining = jnp.append(state.remaining, drafted) - (tau + 1)
     # The oldest entry has expired: it had at most one position.
     weights, remaining = weights[1:], remaining[1:]

@@ -67,7 +67,7 @@ def noted(state: Any, draft: Draft, gamma: int) -> Any:
 
 def _hashed(draft):
   """`[B]` uint32, of the tokens below the root; 0 if there are none."""
-  real = jnp.any(draft.probs[:, 1:] > 0, axis=-1)
+  real = draft.drafted[:, 1:]
   place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
   tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
   mixed = (tokens ^ (tokens >> 15)) * place * jnp.uint32(2246822519)
@@ -110,9 +110,9 @@ def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
   """
   if not isinstance(state, Learning):
     return state
-  drafted = jnp.sum(jnp.any(draft.probs > 0, axis=-1), axis=-1)
-  new = jax.vmap(rule.commit)(state.memory, drafted.astype(jnp.int32),
-                              verdict.num_accepted, state.room)
+  drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
+  new = jax.vmap(rule.commit)(
+      state.memory, drafted, verdict.num_accepted, state.room)
   own = (count > 0) & (state.chain != 0) & (state.chain == _hashed(draft))
   keep = lambda new, old: jax.vmap(jnp.where)(own, new, old)
   return state.replace(memory=jax.tree.map(keep, new, state.memory),
