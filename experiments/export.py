@@ -10,6 +10,7 @@ computes what it does. Then `transformers.AutoModelForCausalLM` and
 """
 
 import json
+import pathlib
 
 from absl import flags
 from lib import common
@@ -17,6 +18,7 @@ from lib import flags as shared
 from lib import models
 
 from specjax.models.published import export_pretrained
+from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
     "model", "bundled", "bundled, small, tiny, smol, smollm2, a directory of "
@@ -30,6 +32,10 @@ _DTYPE = flags.DEFINE_enum(
 
 def main() -> None:
   """Loads, and writes."""
+  if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
+    raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
+                     "training run, whose weights would be replaced; choose "
+                     "another directory")
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
   architecture = export_pretrained(

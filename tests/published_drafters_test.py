@@ -345,6 +345,13 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
     config = json.loads((tmp_path / name / "config.json").read_text())
     assert asked <= config.keys()
     assert config.get("num_target_layers", _LAYERS) == _LAYERS
+  untied = sj.models.Transformer(dataclasses.replace(
+      _TARGET.config, tie_embeddings=False))
+  heads = sj.models.heads.Eagle3Heads.for_target(untied, 2)
+  params = heads.init(jax.random.key(0), untied.init(jax.random.key(1)))
+  export_drafter(tmp_path / "untied", heads, params, untied)
+  _, read = load_drafter(tmp_path / "untied", untied, dtype=jnp.float32)
+  jax.tree.map(np.testing.assert_array_equal, read, params)
   odd = dataclasses.replace(_loaded("medusa")[0], output="shared")
   for heads in (odd, *(_loaded(name)[0] for name in in_target)):
     with pytest.raises(ValueError, match="cannot be written.*save_heads"):

@@ -108,6 +108,10 @@ def test_copy_of_a_tied_head(copy):
       "lm_head.weight": held["model.embed_tokens.weight"]})
   params_equal(load_pretrained(target, dtype=jnp.float32).params,
                 loaded("llama_tied").params, rtol=0, atol=0)
+  # A head of its own would be left unread.
+  _refuses(copy("llama_tied", lambda held: held | {
+      "lm_head.weight": 2 * held["model.embed_tokens.weight"]}),
+           "LM head", "tie_word_embeddings")
 
 
 def test_a_drafter_beside_the_target(copy):
@@ -224,6 +228,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(num_hidden_layers=3), ["layers.2", "no tensor"]),
     ("llama_tied", dict(num_hidden_layers=1), ["layers.1", "does not know"]),
     ("llama_tied", dict(tie_word_embeddings=False), ["lm_head", "no tensor"]),
+    ("llama_tied", dict(tie_word_embeddings="false"), ["true or false"]),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["inverse_layer"]),
     ("gemma3", dict(layer_types=["full_attention"]), ["layer_types"]),
     ("gemma3", dict(layer_types=3), ["layer_types", "3"]),
@@ -232,6 +237,12 @@ def _refuses(path, *words, **options):
     ("gemma3", dict(rope_parameters=dict(full_attention="x")),
      ["full_attention", "'x'"]),
     ("llama_tied", dict(rms_norm_eps=None), ["rms_norm_eps", "a number"]),
+    ("llama_tied", dict(rms_norm_eps=-1), ["rms_norm_eps", "-1", "above 0"]),
+    ("llama_tied", dict(rms_norm_eps=np.nan), ["rms_norm_eps", "nan"]),
+    ("llama_tied", dict(rope_parameters=None, rope_theta=0), ["theta", "0"]),
+    ("llama_tied", dict(rope_parameters=dict(rope_theta=-5)), ["theta", "-5"]),
+    ("llama_tied", dict(eos_token_id="</s>"), ["'</s>'", "eos_token_id"]),
+    ("llama_tied", dict(eos_token_id=[1, 999]), ["999", "eos_token_id", "48"]),
     ("llama_tied", dict(rope_parameters=None, rope_theta=None),
      ["rope_theta", "a number"]),
     ("llama_tied", dict(rope_scaling=[1]), ["rope_scaling", "[1]"]),
@@ -421,10 +432,14 @@ def test_special_tokens_beyond_the_embeddings(copy):
 def test_export_script(tmp_path):
   # Broken: the bundled pair cannot be given to others, or a wrong name ends in
   # a traceback.
-  good, bad = run_all(
+  (tmp_path / "trained").mkdir()
+  (tmp_path / "trained" / "run.json").write_text("{}")
+  good, bad, over = run_all(
       "export.py", ["--model=tiny", f"--output_dir={tmp_path / 'tiny'}"],
       ["--model=nowhere/at/all", f"--output_dir={tmp_path / 'x'}"],
+      ["--model=tiny", f"--output_dir={tmp_path / 'trained'}"],
       cwd=tmp_path)
+  assert "holds a training run" in over["code"]
   assert good["code"] == 0
   last = json.loads(good["stdout"].splitlines()[-1])
   assert last["architecture"] == "llama"

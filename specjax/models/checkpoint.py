@@ -20,6 +20,8 @@ import numpy as np
 from specjax import processes
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
+from specjax.models.safetensors_files import converted
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
@@ -36,14 +38,18 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
     model: the model.
     params: its parameters; all processes call it if these are split over them.
     dtype: to store the weights in; None keeps theirs.
+
+  Raises:
+    ValueError: `dtype` does not hold the weights.
   """
+  dtype = dtype and float_dtype(dtype)
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(params, sep=".")
   write_safetensors(
       directory / "model.safetensors",
       {name: (x.shape, dtype or x.dtype) for name, x in flat.items()},
-      (np.asarray(processes.gathered(x)).astype(dtype or x.dtype)
+      (converted(np.asarray(processes.gathered(x)), dtype)
        for x in flat.values()))
   write_json(directory / "config.json", dataclasses.asdict(model.config),
              indent=2)
@@ -86,7 +92,7 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
       raise ValueError(
           f"{weights_path} holds {has} for {name} where {config_path.name} "
           f"asks for {wants}; the two files do not belong together")
-  dtype = dtype or default_dtype()
+  dtype = float_dtype(dtype or default_dtype())
   # A copy that is waited for: the file's pages are given back.
   params = {name: jnp.array(tensor.read(), dtype).block_until_ready()
             for name, tensor in tensors.items()}

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,38 @@ def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
     return np.zeros(shape, dtype)
   data = np.memmap(path, np.uint8, "r", offset=offset, shape=(size,))
   return np.asarray(data).view(dtype).reshape(shape)
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+  """The dtype that weights are asked for in.
+
+  Raises:
+    ValueError: weights in it would be whole numbers.
+  """
+  dtype = np.dtype(dtype)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f"dtype is {dtype.name}, in which weights would be whole "
+                     "numbers; give float32, bfloat16 or float16, and see "
+                     "models.quantization for int8")
+  return dtype
+
+
+def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
+  """Weights in the dtype that they are stored in; None: in theirs.
+
+  Raises:
+    ValueError: the dtype does not hold them.
+  """
+  if dtype is None:
+    return x
+  dtype = float_dtype(dtype)
+  with np.errstate(over="ignore"):
+    out = x.astype(dtype)
+  if not np.isfinite(out).all():
+    raise ValueError(f"the weights do not fit {dtype.name}, in which some of "
+                     "them are infinite or no numbers; write them in float32 "
+                     "or bfloat16")
+  return out
 
 
 def write_safetensors(path: str | os.PathLike[str],

@@ -25,6 +25,8 @@ from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
 from specjax.models.heads.parallel import ParallelHeads
+from specjax.models.safetensors_files import converted
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
@@ -45,10 +47,13 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
     params: their parameters; the names of a tree are joined by dots.
     target: the model that they were trained for.
     dtype: to store the weights in; None keeps theirs.
+
+  Raises:
+    ValueError: `dtype` does not hold the weights.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  tensors = {name: jax.device_get(jnp.asarray(x, dtype or x.dtype))
+  tensors = {name: converted(jax.device_get(x), dtype)
              for name, x in _flat(params).items()}
   config = json.dumps({"kind": heads.kind, "heads": dataclasses.asdict(heads),
                        "target": _sizes(target)}, indent=2) + "\n"
@@ -104,7 +109,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     raise ValueError(
         f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
         f"for {shapes(expected)}; the two files do not belong together")
-  dtype = dtype or default_dtype()
+  dtype = float_dtype(dtype or default_dtype())
   params = {name: jnp.array(x.read(), dtype) for name, x in tensors.items()}
   return heads, flax.traverse_util.unflatten_dict(params, sep=".")
 

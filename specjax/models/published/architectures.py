@@ -50,10 +50,10 @@ class Architecture:
       ValueError: a key is missing, or is not understood.
     """
     fields = self.read(keys)
-    tied = keys("tie_word_embeddings", self.tied or not has_head)
+    tied = keys.switch("tie_word_embeddings", self.tied or not has_head)
     keys.refuse_others()
     return without_idle_windows(
-        TransformerConfig(**fields, tie_embeddings=bool(tied)))
+        TransformerConfig(**fields, tie_embeddings=tied))
 
 
 def without_idle_windows(config: TransformerConfig) -> TransformerConfig:

@@ -23,6 +23,8 @@ from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.settings import ACTIVATIONS
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
+from specjax.models.safetensors_files import converted
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
 
@@ -50,14 +52,19 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
 
   Raises:
     ValueError: no published architecture computes what this model does, or
-      `dtype` does not hold its weights.
+      `dtype` does not hold its weights; the directory has a tokenizer and none
+      is given.
   """
   model_type, config = express(model.config)
   architecture = ARCHITECTURES[model_type]
   directory = pathlib.Path(directory)
+  if tokenizer is None and (directory / "tokenizer.json").exists():
+    raise ValueError(f"{directory} has a tokenizer.json, which would be taken "
+                     "for that of this model, and no tokenizer is given; give "
+                     "it, or choose another directory")
   directory.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
-  dtype = np.dtype(dtype or flat["embedding"].dtype)
+  dtype = float_dtype(dtype or flat["embedding"].dtype)
   ends = [*generation.eos] if generation else []
   if not ends and tokenizer is not None and tokenizer.eos is not None:
     ends = [tokenizer.eos]
@@ -154,17 +161,7 @@ def _write_weights(path, architecture, config, params, dtype):
     places.append((stored, x))
   write_safetensors(path, kinds, (
       tensor for stored, x in places
-      for tensor in stored.split(config, _cast(np.asarray(x), dtype))))
-
-
-def _cast(x, dtype):
-  with np.errstate(over="ignore"):
-    out = x.astype(dtype)
-  if not np.isfinite(out).all():
-    raise ValueError(f"the weights do not fit {dtype.name}, in which some of "
-                     "them are infinite or no numbers; write them in float32 "
-                     "or bfloat16")
-  return out
+      for tensor in stored.split(config, converted(np.asarray(x), dtype))))
 
 
 def _write_tokenizer(directory, tokenizer, length):

@@ -1,6 +1,7 @@
 """The keys of a published configuration, of which none may be overlooked."""
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 # What training, generation, other tasks and other libraries note in it. It
@@ -81,15 +82,28 @@ class Keys:
       self._needs(name, value, "a whole number of at least 1")
     return value
 
-  def number(self, name: str, otherwise: float | None = None) -> float:
+  def number(self, name: str, otherwise: float | None = None, *,
+             positive: bool = False) -> float:
     """A number that must be there, unless there is another one.
 
     Raises:
-      ValueError: it is missing, or something else.
+      ValueError: it is missing, or something else, or not above 0 where it
+        must be.
     """
     value = self(name, otherwise)
-    if not is_number(value):
-      self._needs(name, value, "a number")
+    if not is_number(value) or (positive and value <= 0):
+      self._needs(name, value, "a number" + positive * " above 0")
+    return value
+
+  def switch(self, name: str, otherwise: bool) -> bool:
+    """True or false.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = self(name, otherwise)
+    if not isinstance(value, bool):
+      self._needs(name, value, "true or false")
     return value
 
   def mapping(self, name: str) -> dict[str, Any]:
@@ -147,8 +161,9 @@ class Keys:
 
 
 def is_number(value: Any) -> bool:
-  """Whether a value is an int or a float."""
-  return isinstance(value, int | float) and not isinstance(value, bool)
+  """Whether a value is an int or a float, and finite."""
+  return (isinstance(value, int | float) and not isinstance(value, bool)
+          and math.isfinite(value))
 
 
 def _short(value):

@@ -17,6 +17,7 @@ from specjax.models.published.architectures import without_idle_windows
 from specjax.models.published.keys import Keys
 from specjax.models.published.parameters import fill
 from specjax.models.published.places import find
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 
@@ -87,7 +88,7 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
       it says something that is not understood.
   """
   place = find(os.fspath(path))
-  dtype = np.dtype(dtype or default_dtype())
+  dtype = float_dtype(dtype or default_dtype())
   if place.is_file():
     found = _from_gguf(place, dtype, context_length)
   else:
@@ -165,10 +166,24 @@ def _from_directory(directory, dtype, context_length):
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
   keys = Keys(text, str(config_path), architecture.defaults, context_length)
   model = Transformer(architecture.config(keys, f"{head}.weight" in tensors))
-  if model.config.tie_embeddings:
-    tensors.pop(f"{head}.weight", None)  # a copy
+  if model.config.tie_embeddings and f"{head}.weight" in tensors:
+    [embedding] = architecture.names["embedding"].names
+    _check_copy(directory, tensors.pop(f"{head}.weight"),
+                tensors.get(f"{embedding}.weight"))
   params = fill(model, architecture.names, tensors, dtype, str(directory))
-  return Pretrained(model, params, tokenizer, _generation(directory, text))
+  return Pretrained(model, params, tokenizer, _generation(
+      directory, text, model.vocab_size))
+
+
+def _check_copy(directory, head, embedding):
+  """Refuses a head that its configuration would have left unread."""
+  if embedding is not None and not (
+      head.shape == embedding.shape
+      and np.array_equal(head.read(), embedding.read())):
+    raise ValueError(
+        f"{directory} has an LM head that is not its embedding, and its "
+        "config.json says tie_word_embeddings: true; say false to compute with "
+        "that head, or delete the tensor to compute with the embedding")
 
 
 def _drafts(name, config):
@@ -180,7 +195,7 @@ def _drafts(name, config):
       int(layer[1]) >= config.get("num_hidden_layers", 0))
 
 
-def _generation(directory, config):
+def _generation(directory, config, vocab_size):
   """Of generation_config.json, or of the configuration itself."""
   path = directory / "generation_config.json"
   given = read_json(path, "download it again") if path.is_file() else {}
@@ -188,6 +203,12 @@ def _generation(directory, config):
   if not given and ends is None:
     return None
   ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+  for token in ends:
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+      raise ValueError(
+          f"{path if 'eos_token_id' in given else directory / 'config.json'} "
+          f"has {token!r} for eos_token_id; give token ids in "
+          f"[0, {vocab_size}), or none")
   sampling = {name: given.get(name) if given.get("do_sample") else None
               for name in ("temperature", "top_k", "top_p")}
   return GenerationDefaults(eos=tuple(ends), **sampling)

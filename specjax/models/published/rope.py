@@ -29,10 +29,10 @@ def read(keys: Keys, theta: str = "rope_theta",
   """
   given = keys.mapping("rope_parameters")
   given = _checked(keys, keys.mapping("rope_scaling") or given)
-  base = given.pop("rope_theta", None) or keys.number(theta)
+  base = given.pop("rope_theta", None) or keys.number(theta, positive=True)
   share = given.pop("partial_rotary_factor", None)
   if fraction:
-    share = share or keys.number(fraction, 1.0)
+    share = share or keys.number(fraction, 1.0, positive=True)
   elif share not in (None, 1):
     keys.refuse("partial_rotary_factor", share)
   scaling, length = _scaling(keys, given)
@@ -49,9 +49,10 @@ def read_two(keys: Keys) -> dict[str, Any]:
   full, local = (_checked(keys, part) for part in (
       parts.mapping("full_attention") | keys.mapping("rope_scaling"),
       parts.mapping("sliding_attention")))
-  base = full.pop("rope_theta", None) or keys.number("rope_theta")
-  local_base = (local.pop("rope_theta", None)
-                or keys.number("rope_local_base_freq"))
+  base = full.pop("rope_theta", None) or keys.number(
+      "rope_theta", positive=True)
+  local_base = local.pop("rope_theta", None) or keys.number(
+      "rope_local_base_freq", positive=True)
   if _kind(local) != "default" or local:
     keys.refuse("rope_parameters.sliding_attention", local)
   scaling, length = _scaling(keys, full)
@@ -66,7 +67,10 @@ def _checked(keys, given):
     if name in ("type", "rope_type"):
       good = isinstance(value, str)
     elif name in ("short_factor", "long_factor"):
-      good = isinstance(value, list) and all(map(is_number, value))
+      good = isinstance(value, list) and all(
+          is_number(x) and x > 0 for x in value)
+    elif name in ("rope_theta", "partial_rotary_factor"):
+      good = is_number(value) and value > 0
     else:
       good = name == "truncate" or is_number(value)
     if not good:

@@ -22,7 +22,7 @@ def _sizes(keys, epsilon="rms_norm_eps", activation="hidden_act"):
       kv_heads=keys.size("num_key_value_heads", heads),
       head_dim=keys.size("head_dim", width // heads),
       mlp_width=keys.size("intermediate_size"),
-      norm_epsilon=keys.number(epsilon),
+      norm_epsilon=keys.number(epsilon, positive=True),
       activation=keys.choice(activation, ACTIVATIONS))
 
 
@@ -146,7 +146,8 @@ def gpt2(keys: Keys) -> Fields:
       layers=keys.size("n_layer"), heads=heads, kv_heads=heads,
       head_dim=width // heads, mlp_width=keys.size("n_inner", 4 * width),
       context_length=keys.size("n_positions"), learned_positions=True,
-      norm="layer", norm_epsilon=keys.number("layer_norm_epsilon"), gated=False,
+      norm="layer", gated=False,
+      norm_epsilon=keys.number("layer_norm_epsilon", positive=True),
       activation=keys.choice("activation_function", ACTIVATIONS),
       query_scale=None if keys("scale_attn_weights") else 1.0,
       qkv_bias=True, out_bias=True, mlp_bias=True)

@@ -13,9 +13,14 @@ from specjax.models.heads import Heads
 from specjax.models.published.drafters.found import Found
 from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.load import places
+from specjax.models.safetensors_files import converted
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
+
+# Tokens that are drafted by default, and a field that heads do not read.
+_MAY_DIFFER = {"forecasts", "tie_embeddings"}
 
 
 def export_drafter(directory: str | os.PathLike[str], heads: Heads,
@@ -39,12 +44,14 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
     The layout.
 
   Raises:
-    ValueError: no layout, or not the one that is asked for, holds these heads.
+    ValueError: no layout, or not the one that is asked for, holds these heads,
+      or `dtype` does not hold their weights.
   """
   if layout is not None and layout not in LAYOUTS:
     raise ValueError(f"layout is {layout!r}; it must be one of "
                      f"{', '.join(LAYOUTS)}")
   leaves = jax.tree.leaves(params)
+  dtype = dtype and float_dtype(dtype)
   reason = "no published layout has heads of this kind"
   for name in [layout] if layout else LAYOUTS:
     record = LAYOUTS[name]
@@ -64,7 +71,7 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
       continue
     lost = [field.name for field in dataclasses.fields(heads)
             if getattr(back, field.name) != getattr(heads, field.name)]
-    if set(lost) - {"forecasts"}:
+    if set(lost) - _MAY_DIFFER:
       reason = f"it has no place for {', '.join(lost)}"
       continue
     directory = pathlib.Path(directory)
@@ -95,8 +102,7 @@ def _tensors(heads, stored, leaves, dtype):
 def _arrays(heads, stored, leaves, dtype):
   """What is in them; one parameter at a time is copied from the device."""
   for (_, how, _), x in zip(stored, leaves, strict=True):
-    yield from how.split(heads, np.asarray(x).astype(
-        np.dtype(dtype or x.dtype)))
+    yield from how.split(heads, converted(np.asarray(x), dtype))
   yield from _vocabulary(heads).values()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.files import read_json
 from specjax.models.heads import Heads
@@ -20,6 +19,7 @@ from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.layouts import WEIGHTS
 from specjax.models.published.layouts import Stored
 from specjax.models.published.places import find
+from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import default_dtype
@@ -78,7 +78,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                 tensors=_own(record, tensors, target),
                 target_params=target_params)
   heads = record.read(found)
-  return heads, _fill(found, record, heads, np.dtype(dtype or default_dtype()))
+  return heads, _fill(found, record, heads, float_dtype(
+      dtype or default_dtype()))
 
 
 def drafter_layout(path: str | os.PathLike[str]) -> str | None:
