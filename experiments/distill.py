@@ -30,6 +30,7 @@ import numpy as np
 import specjax as sj
 from specjax import processes
 from specjax import strategies
+from specjax.data import prompt_sets
 from specjax.data import reduction
 from specjax.data import vocabularies
 from specjax.files import fingerprint
@@ -45,7 +46,7 @@ from specjax.training import runs
 
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
-_PROMPTS = shared.prompts()
+_PROMPTS = shared.prompts(None)
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(4096, "prompts of every set, at most")
@@ -138,24 +139,50 @@ def _joined(answers):
       for field in dataclasses.fields(distillation.Answers)})
 
 
-def _answers(target, tokenizer, output_dir, mesh):
-  """`(learned, measured)`: what the target answers; the first file is held out.
+def _prompts(target, tokenizer):
+  """The prompts in order: those of the first file are held out.
+
+  What is held out is nowhere among the others, however often it is given.
   """
+  for name in _PROMPTS.value or ():
+    if name in prompt_sets.EMBEDDED:
+      raise ValueError(
+          f"--prompts={name} are overlapping excerpts of the modules that "
+          "studies measure with; give prompts of your own, such as a .jsonl "
+          "file")
   prompts = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value,
                          target.model.context_length)
-  if len(prompts.all) < 2 * _ROWS_A_FILE.value:
-    raise ValueError(f"there are {len(prompts.all)} prompts, and the answers "
-                     f"to {_ROWS_A_FILE.value} are held out; give at least "
-                     f"{2 * _ROWS_A_FILE.value}, or lower --rows_per_file")
+  if _ROW_TOKENS.value <= prompts.longest:
+    raise ValueError(
+        f"--row_tokens is {_ROW_TOKENS.value} and the longest prompt has "
+        f"{prompts.longest} tokens, so that nothing is learned of its answer; "
+        "give more, or a smaller --prompt_tokens")
+  order = np.random.default_rng(_SEED.value).permutation(len(prompts.all))
+  rows = [prompts.all[i] for i in order]
+  held_out = rows[:_ROWS_A_FILE.value]
+  known = set(map(tuple, held_out))
+  learned = [row for row in rows[len(held_out):] if tuple(row) not in known]
+  least = max(_ROWS_A_FILE.value, _BATCH_SIZE.value)
+  if len(learned) < least:
+    raise ValueError(
+        f"there are {len(rows)} prompts, {len(held_out)} are held out and "
+        f"{len(learned)} others are left; give {least} more than --rows_per_"
+        "file at least, or lower --rows_per_file and --batch_size")
+  return held_out + learned
+
+
+def _answers(target, tokenizer, output_dir, mesh):
+  """`(learned, measured)`: what the target answers; the first file is held out.
+  """
+  prompts = _prompts(target, tokenizer)
   decoder = dataclasses.replace(
       common.autoregressive(target.model, 1.0),
       eos=models.ends(target, tokenizer))
-  order = np.random.default_rng(_SEED.value).permutation(len(prompts.all))
   answers = distillation.write_answers(
-      decoder, {"target": target.params}, [prompts.all[i] for i in order],
+      decoder, {"target": target.params}, prompts,
       max_new_tokens=_NEW_TOKENS.value, top=_TOP.value,
       directory=output_dir / "answers", seed=_SEED.value,
       rows_per_file=_ROWS_A_FILE.value, placement=meshes.placement(mesh))
@@ -229,6 +256,9 @@ def main():
   if _ROW_TOKENS.value > target.model.context_length:
     raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
                      f"context has {target.model.context_length}; give fewer")
+  if _TOP.value > target.model.vocab_size:
+    raise ValueError(f"--top is {_TOP.value} and a law of the target has "
+                     f"{target.model.vocab_size} probabilities; give fewer")
   # What the flags alone make wrong is refused before the target writes.
   meshes.specs(mesh, {"drafter": _drafter(
       _VOCAB_SIZE.value or tokenizer.vocab_size, target.model)})

@@ -75,8 +75,8 @@ def dtype():
       "machine")
 
 
-def prompts(default="code"):
-  """Prompt sets; `prompts.read` reads them."""
+def prompts(default: str | None = "code"):
+  """Prompt sets; `prompts.read` reads them. Without a default one is needed."""
   return flags.DEFINE_list(
       "prompts", default, "prompt sets: of the running Python "
       f"({', '.join(prompt_sets.EMBEDDED)}), NAME=PATH for a published file or "
