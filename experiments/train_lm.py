@@ -159,6 +159,10 @@ def _tokenizer(path, training_texts, initial):
     raise ValueError(f"--{flag.name} is {flag.value} and {path} is "
                      "another; leave the flag out, or choose another "
                      "--output_dir")
+  if _VOCAB_SIZE.present and _VOCAB_SIZE.value != given.vocab_size:
+    raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and --{flag.name} "
+                     f"{flag.value} has {given.vocab_size} tokens; leave one "
+                     "of the two out")
   return given
 
 
@@ -271,6 +275,8 @@ def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
       **({"objective": repr(objective)} if "drafter" in trainable else {}),
       **({"initial": fingerprint(trainable["target"]),
           _CONTEXT_LENGTH.name: _CONTEXT_LENGTH.value} if initial else {}),
+      **({} if initial or _TOKENIZER.value else {
+          _VOCAB_SIZE.name: _VOCAB_SIZE.value}),
       **{flag.name: flag.value for flag in (
           *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
           _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,

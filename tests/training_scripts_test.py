@@ -19,6 +19,8 @@ _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--learning_rate=0.01"],
      ["whole holds another run: learning_rate is 0.02 there and 0.01 here"]),
     (["--tokenizer=other.json"], ["other.json and whole/tokenizer.json"]),
+    (["--vocab_size=300"], ["vocab_size is 270 there and 300 here"]),
+    (["--learning_rate=nan"], ["--learning_rate is nan"]),
     (["--steps=300", "--seed=1"], ["whole holds another run: seed is 0"]),
     (["--steps=399"], ["--steps is 399", "has taken 400", "give more"]),
     (["--output_dir=busy"], ["another run is at work in busy", "wait"]),
@@ -30,6 +32,14 @@ _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--stepps=3"], ["'stepps'", "--help"]),
     (["more"], ["'more'", "--help"]),
 ]
+_BEFORE_THE_TARGET_WRITES = [  # for hours
+    ([], "--prompts is ''"),
+    (["--prompts=code"], "--prompts=code are overlapping excerpts"),
+    (["--prompts=copy", "--prompt_tokens=24", "--row_tokens=24"],
+     "--row_tokens is 24 and the longest prompt has 24"),
+    (["--prompts=copy", "--prompt_tokens=24", "--new_tokens=8"],
+     "there are 8 prompts, 8 are held out and 0 others"),
+    (["--prompts=copy", "--top=5000"], "--top is 5000")]
 
 
 @pytest.mark.timeout(300)
@@ -266,13 +276,19 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
 def test_distill(tmp_path):
   """A small model with a small vocabulary learns a target's laws, and drafts.
   """
-  study = scripts.last_line(*scripts.run_all("distill.py", [
-      "--prompts=code", "--num_prompts=8", "--rows_per_file=4",
+  learned, *refused = scripts.run_all("distill.py", [
+      "--prompts=copy", "--num_prompts=8", "--rows_per_file=4",
       "--prompt_tokens=24", "--new_tokens=16", "--vocab_size=600",
       "--width=32", "--layers=1", "--heads=1", "--head_dim=16",
       "--mlp_width=32", "--row_tokens=64", "--batch_size=4", "--steps=40",
       "--warmup_steps=1", "--evaluate_every=0", "--gamma=2",
-      "--output_dir=out"], cwd=tmp_path))
+      "--output_dir=out"],
+      *([*flags, "--num_prompts=8", "--output_dir=none"]
+        for flags, _ in _BEFORE_THE_TARGET_WRITES), cwd=tmp_path)
+  for found, (_, words) in zip(refused, _BEFORE_THE_TARGET_WRITES, strict=True):
+    assert words in found["code"] and "\n" not in found["code"]
+  assert not (tmp_path / "none" / "answers").exists()
+  study = scripts.last_line(learned)
   assert study["study"] == "distill" and study["answers"] == 4
   assert study["held_out_loss"] < np.log(600)  # it has learned something
   assert all(1 <= x <= 3 for x in study["tokens_per_round"].values())

@@ -190,6 +190,19 @@ def test_computes_in_one_dtype_and_keeps_another(tmp_path):
   assert len(seen) >= 4 and set(seen) == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+  # Broken: a run that diverges ends as if it had learned, and takes the place
+  # of all that was saved before.
+  table = {"target": _MARKOV.model.init(jax.random.key(0))}
+  rate = lambda step: jnp.where(step < 2, 0.1, jnp.nan)
+  trainer = _markov_trainer(
+      tmp_path, optimizer=optax.sgd(rate), checkpoint_every=1)
+  with pytest.raises(FloatingPointError, match="after step 3 and are not sav"):
+    trainer.run(table)
+  kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+  assert kept == {"1", "2"}
+
+
 # The checkpoint library leaves the reads of a failed restore unfinished.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_checkpoints_of_other_parameters_are_refused(tmp_path):

@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import json
+import math
 import os
 import pathlib
 import signal
@@ -119,9 +120,15 @@ def run(main, argv=None) -> None:
 def _parsed(argv):
   """The arguments that are no flags; a bad flag is told in one line."""
   try:
-    return flags.FLAGS(argv)
+    rest = flags.FLAGS(argv)
   except flags.Error as e:
     sys.exit(f"error: {' '.join(str(e).split())}; see --help")
+  for name in flags.FLAGS:
+    value = flags.FLAGS[name].value
+    # No bound refuses NaN, which is neither below nor above it.
+    if isinstance(value, float) and not math.isfinite(value):
+      sys.exit(f"error: --{name} is {value}; give a number")
+  return rest
 
 
 def _forget_stdout():
@@ -191,7 +198,7 @@ def output_file(flag: str, path: str) -> pathlib.Path:
   return file
 
 
-def given(flag: str, values: Sequence[str], fix: str) -> Sequence[str]:
+def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
   """The entries of a list flag, of which there must be some.
 
   Args:
@@ -200,8 +207,8 @@ def given(flag: str, values: Sequence[str], fix: str) -> Sequence[str]:
     fix: what to give.
   """
   if not values or not all(values):
-    raise ValueError(f"{flag} is {','.join(values)!r}, which names nothing or "
-                     f"has an empty entry; give {fix}")
+    raise ValueError(f"{flag} is {','.join(values or ())!r}, which names "
+                     f"nothing or has an empty entry; give {fix}")
   return values
 
 

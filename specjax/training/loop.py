@@ -135,6 +135,8 @@ class Trainer:
       ValueError: the checkpoints in `directory` are of other parameters, or all
         of them are damaged; the mesh does not divide the parameters, or
         `param_shardings` names others.
+      FloatingPointError: parameters became NaN or infinite. They are not
+        saved, and the checkpoints before them stay.
       processes.Stopped: the processes were told to stop, and have saved.
     """
     self._check_names({**trainable, **(frozen or {})})
@@ -164,14 +166,18 @@ class Trainer:
         state, aux = step_once(state, frozen, put(self.batch(step)))
         done = step + 1
         progress.stepped(done, *aux)
+        stops = processes.told_to_stop() and done < self.steps
+        saves = (done % self.checkpoint_every == 0 or done == self.steps
+                 or stops)
+        if saves:
+          _check_finite(state.params, done)
         if self.evaluate and (
             done == self.steps or
             self.evaluate_every and done % self.evaluate_every == 0):
           progress.evaluated(done, self.evaluate(
               {**frozen, **cast(state.params, dtype)}))
         progress.write(done)
-        stops = processes.told_to_stop() and done < self.steps
-        if done % self.checkpoint_every == 0 or done == self.steps or stops:
+        if saves:
           checkpoints.save(manager, done, state)
         if stops:
           raise processes.Stopped(
@@ -267,6 +273,20 @@ def _averaged(grad, accumulate, trainable, batch, key, layout):
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   total, _ = jax.lax.scan(add, zero, (parts, keys))
   return jax.tree.map(lambda x: x / accumulate, total)
+
+
+def _check_finite(params, step):
+  if not _all_finite(params):
+    raise FloatingPointError(
+        f"parameters are NaN or infinite after step {step} and are not saved; "
+        "the checkpoints before it stay: give a smaller learning rate and "
+        "another directory")
+
+
+@jax.jit
+def _all_finite(params):
+  return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]
+                   ).all()
 
 
 def cast(tree: Any, dtype: Any) -> Any:
