@@ -45,6 +45,7 @@ from lib import prompts
 from lib import streaming
 
 import specjax as sj
+from specjax import contract
 from specjax import files
 from specjax import strategies
 from specjax.models import sharding
@@ -217,6 +218,10 @@ def _check_flags():
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
+  for flag in (_GAMMA, _NODES, _VERIFIER):
+    if flag.present and name == "none":
+      raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
+                       "name a --drafter, or leave it out")
   if _MEASURE.value and not _CONTROLLER.value:
     raise ValueError("--measure is of what --controller reads, which is not "
                      "given; give it, or leave --measure out")
@@ -256,6 +261,20 @@ def _check_flags():
   _check_mesh()
   if _OUTPUT.value is not None:
     common.output_file("--output", _OUTPUT.value)
+
+
+def _check_form(name, drafter):
+  """Refuses what is said of a chain where a tree is drafted, or the reverse."""
+  chain = "chain" in contract.capabilities(drafter)
+  if chain and _NODES.present:
+    raise ValueError(f"--nodes is {_NODES.value}, of a tree, and {name} drafts "
+                     "a chain here; leave it out, or give a drafter or a "
+                     "--verifier of trees")
+  if not chain and _GAMMA.present and models.drafts_for_itself(
+      name, _TARGET.value):
+    raise ValueError(f"--gamma is {_GAMMA.value}, of a chain, and {name} "
+                     "drafts a tree here; give --nodes, or a --verifier of "
+                     "chains")
 
 
 def _check_mesh():
@@ -334,6 +353,7 @@ def main():
   _check_flags()
   mesh = meshes.join(_MESH, rows=1, trains=False)
   target, model, params, strategy, tokenizer = _speculation()
+  _check_form(_drafter(), strategy.drafter)
   prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value)
   decoder = sj.Decoder(
       target=model, **strategy._asdict(),

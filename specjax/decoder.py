@@ -189,14 +189,15 @@ class Decoder:
     Raises:
       ValueError: a prompt is empty, or longer than its limit; a limit exceeds
         the context length; a token id, a request id or a temperature is out of
-        range; a leaf of the context has another number of rows; a constraint
-        cannot be fulfilled; a part cannot grow that should; a mesh does not
-        divide the rows or a cache.
+        range; a leaf of the context has another number of rows; `params` lack
+        the target's; a constraint cannot be fulfilled; a part cannot grow that
+        should; a mesh does not divide the rows or a cache.
     """
     tokens, lengths = inputs.prompts(prompts, self.target.vocab_size)
     limits = inputs.limits(limits, lengths, self.context_length)
     keys = inputs.row_keys(key, request_ids, len(lengths))
     context = inputs.context(context, len(lengths))
+    inputs.parameters(params)
     needed = (capacity_lib.first(self._round, lengths, limits, self._whole)
               if grows else int(limits.max()) + self.num_nodes)
     capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
@@ -385,9 +386,7 @@ class Decoder:
       ValueError: bad arguments, as in `prefill`.
       FloatingPointError: a model's logits were not finite.
     """
-    if max_new_tokens < 0:
-      raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at "
-                       "least 0")
+    inputs.new_tokens(max_new_tokens)
     prompts = [np.asarray(row) for row in prompts]
     limits = [row.size + max_new_tokens for row in prompts]
     if grows is None:

@@ -4,6 +4,7 @@ Every function raises a `ValueError` of one line that names the value, what it
 must be and how to mend it, before anything is compiled.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,12 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
   if not rows:
     raise ValueError("there are no prompts; at least one is needed")
   for i, row in enumerate(rows):
-    if row.ndim != 1 or row.size == 0:
+    if row.ndim != 1:
+      raise ValueError(
+          f"prompt {i} is {row if row.ndim == 0 else f'of shape {row.shape}'}; "
+          "give a list of token ids for each prompt, such as "
+          "[tokenizer.encode(text)]")
+    if row.size == 0:
       raise ValueError(f"prompt {i} is empty; it needs at least one token, "
                        "such as the tokenizer's bos")
     if not np.issubdtype(row.dtype, np.integer):
@@ -45,6 +51,22 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
   for i, row in enumerate(rows):
     tokens[i, :row.size] = row
   return tokens, lengths
+
+
+def parameters(given: Any) -> None:
+  """Refuses what is no `{"target": ..., "drafter": ...}`."""
+  if not isinstance(given, Mapping) or "target" not in given:
+    has = (f"has the keys {', '.join(map(str, given))}"
+           if isinstance(given, Mapping) else f"is a {type(given).__name__}")
+    raise ValueError(f"params {has}; give "
+                     '{"target": ..., "drafter": ...}, the parameters of both')
+
+
+def new_tokens(given: Any) -> None:
+  """Refuses a number of new tokens that is none."""
+  if not isinstance(given, (int, np.integer)) or given < 0:
+    raise ValueError(f"max_new_tokens is {given}; it must be a whole number of "
+                     "at least 0")
 
 
 def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:

@@ -65,7 +65,10 @@ class LogitsTransform:
   constraints: tuple[Any, ...] = ()
 
   def __post_init__(self):
-    object.__setattr__(self, "banned", tuple(self.banned))
+    for token in self.banned:
+      if token != int(token):
+        raise ValueError(f"banned holds {token}; token ids are whole numbers")
+    object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
     if self.temperature is not None and not 0 <= self.temperature < math.inf:
       raise ValueError(f"temperature is {self.temperature}; it must be at "
@@ -73,6 +76,7 @@ class LogitsTransform:
     if self.top_k < 0 or self.top_k != int(self.top_k):
       raise ValueError(f"top_k is {self.top_k}; it must be a whole number of "
                        "at least 0: 0 keeps all tokens")
+    object.__setattr__(self, "top_k", int(self.top_k))
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]: 1 keeps "
                        "all tokens")
@@ -95,7 +99,9 @@ class LogitsTransform:
     if self.banned:
       logits = logits.at[..., jnp.array(self.banned)].set(-jnp.inf)
     temperature = self._given(temperature, logits.dtype)
-    greedy = temperature <= 0
+    # Smaller numbers count as 0 in compiled code.
+    least = jnp.finfo(logits.dtype).tiny
+    greedy = temperature < least
     # Subtracting first keeps tiny temperatures from overflowing.
     scalars = [jnp.max(logits, axis=-1, keepdims=True),
                jnp.where(greedy, 1, temperature)]
@@ -113,7 +119,7 @@ class LogitsTransform:
       probs = jnp.where(probs >= self.min_p * likeliest, probs, 0)
     if self.top_p < 1 or self.min_p > 0:
       probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-    if self.temperature and logits.dtype.type(self.temperature) > 0:
+    if self.temperature is not None and self.temperature >= least:
       return probs
     # The largest weight is 1, or NaN where the logits are bad.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)

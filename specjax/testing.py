@@ -298,6 +298,9 @@ def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
     tokens: `[n, horizon]` sampled texts.
     law: `[V**horizon]`. Cells that expect fewer than 10 texts are pooled.
     vocab_size: V.
+
+  Raises:
+    ValueError: so few texts can tell nothing of this law.
   """
   tokens = np.asarray(tokens)
   cells = tokens @ vocab_size ** np.arange(tokens.shape[1])[::-1]
@@ -309,6 +312,11 @@ def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
   counts, expected = (np.append(x[~few], x[few].sum())
                       for x in (counts, expected))
   kept = expected > 0
+  if np.count_nonzero(law) == 1:
+    return 1.0  # the only outcome
+  if kept.sum() < 2:
+    raise ValueError(f"{len(tokens)} texts tell nothing of a law of "
+                     f"{np.count_nonzero(law)} outcomes; give more texts")
   statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
   import scipy.stats  # a second long  # pylint: disable=g-import-not-at-top
   return float(scipy.stats.chi2.sf(statistic, kept.sum() - 1))

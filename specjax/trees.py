@@ -135,11 +135,17 @@ def medusa_tree(accuracies: np.ndarray, nodes: int) -> tuple[int, ...]:
     accuracies: `[heads, K]`, how often the k-th guess of a head, or of a
       drafter at that depth, is the right token.
     nodes: N.
+
+  Raises:
+    ValueError: `accuracies` holds no such shares, or there is no such tree.
   """
   accuracies = np.asarray(accuracies, np.float64)
   if accuracies.ndim != 2 or not accuracies.size:
     raise ValueError(f"accuracies has shape {accuracies.shape}; it must be "
                      "[heads, K]")
+  if not ((accuracies >= 0) & (accuracies <= 1)).all():
+    raise ValueError(f"accuracies is {accuracies.tolist()}; they are shares of "
+                     "right guesses, in [0, 1]")
   heads, ranks = accuracies.shape
   _check_nodes(nodes, ranks, heads)
   neighbours = [(-accuracies[0, 0], (0,))]
@@ -196,15 +202,23 @@ def best_tree(acceptance: Sequence[float], pass_seconds: Mapping[int, float],
     draft_seconds: of one level of the draft; depth d costs d of them.
     round_seconds: what a round costs besides, the verification for one.
     depth: the most tokens of a path below the root; None: no limit.
+
+  Raises:
+    ValueError: `acceptance` is no such list, `pass_seconds` lacks 1, or
+      something takes no time, a negative one or for ever.
   """
   acceptance = _checked_acceptance(acceptance)
   if 1 not in pass_seconds:
     raise ValueError("pass_seconds lacks 1, the pass over the root alone; "
                      "measure it: it is the price of not speculating")
   for nodes, seconds in pass_seconds.items():
-    if nodes < 1 or not seconds > 0:
+    if nodes < 1 or not 0 < seconds < np.inf:
       raise ValueError(f"pass_seconds has {seconds} seconds for {nodes} nodes; "
                        "both must be positive")
+  for name, seconds in (("draft_seconds", draft_seconds),
+                        ("round_seconds", round_seconds)):
+    if not 0 <= seconds < np.inf:
+      raise ValueError(f"{name} is {seconds}; a time is not negative")
   largest = max(pass_seconds)
   values, splits = _tables(acceptance, largest, _levels(largest, depth))
   best, speed = (1, 0), 1 / pass_seconds[1]

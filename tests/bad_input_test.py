@@ -53,7 +53,8 @@ def _raises_one_line(call, *words, error=ValueError):
     ("top_p", float("nan"), ["nan", "(0, 1]"]),
     ("min_p", -0.1, ["-0.1", "[0, 1]"]),
     ("min_p", 2.0, ["2.0", "[0, 1]"]),
-    ("banned", (3, -1), ["-1", "start at 0"])])
+    ("banned", (3, -1), ["-1", "start at 0"]),
+    ("banned", (1.5,), ["1.5", "whole"])])
 def test_transform_settings(setting, value, words):
   # Broken: a typing error is sampled from instead of reported.
   _raises_one_line(lambda: sj.LogitsTransform(**{setting: value}), setting,
@@ -99,7 +100,9 @@ def test_unsound_pairs_of_verifier_and_drafter(place):
     ([[1], [2, _VOCAB]], ["prompt 1", _VOCAB, "tokenizer"]),
     ([[-1]], ["prompt 0", "-1"]),
     ([[1.0, 2.0]], ["prompt 0", "float", "whole"]),
-    ([[[1, 2]]], ["prompt 0"]),
+    ([[[1, 2]]], ["prompt 0", "(1, 2)", "token ids"]),
+    ([1, 2], ["prompt 0 is 1", "token ids"]),
+    ("abc", ["prompt 0 is a", "token ids"]),
     ([[1] * 16], ["21", "20", "shorten"])])  # 16 and 5 new: one too many
 def test_prompts(prompts, words):
   # Broken: bad prompts are truncated, wrapped or clamped in silence.
@@ -124,10 +127,16 @@ def test_limits_and_keys():
   _raises_one_line(
       lambda: decoder.generate(None, [[1]], key, max_new_tokens=-1),
       "max_new_tokens", -1, "at least 0")
+  _raises_one_line(
+      lambda: decoder.generate(None, [[1]], key, max_new_tokens=[3, 4]),
+      "max_new_tokens", [3, 4], "whole number")
   _raises_one_line(lambda: prefill(jax.random.key(0, impl="rbg")), "rbg",
                    "threefry2x32")
   _raises_one_line(lambda: prefill(jax.random.PRNGKey(0)), "jax.random.key")
   _raises_one_line(lambda: prefill(0), "jax.random.key")
+  _raises_one_line(prefill, "params is a NoneType", "drafter")
+  _raises_one_line(
+      lambda: decoder.prefill({"embedding": 0}, [[1]], key), "embedding")
 
 
 def test_certify_settings():
@@ -138,6 +147,12 @@ def test_certify_settings():
   _raises_one_line(lambda: sj.exact.certify(rule, gammas=()), "gammas")
   _raises_one_line(lambda: sj.exact.certify(rule, gammas=(0, 1)), "gammas",
                    "at least 1")
+  for name, value in (
+      ("gammas", 2), ("gammas", (2.0,)), ("vocab_sizes", ()),
+      ("vocab_sizes", (1,)), ("rounds", 0), ("seeds", 0), ("kinds", ()),
+      ("kinds", ("foo",)), ("kinds", "dense")):
+    _raises_one_line(
+        functools.partial(sj.exact.certify, rule, **{name: value}), name)
 
 
 @functools.cache

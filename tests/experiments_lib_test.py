@@ -6,8 +6,10 @@ import os
 import shutil
 import sys
 import time
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import ROOT
@@ -18,6 +20,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import compilation  # noqa: E402
+from lib import compositions  # noqa: E402
 from lib import one_of  # noqa: E402
 from lib import rollouts  # noqa: E402
 import redraw  # noqa: E402
@@ -28,6 +31,18 @@ def _decoder(verifier):
   return sj.Decoder(
       target=model, verifier=verifier,
       drafter=sj.drafters.LanguageModel(model=model, gamma=3))
+
+
+def test_noise_is_drawn_by_the_law_that_it_reports():
+  # Broken: "useless" drafts are verified against a law that is not theirs.
+  size, numbers, drawn = 6, 2**23, 0
+  noise = compositions.Noise(gamma=numbers // 8, vocab_size=size)
+  state = types.SimpleNamespace(
+      tokens=jnp.zeros((1, 1), jnp.int32), lengths=jnp.ones(1, jnp.int32))
+  for part in np.split(np.arange(numbers, dtype=np.float32) / numbers, 8):
+    draft, _ = noise.propose({}, part[None], state)  # all coins there are
+    drawn += np.bincount(draft.tokens[0, 1:], minlength=size)
+  np.testing.assert_array_equal(draft.probs[0, 1], drawn / numbers)
 
 
 @pytest.mark.parametrize("name", ["Token", "Block", "GreedyBlock"])

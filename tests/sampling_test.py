@@ -76,6 +76,16 @@ def test_transform_of_one_token():
     np.testing.assert_array_equal(transform(jnp.zeros((2, 1))), 1)
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-60])
+def test_a_temperature_too_small_for_float32_is_greedy(temperature):
+  # Broken: compiled code takes it for 0, and its caller does not.
+  logits, greedy = jnp.array([0.0, 3.0, 1.0]), [0, 1, 0]
+  assert LogitsTransform(temperature=temperature)(logits).tolist() == greedy
+  assert LogitsTransform(temperature=None)(
+      logits, temperature).tolist() == greedy
+  assert LogitsTransform(top_k=2.0) == LogitsTransform(top_k=2)
+
+
 def test_temperature_0_takes_the_lowest_id_among_equals():
   # Broken: ties are decided differently by target and drafter.
   probs = LogitsTransform(temperature=0.0)(

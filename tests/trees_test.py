@@ -152,12 +152,17 @@ def test_given_trees():
     (lambda: trees.from_choices([(0,), [0]]), "twice"),
     (lambda: trees.medusa_tree([0.5], 2), r"\[heads, K\]"),
     (lambda: trees.medusa_tree([[0.5, 0.1]], 4), "nodes is 4.*1 to 3"),
+    (lambda: trees.medusa_tree([[0.5, np.nan]], 2), r"in \[0, 1\]"),
+    (lambda: trees.medusa_tree([[3.0, 2.0]], 2), r"in \[0, 1\]"),
     (lambda: trees.sequoia_tree((0.5,), 0), "nodes is 0"),
     (lambda: trees.sequoia_tree((0.7, 0.7), 4), "at most 1"),
     (lambda: trees.sequoia_tree((), 4), r"\[K\]"),
     (lambda: trees.sequoia_tree((0.5, -0.1), 4), "none below 0"),
     (lambda: trees.best_tree((0.5,), {2: 1.0}, 0.1), "lacks 1"),
-    (lambda: trees.best_tree((0.5,), {1: 0.0}, 0.1), "positive")])
+    (lambda: trees.best_tree((0.5,), {1: 0.0}, 0.1), "positive"),
+    (lambda: trees.best_tree((0.5,), {1: 1.0}, np.nan), "draft_seconds is nan"),
+    (lambda: trees.best_tree((0.5,), {1: 1.0}, 0.1, round_seconds=-1.0),
+     "round_seconds is -1")])
 def test_bad_settings(call, words):
   # Broken: a typing error becomes a tree.
   with pytest.raises(ValueError, match=words):

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lib import models
 import specjax as sj
@@ -81,8 +82,12 @@ class Noise:
   def propose(self, params, coins, state):
     """Drafts a chain for every row."""
     del params
-    tokens = (coins * self.vocab_size).astype(jnp.int32)
-    probs = jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)
+    # A coin is one of 2^23 numbers, which V tokens may not share evenly.
+    numbers, size = 2**23, self.vocab_size
+    tokens = (coins * numbers).astype(jnp.int32) % size
+    shares = numbers // size + (np.arange(size) < numbers % size)
+    probs = jnp.broadcast_to(
+        (shares / numbers).astype(np.float32), (*tokens.shape, size))
     return jax.vmap(sj.Draft.chain)(common.roots(state), tokens, probs), None
 
   def commit(self, params, drafter, draft, verdict, target_output, count):

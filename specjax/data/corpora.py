@@ -197,11 +197,16 @@ def field_of(path: str | os.PathLike[str], number: int,
 
 def _jsonl_documents(path, field):
   for number, record in json_lines(path):
-    text = field_of(path, number, record, field)
-    if not isinstance(text, str):
-      raise ValueError(f"{path} line {number}: {field!r} is a "
-                       f"{type(text).__name__}; it must be a text")
-    yield Document(f"{path.name}:{number}", text)
+    yield _text_document(
+        f"{path.name}:{number}", f"{path} line {number}", field,
+        field_of(path, number, record, field))
+
+
+def _text_document(name, place, field, text):
+  if not isinstance(text, str):
+    raise ValueError(f"{place}: {field!r} is a {type(text).__name__}; it must "
+                     "be a text")
+  return Document(name, text)
 
 
 def _huggingface_documents(source, field):
@@ -215,4 +220,5 @@ def _huggingface_documents(source, field):
   if field not in rows.column_names:
     raise ValueError(f"dataset {name} has no field {field!r}; it has "
                      f"{', '.join(rows.column_names)}")
-  return [Document(f"{name}:{i}", text) for i, text in enumerate(rows[field])]
+  return [_text_document(f"{name}:{i}", f"dataset {name} row {i}", field, text)
+          for i, text in enumerate(rows[field])]

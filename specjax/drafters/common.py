@@ -132,8 +132,9 @@ def check_target_size(size: int, target: ModelFn) -> None:
 
 
 def is_whole(value: Any) -> bool:
-  """Whether it can be a size: 3.0 is none, and no shape takes it."""
-  return isinstance(value, (int, np.integer))
+  """Whether it can be a size: 3.0 and True are none, and no shape takes them.
+  """
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

@@ -1,12 +1,15 @@
 """A proof, or the model that refutes it, in one line."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
 import math
 from typing import Any
 from typing import NamedTuple
+
+import numpy as np
 
 from specjax.exact import drafts
 from specjax.exact import enumeration
@@ -167,6 +170,9 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   Returns:
     A `Certificate`; print it.
 
+  Raises:
+    ValueError: a setting is none of these, or two of them exclude each other.
+
   Example:
     >>> import specjax as sj
     >>> found = sj.exact.certify(
@@ -176,9 +182,14 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   """
   compiled = Compiled.of(verifier)
   rule = compiled.rule
-  vocab_sizes = vocab_sizes or ((3,) if rule.remembers else (3, 4))
-  some_rounds = rounds or (3 if rule.remembers else 2)
-  _check_settings(dtype, gammas, drafting, trees, stop)
+  if vocab_sizes is None:
+    vocab_sizes = (3,) if rule.remembers else (3, 4)
+  some_rounds = rounds
+  if rounds is None:
+    some_rounds = 3 if rule.remembers else 2
+  _check_sizes(vocab_sizes=(vocab_sizes, 2), gammas=(gammas, 1),
+               rounds=((some_rounds,), 1), seeds=(seeds, 0))
+  _check_settings(kinds, dtype, drafting, trees, stop)
   ended = None if stop is None else stopping.kept_by(stop)
   if trees is None and ("chain" in rule.requires or stop is not None
                         or drafting not in (None, "autoregressive")):
@@ -222,12 +233,21 @@ def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
   return _certificate(small, more, expected, bounds, dtype, rule)
 
 
-def _check_settings(dtype, gammas, drafting, trees, stop):
+def _check_sizes(**sizes):
+  """Refuses what is no whole numbers, one at least; of each, and its least."""
+  for name, (values, least) in sizes.items():
+    if not (isinstance(values, Sequence) and values and all(
+        isinstance(x, (int, np.integer)) and x >= least for x in values)):
+      raise ValueError(f"{name} is {values}; give whole numbers of at least "
+                       f"{least}, one or more, such as ({least},)")
+
+
+def _check_settings(kinds, dtype, drafting, trees, stop):
+  if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
+    raise ValueError(f"kinds is {kinds!r}; give one or more of "
+                     f"{', '.join(KINDS)}")
   if dtype not in _TOLERANCE:
     raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
-  if not gammas or min(gammas) < 1:
-    raise ValueError(f"gammas is {gammas}; every draft length must be at "
-                     "least 1")
   if trees and stop is not None:
     raise ValueError("stop ends chains, and trees are given; leave one of the "
                      "two out")
