@@ -140,25 +140,17 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
   groups = {}
   for unit in units:
     groups.setdefault(group_of(unit), []).append(unit)
-  runs, decoders = {}, set()
+  runs = {}
   with (files.naming(path), open(path, "ab") as f,
         tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
                   dynamic_ncols=True) as bar):
+    programs = _Programs(make_arms, beside, bar)
     for group, mine in groups.items():
       left = sum(unit not in found for unit in mine)
       longest = max((prompt_of(unit)[0] for unit in mine), key=len)
-
-      @functools.cache
-      def arms(group=group, left=left, longest=longest):
-        """Made when the first unit of the group needs them."""
-        made = make_arms(group)
-        new = {arm.program for arm in made.values()}
-        if len(decoders | new) > _MOST_DECODERS:
-          jax.clear_caches()
-          decoders.clear()
-        decoders.update(new)
-        _compile(made, longest, 1 + left // 2, beside, bar)
-        return made
+      # Made when the first unit of the group needs them.
+      arms = functools.cache(functools.partial(
+          programs.arms, group, longest, 1 + left // 2))
 
       so_far = {}
       for number, unit in enumerate(mine):
@@ -175,6 +167,25 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
     bar.n = bar.total
     bar.refresh()
   return runs
+
+
+class _Programs:
+  """Compiles the arms of one group after another, not too many at a time."""
+
+  def __init__(self, make_arms, beside, bar):
+    self._make_arms, self._beside, self._bar = make_arms, beside, bar
+    self._compiled = set()
+
+  def arms(self, group, longest, share):
+    """Those of a group, compiled; see `run` and `_compile`."""
+    made = self._make_arms(group)
+    new = {arm.program for arm in made.values()}
+    if len(self._compiled | new) > _MOST_DECODERS:
+      jax.clear_caches()
+      self._compiled.clear()
+    self._compiled |= new
+    _compile(made, longest, share, self._beside, self._bar)
+    return made
 
 
 def _compile(arms, longest, share, beside, bar):
