@@ -218,10 +218,6 @@ def _check_flags():
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
-  for flag in (_GAMMA, _NODES, _VERIFIER):
-    if flag.present and name == "none":
-      raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
-                       "name a --drafter, or leave it out")
   if _MEASURE.value and not _CONTROLLER.value:
     raise ValueError("--measure is of what --controller reads, which is not "
                      "given; give it, or leave --measure out")
@@ -264,7 +260,11 @@ def _check_flags():
 
 
 def _check_form(name, drafter):
-  """Refuses what is said of a chain where a tree is drafted, or the reverse."""
+  """Refuses what is said of a draft of another form than the one here."""
+  for flag in (_GAMMA, _NODES, _VERIFIER):
+    if flag.present and name == "none":
+      raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
+                       "name a --drafter, or leave it out")
   chain = "chain" in contract.capabilities(drafter)
   if chain and _NODES.present:
     raise ValueError(f"--nodes is {_NODES.value}, of a tree, and {name} drafts "

@@ -103,8 +103,7 @@ def test_replay(tmp_path):
 
 def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
-  flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always",
-           "--gamma=3"]
+  flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always"]
   names = ("choose among small, tiny, smol, pass, medusa, eagle3, parallel, "
            "smol_eagle, none, or give")
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
@@ -114,7 +113,9 @@ def test_generate(tmp_path):
               (["--regex=a", "--json_schema=b"], ["--regex and --json_schema"]),
               (["--repetition_penalty=0"], ["penalty is 0", "above 0"])]
   *results, a, b, c, d, e, f = run_all("generate.py", *(
-      [*flags, f"--drafter={name}"] for name in ("small", "medusa", "pass")), *(
+      [*flags, f"--drafter={name}", *size] for name, size in (
+          ("small", ["--gamma=3"]), ("medusa", ["--nodes=8"]),
+          ("pass", ["--gamma=3"]))), *(
           [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
   _check_refused([a, b, c, d, e, f], refusals)
   for result in results:

@@ -531,18 +531,20 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
     of(tmp_path / "new")
 
 
-@pytest.mark.parametrize("given,drafter,words", [
-    (["--nodes=20"], sj.drafters.NGram(gamma=2, vocab_size=4), "--nodes is 20"),
-    (["--gamma=3"], types.SimpleNamespace(), "--gamma is 3")])
-def test_a_chain_has_no_nodes_and_a_tree_no_gamma(given, drafter, words):
-  # Broken: what is said of the other form is passed over in silence.
+@pytest.mark.parametrize("given,name,drafter,words", [
+    (["--nodes=20"], "ngram", sj.drafters.NGram(gamma=2), "--nodes is 20"),
+    (["--gamma=3"], "medusa", types.SimpleNamespace(), "--gamma is 3, of a"),
+    (["--gamma=3"], "none", sj.drafters.Empty(), "is 3, and nothing drafts"),
+    (["--verifier=token"], "none", sj.drafters.Empty(), "is token, and noth")])
+def test_a_chain_has_no_nodes_and_a_tree_no_gamma(given, name, drafter, words):
+  # Broken: what is said of a draft of another form is passed over in silence.
   with imported("generate.py") as generate:
     flags.FLAGS(["generate.py"])
-    generate._check_form("medusa", drafter)
+    generate._check_form(name, drafter)
     flags.FLAGS.unparse_flags()
     flags.FLAGS(["generate.py", *given])
     with pytest.raises(ValueError, match=words):
-      generate._check_form("medusa", drafter)
+      generate._check_form(name, drafter)
 
 
 @pytest.mark.parametrize("given,words", [
@@ -558,8 +560,6 @@ def test_a_chain_has_no_nodes_and_a_tree_no_gamma(given, drafter, words):
     (["--draft_vocabulary=9", "--drafter=ngram|suffix"], "is ngram.suffix; l"),
     (["--datastore=a.store", "--drafter=ngram"], "a.store is.*is ngram; lea"),
     (["--measure"], "--measure is of.*give it"),
-    (["--gamma=3", "--drafter=none"], "--gamma is 3, and nothing drafts"),
-    (["--verifier=token", "--drafter=none"], "--verifier is token, and noth"),
     (["--vocabulary_data=mine.txt"], "=mine.txt says.*give it, such as"),
     (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny, which"),
     (["--drafter=tiny+ngram"], "write ngram first"),
