@@ -45,7 +45,7 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
-# And with Muon; these are in the box.
+# And with Muon, twice.
 python experiments/train_drafter.py --method=eagle3 \
   --heads_from="$runs/eagle3_more" --output_dir="$runs/eagle3_muon" \
   --batch_size=4 --row_tokens=384 --steps=3800 --decay_fraction=0.6 \
@@ -56,6 +56,17 @@ python experiments/train_drafter.py --method=parallel \
   --anchors=48 --row_tokens=384 --steps=1600 --decay_fraction=0.7 \
   --optimizer=muon --learning_rate=0.006 --evaluate_every=200 \
   --checkpoint_every=100 --seed=2
+# These are in the box.
+python experiments/train_drafter.py --method=eagle3 \
+  --heads_from="$runs/eagle3_muon" --output_dir="$runs/eagle3_last" \
+  --batch_size=4 --row_tokens=384 --steps=6400 --decay_fraction=0.7 \
+  --optimizer=muon --learning_rate=0.012 --evaluate_every=400 \
+  --checkpoint_every=100 --seed=3
+python experiments/train_drafter.py --method=parallel \
+  --heads_from="$runs/parallel_muon" --output_dir="$runs/parallel_last" \
+  --anchors=48 --row_tokens=384 --steps=2800 --decay_fraction=0.7 \
+  --optimizer=muon --learning_rate=0.006 --evaluate_every=200 \
+  --checkpoint_every=100 --seed=3
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
