@@ -169,8 +169,8 @@ def _prompts(target, tokenizer):
   if len(learned) < least:
     raise ValueError(
         f"there are {len(rows)} prompts, {len(held_out)} are held out and "
-        f"{len(learned)} others are left; give {least} more than --rows_per_"
-        "file at least, or lower --rows_per_file and --batch_size")
+        f"{len(learned)} others differ from them; give {least} of these at "
+        "least, or lower --rows_per_file and --batch_size")
   return held_out + learned
 
 

@@ -46,7 +46,7 @@ _REFUSED = [  # of eight devices
 
 _TINY = ["--target=target", "--steps=2", "--warmup_steps=1", "--batch_size=4",
          "--evaluate_every=0", "--save_dtype=float32"]
-_DISTILL = [*_TINY, "--prompts=copy", "--num_prompts=8", "--rows_per_file=4",
+_DISTILL = [*_TINY, "--prompts=copy", "--num_prompts=14", "--rows_per_file=4",
             "--prompt_tokens=4", "--new_tokens=4", "--vocab_size=0", "--top=4",
             "--width=8", "--layers=1", "--heads=2", "--kv_heads=2",
             "--head_dim=4", "--mlp_width=8", "--row_tokens=16", "--gamma=2"]
