@@ -1,7 +1,6 @@
 """Datastores hold what they should, and drafts come from where they say."""
 
 import collections
-import doctest
 import functools
 import json
 import re
@@ -236,8 +235,6 @@ def test_a_file_is_what_was_written(tmp_path):
   for name in ("tokens", "suffixes"):
     assert isinstance(getattr(found, name), np.memmap)
     np.testing.assert_array_equal(getattr(found, name), getattr(store, name))
-  result = doctest.testmod(datastores)
-  assert result.attempted and not result.failed
 
 
 def test_what_is_no_datastore_of_the_tokenizer_is_refused(tmp_path):

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import doctest
 import sys
 
 import jax
@@ -14,8 +13,6 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax import quantized_cache
-from specjax import streaming_cache
 from specjax import testing
 from specjax.models import quantization
 from specjax.models.quantization import QuantizedMatrix
@@ -104,15 +101,6 @@ def test_what_cannot_be_quantised_is_refused(params, options, message):
   # Broken: a copy of other numbers than those asked for drafts in silence.
   with pytest.raises(ValueError, match=message):
     sj.models.quantize(params, **options)
-
-
-@pytest.mark.parametrize("module", [
-    quantization, quantized_cache, streaming_cache],
-                         ids=lambda module: module.__name__)
-def test_examples_of_docstrings(module):
-  # Broken: the first thing that a reader pastes does not work.
-  found = doctest.testmod(module)
-  assert found.attempted and not found.failed
 
 
 def test_flags_make_copies_and_caches():
