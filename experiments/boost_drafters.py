@@ -45,6 +45,7 @@ from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
+from specjax.training import runs
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
@@ -144,7 +145,7 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
   print(f"drafter {number}: trained on {weights.sum():,.0f} of "
         f"{weights[:, _PROMPT_TOKENS.value - 1:].size:,} tokens of the target",
         file=sys.stderr)
-  claim(directory / "run.json", {
+  claim(directory / runs.MANIFEST, {
       "first": fingerprint(first.params),
       "rows": fingerprint(rows),
       "trained_on": fingerprint(weights),

@@ -14,7 +14,6 @@ serves `strategies.rest` and `strategies.suffix_decoding`.
 """
 
 import json
-import pathlib
 import sys
 import time
 
@@ -48,7 +47,7 @@ _BATCH = 256  # documents that are split at once: a tokenizer keeps much of each
 def _tokenizer() -> Tokenizer:
   if _TARGET.value == "bundled":
     return Tokenizer.load(
-        pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
+        sj.zoo.tokenizer_path())
   return models.load_tokenizer(_TARGET.value)
 
 

@@ -40,6 +40,7 @@ from specjax.training import distillation
 from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
+from specjax.training import runs
 from specjax.training.objectives.divergences import DIVERGENCES
 
 _RULES = ("token", "block")
@@ -101,7 +102,7 @@ def _trained(loss, seed, first, target, rows, directory, reference):
       np.arange(len(rows)), _BATCH_SIZE.value, seed)
   weights = np.zeros((_BATCH_SIZE.value, rows.shape[1] - 1), np.float32)
   weights[:, _PROMPT_TOKENS.value - 1:] = 1
-  files.claim(directory / "run.json", {
+  files.claim(directory / runs.MANIFEST, {
       "drafter": files.fingerprint(first.params), "loss": loss, "seed": seed,
       "rows": files.fingerprint(rows),
       "reference": files.fingerprint(reference),

@@ -40,6 +40,7 @@ from specjax import files
 from specjax.data import corpora
 from specjax.drafters import online
 from specjax.training import distillation
+from specjax.training import runs
 
 _OPTIMIZERS = {
     "adam": optax.adam, "rmsprop": optax.rmsprop, "sgd": optax.sgd}
@@ -232,7 +233,7 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}
-  files.claim(output_dir / "run.json", {
+  files.claim(output_dir / runs.MANIFEST, {
       "weights": files.fingerprint(params),
       "texts": files.fingerprint(streams),
       **{flag.name: flag.value for flag in (

@@ -16,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ from specjax import contract
 from specjax import files
 from specjax import rounds as rounds_lib
 from specjax.controller import Controller
+from specjax.controller import ControllerState
 from specjax.decoder import Decoder
 
 _ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
@@ -34,19 +36,37 @@ _PERIOD = 4  # rounds from one draft to the next, to find what changing costs
 _FORM = 2  # of the files; another one is for costs that mean something else
 
 
+@struct.dataclass
+class _Script(ControllerState):
+  """What a `_Scripted` controller does.
+
+  Attributes:
+    index: `[B]` int32, equal: of the length that is drafted.
+    period: `[B]` int32, equal: rounds, in the last of which it is, over and
+      over.
+  """
+
+  index: jax.Array
+  period: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scripted(Controller):
-  """Does what its state says, so that one program has all that is timed.
+  """Does what its state, a `_Script`, says: one program has all that is timed.
 
-  `purse` is the index of a length, which is drafted in the last of `needed`
-  rounds, over and over. All that may be drafted is verified.
+  All that may be drafted is verified.
   """
 
   cuts = False
 
+  def init(self, lengths):
+    own = super().init(lengths)
+    zeros = jnp.zeros_like(lengths)
+    return _Script(**vars(own), index=zeros, period=zeros + 1)
+
   def choose(self, state):
     drafts = self._rest_of_period(state) == 0
-    return jnp.where(drafts, state.controller.purse[0], 0).astype(jnp.int32)
+    return jnp.where(drafts, state.controller.index[0], 0)
 
   def rests(self, state, chosen):
     rests = jnp.maximum(self._rest_of_period(state), 1)
@@ -56,7 +76,7 @@ class _Scripted(Controller):
     return state.controller.replace(known=lengths - 2)
 
   def _rest_of_period(self, state):
-    period = state.controller.needed[0, 0].astype(jnp.int32)
+    period = state.controller.period[0]
     return period - 1 - state.rounds[0] % period
 
 
@@ -153,8 +173,8 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
 def _first(decoder, params):
   """The decoder with the first drafter alone, and its parameters.
 
-  None for a drafter that is no `Fallback`, or cannot tell whose turn it is, or
-  whose first drafter has no drafts of the lengths.
+  `(None, None)` for a drafter that is no `Fallback`, or cannot tell whose turn
+  it is, or whose first drafter has no drafts of the lengths.
   """
   drafter = decoder.drafter
   if not getattr(drafter, "tells", False):
@@ -221,8 +241,8 @@ def _measure(decoder, params, batch, used, capacity, context):
   own = state.controller
 
   def of(index, rounds, period=1):
-    script = own.replace(purse=jnp.full_like(own.purse, index),
-                         needed=jnp.full_like(own.needed, period))
+    script = own.replace(index=jnp.full_like(own.index, index),
+                         period=jnp.full_like(own.period, period))
     return lambda state: rounds_lib.until(
         ladder, params, state.replace(controller=jax.tree.map(
             jnp.copy, script)), rounds)

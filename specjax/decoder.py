@@ -404,6 +404,11 @@ class Decoder:
         stats)
 
 
+# Fields of `RoundStats`, and what was not finite where they are False.
+FINITE = {"finite": "target's logits", "draft_finite": "drafter's logits",
+          "law_finite": "verifier's laws"}
+
+
 def raise_if_not_finite(stats: RoundStats) -> None:
   """Raises where numbers broke down, naming the part and the row.
 
@@ -412,15 +417,13 @@ def raise_if_not_finite(stats: RoundStats) -> None:
   Raises:
     FloatingPointError: some logits, or a verifier's law, were not finite.
   """
-  weights = "check the model's weights and its dtype"
-  for part, ok, advice in (
-      ("target's logits", stats.finite, weights),
-      ("drafter's logits", stats.draft_finite, weights),
-      ("verifier's laws", stats.law_finite,
-       "certify the rule, and look where it divides by 0")):
-    ok = np.asarray(processes.gathered(ok))
+  for field, part in FINITE.items():
+    ok = np.asarray(processes.gathered(getattr(stats, field)))
     rows = np.flatnonzero(~ok.reshape(-1, ok.shape[-1]).all(0))
     if rows.size:
+      advice = ("certify the rule, and look where it divides by 0"
+                if field == "law_finite" else
+                "check the model's weights and its dtype")
       raise FloatingPointError(
           f"the {part} of row {rows[0]} are not finite; decoding of that row "
           f"stopped: {advice}")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import pathlib
 import re
 import sys
 
@@ -63,7 +62,7 @@ def test_every_output_of_a_schema_parses():
   # follow the schema, or cut off by its limit.
   pytest.importorskip("outlines_core")
   tokenizer = sj.data.Tokenizer.load(
-      pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
+      sj.zoo.tokenizer_path())
   automaton = constraints.Automaton.from_json_schema(_SCHEMA, tokenizer)
   model = testing.MarkovModel(tokenizer.vocab_size)
   table = jnp.asarray(np.random.default_rng(0).normal(

@@ -114,8 +114,8 @@ def test_what_is_timed():
   for period, emitted in ((1, [5] * 8), (4, [1, 1, 1, 5] * 2)):
     state = decoder.prefill(params, [text[:1]], jax.random.key(0), limits=99)
     own = state.controller
-    script = own.replace(purse=jnp.full_like(own.purse, 2),
-                         needed=jnp.full_like(own.needed, period))
+    script = own.replace(index=jnp.full_like(own.index, 2),
+                         period=jnp.full_like(own.period, period))
     scanned, stats = decoder.decode(
         params, jax.tree.map(jnp.copy, state.replace(controller=script)), 8)
     assert stats.emitted[:, 0].tolist() == emitted

@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import inspect
-import pathlib
 import re
 import types
 
@@ -351,7 +350,7 @@ def test_a_file_with_one_name_changed():
   # Broken: the drafter loses its place in the text that it copies, and edits,
   # which it is for, gain little. The target writes what it is told.
   tokenizer = sj.data.Tokenizer.load(
-      pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
+      sj.zoo.tokenizer_path())
   code = inspect.getsource(bisect)
   prompt = tokenizer.encode(code)
   answer = tokenizer.encode(re.sub(r"\blo\b", "left", code), bos=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import sys
 import types
@@ -53,7 +52,7 @@ class _Words:
 
 def _bundled():
   return sj.data.Tokenizer.load(
-      pathlib.Path(sj.zoo.__file__).parent / "tokenizer.json")
+      sj.zoo.tokenizer_path())
 
 
 def _message(content, role="user"):

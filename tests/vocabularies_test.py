@@ -7,7 +7,6 @@ that what a drafter proposes is what its model says of the committed text.
 
 import dataclasses
 import functools
-import pathlib
 import types
 
 import contributions
@@ -114,7 +113,7 @@ def test_tokenizers_as_published_ones_are():
   # Broken: bytes of real tokenizers get lost, or a seam is not where the
   # tokenizer would have it.
   target = data.Tokenizer.load(
-      pathlib.Path(sj.zoo.__file__).with_name("tokenizer.json"))
+      sj.zoo.tokenizer_path())
   text = "def naïve(self, x=10):\n    return 'é€😀' + \"\u200b\"  # ünd\n" * 2
   drafter = tokenizers.train([text, text.upper()], 300)
   both = data.Retokenizer(drafter, target)

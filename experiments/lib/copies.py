@@ -52,7 +52,7 @@ def check(flags: dict[str, str | None], drafter: str, is_model: bool) -> None:
   """Refuses what is said of a language model that drafts, without one.
 
   Args:
-    flags: `{flag: whether it is given}`.
+    flags: `{flag: its value}`, None where it is not given.
     drafter: what --drafter names.
     is_model: whether that has a language model.
   """

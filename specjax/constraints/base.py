@@ -56,10 +56,11 @@ class Row(NamedTuple):
 class Constraint(Protocol):
   """Logits of the next token, changed by what the text was: for one row.
 
-  It is a hashable object of static configuration. Optional are two checks on
-  the host, which raise a `ValueError`: `check_target(vocab_size)`, when a
-  decoder is made, and `check_rows(new_tokens [B], eos [B, E])`, before a batch
-  is decoded.
+  It is a hashable object of static configuration. Optional are `must_come`, ids
+  that every text will have and that must not be banned, and two checks on the
+  host, which raise a `ValueError`: `check_target(vocab_size)`, when a decoder
+  is made, and `check_rows(new_tokens [B], eos [B, E])`, before a batch is
+  decoded.
   """
 
   def init(self, row: Row) -> Any:

@@ -1,8 +1,9 @@
 """What a rule or a drafter may leave out, and what holds where it does.
 
-This is the one place that knows: the loop, `exact`, `analysis` and the studies
-ask a `Rule` (`rules`) and the functions of `parts`, and never look at the
-researcher's own object. What a drafter says of its drafts is in `declared`.
+This is the one list of it. `exact`, `analysis`, the studies and most of the
+loop ask a `Rule` (`rules`) and the functions of `parts`; who else needs
+something looks for it on the part under the name that it has here. What a
+drafter says of its drafts is in `declared`.
 
 A verification rule (`specjax.types.Verifier`) has `law`. Optional are
 
@@ -64,6 +65,13 @@ controller or a `Fallback` may leave out of a round. Optional are
   grows      bool, default True: zeros after the end of its state's arrays are
              what more slots (`prompt.capacity`) would have been, see
              `Decoder.grow`. Models, caches and constraints may say so, too.
+  shares_pass
+             bool, default False: the verifying pass goes on from what `propose`
+             left in the target's cache, and so cannot read a part of a draft
+             alone. A controller refuses it.
+  reads_cache
+             bool, default False: it reads the target's cache, which must have
+             written all of the text before.
   proposal   a word for how its tokens are drawn, for tables and readers.
   param_specs
              `(axis, size)`: the `PartitionSpec` of `params["drafter"]`, or of
@@ -97,6 +105,16 @@ are
              `form` is the shapes of an empty cache of that capacity, and
              `longer(array, form)` an array with zeros after its end. Default:
              these zeros, see `Decoder.grow`.
+  heads_axis as a field that is no leaf, the mesh axis which divides the heads
+             where attention runs on a TPU; a `Placement` sets it to None where
+             the model is replicated. Default: nothing is set.
+
+A model (`specjax.types.ModelFn`) tells its own options; besides these
+
+  changes_law
+             bool, default False: the output follows the law of autoregressive
+             decoding with this model, which is not that of the model alone
+             (`Decoder.changes_law`).
 """
 
 from specjax.contract.declared import CAPABILITIES

@@ -224,9 +224,9 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   Args:
     following: `[K, S]` int32.
     alive: `[K]` bool, the matches.
-    ended: `[]`, `steps`: `[]`, `least`: as in `walk`.
-    steps: see there.
-    least: see there.
+    ended: `[]` float32, as in `walk`.
+    steps: `[]` int32, as in `walk`.
+    least: as in `walk`.
     coins: `[S, 2]`, uniform in [0, 1).
     law: from logits `[K]` to probabilities; the logits are those of counts, so
       that at temperature 1 children are drawn as often as they were counted.

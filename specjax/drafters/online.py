@@ -68,7 +68,7 @@ class Learner:
 
   Attributes:
     cache: the model's.
-    correction: see there.
+    correction: a `Correction` for every row.
     optimizer: optax's state of each row.
     since: `[B]` int32, committed tokens when the last draft was made.
   """

@@ -47,8 +47,11 @@ class _Found(NamedTuple):
     score: `[B]` float32.
     tokens: `[B, S]` int32, the most frequent path.
     real: `[B, S]` bool, how far it goes.
-    following, alive, ended, steps: the matches that it is from, see
-      `continuations.walk`: `[B, K, S]`, `[B, K]`, `[B]`, `[B]`.
+    following: `[B, K, S]` int32, what follows the matches that it is from; see
+      `continuations.walk` for this and the next three.
+    alive: `[B, K]` bool.
+    ended: `[B]` float32.
+    steps: `[B]` int32.
   """
 
   score: jax.Array

@@ -183,7 +183,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     x: `[B, S, D]`, the residual stream before it.
     positions: `[B, S]` int32.
     ancestors: as `Cache.attend` takes them.
-    cache: see there; None: the tokens have no past.
+    cache: a `Cache` of the decoder's layers; None: the tokens have no past.
     read: `[B, S, ...]`, what attention reads in place of the stream, normed if
       it has to be.
     sublayers: which are run; None: both.

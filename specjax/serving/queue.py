@@ -18,6 +18,7 @@ from specjax import prefill
 from specjax import rounds as rounds_lib
 from specjax.controller import Controller
 from specjax.decoder import Decoder
+from specjax.decoder import FINITE
 from specjax.serving import chunks
 from specjax.serving.requests import Request
 from specjax.serving.requests import Result
@@ -26,8 +27,6 @@ from specjax.serving.requests import Update
 from specjax.types import Prompt
 
 _SMALLEST_BUCKET = 32  # columns of a prompt
-_PARTS = {"finite": "target's logits", "draft_finite": "drafter's logits",
-          "law_finite": "verifier's laws"}
 
 
 class Queue:
@@ -277,7 +276,7 @@ def _programs(decoder, sizes, controllers):
 
 def _ended(row, slot, stats):
   """The result of a row that is done."""
-  bad = [part for field, part in _PARTS.items()
+  bad = [part for field, part in FINITE.items()
          if not getattr(stats, field)[slot]]
   if bad:
     return row.result("failed", (

@@ -235,9 +235,9 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
     frozen: parameters that stay as they are.
     batch: of the step.
     key: the run's; the step's is folded out of it.
-    objective: as are the others, of the `Trainer`.
-    optimizer: see there.
-    accumulate: see there.
+    objective: the `Trainer`'s.
+    optimizer: the `Trainer`'s.
+    accumulate: the `Trainer`'s.
     dtype: the `compute_dtype`.
     layout: of the run on its mesh.
   """

@@ -57,6 +57,11 @@ def model_path(name: str) -> pathlib.Path:
   return _DIRECTORY / name
 
 
+def tokenizer_path() -> pathlib.Path:
+  """The file of the tokenizer that the target and its drafters share."""
+  return _DIRECTORY / "tokenizer.json"
+
+
 def load(dtype: Any = None) -> Pair:
   """Loads the bundled pair.
 
@@ -67,4 +72,4 @@ def load(dtype: Any = None) -> Pair:
   return Pair(
       target=member("target"),
       drafters={name: member(name) for name in DRAFTERS},
-      tokenizer=Tokenizer.load(_DIRECTORY / "tokenizer.json"))
+      tokenizer=Tokenizer.load(tokenizer_path()))
