@@ -22,7 +22,7 @@ import specjax as sj
 _RESULTS = flags.DEFINE_string(
     "results", str(pathlib.Path(__file__).parent / "results"),
     "directory that holds, or whose directories hold, verification.csv, "
-    "trees.csv or self_drafting.csv")
+    "trees.csv, self_drafting.csv or features.csv")
 
 _WORDS = {"True": True, "False": False, "": None}
 
@@ -39,6 +39,10 @@ _DRAW = {
     "trees.csv": tree_report.draw,
     "self_drafting.csv": lambda directory, rows: self_drafting_report.draw(
         directory, rows, _curves()),
+    "features.csv": lambda directory, rows: self_drafting_report.draw(
+        directory, rows, {name: curve for name, curve in _curves().items()
+                          if any(row["drafter"].startswith(f"{name},")
+                                 for row in rows)}, "features"),
 }
 
 

@@ -76,25 +76,27 @@ def print_tables(rows, paired, sources):
               + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
-def draw(directory, rows, curves):
+def draw(directory, rows, curves, name="self_drafting"):
   """The figures.
 
   Args:
     directory: to write them to.
-    rows: of self_drafting.csv.
+    rows: of self_drafting.csv; without speeds there is no figure of them.
     curves: {name: [(tokens, tokens a round)]}, of the heads' training.
+    name: that all files begin with.
   """
   _plot_drafts(
-      rows, directory / "self_drafting_tokens.png",
+      rows, directory / f"{name}_tokens.png",
       lambda r: r["block_efficiency"] / passes(r["drafter"]),
       lambda r: r["stderr"] / passes(r["drafter"]), "tokens of a pass",
       "Tokens of a pass of the target; one standard error over prompts")
-  _plot_drafts(
-      rows, directory / "self_drafting_speed.png", lambda r: r["speedup"],
-      lambda r: 0, "speed-up", "Speed over that of autoregressive decoding")
-  _plot_positions(rows, directory / "self_drafting_positions.png")
+  if "speedup" in rows[0]:
+    _plot_drafts(
+        rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
+        lambda r: 0, "speed-up", "Speed over that of autoregressive decoding")
+  _plot_positions(rows, directory / f"{name}_positions.png")
   if curves:
-    _plot_training(curves, directory / "self_drafting_training.png")
+    _plot_training(curves, directory / f"{name}_training.png")
 
 
 def _plot_drafts(rows, path, value, error, name, title):
