@@ -204,6 +204,17 @@ def _speculation():
 
 def _check_flags():
   """Refuses what does not go together, before a model is read."""
+  _check_prompt()
+  if _COMPARE.value:
+    _check_compare()
+  constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
+  _check_drafter(_drafter())
+  _check_mesh()
+  if _OUTPUT.value is not None:
+    common.output_file("--output", _OUTPUT.value)
+
+
+def _check_prompt():
   chats = _CHAT.value or _INTERACTIVE.value
   if _SYSTEM.value is not None and not chats:
     raise ValueError("--system is the beginning of a chat; add --chat or "
@@ -211,10 +222,9 @@ def _check_flags():
   if _SPECIAL.value and chats:
     raise ValueError("--special is about a plain prompt, and a chat template "
                      "has special tokens of its own; leave one of the two out")
-  if _COMPARE.value:
-    _check_compare()
-  constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
-  name = _drafter()
+
+
+def _check_drafter(name):
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
@@ -222,14 +232,12 @@ def _check_flags():
     raise ValueError("--measure is of what --controller reads, which is not "
                      "given; give it, or leave --measure out")
   composed = compositions.composes(name)
-  if composed:
-    compositions.members(name)
+  has_model = bool(compositions.members(name)) if composed else (
+      name != "none" and not models.drafts_for_itself(name, _TARGET.value))
   if _TAIL.value and not (composed and "+" in name):
     raise ValueError("--tail is of a cascade, and --drafter is "
                      f"{name}; name one, such as ngram+small, or leave it out")
-  if _VOCABULARY.value != "auto" and (
-      name == "none" or composed or models.drafts_for_itself(
-          name, _TARGET.value)):
+  if _VOCABULARY.value != "auto" and (composed or not has_model):
     raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
                      f"language model drafts, and --drafter is {name}, which "
                      "has the target's tokens; leave --vocabulary out")
@@ -237,26 +245,18 @@ def _check_flags():
   if _DATASTORE.value is not None and not compositions.reads_datastore(name):
     raise ValueError(f"--datastore={_DATASTORE.value} is for rest and suffix, "
                      f"and --drafter is {name}; leave it out, or name one")
-  if _DRAFT_VOCABULARY.value and (
-      name == "none" or composed and not compositions.members(name)
-      or models.drafts_for_itself(
-          name, _TARGET.value)):
+  if _DRAFT_VOCABULARY.value and not has_model:
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
                      f"language model that drafts, and --drafter is {name}; "
                      "leave it out, or name a language model")
   copies.check({"quantize": _QUANTIZE.value, "draft_cache": _DRAFT_CACHE.value},
-               name, not (
-                   name == "none" or composed and not compositions.members(name)
-                   or models.drafts_for_itself(name, _TARGET.value)))
+               name, has_model)
   if _DRAFT_CACHE.value is not None:
     copies.cache("--draft_cache", _DRAFT_CACHE.value)
   if _QUANTIZE_GROUP.value and not (_QUANTIZE.value or _QUANTIZE_TARGET.value):
     raise ValueError(f"--quantize_group={_QUANTIZE_GROUP.value} is of "
                      "--quantize and --quantize_target; give one of them, or "
                      "leave it out")
-  _check_mesh()
-  if _OUTPUT.value is not None:
-    common.output_file("--output", _OUTPUT.value)
 
 
 def _check_form(name, drafter):

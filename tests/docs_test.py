@@ -24,7 +24,7 @@ def _with_examples():
       yield name.removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("name", _with_examples())
+@pytest.mark.parametrize("name", [*_with_examples()])
 def test_examples_of_docstrings(name):
   # Broken: the first thing that a reader pastes does not work.
   found = doctest.testmod(importlib.import_module(name))
