@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.drafters import stop_rules
 from specjax.exact import drafts
 from specjax.exact import enumeration
 from specjax.exact import larger
@@ -21,6 +22,7 @@ from specjax.exact.compiled import Compiled
 from specjax.exact.optima import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
+from specjax.types import Verifier
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 _MOST_NODES = 7  # of a tree by default; smaller ones are padded to share code
@@ -122,9 +124,15 @@ class Certificate:
     return "\n".join(lines)
 
 
-def certify(verifier, *, vocab_sizes=None, gammas=(1, 2, 3, 4), rounds=None,
-            seeds=(0,), kinds=KINDS, dtype="float64", drafting=None,
-            trees=None, schemes=None, thorough=True, stop=None
+def certify(verifier: Verifier | Compiled, *,
+            vocab_sizes: Sequence[int] | None = None,
+            gammas: Sequence[int] = (1, 2, 3, 4), rounds: int | None = None,
+            seeds: Sequence[int] = (0,), kinds: Sequence[str] = KINDS,
+            dtype: str = "float64", drafting: str | None = None,
+            trees: Sequence[Sequence[int]] | None = None,
+            schemes: Sequence[str | schemes_lib.Scheme] | None = None,
+            thorough: bool = True,
+            stop: stop_rules.StopRule | stopping.Kept | None = None
             ) -> Certificate:
   """Proves a verifier lossless on small models, or shows where it is not.
 

@@ -1,5 +1,6 @@
 """Sums a verifier's law over every draft of a pair of models."""
 
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from specjax.exact import drafts
 from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
 from specjax.types import Verdict
+from specjax.types import Verifier
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
@@ -70,9 +72,11 @@ def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
   return np.cumsum([0, *(vocab_size**k for k in range(depth))])
 
 
-def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
-                     dtype="float64", drafting="autoregressive", nodes: int = 0,
-                     ended=None) -> Outcome:
+def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
+                     rounds: int = 1, dtype: str = "float64",
+                     drafting: str = "autoregressive", nodes: int = 0,
+                     ended: Callable[[drafts.Drafts], drafts.Drafts] | None
+                     = None) -> Outcome:
   """The exact law of what decoding with chain drafts emits.
 
   A rule without state runs for `rounds` rounds, after which the target
@@ -93,6 +97,9 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
     nodes: size to which drafts are padded, see `enumerate_trees`; default:
       none is.
     ended: what ends the chains, `stopping.kept_by` a rule; default: nothing.
+
+  Raises:
+    ValueError: `drafting` is neither, or the tables are not deep enough.
   """
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
@@ -105,8 +112,10 @@ def enumerate_chains(verifier, pair: Pair, gamma: int, rounds: int = 1,
   return enumerate_drafts(verifier, pair, scheme, nodes, gamma, rounds, dtype)
 
 
-def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
-                     rounds: int, dtype, chunk: int = CHUNK) -> Outcome:
+def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
+                     scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts],
+                     nodes: int, longest: int, rounds: int, dtype: str,
+                     chunk: int = CHUNK) -> Outcome:
   """`enumerate_chains` for drafts of any shape.
 
   Args:
@@ -138,8 +147,8 @@ def enumerate_drafts(verifier, pair: Pair, scheme, nodes: int, longest: int,
   return Outcome(law, target, expected, frozenset(run.defects), run.laws)
 
 
-def expected_tokens(verifier, pair: Pair, gamma: int, rounds: int
-                    ) -> np.ndarray:
+def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
+                    rounds: int) -> np.ndarray:
   """`[rounds]`, the expected number of tokens emitted after 1, 2, ... rounds.
 
   Args:

@@ -4,8 +4,11 @@ Sun et al. 2024 (arXiv:2403.10444), for chains of gamma drafted tokens; their
 program for all valid verifiers, for trees.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from specjax.exact import schemes
 from specjax.exact import trees
 from specjax.exact.drafts import longer
 from specjax.exact.pairs import Pair
@@ -42,7 +45,8 @@ def transport_optimum(pair: Pair, gamma: int) -> float:
                   np.concatenate([q, p]))
 
 
-def verifier_optimum(pair: Pair, gamma: int, weights=None) -> float:
+def verifier_optimum(pair: Pair, gamma: int,
+                     weights: Sequence[np.ndarray] | None = None) -> float:
   """The most draft tokens that a valid verifier accepts, by Theorem 2's LP.
 
   The verifiers are all those that emit X^tau and ONE extra token, after which
@@ -110,7 +114,8 @@ def verifier_optimum(pair: Pair, gamma: int, weights=None) -> float:
   return _maximum(*map(np.concatenate, (gains, rows, columns, entries)), totals)
 
 
-def tree_optimum(pair: Pair, parents, scheme) -> float:
+def tree_optimum(pair: Pair, parents: Sequence[int],
+                 scheme: str | schemes.Scheme) -> float:
   """The most draft tokens that a valid verifier accepts of a random tree.
 
   The program of `verifier_optimum` with trees T in place of chains: f(T, v, y)

@@ -4,11 +4,15 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import itertools
 
+import numpy as np
+
 from specjax import trees as shapes
 from specjax.exact import enumeration
 from specjax.exact import schemes
+from specjax.exact.compiled import Compiled
 from specjax.exact.drafts import Drafts
 from specjax.exact.pairs import Pair
+from specjax.types import Verifier
 
 _CHUNK = 128  # laws evaluated in one call: most trees have few drafts
 
@@ -27,15 +31,17 @@ def height(parents: Sequence[int]) -> int:
   return max(shapes.depths(parents))
 
 
-def draw(scheme, parents, q, contexts) -> Drafts:
+def draw(scheme: str | schemes.Scheme, parents: Sequence[int], q: np.ndarray,
+         contexts: np.ndarray) -> Drafts:
   """All drafts of one shape from `contexts [n]`; q is `[contexts, V]`."""
   roots = Drafts.roots(contexts, q.shape[-1])
   return schemes.named(scheme)(roots, q, tuple(parents))
 
 
-def enumerate_trees(verifier, pair: Pair, parents, scheme, rounds: int = 1,
-                    dtype="float64", nodes: int | None = None
-                    ) -> enumeration.Outcome:
+def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
+                    parents: Sequence[int], scheme: str | schemes.Scheme,
+                    rounds: int = 1, dtype: str = "float64",
+                    nodes: int | None = None) -> enumeration.Outcome:
   """The exact law of what decoding with drafts of one shape emits.
 
   Args:
@@ -50,6 +56,10 @@ def enumerate_trees(verifier, pair: Pair, parents, scheme, rounds: int = 1,
     dtype: of the numbers handed to the law; sums are float64 always.
     nodes: size to which drafts are padded, so that trees of several sizes
       share a compiled law; default: none is.
+
+  Raises:
+    ValueError: `nodes` is less than the tree has, or the tables are not deep
+      enough.
   """
   longest, nodes = height(parents), nodes or len(parents)
   if nodes < len(parents):
