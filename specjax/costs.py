@@ -229,7 +229,7 @@ def _kept(path, count):
 
 def _measure(decoder, params, batch, used, capacity, context):
   """`seconds` of a round of each length, of `reading` and of `switching`."""
-  ladder, longest = decoder._round, decoder.num_nodes
+  ladder, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length
   used, rounds = _room(
       used, min(whole, capacity - longest) if capacity else whole, longest)

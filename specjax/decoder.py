@@ -69,6 +69,9 @@ class Decoder:
       that the rows of q are laws, that a chain is one, that commits stay
       within the capacity. It costs time; a `ValueError` names the part. (A
       single `decode_round` reports in `RoundStats.checks`.)
+    parts: no argument, but what is made of them: the `rounds.Round` that is
+      repeated, with the drafter bound, or a `Ladder` of rounds where there is a
+      controller.
 
   Example:
     >>> import jax
@@ -114,7 +117,7 @@ class Decoder:
     one = rounds_lib.Round(
         target=self.target, drafter=drafter, rule=rule, transform=shared,
         observers=tuple(observers), debug=self.debug)
-    object.__setattr__(self, "_round", one if self.controller is None else
+    object.__setattr__(self, "parts", one if self.controller is None else
                        ladder_lib.ladder(one, self.controller))
 
   def _check_target(self):
@@ -135,13 +138,13 @@ class Decoder:
   @property
   def num_nodes(self) -> int:
     """N, the nodes of a draft, the root included."""
-    return self._round.drafter.num_nodes
+    return self.parts.drafter.num_nodes
 
   @property
   def context_length(self) -> int:
     """Longest sequence that both models were made for, in tokens."""
     return min(self.target.context_length,
-               contract.context_length(self._round.drafter))
+               contract.context_length(self.parts.drafter))
 
   @property
   def changes_law(self) -> tuple[str, ...]:
@@ -198,7 +201,7 @@ class Decoder:
     keys = inputs.row_keys(key, request_ids, len(lengths))
     context = inputs.context(context, len(lengths))
     inputs.parameters(params)
-    needed = (capacity_lib.first(self._round, lengths, limits, self._whole)
+    needed = (capacity_lib.first(self.parts, lengths, limits, self._whole)
               if grows else int(limits.max()) + self.num_nodes)
     capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
     eos = inputs.eos_rows(
@@ -208,7 +211,7 @@ class Decoder:
     prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
                     capacity=capacity, context=context)
     arguments = (
-        self._round, params, prompt, jnp.asarray(limits), keys,
+        self.parts, params, prompt, jnp.asarray(limits), keys,
         jnp.asarray(inputs.temperatures(
             temperature, self.transform.temperature, len(lengths))),
         jnp.asarray(eos))
@@ -240,7 +243,7 @@ class Decoder:
     if eos is None:
       eos = jnp.asarray(inputs.eos_rows(
           None, self.eos, rows, self.target.vocab_size))
-    return self._round.start(params, prompt, limits, keys, temperature, eos)
+    return self.parts.start(params, prompt, limits, keys, temperature, eos)
 
   def insert(self, state: DecodeState, slot: int | Sequence[int],
              fresh: DecodeState) -> DecodeState:
@@ -291,7 +294,7 @@ class Decoder:
       ValueError: the state has more slots already, or a part cannot grow.
     """
     return capacity_lib.grow(
-        self._round, params, state, capacity_lib.rounded(capacity))
+        self.parts, params, state, capacity_lib.rounded(capacity))
 
   @property
   def _whole(self) -> int:
@@ -307,7 +310,7 @@ class Decoder:
   def traced_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
-    return self._round(params, state, self._round.toss(state, 1)[0])
+    return self.parts(params, state, self.parts.toss(state, 1)[0])
 
   def decode(self, params: Any, state: DecodeState, rounds: int
              ) -> tuple[DecodeState, RoundStats]:
@@ -325,7 +328,7 @@ class Decoder:
       ValueError: a row has too few pages of a `Pool`.
     """
     paged_cache.check_pages(state, rounds * self.num_nodes)
-    state, stats = rounds_lib.scan(self._round, params, state, rounds=rounds)
+    state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
     return state, stats
 
@@ -338,7 +341,7 @@ class Decoder:
     """
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
-        self._round, params, state, rounds=rounds, traced=True)
+        self.parts, params, state, rounds=rounds, traced=True)
     checks.raise_if_bad(stats.checks)
     return state, stats, traces
 
@@ -358,7 +361,7 @@ class Decoder:
       a row's rounds; `finite`, `draft_finite` and `law_finite` say whether all
       were.
     """
-    state, stats = capacity_lib.until(self._round, params, state, self._whole)
+    state, stats = capacity_lib.until(self.parts, params, state, self._whole)
     checks.raise_if_bad(stats.checks)
     return state, stats
 
@@ -390,7 +393,7 @@ class Decoder:
     prompts = [np.asarray(row) for row in prompts]
     limits = [row.size + max_new_tokens for row in prompts]
     if grows is None:
-      grows = capacity_lib.grows(self._round)
+      grows = capacity_lib.grows(self.parts)
     state = self.prefill(
         params, prompts, key, limits=limits, request_ids=request_ids,
         temperature=temperature, eos=eos, context=context, grows=grows,

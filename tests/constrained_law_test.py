@@ -56,7 +56,7 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
   @jax.jit
   def one_round(state, rows, coins):
     state = jax.tree.map(lambda x: x[rows], state)
-    new, _, trace = decoder._round(params, state, coins)
+    new, _, trace = decoder.parts(params, state, coins)
     law = jax.vmap(decoder.verifier.law)(trace.draft, trace.target_probs)
     return new, (trace.draft.probs, law.stop, law.next_token, new.tokens,
                  new.lengths, new.done, jax.tree.leaves(new.constraints))
@@ -74,7 +74,7 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
   law, same, first = {}, True, sampling.VERDICT_COINS
   rows, weights = np.zeros(1, np.int32), np.ones(1)
   while rows.size:
-    count = first + decoder._round.drafter.num_coins
+    count = first + decoder.parts.drafter.num_coins
     coins = np.full((len(rows), count), 0.5, np.float32)
 
     def split(laws, place):

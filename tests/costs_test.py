@@ -120,14 +120,14 @@ def test_what_is_timed():
         params, jax.tree.map(jnp.copy, state.replace(controller=script)), 8)
     assert stats.emitted[:, 0].tolist() == emitted
     looped, _ = rounds_lib.until(
-        decoder._round, params, state.replace(controller=script), 8)
+        decoder.parts, params, state.replace(controller=script), 8)
     assert int(looped.lengths[0]) == int(scanned.lengths[0])
   nothing = jax.vmap(sj.Draft.chain)(
       jnp.zeros((1,), jnp.int32), jnp.zeros((1, 8), jnp.int32),
       jnp.zeros((1, 8, controlled.V)))
   done = jnp.array([False])
-  assert int(decoder._round._needed(nothing, done, 3)) == 3
-  assert int(controlled.decoder()._round._needed(nothing, done, 3)) == 0
+  assert int(decoder.parts._needed(nothing, done, 3)) == 3
+  assert int(controlled.decoder().parts._needed(nothing, done, 3)) == 0
 
 
 def test_lengths_and_rounds_that_fit():

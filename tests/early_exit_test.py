@@ -226,7 +226,7 @@ def test_no_layer_is_run_twice(monkeypatch):
     return append(self, layer, k, v, after)
 
   monkeypatch.setattr(kv_cache.KVCache, "append", counted)
-  one = _decoder(EarlyExit(exit=2, gamma=4))._round
+  one = _decoder(EarlyExit(exit=2, gamma=4)).parts
 
   def run():
     state = _decoder(one.drafter).prefill(

@@ -263,14 +263,14 @@ class Queue:
 def _programs(decoder, sizes, controllers):
   """The static parts of the rounds of each size."""
   if controllers is None:
-    return dict.fromkeys(sizes, decoder._round)
+    return dict.fromkeys(sizes, decoder.parts)
   if set(controllers) != set(sizes) or len(
       {(one.lengths, len(one.costs)) for one in controllers.values()}) != 1:
     raise ValueError(
         f"controllers are given for {sorted(controllers)} rows and slots are "
         f"{list(sizes)}; give one for each of these, all with the same lengths "
         "and kinds of rounds")
-  return {n: dataclasses.replace(decoder, controller=controllers[n])._round
+  return {n: dataclasses.replace(decoder, controller=controllers[n]).parts
           for n in sizes}
 
 
