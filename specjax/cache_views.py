@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
+from specjax import checks
 from specjax.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerModule
@@ -99,10 +100,7 @@ class Retrieved:
 
   def __post_init__(self):
     for name in ("budget", "chunk", "recent"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         "at least 1")
+      checks.check_at_least(name, getattr(self, name), 1)
     if self.budget % self.chunk:
       raise ValueError(f"budget is {self.budget} and chunk {self.chunk}; whole "
                        "chunks are kept: make the budget a multiple of them")
@@ -173,10 +171,7 @@ class Recent:
 
   def __post_init__(self):
     for name in ("sinks", "window"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         "at least 1")
+      checks.check_at_least(name, getattr(self, name), 1)
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> tuple[()]:

@@ -389,7 +389,7 @@ class Decoder:
       ValueError: bad arguments, as in `prefill`.
       FloatingPointError: a model's logits were not finite.
     """
-    inputs.new_tokens(max_new_tokens)
+    checks.check_at_least("max_new_tokens", max_new_tokens, 0)
     prompts = [np.asarray(row) for row in prompts]
     limits = [row.size + max_new_tokens for row in prompts]
     if grows is None:

@@ -62,13 +62,6 @@ def parameters(given: Any) -> None:
                      '{"target": ..., "drafter": ...}, the parameters of both')
 
 
-def new_tokens(given: Any) -> None:
-  """Refuses a number of new tokens that is none."""
-  if not isinstance(given, (int, np.integer)) or given < 0:
-    raise ValueError(f"max_new_tokens is {given}; it must be a whole number of "
-                     "at least 0")
-
-
 def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
   """`[B]` int32, the lengths at which rows are done.
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import attention
+from specjax import checks
 from specjax.kv_cache import KVCache
 
 _NEVER = np.iinfo(np.int32).max
@@ -181,10 +182,7 @@ class Streaming:
 
   def __post_init__(self):
     for name, least in (("sinks", 0), ("window", 1), ("slack", 0)):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         f"at least {least}")
+      checks.check_at_least(name, getattr(self, name), least)
 
   def empty(self, **sizes: Any) -> StreamingCache:
     """See `StreamingCache.empty`."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import checks
 from specjax.contract.declared import capabilities
 from specjax.contract.declared import check_hashable
 from specjax.sampling import LogitsTransform
@@ -94,9 +95,7 @@ def check_drafter(drafter: Drafter) -> None:
   for field, least, value in (
       ("num_nodes", 1, getattr(drafter, "num_nodes", None)),
       ("num_coins", 0, num_coins(drafter) or 0)):
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-      raise ValueError(f"{name}.{field} is {value!r}; it must be a whole "
-                       f"number of at least {least}")
+    checks.check_at_least(f"{name}.{field}", value, least)
   capabilities(drafter)
 
 

@@ -32,6 +32,7 @@ from flax import struct
 import jax
 import numpy as np
 
+from specjax import checks
 from specjax import files
 from specjax.data.vocabularies import ReadsText
 
@@ -87,7 +88,7 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
     ValueError: there are no tokens or too many, a document is no list of ids,
       an id is out of range, or the depth is.
   """
-  if not _is_whole(depth, DEEPEST):
+  if not _is_size(depth, DEEPEST):
     raise ValueError(f"depth is {depth}; it must be a whole number from 1 to "
                      f"{DEEPEST}")
   dtype = np.dtype(_dtype(vocab_size))
@@ -202,10 +203,9 @@ def _checked(number, document, vocab_size):
   return found
 
 
-def _is_whole(value, most):
-  """Whether it is a whole number from 1 to `most`; 3.0 is none."""
-  return (isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-          and 1 <= value <= most)
+def _is_size(value, most):
+  """Whether it is a whole number from 1 to `most`."""
+  return checks.is_whole(value) and 1 <= value <= most
 
 
 def _header(path):
@@ -222,7 +222,7 @@ def _header(path):
                      f"{_REBUILD}")
   try:
     header = json.loads(text[len(_MAGIC):])
-    if not (all(_is_whole(header[name], limit) for name, limit in _SIZES)
+    if not (all(_is_size(header[name], limit) for name, limit in _SIZES)
             and header["suffixes"] < header["tokens"]):
       raise ValueError("a size is none")
     width = np.dtype(_dtype(header["vocab_size"])).itemsize

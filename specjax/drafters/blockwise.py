@@ -5,7 +5,7 @@ Stern et al. 2018 (arXiv:1811.03115).
 
 import dataclasses
 
-from specjax.drafters import common
+from specjax import checks
 from specjax.drafters import forecasts
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import MedusaHeads
@@ -38,7 +38,7 @@ class Blockwise(forecasts.HeadsDrafter):
   def __post_init__(self):
     if self.gamma is None:
       object.__setattr__(self, "gamma", self.heads.heads)
-    if not common.is_whole(self.gamma) or self.gamma < 0:
+    if not checks.is_whole(self.gamma) or self.gamma < 0:
       raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
                        "at least 0: 0 drafts nothing")
 

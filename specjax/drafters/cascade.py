@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax import contract
 from specjax import rounds
 from specjax import sampling
@@ -86,7 +87,7 @@ class Cascade:
   proposal = "iid"
 
   def __post_init__(self):
-    common.check_at_least("gamma", self.gamma, 1)
+    checks.check_at_least("gamma", self.gamma, 1)
     rule = contract.rule(self.verifier)
     if not rule.lossless:
       raise ValueError(

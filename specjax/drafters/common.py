@@ -1,11 +1,9 @@
 """What the drafters share: the root, and a model's cache between rounds."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax import contract
 from specjax.sampling import COINS_A_DRAW
@@ -129,19 +127,6 @@ def check_target_size(size: int, target: ModelFn) -> None:
     raise ValueError(
         f"the drafter was made for a target of {size} tokens and this one has "
         f"{target.vocab_size}; make it with this target's tokenizer and size")
-
-
-def is_whole(value: Any) -> bool:
-  """Whether it can be a size: 3.0 and True are none, and no shape takes them.
-  """
-  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-  """Raises a `ValueError` where a number is too small, or not whole."""
-  if not is_whole(value) or value < least:
-    raise ValueError(f"{name} is {value}; it must be a whole number of at "
-                     f"least {least}")
 
 
 def model_step(model: ModelFn, params):

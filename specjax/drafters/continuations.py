@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from specjax import checks
 from specjax.data.datastores import Datastore
 from specjax.drafters import common
 from specjax.sampling import COINS_A_DRAW
@@ -70,8 +71,8 @@ class CountDrafter:
   autoregressive = False  # which match counts is decided where a draft begins
 
   def __post_init__(self):
-    common.check_at_least("gamma", self.gamma, 1)
-    common.check_at_least("max_matches", self.max_matches, 1)
+    checks.check_at_least("gamma", self.gamma, 1)
+    checks.check_at_least("max_matches", self.max_matches, 1)
     if self.max_matches > _MOST_MATCHES:
       raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
                        f"{_MOST_MATCHES}, for counts are exact up to there")

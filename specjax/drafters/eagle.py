@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from specjax import checks
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
@@ -107,7 +108,7 @@ class EagleChain(common.DrawnChain, FeatureDrafter):
   transform: LogitsTransform | None = None
 
   def __post_init__(self):
-    common.check_at_least("gamma", self.gamma, 0)
+    checks.check_at_least("gamma", self.gamma, 0)
 
   @property
   def depth(self) -> int:

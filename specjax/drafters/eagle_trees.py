@@ -6,6 +6,7 @@ certainty. Drawn ones may follow the confidence as well, see `drawn_trees`.
 
 import dataclasses
 
+from specjax import checks
 from specjax import sampling
 from specjax.drafters import children
 from specjax.drafters import common
@@ -88,7 +89,7 @@ class SampledEagle(FeatureDrafter):
 
   def __post_init__(self):
     for name in ("depth", "expanded", "children"):
-      common.check_at_least(name, getattr(self, name), 1)
+      checks.check_at_least(name, getattr(self, name), 1)
     if self.proposal not in children.DRAWS:
       raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
                        f"{', '.join(children.DRAWS)}")

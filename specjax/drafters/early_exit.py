@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import checks
 from specjax import contract
 from specjax import topology
 from specjax.constraints import base as constraints_lib
@@ -118,8 +119,8 @@ class Exit(common.DrawnChain):
   model: Transformer | None = None
 
   def __post_init__(self):
-    common.check_at_least("exit", self.exit, 1)
-    common.check_at_least("gamma", self.gamma, 1)
+    checks.check_at_least("exit", self.exit, 1)
+    checks.check_at_least("gamma", self.gamma, 1)
 
   @property
   def autoregressive(self) -> bool:

@@ -50,7 +50,7 @@ class Fallback(parts.Parts):
   proposal = "fallback"
 
   def __post_init__(self):
-    common.check_at_least("min_tokens", self.min_tokens, 1)
+    checks.check_at_least("min_tokens", self.min_tokens, 1)
 
   @property
   def drafters(self) -> tuple[Drafter, ...]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import checks
 from specjax import contract
 from specjax import topology
 from specjax.constraints import base as constraints_lib
@@ -72,7 +73,7 @@ class LanguageModel(common.DrawnChain):
   stop: stop_rules.StopRule | None = None
 
   def __post_init__(self):
-    if not common.is_whole(self.gamma) or self.gamma < 0:
+    if not checks.is_whole(self.gamma) or self.gamma < 0:
       raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
                        "at least 0: 0 drafts nothing")
 

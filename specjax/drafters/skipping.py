@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from specjax import checks
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
 from specjax.models.shortened import check_whole
@@ -101,10 +102,10 @@ class Swift(common.DrawnChain):
   autoregressive = False
 
   def __post_init__(self):
-    common.check_at_least("gamma", self.gamma, 1)
-    common.check_at_least("count", self.count, 1)
-    common.check_at_least("window", self.window, self.gamma)
-    common.check_at_least("tries", self.tries, 0)
+    checks.check_at_least("gamma", self.gamma, 1)
+    checks.check_at_least("count", self.count, 1)
+    checks.check_at_least("window", self.window, self.gamma)
+    checks.check_at_least("tries", self.tries, 0)
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Swift":
     """The same drafter, for this target and its transform.

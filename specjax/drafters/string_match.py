@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax import contract
 from specjax.data.retokenization import Retokenizer
 from specjax.drafters import common
@@ -83,7 +84,7 @@ class StringMatch(reading_lib.Reader):
     if self.length is None:
       object.__setattr__(self, "length", self.gamma)
     for name in ("gamma", "length", "lookback", "expansion"):
-      common.check_at_least(name, getattr(self, name), 1)
+      checks.check_at_least(name, getattr(self, name), 1)
     if self.texts.draft_size != self.model.vocab_size:
       raise ValueError(
           f"the drafter's model has {self.model.vocab_size} tokens and its "

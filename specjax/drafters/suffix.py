@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax.data.datastores import Datastore
-from specjax.drafters import common
 from specjax.drafters import continuations
 from specjax.drafters import matches as matches_lib
 from specjax.types import DecodeState
@@ -113,7 +113,7 @@ class Suffix(continuations.CountDrafter):
 
   def __post_init__(self):
     super().__post_init__()
-    if not common.is_whole(self.max_depth) or self.max_depth < 2:
+    if not checks.is_whole(self.max_depth) or self.max_depth < 2:
       raise ValueError(f"max_depth is {self.max_depth}; it must be a whole "
                        "number of at least 2: a token that matches and one "
                        "that is drafted")

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import checks
 from specjax import contract
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
@@ -91,8 +92,8 @@ class TokenIntersection(reading_lib.Reader):
   proposal = "iid"
 
   def __post_init__(self):
-    common.check_at_least("gamma", self.gamma, 1)
-    common.check_at_least("expansion", self.expansion, 1)
+    checks.check_at_least("gamma", self.gamma, 1)
+    checks.check_at_least("expansion", self.expansion, 1)
 
   @property
   def num_coins(self) -> int:

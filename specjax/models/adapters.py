@@ -253,10 +253,7 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
 
 def _check_sizes(model):
   for name in ("vocab_size", "context_length"):
-    value = getattr(model, name)
-    if not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name} is {value!r}; it must be a whole number of at "
-                       "least 1")
+    checks.check_at_least(name, getattr(model, name), 1)
 
 
 def _causal(tokens):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from specjax import checks
 from specjax.models.rotary import RopeScaling
 
 FINAL = "final"  # the name of the hidden state that the LM head reads
@@ -105,10 +106,9 @@ class TransformerConfig:
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
     for name in ("vocab_size", "width", "layers", "heads", "kv_heads",
                  "head_dim", "mlp_width", "context_length"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         "at least 1: correct the model's configuration")
+      checks.check_at_least(name, getattr(self, name), 1,
+                            ": correct the model's configuration")
+      object.__setattr__(self, name, int(getattr(self, name)))  # as JSON has it
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
@@ -119,9 +119,8 @@ class TransformerConfig:
                          f"whole number from 0 to the {self.layers} layers")
     if len(set(self.features)) < len(self.features):
       raise ValueError(f"features is {self.features}; name each state once")
-    if not isinstance(self.lookahead, int) or self.lookahead < 0:
-      raise ValueError(f"lookahead is {self.lookahead!r}; it must be a whole "
-                       "number of at least 0: 0 is a plain decoder")
+    checks.check_at_least("lookahead", self.lookahead, 0,
+                          ": 0 is a plain decoder")
     if self.heads % self.kv_heads:
       raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
                        "heads must be a multiple of kv_heads")

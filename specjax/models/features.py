@@ -14,6 +14,7 @@ norms, fusion, chaining and head alone, which are data of a `FeatureConfig`:
 from collections.abc import Sequence
 import dataclasses
 
+from specjax import checks
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 
@@ -103,10 +104,7 @@ class FeatureConfig(TransformerConfig):
     for name in ("taps", "ids"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     for name in ("target_width", "forecasts"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of "
-                         "at least 1")
+      checks.check_at_least(name, getattr(self, name), 1)
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
+
 BITS = (8, 4)
 _FEW = 32  # tokens of a pass, of which a product reads more than it computes
 _SLICE = 1 << 18  # bytes of a widened slice: it stays in a core's cache
@@ -245,9 +247,9 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
   """
   if bits not in BITS:
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
-  if group is not None and (not isinstance(group, int) or group < 1):
-    raise ValueError(f"group is {group!r}; it must be a whole number of at "
-                     "least 1, or None for one scale a channel")
+  if group is not None:
+    checks.check_at_least(
+        "group", group, 1, ", or None for one scale a channel")
   found = 0
 
   def one(path, x):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax import checks
 from specjax import inputs
 from specjax.constraints import base as constraints_lib
 from specjax.decoder import Decoder
@@ -135,15 +136,13 @@ class Slot:
     tokens, lengths = inputs.prompts(
         [request.prompt], decoder.target.vocab_size)
     length, new = int(lengths[0]), request.max_new_tokens
-    if not _is_whole(new) or new < 0:
-      raise ValueError(f"max_new_tokens is {new}; it must be a whole number of "
-                       "at least 0")
+    checks.check_at_least("max_new_tokens", new, 0)
     if length + new > self.length:
       raise ValueError(
           f"a prompt of {length} tokens and {new} new ones do not fit into a "
           f"slot of {self.length}: shorten the prompt, ask for fewer, or give "
           "the queue a larger max_length")
-    if not _is_whole(request.seed) or not 0 <= request.seed < 2**32:
+    if not checks.is_whole(request.seed) or not 0 <= request.seed < 2**32:
       raise ValueError(f"seed is {request.seed}; it must be a whole number "
                        "from 0 to 2^32 - 1")
     ends = inputs.eos_rows(
@@ -168,14 +167,6 @@ class Slot:
         temperature=inputs.temperatures(
             request.temperature, decoder.transform.temperature, 1),
         eos=ends, seed=int(request.seed), context=context)
-
-
-def _is_whole(value):
-  """Whether it is one whole number."""
-  try:
-    return bool(value == int(value))
-  except (TypeError, ValueError, OverflowError):
-    return False
 
 
 def _form(context):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
@@ -77,10 +78,7 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 def check_sizes(config: Any, names: Sequence[str]) -> None:
   """Raises a `ValueError` where a field is no whole number of at least 1."""
   for name in names:
-    value = getattr(config, name)
-    if not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name} is {value!r}; it must be a whole number of at "
-                       "least 1")
+    checks.check_at_least(name, getattr(config, name), 1)
 
 
 class HiddenStateHeads:

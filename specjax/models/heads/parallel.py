@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax.kv_cache import KVCache
 from specjax.models import layers as layers_lib
 from specjax.models.configuration import FINAL
@@ -94,10 +95,9 @@ class ParallelHeads(TransformerConfig):
     check_ids(self.ids, self.vocab_size)
     base.check_sizes(self, ("markov_rank",))
     least = 1 if self.from_anchor else 2
-    if not isinstance(self.block_size, int) or self.block_size < least:
-      raise ValueError(f"block_size is {self.block_size!r}; it must be a whole "
-                       f"number of at least {least}: the anchor's slot "
-                       f"{'predicts' if self.from_anchor else 'does not'}")
+    checks.check_at_least(
+        "block_size", self.block_size, least, ": the anchor's slot "
+        f"{'predicts' if self.from_anchor else 'does not'}")
     for name, choices in (("markov", coupling.KINDS),
                           ("confidence", _CONFIDENCE)):
       if getattr(self, name) not in choices:
