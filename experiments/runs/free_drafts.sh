@@ -29,7 +29,8 @@ python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
 python experiments/controller_study.py --target=smollm2 --drafter=noise \
   --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=64 \
   --batches=6 --output_dir=results/controller/smollm2
-python experiments/controller_study.py --output_dir=results/controller/bundled
+python experiments/controller_study.py --batches=20 \
+  --output_dir=results/controller/bundled
 # Certain drafts beside drawn ones, at temperature 1.
 python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \
