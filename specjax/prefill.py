@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import checks
+from specjax import topology
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 
@@ -56,9 +57,7 @@ def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
   batch, columns = prompt.tokens.shape
   size = chunk_size(columns)
   chunks = prompt.tokens.reshape(batch, -1, size).swapaxes(0, 1)
-  depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-  causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)),
-                            (batch, size, size))
+  depths, causal = topology.causal(batch, size)
 
   def read(cache, tokens):
     out = model(params, tokens, depths, causal, cache)

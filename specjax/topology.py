@@ -41,6 +41,25 @@ def depths_of(ancestors: jax.Array) -> jax.Array:
   return jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
 
 
+def causal(batch: int, size: int) -> tuple[jax.Array, jax.Array]:
+  """What a pass over the next tokens of texts is told of them.
+
+  Each token sees itself and those before it, as in a chain from the first of
+  them on, in every row.
+
+  Args:
+    batch: B, rows.
+    size: S, tokens of a row.
+
+  Returns:
+    `(depths [B, S] int32, ancestors [B, S, S] bool)`.
+  """
+  depths = jnp.arange(size, dtype=jnp.int32)
+  ancestors = jnp.tril(jnp.ones((size, size), bool))
+  return (jnp.broadcast_to(depths, (batch, size)),
+          jnp.broadcast_to(ancestors, (batch, size, size)))
+
+
 def prefix_tree(paths: jax.Array) -> jax.Array:
   """Parents `[1 + L * K]` of K paths packed into one tree (SpecInfer).
 

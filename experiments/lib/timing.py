@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import topology
+
 STEPS = 8  # passes of a timed call: the cost of the call itself is spread
 
 
@@ -43,9 +45,7 @@ def filled_cache(model, params, capacity, used, batch=1):
 
 def passes(model, params, capacity, used, tokens, batch=1, steps=STEPS):
   """Repeated passes over a chain of `tokens` nodes, nothing committed."""
-  depths = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
-  ancestors = jnp.tile(jnp.tril(jnp.ones((tokens, tokens), bool)),
-                       (batch, 1, 1))
+  depths, ancestors = topology.causal(batch, tokens)
 
   def run(params, carry):
     def step(carry, _):

@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
 from specjax import prefill  # noqa: E402
+from specjax import topology  # noqa: E402
 from specjax.data import corpora  # noqa: E402
 from specjax.models import quantization  # noqa: E402
 
@@ -65,9 +66,7 @@ def of_cache(model, cache):
     # Lengths that no compiler knows, or it folds attention over no slots.
     past = prefill.empty_cache(
         other, params, jnp.maximum(tokens[:, 0], WINDOW), WINDOW + 1)
-    depths = jnp.broadcast_to(jnp.arange(half, dtype=jnp.int32), (BATCH, half))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((half, half), bool)),
-                              (BATCH, half, half))
+    depths, causal = topology.causal(BATCH, half)
     past = other(copy, tokens[:, :half], depths, causal, past).cache.rollback(
         past.lengths + half)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax import topology
 from specjax.sampling import COINS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -215,9 +216,7 @@ def _feed(model, params, state, cache, start, size):
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
-  return model(
-      params, tokens, jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
-      jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)), cache)
+  return model(params, tokens, *topology.causal(batch, size), cache)
 
 
 def keep_path(cache, slots, path, size: int, count):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import prefill
+from specjax import topology
 from specjax.models.heads import FeatureHeads
 from specjax.models.heads import ParallelHeads
 from specjax.types import DecodeState
@@ -92,7 +93,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
   batch, columns = prompt.tokens.shape
   size = prefill.chunk_size(columns)
   split = lambda x: x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)
-  causal = jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1))
+  _, causal = topology.causal(batch, size)
   places = jnp.arange(columns, dtype=jnp.int32).reshape(-1, size)
   return (split(prefill_output.hidden), places), causal
 
@@ -157,7 +158,7 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
   own, target = params["drafter"], params["target"]
   size = min(depth + 1, draft.tokens.shape[1])
   taps = on_path(heads.taps_of(target_output.hidden), verdict, size)
-  causal = jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (len(count), 1, 1))
+  _, causal = topology.causal(len(count), size)
   out = heads.step(
       own, target, heads.enter(own, taps), emitted(draft, verdict)[:, :size],
       visible=causal, cache=state.cache)

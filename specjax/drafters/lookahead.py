@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import topology
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import forecasts
@@ -142,9 +143,7 @@ class Lookahead:
     return self.target(
         params["target"],
         jnp.concatenate([common.roots(state)[:, None], ids], axis=1),
-        jnp.tile(jnp.arange(size, dtype=jnp.int32), (batch, 1)),
-        jnp.tile(jnp.tril(jnp.ones((size, size), bool)), (batch, 1, 1)),
-        state.target_cache).logits
+        *topology.causal(batch, size), state.target_cache).logits
 
   @property
   def _ids(self):

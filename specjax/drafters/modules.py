@@ -11,6 +11,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax import topology
 from specjax.drafters import features
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -118,8 +119,7 @@ class ModulesDrafter(features.LayerDrafter):
         which the modules after it read; None: there is none.
     """
     size, readers = self.window, self.readers
-    causal = jnp.tile(
-        jnp.tril(jnp.ones((size, size), bool)), (len(own.held), 1, 1))
+    _, causal = topology.causal(len(own.held), size)
     order = jnp.arange(size + readers, dtype=jnp.int32)
     text = jnp.pad(own.after, ((0, 0), (0, readers)))
     before, cache = own.hidden, own.cache

@@ -28,6 +28,7 @@ import optax
 
 from specjax import checks
 from specjax import contract
+from specjax import topology
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
 from specjax.models.around import AroundModel
@@ -238,11 +239,8 @@ class Online(common.DrawnChain):
   def _read_again(self, params, drafter, draft):
     """The model's own output `[B, N]` at the nodes of a draft."""
     batch, size = draft.tokens.shape
-    depths = jnp.arange(size, dtype=jnp.int32)
-    causal = jnp.tril(jnp.ones((size, size), bool))
     return self.model(
-        params, draft.tokens, jnp.tile(depths, (batch, 1)),
-        jnp.tile(causal, (batch, 1, 1)),
+        params, draft.tokens, *topology.causal(batch, size),
         drafter.cache.rollback(jnp.maximum(drafter.since - 1, 0)))
 
   def _step(self, correction, optimizer, logits, hidden, law, weights):

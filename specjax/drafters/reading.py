@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax import topology
 from specjax.prefill import padded_length
 from specjax.prefill import read_prompt
 from specjax.types import Draft
@@ -174,8 +175,7 @@ def caught_up(model: ModelFn, params: Any, reading: Reading,
   length = jnp.where(wanted, reading.lengths, 0)
   last = jnp.maximum(length - _PASS, 0)
   start = jnp.minimum(reading.fed, jnp.maximum(length - 1, 0))
-  depths = jnp.tile(jnp.arange(_PASS, dtype=jnp.int32), (batch, 1))
-  causal = jnp.tile(jnp.tril(jnp.ones((_PASS, _PASS), bool)), (batch, 1, 1))
+  depths, causal = topology.causal(batch, _PASS)
 
   def one_pass(carry):
     i, cache, _ = carry

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import checks
+from specjax import topology
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
 from specjax.models.shortened import check_whole
@@ -175,9 +176,7 @@ class Swift(common.DrawnChain):
     at = start[:, None] + jnp.arange(self.window + 1)
     text = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
     cache = state.target_cache.rollback(start)
-    depths = jnp.tile(jnp.arange(self.window), (len(start), 1))
-    causal = jnp.tril(jnp.ones((self.window, self.window), bool))
-    causal = jnp.tile(causal, (len(start), 1, 1))
+    depths, causal = topology.causal(len(start), self.window)
 
     def laws(keep, transform):
       own = {"model": params["target"], "keep": _last(keep)}

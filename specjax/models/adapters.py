@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import checks
 from specjax import kv_cache
+from specjax import topology
 from specjax.types import ModelOutput
 
 
@@ -120,7 +121,7 @@ class CachedFunction:
     if depths is None:
       depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
     if ancestors is None:
-      ancestors = _causal(tokens)
+      _, ancestors = topology.causal(*tokens.shape)
     # Nodes beyond the context are drafted at times and never committed.
     positions = jnp.minimum(past.lengths[:, None] + depths,
                             self.context_length - 1)
@@ -174,7 +175,8 @@ class PlainFunction:
     if cache is None and ancestors is None:
       return _output(self.apply(params, tokens), None)
     past = self.init_cache(params, *tokens.shape) if cache is None else cache
-    ancestors = _causal(tokens) if ancestors is None else ancestors
+    if ancestors is None:
+      _, ancestors = topology.causal(*tokens.shape)
     before = ancestors.shape[2] - tokens.shape[1]
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
         row, new, at, axis=0))
@@ -254,12 +256,6 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
 def _check_sizes(model):
   for name in ("vocab_size", "context_length"):
     checks.check_at_least(name, getattr(model, name), 1)
-
-
-def _causal(tokens):
-  batch, size = tokens.shape
-  return jnp.broadcast_to(
-      jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
 
 
 def _output(logits, cache):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import topology
 from specjax.kv_cache import KVCache
 from specjax.models import layers
 from specjax.models.configuration import FINAL
@@ -44,11 +45,9 @@ class TransformerModule(nn.Module):
     c, part = self.config, self.sublayers
     rows, size = (tokens if x is None else x).shape[:2]
     if depths is None:
-      depths = jnp.broadcast_to(
-          jnp.arange(size, dtype=jnp.int32), (rows, size))
+      depths, _ = topology.causal(rows, size)
     if ancestors is None:
-      ancestors = jnp.broadcast_to(
-          jnp.tril(jnp.ones((size, size), bool)), (rows, size, size))
+      _, ancestors = topology.causal(rows, size)
     positions = depths if cache is None else cache.lengths[:, None] + depths
     table = self.param("embedding", nn.initializers.normal(0.02),
                        (c.vocab_size, c.width), jnp.float32)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import prefill
+from specjax import topology
 from specjax.models.heads import check_fits
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import with_lookahead
@@ -93,9 +94,7 @@ class Lookahead:
     target = params["target"]
     cache = prefill.empty_cache(
         self.model, target, positions[:, 0], size + branch)
-    row = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)),
-                              (batch, size, size))
+    row, causal = topology.causal(batch, size)
     cache = jax.lax.stop_gradient(
         self.model(target, tokens, row, causal, cache).cache)
 
