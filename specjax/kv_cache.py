@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import attention
+from specjax import topology
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -136,7 +137,7 @@ class KVCache:
     Returns:
       `[B, S, G * H, D]`.
     """
-    depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    depths = topology.depths_of(ancestors)
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.in_slots,
         self.block_k[layer], self.block_v[layer],

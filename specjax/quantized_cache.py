@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
+from specjax import topology
 from specjax.attention import plain
 from specjax.kv_cache import KVCache
 
@@ -129,7 +130,7 @@ class QuantizedCache(KVCache):
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
     """As `KVCache.attend`, at a cost that follows the longest row in use."""
-    depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    depths = topology.depths_of(ancestors)
     positions = self.lengths[:, None] + depths
     past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
                        positions, window=window, softcap=softcap)

@@ -25,6 +25,7 @@ import numpy as np
 
 from specjax import attention
 from specjax import checks
+from specjax import topology
 from specjax.kv_cache import KVCache
 
 _NEVER = np.iinfo(np.int32).max
@@ -84,7 +85,7 @@ class StreamingCache(KVCache):
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
     """As `KVCache.attend`, over what is left of the past."""
-    depths = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    depths = topology.depths_of(ancestors)
     at = (self.lengths[:, None] + depths)[..., None]
     slots = self.k[layer].shape[2]
     held = self._held(slots, self.in_slots)

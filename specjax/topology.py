@@ -37,7 +37,10 @@ def depths(parents: jax.Array) -> jax.Array:
 
 
 def depths_of(ancestors: jax.Array) -> jax.Array:
-  """`[..., N]` int32, the depths that `ancestors [..., N, N]` say."""
+  """`[..., S]` int32, the depths that `ancestors [..., S, T]` say.
+
+  Of all T nodes, or of the S last of them.
+  """
   return jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
 
 
