@@ -138,14 +138,14 @@ class Cascade:
           f"inside, as the drafter of the {type(reader).__name__}")
     common.check_vocabulary(self.model, target)
     common.check_slack(self.model, self.gamma + following.PASS)
-    transform = (self.transform or transform).under(transform)
+    bound = common.with_transform(self, transform)
     drafter = contract.follow(
-        contract.bind(self.drafter, self.model, transform))
+        contract.bind(self.drafter, self.model, bound.transform))
     contract.check_pair(self.verifier, drafter)
     if self.tail and "chain" not in contract.capabilities(drafter):
       raise ValueError(f"the cascade has a tail, and {type(drafter).__name__} "
                        "drafts trees; choose a drafter of chains, or no tail")
-    return dataclasses.replace(self, drafter=drafter, transform=transform)
+    return dataclasses.replace(bound, drafter=drafter)
 
   def follow(self) -> "Cascade":
     """It does already: it compares texts, see `following`."""

@@ -1,6 +1,8 @@
 """What the drafters share: the root, and a model's cache between rounds."""
 
 from collections.abc import Sequence
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 from specjax import contract
 from specjax import topology
 from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -88,6 +91,26 @@ def once(wanted: jax.Array, function, carry):
   return jax.lax.while_loop(
       lambda loop: loop[0],
       lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
+
+
+def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
+                   ) -> Any:
+  """The drafter with the transform that it drafts with, as `bind` returns it.
+
+  A drafter keeps a transform of its own, with its temperature, truncation and
+  bans; one that has None takes the target's. Either way its constraints are the
+  target's, in place of its own: the state remembers no others. The target's
+  bans come with them, for a decoder puts them first among its constraints where
+  it has any; without any, a transform of its own knows only its own bans.
+
+  Args:
+    drafter: a frozen dataclass that has `transform`.
+    transform: the target's.
+    **changes: other fields that `bind` fills in.
+  """
+  own = drafter.transform or transform
+  return dataclasses.replace(
+      drafter, transform=own.under(transform), **changes)
 
 
 def check_vocabulary(model: ModelFn, target: ModelFn) -> None:

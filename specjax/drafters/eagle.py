@@ -121,8 +121,7 @@ class EagleChain(common.DrawnChain, FeatureDrafter):
       ValueError: the layer does not fit the target.
     """
     self.check_heads(target, 1)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `growth.grow` takes them."""

@@ -118,8 +118,7 @@ class SampledEagle(FeatureDrafter):
       ValueError: the layer does not fit the target or the tree.
     """
     self.check_heads(target, 1 if self.iid else self.children)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `drawn_trees.grow` takes them."""

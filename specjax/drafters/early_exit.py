@@ -134,9 +134,7 @@ class Exit(common.DrawnChain):
       ValueError: the target's layers are not known, or it has too few.
     """
     check_exit(self.exit, target)
-    return dataclasses.replace(
-        self, model=target,
-        transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform, model=target)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ExitState:

@@ -14,7 +14,6 @@ carry and can grow every tree of this house; a language model ignores it and
 carries its cache (`common.model_step`).
 """
 
-import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -25,6 +24,7 @@ import numpy as np
 from specjax import sampling
 from specjax import trees
 from specjax.drafters import children
+from specjax.drafters import common
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import ModelFn
@@ -127,8 +127,7 @@ class StaticTree:
           f"a node has {self._most_children} children and the vocabulary "
           f"{target.vocab_size} tokens; siblings must differ: use a narrower "
           "tree")
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def draw(self, step, carry, logits, coins, state: DecodeState):
     """`grow` of this tree, at the temperatures of the rows."""

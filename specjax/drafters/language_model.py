@@ -102,8 +102,7 @@ class LanguageModel(common.DrawnChain):
     """
     common.check_vocabulary(self.model, target)
     common.check_slack(self.model, self.gamma + 2)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def follow(self) -> following.Following:
     """The same drafter for any text, see `specjax.contract`."""

@@ -97,9 +97,8 @@ class Lookahead:
           f"the target has {has[0]} look-ahead tokens of width {has[1]} and "
           f"the drafter {wants[0]} of width {wants[1]}; make the target, and "
           "its parameters, by models.heads.with_lookahead")
-    return dataclasses.replace(
-        self, target=target, target_transform=transform,
-        transform=(self.transform or transform).under(transform))
+    return common.with_transform(
+        self, transform, target=target, target_transform=transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:

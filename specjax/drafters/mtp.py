@@ -80,8 +80,7 @@ class MTP(common.DrawnChain, modules.ModulesDrafter):
       ValueError: the modules are for another target.
     """
     self.heads.check_target(target)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:

@@ -170,8 +170,7 @@ class Online(common.DrawnChain):
     """
     common.check_vocabulary(self.model, target)
     common.check_slack(self.model, self.gamma + 2)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Learner:

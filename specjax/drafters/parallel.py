@@ -78,9 +78,7 @@ class BlockDrafter:
           f"the draft is {self.depth} tokens deep and a block forecasts "
           f"{self.heads.num_forecasts}; draft less deep, or train heads of a "
           "longer block")
-    return dataclasses.replace(
-        self, target=target, transform=(self.transform or transform).under(
-            transform))
+    return common.with_transform(self, transform, target=target)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:

@@ -104,8 +104,7 @@ class Paths:
     """
     for model in self.models:
       common.check_vocabulary(model, target)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:

@@ -124,9 +124,8 @@ class Swift(common.DrawnChain):
           "layer stay and one more part is to swap with: leave out fewer, or "
           "take a deeper target")
     common.check_slack(target, self.window + self.gamma + 1)
-    return dataclasses.replace(
-        self, model=target, law=transform,
-        transform=(self.transform or transform).under(transform))
+    return common.with_transform(
+        self, transform, model=target, law=transform)
 
   @property
   def _layers(self):

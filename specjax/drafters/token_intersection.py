@@ -107,8 +107,7 @@ class TokenIntersection(reading_lib.Reader):
       ValueError: the vocabulary is that of another target.
     """
     common.check_target_size(self.target_size, target)
-    return dataclasses.replace(
-        self, transform=(self.transform or transform).under(transform))
+    return common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
