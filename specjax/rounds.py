@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from specjax import checks
 from specjax import contract
 from specjax import prefill
+from specjax import rows
 from specjax import sampling
 from specjax import topology
 from specjax.constraints import base as constraints_lib
@@ -155,14 +156,12 @@ class Round:
         self.rule.name, state, draft, law, usable) if self.debug else None
     tokens, count, ended = _emitted(state, draft, verdict, usable)
     lengths = state.lengths + count
-    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-        row, new, at, 0))
     new_drafter = self.drafter.commit(params, drafter, draft, verdict, output,
                                       count)
     checks.check_same(f"the state that {self._drafter_name}.commit returned",
                       new_drafter, state.drafter)
     new_state = state.replace(
-        tokens=put(state.tokens, tokens, state.lengths), lengths=lengths,
+        tokens=rows.put(state.tokens, tokens, state.lengths), lengths=lengths,
         done=state.done | ended | (lengths >= state.limits) | ~usable,
         rounds=state.rounds + 1,
         target_cache=self._committed(state, output.cache, verdict, count),

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from specjax import checks
 from specjax import contract
 from specjax import rounds
+from specjax import rows
 from specjax import sampling
 from specjax import verifiers
 from specjax.drafters import common
@@ -247,15 +248,14 @@ class Cascade:
       The inner state, and the laws `[B, gamma, V]` of the tokens it wrote.
     """
     stage, start = self._stage, inner.lengths
-    put = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(
-        rows, new.astype(rows.dtype), at, 0))
 
     def one_round(carry):
       i, inner, laws = carry
       new, _, trace = stage(own, inner, self._tossed(inner, coins, i))
       # Laws after those of the emitted tokens are overwritten by the next
       # round; a row that has all its tokens writes after them.
-      laws = put(laws, self._on_path(trace), inner.lengths - start)
+      laws = rows.put(laws, self._on_path(trace).astype(laws.dtype),
+                      inner.lengths - start)
       return i + 1, new, laws
 
     laws = jnp.zeros((start.shape[0], self.gamma + self.drafter.num_nodes,

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax import rows
 from specjax.drafters import common
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -168,10 +169,8 @@ class Following:
     own = own.replace(drafter=self.drafter.catch_up(params, own, since))
     draft, drafter = self.drafter.propose(params, coins, own)
     drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
-    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-        row, new, at, 0))
     return draft, Followed(
-        tokens=put(state.tokens, draft.tokens[:, 1:], state.lengths),
+        tokens=rows.put(state.tokens, draft.tokens[:, 1:], state.lengths),
         fed=state.lengths + jnp.maximum(drafted - 1, 0), drafter=drafter)
 
   def commit(self, params: Any, drafter: Followed, draft: Draft,

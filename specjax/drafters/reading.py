@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax import rows
 from specjax import topology
 from specjax.prefill import padded_length
 from specjax.prefill import read_prompt
@@ -87,10 +88,7 @@ class Reading:
       ids: `[B, gamma]` int32; all but the last were read.
       cache: the model's.
     """
-    put = jax.vmap(
-        lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-            row, new, at, 0))
-    return self.replace(tokens=put(self.tokens, ids, length),
+    return self.replace(tokens=rows.put(self.tokens, ids, length),
                         fed=length + ids.shape[1] - 1, cache=cache)
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import checks
 from specjax import kv_cache
+from specjax import rows as rows_lib
 from specjax import topology
 from specjax.types import ModelOutput
 
@@ -178,9 +179,7 @@ class PlainFunction:
     if ancestors is None:
       _, ancestors = topology.causal(*tokens.shape)
     before = ancestors.shape[2] - tokens.shape[1]
-    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-        row, new, at, axis=0))
-    past = past.replace(arrays=write(
+    past = past.replace(arrays=rows_lib.put(
         past.arrays, tokens.astype(jnp.int32), past.lengths + before))
     logits = self._logits(params, past, ancestors)
     return _output(logits, None if cache is None else past)
