@@ -102,9 +102,7 @@ class VocabularySubset(AroundModel):
     """`[B, K, V]`, the rows `at [B, K]` of the logits of a pass."""
     small = {**params["model"], self._head: params["head"]}
     some = self.model.logits_at(small, output, at)
-    none = jnp.full((*some.shape[:-1], self.vocab_size), _NEVER, some.dtype)
-    return none.at[..., params["ids"]].set(
-        some, indices_are_sorted=True, unique_indices=True)
+    return placed(some, params["ids"], self.vocab_size)
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
     """The model's; the small head is on every device."""
@@ -114,6 +112,19 @@ class VocabularySubset(AroundModel):
   @property
   def _head(self) -> str:
     return "embedding" if self.model.config.tie_embeddings else "head"
+
+
+def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
+  """`[..., V]` of `some [..., r]`, logits of some tokens; others: q = 0.
+
+  Args:
+    some: the logits.
+    ids: `[r]`, their tokens, ascending and no two alike.
+    vocab_size: V.
+  """
+  none = jnp.full((*some.shape[:-1], vocab_size), _NEVER, some.dtype)
+  return none.at[..., ids].set(
+      some, indices_are_sorted=True, unique_indices=True)
 
 
 def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()

@@ -15,9 +15,9 @@ import numpy as np
 from specjax import checks
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
+from specjax.models.vocabulary_subset import placed
 from specjax.types import ModelFn
 
-_NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
 Params = Mapping[str, Any]
 
 
@@ -70,9 +70,7 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
   """
   if not ids:
     return logits
-  none = jnp.full((*logits.shape[:-1], vocab_size), _NEVER, logits.dtype)
-  return none.at[..., np.array(ids)].set(
-      logits, indices_are_sorted=True, unique_indices=True)
+  return placed(logits, np.array(ids), vocab_size)
 
 
 def check_sizes(config: Any, names: Sequence[str]) -> None:
