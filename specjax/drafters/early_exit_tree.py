@@ -111,6 +111,7 @@ class EarlyExitTree(growth.StaticTree):
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Nothing: all that it reads is in the target's cache."""
+    del params, prompt, prefill_output
     return None
 
   @property
@@ -193,6 +194,7 @@ class EarlyExitTree(growth.StaticTree):
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Nothing."""
+    del params, drafter, draft, verdict, target_output, count
     return None
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:

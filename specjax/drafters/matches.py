@@ -19,7 +19,7 @@ import numpy as np
 from specjax.data.datastores import Datastore
 
 _NO_TOKEN = -1
-_NOWHERE = -2  # stands before a row's first token, and in no text
+NOWHERE = -2  # stands before a row's first token, and in no text
 
 
 def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
@@ -47,7 +47,7 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
     back, same, common = carry
     last = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0), axis=1)
     moved = jax.lax.dynamic_slice_in_dim(padded, longest - back, slots, axis=1)
-    same &= moved == jnp.where(end >= back, last, _NOWHERE)
+    same &= moved == jnp.where(end >= back, last, NOWHERE)
     return back + 1, same, common + same
 
   earlier = jnp.arange(slots, dtype=jnp.int32) < end

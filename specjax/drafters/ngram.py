@@ -23,6 +23,7 @@ import numpy as np
 
 from specjax import checks
 from specjax.drafters import common
+from specjax.drafters.matches import NOWHERE
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -32,7 +33,6 @@ from specjax.types import Prompt
 from specjax.types import Verdict
 
 _PREFERENCES = ("latest", "first")
-_NOWHERE = -2  # stands before a row's first token, and in no text
 _STEP = 128  # columns of reference texts, so that few shapes are compiled
 
 
@@ -277,7 +277,7 @@ def _last(state, count):
   at = state.lengths[:, None] - 1 - jnp.arange(count)
   tokens = jnp.take_along_axis(
       state.tokens, jnp.maximum(at, 0), axis=1)
-  return jnp.where(at >= 0, tokens, _NOWHERE)
+  return jnp.where(at >= 0, tokens, NOWHERE)
 
 
 def _best(count, usable, min_ngram, prefer):
