@@ -123,6 +123,13 @@ DRAWS = {"iid": iid, "without_replacement": without_replacement,
          "top_k": top_k, "hybrid": hybrid}
 
 
+def check_proposal(proposal: str) -> None:
+  """Raises a `ValueError` where no children are drawn in such a way."""
+  if proposal not in DRAWS:
+    raise ValueError(f"proposal is {proposal!r}; it must be one of "
+                     f"{', '.join(DRAWS)}")
+
+
 def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
   """A function that draws the children of a level for a whole batch.
 

@@ -90,9 +90,7 @@ class SampledEagle(FeatureDrafter):
   def __post_init__(self):
     for name in ("depth", "expanded", "children"):
       checks.check_at_least(name, getattr(self, name), 1)
-    if self.proposal not in children.DRAWS:
-      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(children.DRAWS)}")
+    children.check_proposal(self.proposal)
 
   @property
   def chain(self) -> bool:

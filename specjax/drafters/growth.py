@@ -87,9 +87,7 @@ class StaticTree:
 
   def __post_init__(self):
     object.__setattr__(self, "parents", trees.breadth_first(self.parents))
-    if self.proposal not in children.DRAWS:
-      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
-                       f"{', '.join(children.DRAWS)}")
+    children.check_proposal(self.proposal)
 
   @property
   def chain(self) -> bool:

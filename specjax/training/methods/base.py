@@ -16,8 +16,7 @@ from specjax.types import Verifier
 
 CUTS = 128  # cut points of a row that is measured, where a few are drawn
 
-TOKEN, BLOCK = verifiers.Token(), verifiers.Block()
-RECURSIVE, TRAVERSAL = verifiers.Recursive(), verifiers.Traversal()
+RECURSIVE = verifiers.Recursive()
 
 
 @dataclasses.dataclass(frozen=True)

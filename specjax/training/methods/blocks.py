@@ -3,8 +3,10 @@
 from specjax import strategies
 from specjax.models import heads as heads_lib
 from specjax.strategies import Strategy
+from specjax.strategies.base import BLOCK
+from specjax.strategies.base import TOKEN
+from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
-from specjax.training.methods.base import BLOCK
 from specjax.training.methods.base import CUTS
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import MLP_WIDTH
@@ -12,8 +14,6 @@ from specjax.training.methods.base import Option
 from specjax.training.methods.base import RECURSIVE
 from specjax.training.methods.base import suited
 from specjax.training.methods.base import TAPS
-from specjax.training.methods.base import TOKEN
-from specjax.training.methods.base import TRAVERSAL
 from specjax.types import Verifier
 
 _SHORT = 4  # tokens of a shorter chain, as many as other methods draft

@@ -6,18 +6,19 @@ from specjax import drafters
 from specjax import strategies
 from specjax import verifiers
 from specjax.drafters import drawn_trees
+from specjax.drafters import expansion
 from specjax.models import heads as heads_lib
 from specjax.strategies import Strategy
+from specjax.strategies.base import BLOCK
+from specjax.strategies.base import TOKEN
+from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
-from specjax.training.methods.base import BLOCK
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import MLP_WIDTH
 from specjax.training.methods.base import Option
 from specjax.training.methods.base import RECURSIVE
 from specjax.training.methods.base import suited
 from specjax.training.methods.base import TAPS
-from specjax.training.methods.base import TOKEN
-from specjax.training.methods.base import TRAVERSAL
 from specjax.types import Verifier
 
 _TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
@@ -59,7 +60,7 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   top_k, drawn = (min(x, heads.draft_size) for x in (_TOP_K, _DRAWN))
   dynamic = drafters.DynamicEagle(
       heads=heads, depth=depth, top_k=top_k,
-      num_nodes=min(len(tree), 1 + top_k + (depth - 1) * top_k**2))
+      num_nodes=min(len(tree), expansion.most_nodes(depth, top_k)))
   sampled = drafters.SampledEagle(
       heads=heads, depth=depth, children=drawn,
       expanded=drawn_trees.most_expanded(len(tree), depth, drawn))

@@ -9,16 +9,16 @@ from specjax import verifiers
 from specjax.models import heads as heads_lib
 from specjax.models.heads import Heads
 from specjax.strategies import Strategy
+from specjax.strategies.base import BLOCK
+from specjax.strategies.base import TOKEN
+from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
-from specjax.training.methods.base import BLOCK
 from specjax.training.methods.base import chain_of
 from specjax.training.methods.base import CUTS
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
 from specjax.training.methods.base import RECURSIVE
 from specjax.training.methods.base import suited
-from specjax.training.methods.base import TOKEN
-from specjax.training.methods.base import TRAVERSAL
 from specjax.types import Verifier
 
 

@@ -3,11 +3,11 @@
 from specjax import strategies
 from specjax import verifiers
 from specjax.models import heads as heads_lib
+from specjax.strategies.base import BLOCK
+from specjax.strategies.base import TOKEN
 from specjax.training import objectives
-from specjax.training.methods.base import BLOCK
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
-from specjax.training.methods.base import TOKEN
 
 KANGAROO = Method(
     name="kangaroo", heads=heads_lib.KangarooAdapter, learning_rate=1e-3,
