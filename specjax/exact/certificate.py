@@ -242,7 +242,11 @@ def certify(verifier: Verifier | Compiled, *,
 
 
 def _check_sizes(**sizes):
-  """Refuses what is no whole numbers, one at least; of each, and its least."""
+  """Refuses settings that are no list of whole numbers, or an empty one.
+
+  Args:
+    **sizes: `(numbers, the least that each may be)` by name.
+  """
   for name, (values, least) in sizes.items():
     if not (isinstance(values, Sequence) and values and all(
         isinstance(x, (int, np.integer)) and x >= least for x in values)):
