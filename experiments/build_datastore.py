@@ -46,8 +46,7 @@ _BATCH = 256  # documents that are split at once: a tokenizer keeps much of each
 
 def _tokenizer() -> Tokenizer:
   if _TARGET.value == "bundled":
-    return Tokenizer.load(
-        sj.zoo.tokenizer_path())
+    return Tokenizer.load(sj.zoo.tokenizer_path())
   return models.load_tokenizer(_TARGET.value)
 
 

@@ -34,15 +34,20 @@ def _curves():
   return {name: read(name)["curve"] for name in sj.zoo.HEADS}
 
 
+def _draw_features(directory, rows):
+  """The heads among the rows, with the curves of these."""
+  heads = {row["drafter"].split(",")[0] for row in rows}
+  self_drafting_report.draw(directory, rows, {
+      name: curve for name, curve in _curves().items() if name in heads},
+                            "features")
+
+
 _DRAW = {
     "verification.csv": verification_report.draw,
     "trees.csv": tree_report.draw,
     "self_drafting.csv": lambda directory, rows: self_drafting_report.draw(
         directory, rows, _curves()),
-    "features.csv": lambda directory, rows: self_drafting_report.draw(
-        directory, rows, {name: curve for name, curve in _curves().items()
-                          if any(row["drafter"].startswith(f"{name},")
-                                 for row in rows)}, "features"),
+    "features.csv": _draw_features,
 }
 
 

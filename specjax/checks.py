@@ -25,8 +25,7 @@ _ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
 
 
 def is_whole(value: Any) -> bool:
-  """Whether it can be a size: 3.0 and True are none, and no shape takes them.
-  """
+  """Whether it can be a size, which 3.0 and True cannot."""
   return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -10,9 +10,8 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _FILES = sorted(_ROOT.glob("specjax/**/*.py"))
-_PACKAGES = {path.parent if path.name == "__init__.py" else path
-             for path in [*_ROOT.glob("specjax/*.py"),
-                          *_ROOT.glob("specjax/*/__init__.py")]}
+_TOP = [*_ROOT.glob("specjax/[!_]*.py"),
+        *(path.parent for path in _ROOT.glob("specjax/*/__init__.py"))]
 
 
 def _with_examples():
@@ -40,7 +39,7 @@ def _house():
 def _places():
   """{file or package at the top of specjax/: its place in README's list}."""
   house, found = _house(), {}
-  for path in _PACKAGES - {_ROOT / "specjax"}:
+  for path in _TOP:
     entry = (rf"\b{path.name}\b" if path.suffix else rf"\n  {path.name}/")
     match = re.search(entry, house)
     assert match, f"README's house lacks {path.name}"

@@ -30,7 +30,6 @@ _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "self_drafting_study.py and verification_study.py draft across "
            "vocabularies")
 _COUNTED = 2_000_000  # characters of text that tokens are counted in
-_BUNDLED = pathlib.Path(sj.zoo.__file__).parent  # read as far as it is named
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
 ITSELF = "itself"  # a drafter: the target
@@ -68,9 +67,9 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
       raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
                        f"{label(name)!r}; leave one out, or rename a directory")
   choices = choices or ", ".join(DRAFTERS)
-  place = (_BUNDLED / "target" if target == "bundled"
+  place = (sj.zoo.model_path("target") if target == "bundled"
            else _place("target", target, "bundled"))
-  paths = {name: _BUNDLED / name if name in DRAFTERS else
+  paths = {name: sj.zoo.model_path(name) if name in DRAFTERS else
            place if name == ITSELF else _place("drafter", name, choices)
            for name in drafters}
   load = functools.cache(functools.partial(_load, dtype=dtype))
@@ -94,15 +93,15 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
     ValueError: there is no such model.
   """
   boxed = {"bundled": "target", **{name: name for name in DRAFTERS}}
-  return _load(_BUNDLED / boxed[name] if name in boxed
+  return _load(sj.zoo.model_path(boxed[name]) if name in boxed
                else _place("model", name, ", ".join(boxed)), dtype)
 
 
 def _load(place, dtype):
   found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
-  if found.tokenizer is None and pathlib.Path(place).parent == _BUNDLED:
-    found = dataclasses.replace(found, tokenizer=Tokenizer.load(
-        _BUNDLED / "tokenizer.json"))  # all in the box share it
+  shared = sj.zoo.tokenizer_path()  # by all in the box
+  if found.tokenizer is None and pathlib.Path(place).parent == shared.parent:
+    found = dataclasses.replace(found, tokenizer=Tokenizer.load(shared))
   return found
 
 

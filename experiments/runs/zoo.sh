@@ -45,28 +45,25 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
-# And with Muon, twice.
-python experiments/train_drafter.py --method=eagle3 \
-  --heads_from="$runs/eagle3_more" --output_dir="$runs/eagle3_muon" \
-  --batch_size=4 --row_tokens=384 --steps=3800 --decay_fraction=0.6 \
-  --optimizer=muon --learning_rate=0.012 --evaluate_every=400 \
-  --checkpoint_every=100 --seed=2
-python experiments/train_drafter.py --method=parallel \
-  --heads_from="$runs/parallel_more" --output_dir="$runs/parallel_muon" \
-  --anchors=48 --row_tokens=384 --steps=1600 --decay_fraction=0.7 \
-  --optimizer=muon --learning_rate=0.006 --evaluate_every=200 \
-  --checkpoint_every=100 --seed=2
+# And with Muon, twice: METHOD, from which heads, to which, other flags.
+with_muon() {
+  local own=(--batch_size=4 --learning_rate=0.012 --evaluate_every=400)
+  if [ "$1" = parallel ]; then
+    own=(--anchors=48 --learning_rate=0.006 --evaluate_every=200)
+  fi
+  python experiments/train_drafter.py --method="$1" --heads_from="$runs/$2" \
+    --output_dir="$runs/$3" --row_tokens=384 --optimizer=muon \
+    --checkpoint_every=100 "${own[@]}" "${@:4}"
+}
+with_muon eagle3 eagle3_more eagle3_muon --steps=3800 --decay_fraction=0.6 \
+  --seed=2
+with_muon parallel parallel_more parallel_muon --steps=1600 \
+  --decay_fraction=0.7 --seed=2
 # These are in the box.
-python experiments/train_drafter.py --method=eagle3 \
-  --heads_from="$runs/eagle3_muon" --output_dir="$runs/eagle3_last" \
-  --batch_size=4 --row_tokens=384 --steps=6400 --decay_fraction=0.7 \
-  --optimizer=muon --learning_rate=0.012 --evaluate_every=400 \
-  --checkpoint_every=100 --seed=3
-python experiments/train_drafter.py --method=parallel \
-  --heads_from="$runs/parallel_muon" --output_dir="$runs/parallel_last" \
-  --anchors=48 --row_tokens=384 --steps=2800 --decay_fraction=0.7 \
-  --optimizer=muon --learning_rate=0.006 --evaluate_every=200 \
-  --checkpoint_every=100 --seed=3
+with_muon eagle3 eagle3_muon eagle3_last --steps=6400 --decay_fraction=0.7 \
+  --seed=3
+with_muon parallel parallel_muon parallel_last --steps=2800 \
+  --decay_fraction=0.7 --seed=3
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"

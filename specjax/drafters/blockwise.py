@@ -38,9 +38,7 @@ class Blockwise(forecasts.HeadsDrafter):
   def __post_init__(self):
     if self.gamma is None:
       object.__setattr__(self, "gamma", self.heads.heads)
-    if not checks.is_whole(self.gamma) or self.gamma < 0:
-      raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
-                       "at least 0: 0 drafts nothing")
+    checks.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
 
   @property
   def parents(self) -> tuple[int, ...]:

@@ -73,9 +73,7 @@ class LanguageModel(common.DrawnChain):
   stop: stop_rules.StopRule | None = None
 
   def __post_init__(self):
-    if not checks.is_whole(self.gamma) or self.gamma < 0:
-      raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
-                       "at least 0: 0 drafts nothing")
+    checks.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
 
   @property
   def autoregressive(self) -> bool:

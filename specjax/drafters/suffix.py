@@ -113,10 +113,8 @@ class Suffix(continuations.CountDrafter):
 
   def __post_init__(self):
     super().__post_init__()
-    if not checks.is_whole(self.max_depth) or self.max_depth < 2:
-      raise ValueError(f"max_depth is {self.max_depth}; it must be a whole "
-                       "number of at least 2: a token that matches and one "
-                       "that is drafted")
+    checks.check_at_least("max_depth", self.max_depth, 2,
+                          ": a token that matches and one that is drafted")
     if not 0 <= self.min_token_prob <= 1:
       raise ValueError(f"min_token_prob is {self.min_token_prob}; it must lie "
                        "in [0, 1]: 0 drafts as far as the text goes")
