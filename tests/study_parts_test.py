@@ -114,7 +114,7 @@ def test_passes_are_timed_over_the_cache_that_is_decoded(tmp_path, monkeypatch):
     found = _error(study, f"--prompts={tmp_path / 'mine.txt'}", "--gammas=3",
                    "--new_tokens=16", "--drafter=tiny",
                    f"--output_dir={tmp_path / 'out'}")
-  tokenizer = models.load_tokenizer(models._BUNDLED / "tokenizer.json")
+  tokenizer = models.load_tokenizer(sj.zoo.tokenizer_path())
   longest = max(len(tokenizer.encode(text)) for text in ("a = 1", "import os"))
   assert found == f"error: {longest + 8} of {longest + 20} slots"
 
