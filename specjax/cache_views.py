@@ -99,8 +99,7 @@ class Retrieved:
   recent: int = 256
 
   def __post_init__(self):
-    for name in ("budget", "chunk", "recent"):
-      checks.check_at_least(name, getattr(self, name), 1)
+    checks.check_fields(self, "budget", "chunk", "recent")
     if self.budget % self.chunk:
       raise ValueError(f"budget is {self.budget} and chunk {self.chunk}; whole "
                        "chunks are kept: make the budget a multiple of them")
@@ -170,8 +169,7 @@ class Recent:
   window: int = 1020
 
   def __post_init__(self):
-    for name in ("sinks", "window"):
-      checks.check_at_least(name, getattr(self, name), 1)
+    checks.check_fields(self, "sinks", "window")
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> tuple[()]:

@@ -43,6 +43,13 @@ def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
                      f"least {least}{more}")
 
 
+def check_fields(part: Any, *names: str, least: int = 1, more: str = ""
+                 ) -> None:
+  """`check_at_least` of some fields of a part, which errors call by name."""
+  for name in names:
+    check_at_least(name, getattr(part, name), least, more)
+
+
 def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
            ) -> None:
   """Checks shape and dtype of one array, named as the reader knows it."""

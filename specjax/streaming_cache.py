@@ -182,8 +182,8 @@ class Streaming:
   slack: int = _SLACK
 
   def __post_init__(self):
-    for name, least in (("sinks", 0), ("window", 1), ("slack", 0)):
-      checks.check_at_least(name, getattr(self, name), least)
+    checks.check_fields(self, "window")
+    checks.check_fields(self, "sinks", "slack", least=0)
 
   def empty(self, **sizes: Any) -> StreamingCache:
     """See `StreamingCache.empty`."""

@@ -71,8 +71,7 @@ class CountDrafter:
   autoregressive = False  # which match counts is decided where a draft begins
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
-    checks.check_at_least("max_matches", self.max_matches, 1)
+    checks.check_fields(self, "gamma", "max_matches")
     if self.max_matches > _MOST_MATCHES:
       raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
                        f"{_MOST_MATCHES}, for counts are exact up to there")

@@ -88,8 +88,7 @@ class SampledEagle(FeatureDrafter):
   confidence: LogitsTransform = LogitsTransform()
 
   def __post_init__(self):
-    for name in ("depth", "expanded", "children"):
-      checks.check_at_least(name, getattr(self, name), 1)
+    checks.check_fields(self, "depth", "expanded", "children")
     children.check_proposal(self.proposal)
 
   @property

@@ -119,8 +119,7 @@ class Exit(common.DrawnChain):
   model: Transformer | None = None
 
   def __post_init__(self):
-    checks.check_at_least("exit", self.exit, 1)
-    checks.check_at_least("gamma", self.gamma, 1)
+    checks.check_fields(self, "exit", "gamma")
 
   @property
   def autoregressive(self) -> bool:

@@ -61,8 +61,7 @@ class _Lookup:
   proposal = "deterministic"
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
-    checks.check_at_least("min_ngram", self.min_ngram, 1)
+    checks.check_fields(self, "gamma", "min_ngram")
     if not checks.is_whole(self.max_ngram) or self.max_ngram < self.min_ngram:
       raise ValueError(f"max_ngram is {self.max_ngram}; it must be a whole "
                        f"number of at least min_ngram, {self.min_ngram}")

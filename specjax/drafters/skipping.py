@@ -103,8 +103,7 @@ class Swift(common.DrawnChain):
   autoregressive = False
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
-    checks.check_at_least("count", self.count, 1)
+    checks.check_fields(self, "gamma", "count")
     checks.check_at_least("window", self.window, self.gamma)
     checks.check_at_least("tries", self.tries, 0)
 

@@ -83,8 +83,7 @@ class StringMatch(reading_lib.Reader):
   def __post_init__(self):
     if self.length is None:
       object.__setattr__(self, "length", self.gamma)
-    for name in ("gamma", "length", "lookback", "expansion"):
-      checks.check_at_least(name, getattr(self, name), 1)
+    checks.check_fields(self, "gamma", "length", "lookback", "expansion")
     if self.texts.draft_size != self.model.vocab_size:
       raise ValueError(
           f"the drafter's model has {self.model.vocab_size} tokens and its "

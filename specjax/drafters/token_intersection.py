@@ -92,8 +92,7 @@ class TokenIntersection(reading_lib.Reader):
   proposal = "iid"
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
-    checks.check_at_least("expansion", self.expansion, 1)
+    checks.check_fields(self, "gamma", "expansion")
 
   @property
   def num_coins(self) -> int:

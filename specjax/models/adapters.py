@@ -91,7 +91,7 @@ class CachedFunction:
   context_length: int
 
   def __post_init__(self):
-    _check_sizes(self)
+    checks.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
     """The cache of `batch` empty rows.
@@ -160,7 +160,7 @@ class PlainFunction:
   context_length: int
 
   def __post_init__(self):
-    _check_sizes(self)
+    checks.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
     """The cache of `batch` empty rows: their tokens."""
@@ -250,11 +250,6 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
   from flax import nnx  # pylint: disable=g-import-not-at-top
   graphdef, state = nnx.split(module)
   return _Merged(graphdef), nnx.to_pure_dict(state)
-
-
-def _check_sizes(model):
-  for name in ("vocab_size", "context_length"):
-    checks.check_at_least(name, getattr(model, name), 1)
 
 
 def _output(logits, cache):

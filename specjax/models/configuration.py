@@ -104,10 +104,11 @@ class TransformerConfig:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     if isinstance(self.rope_scaling, dict):  # of a JSON file
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-    for name in ("vocab_size", "width", "layers", "heads", "kv_heads",
-                 "head_dim", "mlp_width", "context_length"):
-      checks.check_at_least(name, getattr(self, name), 1,
-                            ": correct the model's configuration")
+    sizes = ("vocab_size", "width", "layers", "heads", "kv_heads",
+             "head_dim", "mlp_width", "context_length")
+    checks.check_fields(
+        self, *sizes, more=": correct the model's configuration")
+    for name in sizes:
       object.__setattr__(self, name, int(getattr(self, name)))  # as JSON has it
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:

@@ -103,8 +103,7 @@ class FeatureConfig(TransformerConfig):
     super().__post_init__()
     for name in ("taps", "ids"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
-    for name in ("target_width", "forecasts"):
-      checks.check_at_least(name, getattr(self, name), 1)
+    checks.check_fields(self, "target_width", "forecasts")
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.models.vocabulary_subset import placed
@@ -71,12 +70,6 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
   if not ids:
     return logits
   return placed(logits, np.array(ids), vocab_size)
-
-
-def check_sizes(config: Any, names: Sequence[str]) -> None:
-  """Raises a `ValueError` where a field is no whole number of at least 1."""
-  for name in names:
-    checks.check_at_least(name, getattr(config, name), 1)
 
 
 class HiddenStateHeads:

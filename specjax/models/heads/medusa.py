@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax.models.heads import base
 from specjax.models.heads.base import Params
 
@@ -42,7 +43,8 @@ class MedusaHeads(base.HiddenStateHeads):
   kind: ClassVar[str] = "medusa"
 
   def __post_init__(self):
-    base.check_sizes(self, ("width", "vocab_size", "heads", "blocks", "rank"))
+    checks.check_fields(
+        self, "width", "vocab_size", "heads", "blocks", "rank")
     if self.output not in _OUTPUTS:
       raise ValueError(f"output is {self.output!r}; it must be one of "
                        f"{', '.join(_OUTPUTS)}")

@@ -93,7 +93,7 @@ class ParallelHeads(TransformerConfig):
     for name in ("taps", "ids"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     check_ids(self.ids, self.vocab_size)
-    base.check_sizes(self, ("markov_rank",))
+    checks.check_fields(self, "markov_rank")
     least = 1 if self.from_anchor else 2
     checks.check_at_least(
         "block_size", self.block_size, least, ": the anchor's slot "
