@@ -7,6 +7,7 @@ jit happens here, once; nothing inside talks to the host. `specjax.decoder` is
 the face for prompts, limits and keys.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -81,7 +82,8 @@ class Round:
       temperature: likewise.
       eos: likewise.
     """
-    drafter = self.drafter.init(params, prompt, output)
+    with _that_reads_params(self._drafter_name):
+      drafter = self.drafter.init(params, prompt, output)
     batch, columns = prompt.tokens.shape
     checks.check_rows(f"the first state of the drafter {self._drafter_name}",
                       drafter, batch)
@@ -201,7 +203,8 @@ class Round:
       fold_in = jax.vmap(jax.random.fold_in, (0, 0))
       coins = jax.vmap(jax.random.fold_in, (0, None))(
           fold_in(state.keys, state.rounds), _KEY_NUMBER)
-    draft, drafter = self.drafter.propose(params, coins, state)
+    with _that_reads_params(self._drafter_name):
+      draft, drafter = self.drafter.propose(params, coins, state)
     checks.check_draft(
         self._drafter_name, draft, state.lengths.shape[0],
         self.drafter.num_nodes, self.target.vocab_size)
@@ -235,6 +238,19 @@ class Round:
 
     return jax.vmap(one)(state.verifier, draft, probs, depths,
                          coins[:, :sampling.VERDICT_COINS])
+
+
+@contextlib.contextmanager
+def _that_reads_params(drafter):
+  """Names a drafter whose parameters are missing; not every one has any."""
+  try:
+    yield
+  except KeyError as error:
+    if error.args != ("drafter",):
+      raise
+    raise ValueError(
+        f"params have no 'drafter', and the drafter {drafter} reads it; give "
+        '{"target": ..., "drafter": ...}, the parameters of both') from None
 
 
 def _emitted(state, draft, verdict, usable):

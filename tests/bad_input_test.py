@@ -139,6 +139,17 @@ def test_limits_and_keys():
       lambda: decoder.prefill({"embedding": 0}, [[1]], key), "embedding")
 
 
+def test_a_drafter_whose_parameters_are_missing_is_named():
+  # Broken: KeyError: 'drafter', from within a program.
+  decoder, params = _healthy()
+  lacking = {"target": params["target"]}
+  prefill = lambda given: decoder.prefill(given, [[1]], jax.random.key(0))
+  words = "no 'drafter'", "LanguageModel reads it", '"drafter": ...'
+  _raises_one_line(lambda: prefill(lacking), *words)
+  state = prefill(params)
+  _raises_one_line(lambda: decoder.decode_until(lacking, state), *words)
+
+
 def test_certify_settings():
   # Broken: a proof of nothing is reported as a proof.
   rule = sj.verifiers.Token()
