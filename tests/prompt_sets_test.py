@@ -90,6 +90,16 @@ def test_every_set_is_tested():
     assert sum(map(bool, (spec.hf_id, spec.published, spec.shipped))) == 1
 
 
+def test_a_damaged_file(tmp_path):
+  # Broken: zlib.error, of a file that the network damaged.
+  path = _write(tmp_path / "a.jsonl.gz", _lines({"prompt": "def f():"}) * 99)
+  data = bytearray(path.read_bytes())
+  data[20:40] = b"\xff" * 20
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match="a.jsonl.gz is not gzipped"):
+    prompt_sets.load("humaneval", path)
+
+
 @pytest.mark.parametrize("name,file,text,words", [
     ("gsm8k", "missing.jsonl", None, ["no file", "GSM8K", "'question'"]),
     ("gsm8k", "a.txt", "1+1?", ["'.txt'", ".jsonl.gz", "GSM8K", "'question'"]),

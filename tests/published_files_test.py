@@ -256,6 +256,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(rope_scaling=dict(
         rope_type="longrope", short_factor=[1], long_factor=3)),
      ["long_factor", "3"]),
+    ("llama_tied", dict(model_type=["llama"]), ["architecture ['llama']"]),
     ("llama_tied", dict(is_causal=False), ["is_causal", "False"]),
     ("llama_tied", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
     ("mistral", dict(sliding_window_size=6), ["sliding_window_size", "6"]),

@@ -141,6 +141,9 @@ def _with_template(*pieces):
     # GPT-2: the configuration of the model is all there is.
     (_byte_level, dict(model={"bos_token_id": 0, "eos_token_id": [271, 0]}),
      0, 271, False),
+    # Some conversions write -1 for none.
+    (_byte_level, dict(model={"bos_token_id": -1, "eos_token_id": 271}),
+     None, 271, False),
     (_byte_level, dict(special_tokens_map={"bos_token": "<|im_start|>"},
                        model={"eos_token_id": 0}), 270, 0, False),
     (_byte_level, {}, 0, 0, False),
@@ -149,8 +152,8 @@ def _with_template(*pieces):
     (_word_piece, {}, 1, 2, True),
     (lambda: library.Tokenizer(models.WordLevel({"a": 0})), {},
      None, None, False),
-], ids=["llama3", "llama2", "qwen2", "gpt2", "map", "end", "alone", "own",
-        "bert", "none"])
+], ids=["llama3", "llama2", "qwen2", "gpt2", "minus", "map", "end", "alone",
+        "own", "bert", "none"])
 def test_beginning_and_end_come_from_the_files(
     tmp_path, make, files, bos, eos, adds_bos):
   # Broken: a model that never saw a bos is given one, or misses its own.
@@ -181,6 +184,9 @@ def test_what_is_saved_is_loaded(tmp_path):
   own.save(tmp_path)  # over the other
   found = tokenizers.Tokenizer.load(tmp_path)
   assert found.encode("a") == own.encode("a") and found.chat_template is None
+  (tmp_path / "special_tokens_map.json").write_text("{}")
+  with pytest.raises(ValueError, match="has a special_tokens_map.json"):
+    own.save(tmp_path)
 
 
 @pytest.mark.parametrize("files, match", [

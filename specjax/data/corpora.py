@@ -16,6 +16,7 @@ import os
 import pathlib
 import sysconfig
 from typing import Any
+import zlib
 
 _HELD_OUT_OF = 20  # one document in twenty
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
@@ -166,7 +167,7 @@ def json_lines(path: str | os.PathLike[str]
   if path.suffix == ".gz":
     try:
       text = gzip.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
       raise ValueError(f"{path} is not gzipped UTF-8 text: {e}") from None
   else:
     text = read_text(path)

@@ -16,6 +16,10 @@ from specjax.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"
+_IDS = 2**32  # numbers of tokens are below
+_SPECIAL = "special_tokens_map.json"
+_TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
+_BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # read, and never written here
 
 
 def read(path: str | os.PathLike[str]
@@ -44,7 +48,7 @@ def read(path: str | os.PathLike[str]
   backend.no_truncation()  # some files were made for short texts
   backend.no_padding()
   config = _json(file.with_name("tokenizer_config.json"))
-  named = _json(file.with_name("special_tokens_map.json")) | config
+  named = _json(file.with_name(_SPECIAL)) | config
   template = _chat_template(file.parent, config)
   if not named and (own := own_conventions(backend)):
     return backend, own | {"chat_template": template}
@@ -62,6 +66,19 @@ def read(path: str | os.PathLike[str]
       "bos": tokens.get("bos_token"), "eos": tokens.get("eos_token"),
       "adds_bos": before is not None or named.get("add_bos_token") is True,
       "chat_template": template}
+
+
+def check_alone(directory: pathlib.Path) -> None:
+  """Refuses to write a tokenizer beside what `read` would read with it.
+
+  Raises:
+    ValueError: the directory has such a file, which specjax never writes.
+  """
+  for name in _BESIDE:
+    if (directory / name).exists():
+      raise ValueError(f"{directory} has a {name}, which would be taken for "
+                       "that of the tokenizer written beside it; remove it, or "
+                       "choose another directory")
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -123,7 +140,8 @@ def _last_resort(backend, path) -> dict[str, int]:
   for name in ("bos_token", "eos_token"):
     value = config.get(name + "_id")
     value = value[0] if isinstance(value, list) and value else value
-    if isinstance(value, int) and backend.id_to_token(value) is not None:
+    if (isinstance(value, int) and 0 <= value < _IDS  # some write -1 for none
+        and backend.id_to_token(value) is not None):
       found[name] = value
   end = backend.token_to_id(END_OF_TEXT)
   if not found and end is not None:
@@ -144,11 +162,11 @@ def _id(backend, file, name, value) -> int | None:
 
 def _chat_template(directory, config) -> str | None:
   """That of a file of its own, else that of tokenizer_config.json."""
-  path = directory / "chat_template.jinja"
+  path = directory / _TEMPLATE
   if path.is_file():
     return path.read_text("utf-8")
   template = config.get("chat_template") or _json(
-      directory / "chat_template.json").get("chat_template")
+      directory / _TEMPLATE_JSON).get("chat_template")
   if isinstance(template, list):  # several, by name
     by_name = {item.get("name"): item.get("template")
                for item in template if isinstance(item, dict)}

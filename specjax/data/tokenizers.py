@@ -99,9 +99,13 @@ class Tokenizer:
 
     Args:
       path: of the `tokenizer.json`, or of a directory to write it in.
+
+    Raises:
+      ValueError: files beside it would be read with it.
     """
     path = pathlib.Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
+    tokenizer_files.check_alone(path.parent)
     conventions = {"bos": self.bos, "eos": self.eos,
                    "adds_bos": self.adds_bos,
                    "chat_template": self.chat_template}

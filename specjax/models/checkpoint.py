@@ -20,6 +20,7 @@ import numpy as np
 from specjax import processes
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
+from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
@@ -40,12 +41,13 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
     dtype: to store the weights in; None keeps theirs.
 
   Raises:
-    ValueError: `dtype` does not hold the weights.
+    ValueError: `dtype` does not hold the weights, or one is no array.
   """
   dtype = dtype and float_dtype(dtype)
+  flat = flax.traverse_util.flatten_dict(params, sep=".")
+  check_arrays(flat)
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  flat = flax.traverse_util.flatten_dict(params, sep=".")
   write_safetensors(
       directory / "model.safetensors",
       {name: (x.shape, dtype or x.dtype) for name, x in flat.items()},

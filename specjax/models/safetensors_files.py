@@ -11,6 +11,7 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -142,6 +143,22 @@ def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
                      "them are infinite or no numbers; write them in float32 "
                      "or bfloat16")
   return out
+
+
+def check_arrays(params: Mapping[str, Any]) -> None:
+  """Refuses parameters that no file holds, such as those of `quantize`.
+
+  Args:
+    params: by name.
+
+  Raises:
+    ValueError: one is no array.
+  """
+  for name, x in params.items():
+    if not isinstance(x, (jax.Array, np.ndarray)):
+      raise ValueError(f"the parameter {name} is a {type(x).__name__}, and "
+                       "only arrays are stored; give the parameters that "
+                       "`quantize` was given, or that `init` returned")
 
 
 def write_safetensors(path: str | os.PathLike[str],

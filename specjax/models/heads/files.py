@@ -25,6 +25,7 @@ from specjax.models.heads.kangaroo import KangarooAdapter
 from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
 from specjax.models.heads.parallel import ParallelHeads
+from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
@@ -49,12 +50,14 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
     dtype: to store the weights in; None keeps theirs.
 
   Raises:
-    ValueError: `dtype` does not hold the weights.
+    ValueError: `dtype` does not hold the weights, or one is no array.
   """
+  flat = _flat(params)
+  check_arrays(flat)
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   tensors = {name: converted(jax.device_get(x), dtype)
-             for name, x in _flat(params).items()}
+             for name, x in flat.items()}
   config = json.dumps({"kind": heads.kind, "heads": dataclasses.asdict(heads),
                        "target": _sizes(target)}, indent=2) + "\n"
   for name, data in ((_WEIGHTS, safetensors.numpy.save(tensors)),

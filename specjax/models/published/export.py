@@ -10,6 +10,7 @@ from typing import Any
 import flax.traverse_util
 import numpy as np
 
+from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
@@ -23,6 +24,7 @@ from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.settings import ACTIVATIONS
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
+from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import write_safetensors
@@ -52,8 +54,8 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
 
   Raises:
     ValueError: no published architecture computes what this model does, or
-      `dtype` does not hold its weights; the directory has a tokenizer and none
-      is given.
+      `dtype` does not hold its weights; a parameter is no array; the directory
+      has a tokenizer and none is given, or files that would be read with it.
   """
   model_type, config = express(model.config)
   architecture = ARCHITECTURES[model_type]
@@ -62,8 +64,10 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
     raise ValueError(f"{directory} has a tokenizer.json, which would be taken "
                      "for that of this model, and no tokenizer is given; give "
                      "it, or choose another directory")
-  directory.mkdir(parents=True, exist_ok=True)
+  tokenizer_files.check_alone(directory)
   flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
+  check_arrays(flat)
+  directory.mkdir(parents=True, exist_ok=True)
   dtype = float_dtype(dtype or flat["embedding"].dtype)
   ends = [*generation.eos] if generation else []
   if not ends and tokenizer is not None and tokenizer.eos is not None:

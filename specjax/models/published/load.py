@@ -154,7 +154,7 @@ def _from_directory(directory, dtype, context_length):
         text[name] = config.get(name)
     tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
                if not _WITH_IMAGES.match(name)}
-  if model_type not in ARCHITECTURES:
+  if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
     raise ValueError(f"{config_path} is of the architecture {model_type!r}; "
                      f"specjax has {', '.join(ARCHITECTURES)}")
   architecture = ARCHITECTURES[model_type]
