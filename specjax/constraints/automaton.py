@@ -136,7 +136,8 @@ class Automaton:
     """An automaton of the texts that an expression matches as a whole.
 
     Args:
-      regex: in the syntax of the Rust crate `regex`, over Unicode.
+      regex: in the syntax of the Rust crate `regex`, over Unicode; ^ before it
+        and $ after it are not needed.
       tokenizer: with `vocab_size` and `token_bytes(id)`, the target's. Tokens
         without bytes, the special ones, are forbidden.
       vocab_size: the target's V, where it has more ids than the tokenizer.
@@ -163,16 +164,21 @@ class Automaton:
     """An automaton of the JSON texts that follow a schema.
 
     Args:
-      schema: JSON, or what it stands for. What the library does not know is
-        refused by it.
+      schema: JSON, or what it stands for. Types, properties, items, lengths,
+        patterns, formats, constants, choices and local references are followed;
+        what no regular expression follows, such as a minimum, is refused by its
+        name. The texts may be fewer than the schema allows: the properties of
+        an object come in their order, without others, parts that hold
+        themselves are three deep, and values of any kind two. `oneOf` is read
+        as `anyOf`.
       tokenizer: see `from_regex`.
       whitespace: an expression for the space between two parts; None: one
         space or none.
       **kwargs: of `from_regex`.
 
     Raises:
-      ValueError: the schema is no JSON, no regular expression stands for it,
-        or `pip install 'specjax[grammar]'` is missing.
+      ValueError: the schema is no JSON, no regular expression stands for it or
+        for a part of it, or `pip install 'specjax[grammar]'` is missing.
     """
     return cls.from_regex(
         grammars.schema_regex(schema, whitespace), tokenizer, **kwargs)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from specjax.constraints import schemas
+
 _BYTES = 256
 # Of an automaton as it comes, an accepting state loses what leads on to one
 # that does not accept: that of \d+([.]\d+)? takes no point. So expressions are
@@ -25,24 +27,35 @@ def schema_regex(schema: str | Mapping[str, Any], whitespace: str | None = None
   """The expression of the JSON texts that follow a schema.
 
   Raises:
-    ValueError: the schema is no JSON, no expression stands for it, or
-      outlines-core is missing.
+    ValueError: the schema is no JSON, no expression stands for it or for a part
+      of it, or outlines-core is missing.
   """
   library = _library().json_schema
   try:
-    text = json.dumps(json.loads(schema) if isinstance(schema, str)
-                      else schema)
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    parts = json.loads(text)
   except (TypeError, ValueError) as e:
     raise ValueError(f"the schema is no JSON: {e}") from None
+  parts = json.dumps(schemas.followed(parts, _escapes))
   try:
-    return library.build_regex_from_schema(text, whitespace)
+    return library.build_regex_from_schema(parts, whitespace)
   except Exception as e:  # of Rust, of no common class
     raise ValueError(f"no regular expression stands for the schema "
                      f"{_short(text)}: {_line(e)}; simplify it") from None
 
 
+def _escapes(regex):
+  """Whether it matches texts with what a JSON string escapes."""
+  table, _ = bytes_automaton(regex)
+  # The library leaves out the states that lead to no match.
+  return (table[:, [*range(32), *b'"\\']] >= 0).any()
+
+
 def bytes_automaton(regex: str) -> tuple[np.ndarray, np.ndarray]:
-  """The automaton over bytes of an expression.
+  """The automaton over bytes of an expression that matches a whole text.
+
+  Args:
+    regex: with ^ before it and $ after it, or without.
 
   Returns:
     `[S, 256]` int32, the next states, -1 where there is none, and `[S]` bool,
@@ -55,11 +68,12 @@ def bytes_automaton(regex: str) -> tuple[np.ndarray, np.ndarray]:
   library = _library()
   single = {bytes([byte]): [byte] for byte in range(_BYTES)}
   try:
-    index = library.Index(f"(?:{regex}){_MARK}",
+    index = library.Index(f"(?:{schemas.without_anchors(regex)}){_MARK}",
                           library.Vocabulary(_BYTES, single))
   except Exception as e:  # of Rust, of no common class
     raise ValueError(f"the regular expression {_short(regex)} does not "
-                     f"compile: {_line(e)}") from None
+                     f"compile: {_line(e)}; it matches a whole text, so that "
+                     "^ and $ within it say nothing") from None
   moves, ends = index.get_transitions(), set(index.get_final_states())
   names = {index.get_initial_state(), *moves, *ends}
   names = sorted(names, key=lambda name: name != index.get_initial_state())
