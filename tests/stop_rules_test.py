@@ -226,6 +226,12 @@ def test_an_adaptive_threshold_follows_what_was_accepted():
     np.testing.assert_allclose(state.threshold, threshold, rtol=1e-6)
     np.testing.assert_allclose(state.matched, matched, rtol=1e-6)
   assert threshold != 0.6
+  # One that was refused its first token lowers it, and it stays a share.
+  refused = rule.commit(state, jnp.int32(0), jnp.int32(0), 4)
+  np.testing.assert_allclose(refused.threshold, threshold - 1e-3, rtol=1e-6)
+  assert refused.matched == state.matched
+  high = stop_rules.Adapted(threshold=jnp.float32(1), matched=jnp.float32(0.5))
+  assert rule.commit(high, jnp.int32(4), jnp.int32(0), 4).threshold == 1
 
   model = testing.MarkovModel(_V)
   table = model.init(jax.random.key(0))
@@ -256,6 +262,16 @@ def _threshold(drafter, controller=None, gamma=4, rounds=20):
   last = state.drafter
   last = last[1].drafter if isinstance(last, tuple) else last
   return float(last.rule.memory.threshold[0]), stats
+
+
+@pytest.mark.parametrize("rule", [
+    stop_rules.Entropy(threshold=1.0, step=1.0), stop_rules.Adaptive(
+        threshold=1.0)], ids=["entropy", "adaptive"])
+def test_a_threshold_that_is_too_high_does_not_end_drafting(rule):
+  # Broken: a drafter that was wrong for a while never drafts again.
+  found, stats = _threshold(
+      lambda model: LanguageModel(model=model, gamma=4, stop=rule))
+  assert found < 1 and stats.accepted.sum() > 0
 
 
 def test_a_controller_does_not_shorten_what_a_rule_may_draft():
@@ -294,6 +310,9 @@ def test_parameters_of_rules():
   for make, words in (
       (lambda: stop_rules.Confidence(threshold=1.5), "threshold is 1.5"),
       (lambda: stop_rules.Adaptive(target=-1), "target is -1"),
+      (lambda: stop_rules.Adaptive(step=-5.0), "step is -5.0"),
+      (lambda: stop_rules.Entropy(factor=-1.0), "factor is -1.0"),
+      (lambda: stop_rules.Scheduler(speeds=(1.0, np.nan)), "speeds"),
       (lambda: stop_rules.Scheduler(speeds=(1,)), "speeds is"),
       (lambda: stop_rules.Scheduler(speeds=_SPEEDS, temperatures=(2,)),
        "c_k is not learned"),

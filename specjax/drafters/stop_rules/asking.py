@@ -18,8 +18,8 @@ class Learning:
 
   Attributes:
     memory: the rule's, leaves `[B, ...]`.
-    room: `[B]` int32, the most tokens that the last chain could have: a
-      controller changes it from round to round.
+    room: `[B]` int32, the most tokens that the last chain could have, which a
+      controller changes from round to round; 0 once it is judged.
     chain: `[B]` uint32, a hash of the tokens of that chain, by which it is
       known again when the round is over; 0 if there was none. Beside other
       drafters the verdict may be on another draft, of which the rule learns
@@ -110,13 +110,18 @@ def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
   """
   if not isinstance(state, Learning):
     return state
-  drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
+  refused = (state.chain == 0) & (state.room > 0)
+  drafted = jnp.where(
+      refused, 0, jnp.sum(draft.drafted, axis=1, dtype=jnp.int32))
   new = jax.vmap(rule.commit)(
-      state.memory, drafted, verdict.num_accepted, state.room)
-  own = (count > 0) & (state.chain != 0) & (state.chain == _hashed(draft))
-  keep = lambda new, old: jax.vmap(jnp.where)(own, new, old)
-  return state.replace(memory=jax.tree.map(keep, new, state.memory),
-                       chain=jnp.zeros_like(state.chain))
+      state.memory, drafted, jnp.where(refused, 0, verdict.num_accepted),
+      state.room)
+  own = (state.chain != 0) & (state.chain == _hashed(draft))
+  told = (count > 0) & (own | refused)
+  keep = lambda new, old: jax.vmap(jnp.where)(told, new, old)
+  return Learning(memory=jax.tree.map(keep, new, state.memory),
+                  room=jnp.zeros_like(state.room),
+                  chain=jnp.zeros_like(state.chain))
 
 
 def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,

@@ -55,7 +55,9 @@ class StopRule:
 
     Args:
       state: what it remembered before.
-      drafted: `[]` int32, tokens of the row's chain, at least 1.
+      drafted: `[]` int32, tokens of the row's chain; 0 only if a rule that
+        does not keep refused the first one, and what was drafted in its place
+        was none of its own.
       accepted: `[]` int32, those of them that were accepted.
       gamma: `[]` int32, the most that the chain could have.
     """

@@ -94,7 +94,7 @@ class Scheduler(StopRule):
     if self.temperatures and not self.learned:
       raise ValueError(f"temperatures is {self.temperatures}, and c_k is not "
                        "learned; set learned=True, or leave them out")
-    if len(self.speeds) < 2 or min(self.speeds) <= 0:
+    if len(self.speeds) < 2 or not all(0 < x < math.inf for x in self.speeds):
       raise ValueError(f"speeds is {self.speeds}; it must hold at least two "
                        "numbers above 0: passes a second with 0, 1, ... tokens")
 

@@ -1,6 +1,7 @@
 """Rules that compare what the drafter's own laws say with a threshold."""
 
 import dataclasses
+import math
 
 from flax import struct
 import jax
@@ -55,8 +56,9 @@ class Adaptive(StopRule):
   Zhang et al. 2023 (arXiv:2309.08168); the defaults are their code's. The chain
   ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
   drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
-  the chain was as long as it may be; th <- 0.9 th + 0.1 th'. At temperature 0
-  it never ends a chain, for q_k is one-hot.
+  the chain was as long as it may be; th <- 0.9 th + 0.1 th', which stays in
+  [0, 1] here: beyond, nothing would be drafted again. At temperature 0 it never
+  ends a chain, for q_k is one-hot.
 
   Attributes:
     threshold: th of the first round, in [0, 1].
@@ -71,6 +73,7 @@ class Adaptive(StopRule):
   def __post_init__(self):
     check_share("threshold", self.threshold)
     check_share("target", self.target)
+    check_share("step", self.step)
 
   def init(self):
     return Adapted(threshold=jnp.float32(self.threshold),
@@ -83,11 +86,14 @@ class Adaptive(StopRule):
     return seen.probs[seen.token] < memory, memory
 
   def commit(self, state, drafted, accepted, gamma):
-    share = accepted / drafted
-    matched = 0.5 * state.matched + 0.5 * share.astype(jnp.float32)
-    move = jnp.where(matched < self.target, self.step,
+    share = (accepted / jnp.maximum(drafted, 1)).astype(jnp.float32)
+    matched = jnp.where(
+        drafted > 0, 0.5 * state.matched + 0.5 * share, state.matched)
+    missed = (matched < self.target) & (drafted > 0)
+    move = jnp.where(missed, self.step,
                      jnp.where(drafted < gamma, -self.step, 0))
-    return Adapted(threshold=state.threshold + 0.1 * move, matched=matched)
+    return Adapted(
+        threshold=jnp.clip(state.threshold + 0.1 * move, 0, 1), matched=matched)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +102,10 @@ class Entropy(Adaptive):
 
   Agrawal et al. 2024 (arXiv:2410.18351): 1 - sqrt(factor H(q_k)) is a lower
   bound of the acceptance rate, H in nats; x_k is not drawn where it is below a
-  threshold, which is adapted as Draft & Verify's is. At temperature 0 it never
-  ends a chain, for q_k is one-hot.
+  threshold, which is adapted as Draft & Verify's is. Where the first token is
+  refused there is no chain to learn from, and the threshold falls by a tenth of
+  `step`, so that drafting is tried again. At temperature 0 it never ends a
+  chain, for q_k is one-hot.
 
   Attributes:
     factor: of the entropy.
@@ -106,6 +114,11 @@ class Entropy(Adaptive):
   keeps = False
   threshold: float = 0.4
   factor: float = 0.2
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not 0 <= self.factor < math.inf:
+      raise ValueError(f"factor is {self.factor}; it must be at least 0")
 
   def stops(self, params, seen, memory):
     q = seen.probs
