@@ -81,9 +81,15 @@ _MESH = shared.mesh()
 _BATCH = 16  # rows of a pass that looks up proposals
 
 
-def _rows(target, tokenizer, output_dir, mesh):
+def _rows(target, first, tokenizer, output_dir, mesh):
   """`{"training", "held_out"}`: `[R, S + 1]`, continued by the target."""
   length = _PROMPT_TOKENS.value + _CONTINUATION.value
+  context = min(one.model.context_length for one in (target, first))
+  if length > context:
+    raise ValueError(
+        f"--prompt_tokens is {_PROMPT_TOKENS.value} and --continuation "
+        f"{_CONTINUATION.value}; together they may be {context}, the shorter "
+        "context of target and drafter")
   if _CONTINUATION.value % _WINDOW.value:
     raise ValueError(f"--window is {_WINDOW.value} and --continuation "
                      f"{_CONTINUATION.value}; it must be a multiple of it")
@@ -204,7 +210,7 @@ def main():
   [first] = members.values()
   specs = meshes.specs(mesh, {"target": first.model})
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  rows = _rows(target, tokenizer, output_dir, mesh)
+  rows = _rows(target, first, tokenizer, output_dir, mesh)
   drafters = [first]
   for number in range(2, _DRAFTERS.value + 1):
     drafters.append(_train(number, first, drafters, rows["training"],

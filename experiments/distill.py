@@ -224,6 +224,12 @@ def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
 def _evaluation(objective, held_out):
   """`{"drafter"} -> {name: number}`, the mean over the held-out tokens."""
   measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
+  if not any(held_out.rows(np.array([i]))["weights"].any()
+             for i in range(len(held_out))):
+    raise ValueError(
+        f"--row_tokens is {_ROW_TOKENS.value}, and the prompts that are held "
+        "out have as many in the drafter's tokenizer, so that nothing is "
+        "measured of their answers; give more, or a smaller --prompt_tokens")
 
   def evaluate(params):
     found, weights = [], []

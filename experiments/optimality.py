@@ -319,6 +319,10 @@ def _plot_extremal(rows, path):
 
 def main():
   gammas = common.draft_lengths("--gammas", _GAMMAS.value)
+  if 2**max(gammas) > _LEAVES:
+    raise ValueError(f"--gammas has {max(gammas)}; the ascent goes over all "
+                     f"drafts, of which there may be {_LEAVES}: give lengths "
+                     f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   bernoulli = _bernoulli()
   rows = _theorems()

@@ -311,7 +311,8 @@ def main():
   trained = loop.Trainer(
       objective=objective, optimizer=_optimizer(lengths),
       batch=lambda step: {"tokens": windows.batch(step),
-                          "progress": np.float32(step / _STEPS.value)},
+                          "progress": np.float32(
+                              step / runs.part_length(lengths, step))},
       steps=_STEPS.value, directory=output_dir,
       evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,

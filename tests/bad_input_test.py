@@ -158,6 +158,11 @@ def test_certify_settings():
   _raises_one_line(lambda: sj.exact.certify(rule, gammas=()), "gammas")
   _raises_one_line(lambda: sj.exact.certify(rule, gammas=(0, 1)), "gammas",
                    "at least 1")
+  trees = sj.verifiers.Recursive()
+  _raises_one_line(lambda: sj.exact.certify(trees, schemes=()), "schemes is ()")
+  _raises_one_line(
+      lambda: sj.exact.certify(trees, drafting="product", schemes=("iid",)),
+      "'iid'", "trees ()")
   for name, value in (
       ("gammas", 2), ("gammas", (2.0,)), ("vocab_sizes", ()),
       ("vocab_sizes", (1,)), ("rounds", 0), ("seeds", 0), ("kinds", ()),

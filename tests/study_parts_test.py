@@ -4,6 +4,7 @@ import shutil
 import sys
 import types
 
+import numpy as np
 import pytest
 from safetensors.flax import load_file
 from safetensors.flax import save_file
@@ -153,3 +154,25 @@ def test_a_topic_without_the_other(monkeypatch):
     paged = "X = 1\n\f\ndef f():\n  'Does it.'\n  return 'a\x85'  # Note.\n"
     assert texts.without_prose(paged) == (
         "X = 1\ndef f():\n  return 'a\x85'\n")
+
+
+def test_what_could_not_be_measured_is_refused(tmp_path):
+  # Broken: hours of training end in no numbers, a division by 0 or an empty
+  # table, or a temperature that is written twice is decoded twice.
+  with imported("optimality.py") as study:
+    assert "at most 12" in _error(study, "--gammas=2,13")
+  with imported("boost_drafters.py") as study:
+    found = _error(study, "--continuation=9999", f"--output_dir={tmp_path}")
+    assert "--continuation 9999" in found and "may be 512" in found
+  with imported("distill.py") as study:
+    study.flags.FLAGS(["distill", f"--output_dir={tmp_path}"])
+    with pytest.raises(ValueError, match="nothing is measured of their ans"):
+      study._evaluation(None, _Unanswered(range(2)))
+  assert common.numbers("--temperature", ["1", "1.0", "0.6"]) == [1.0, 0.6]
+
+
+class _Unanswered(list):
+  """Rows that end before their answers begin."""
+
+  def rows(self, at):
+    return {"weights": np.zeros((len(at), 4))}

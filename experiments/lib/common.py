@@ -242,7 +242,7 @@ def numbers(flag: str, values: list[str]) -> list[float]:
   """The numbers of a list flag, each once."""
   given(flag, values, "numbers between commas, such as 1,0.6")
   try:
-    return [float(x) for x in dict.fromkeys(values)]
+    return list(dict.fromkeys(map(float, values)))
   except ValueError:
     raise ValueError(f"{flag} is {','.join(values)!r}; give numbers between "
                      "commas, such as 1,0.6") from None

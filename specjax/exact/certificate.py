@@ -205,6 +205,9 @@ def certify(verifier: Verifier | Compiled, *,
   by_default = trees is None
   if schemes is None:
     schemes = schemes_lib.sound_for(rule)
+  elif bool(schemes) != (trees is None or bool(trees)):
+    raise ValueError(f"schemes is {schemes} and trees {trees}; trees are drawn "
+                     "by schemes: give both, or leave the schemes out")
   small = []
   # A rule for trees takes padding anywhere: chains share compiled code.
   padded_to = 0 if "chain" in rule.requires else max(gammas) + 1

@@ -112,12 +112,17 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
     seed: of the sampling, the same at every call.
 
   Returns:
-    `{"target", "drafter"} -> {"block_efficiency": value}`.
+    `{"target", "drafter"} -> {"block_efficiency": value}`. It raises a
+    ValueError where no prompt leaves room for a token.
   """
   def evaluate(params):
     state = decoder.prefill(params, prompts, jax.random.key(seed))
     _, stats = decoder.decode(params, state, rounds=rounds)
     raise_if_not_finite(stats)
+    if not stats.active.any():
+      raise ValueError(
+          f"no prompt leaves room in the context of {decoder.context_length} "
+          "tokens, so that no round was decoded; give shorter prompts")
     accepted = jnp.sum(stats.expected[..., 0]) / jnp.sum(stats.active)
     return {"block_efficiency": float(1 + accepted)}
 
