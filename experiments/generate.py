@@ -270,8 +270,11 @@ def _check_form(name, drafter):
     raise ValueError(f"--nodes is {_NODES.value}, of a tree, and {name} drafts "
                      "a chain here; leave it out, or give a drafter or a "
                      "--verifier of trees")
-  if not chain and _GAMMA.present and models.drafts_for_itself(
-      name, _TARGET.value):
+  if not chain and _NODES.present and compositions.composes(name):
+    raise ValueError(f"--nodes is {_NODES.value}, and the trees of {name} have "
+                     f"{drafter.num_nodes} here; leave it out")
+  if not chain and _GAMMA.present and (
+      name == "recycling" or models.drafts_for_itself(name, _TARGET.value)):
     raise ValueError(f"--gamma is {_GAMMA.value}, of a chain, and {name} "
                      "drafts a tree here; give --nodes, or a --verifier of "
                      "chains")

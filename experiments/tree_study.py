@@ -7,13 +7,16 @@ second. --methods calls them:
   chain_token, chain_block   one chain of N - 1 tokens
   specinfer                  i.i.d. children, multi-round rejection
   k_seq                      the same drafts, SpecTr's K-SEQ
-  without_replacement        Sequoia's drafts, multi-round rejection
+  without_replacement        Sequoia's drafts, recursive rejection sampling
   traversal                  the same drafts, traversal verification
   hybrid                     one draw outside the top K - 1, then those
   top_k                      the likeliest children, sampled from the target
 
 Every tree has the shape that Sequoia's dynamic program finds best for the
-acceptance by rank that its rule measured on other prompts. Tokens per pass toss
+acceptance by rank that the first method with its drafts measured on other
+prompts, under a root with 8 children. That of `hybrid` depends on how many
+children a node has, which the program does not know, so that its trees are not
+the best ones that it could have. Tokens per pass toss
 no coin: given the draft, the expected number of accepted tokens is known; and
 rules with the same drafts are judged on the same rollouts (those of the first
 of them), so that they are paired. The last row of a temperature is the tree,

@@ -2,9 +2,10 @@
 
 A state is allocated whole, for the longest that a row may become, or with few
 slots, which double whenever a row comes near their end. Programs are compiled
-for a capacity, so capacities are powers of two: one program for each. On a CPU,
-whose attention costs what is used, a state is allocated whole; elsewhere what
-scans all slots, and the memory, follow the rows.
+for a capacity. So capacities are multiples of 128 and, while a state grows,
+powers of two, up to that of the longest text. On a CPU, whose attention costs
+what is used, a state is allocated whole; elsewhere what scans all slots, and
+the memory, follow the rows.
 """
 
 import functools

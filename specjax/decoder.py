@@ -73,6 +73,11 @@ class Decoder:
       repeated, with the drafter bound, or a `Ladder` of rounds where there is a
       controller.
 
+  Raises:
+    ValueError: the drafter does not declare what the verifier requires, or does
+      not fit the target; a banned id or `eos` is out of range; the transform's
+      temperature is None; the controller does not fit the drafter.
+
   Example:
     >>> import jax
     >>> import specjax as sj
@@ -148,10 +153,11 @@ class Decoder:
 
   @property
   def changes_law(self) -> tuple[str, ...]:
-    """Names of what gives the output another law than a model of its own has.
+    """Class names of the parts that change the law of the output.
 
-    A target may say `changes_law = True`, and every constraint does. The law is
-    then that of autoregressive decoding with the same parts.
+    They are the target if it says `changes_law = True`, as `Contrastive` does,
+    and every constraint. The output follows autoregressive decoding with these
+    parts, and not the plain model.
     """
     parts = [self.target] if getattr(self.target, "changes_law", False) else []
     return tuple(type(part).__name__
@@ -173,8 +179,10 @@ class Decoder:
         which a row is done; default: the context length.
       request_ids: `[B]` whole numbers from 0 to 2^32 - 1; a row's randomness is
         a function of (key, its request id) alone. Default: 0..B-1.
-      capacity: least number of slots of a row; the loop's cost does not
-        depend on it, but its compiled shape does.
+      capacity: least number of slots of a row, rounded up to a multiple of
+        128; default: what the limits and a draft need. More slots take memory,
+        and time in drafters that scan them (`NGram`); on a CPU attention costs
+        only those in use.
       temperature: `[B]` or one number, at least 0; default: the transform's.
       eos: B entries as `Decoder.eos`, one for each row; default: the decoder's
         for all.
@@ -325,7 +333,8 @@ class Decoder:
       `(state, stats)` with every field of the stats stacked, `[rounds, ...]`.
 
     Raises:
-      ValueError: a row has too few pages of a `Pool`.
+      ValueError: a row has too few pages of a `Pool`; with `debug=True`, a part
+        returned bad numbers.
     """
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
@@ -336,8 +345,8 @@ class Decoder:
                     ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode` for records: `(state, stats, traces)`.
 
-    The traces are stacked like the stats; they take rounds * B * 2 * N * V
-    floats.
+    Arguments and errors are its. The traces are stacked like the stats; they
+    take rounds * B * 2 * N * V floats.
     """
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
@@ -360,6 +369,9 @@ class Decoder:
       `(state, stats)` with the stats summed over the rounds: `active` counts
       a row's rounds; `finite`, `draft_finite` and `law_finite` say whether all
       were.
+
+    Raises:
+      ValueError: with `debug=True`, a part returned bad numbers.
     """
     state, stats = capacity_lib.until(self.parts, params, state, self._whole)
     checks.raise_if_bad(stats.checks)
@@ -381,8 +393,8 @@ class Decoder:
       temperature: see there.
       eos: see there.
       context: see there.
-      grows: see there; default: off a CPU, whose attention costs what is used
-        and not what is allocated, and if all parts can.
+      grows: see there; default: True, except on a CPU, whose attention costs
+        what is used and not what is allocated, and where a part cannot grow.
       placement: see there. In several processes each gets all texts.
 
     Raises:

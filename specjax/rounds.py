@@ -220,7 +220,7 @@ class Round:
     """The verdicts, and what is reported of the laws.
 
     Returns:
-      The verdicts; two figures `[B, V1]` and `[B, V1, N]` of the rule's law and
+      The verdicts; two figures `[B, J]` and `[B, J, N]` of the rule's law and
       of every observer's; `[B]`, finite where all that was drawn from is; the
       laws with all of their rows, None without `debug`.
     """

@@ -29,9 +29,10 @@ class LogitsTransform:
   """The law that tokens are drawn from, given a model's logits.
 
   Target and drafter share one transform, so that p and q are what was really
-  sampled from. The steps are taken in the order of the fields below:
-  temperature, top-k, top-p, min-p. Tokens that tie with the last one kept by
-  top-k or top-p are kept too, so no order among equals is needed.
+  sampled from. The steps, in their order: banned, constraints, temperature,
+  top-k, top-p, min-p; probabilities are normalised again after each cut. Tokens
+  that tie with the last one kept by top-k or top-p are kept too, so no order
+  among equals is needed.
 
   Attributes:
     temperature: divides the logits; 0 puts all mass on the argmax (the lowest
@@ -40,7 +41,8 @@ class LogitsTransform:
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the likeliest tokens until their mass reaches top_p
       (nucleus sampling, Holtzman et al. 2020); in (0, 1].
-    min_p: keep tokens at least min_p times as likely as the likeliest.
+    min_p: keep tokens at least min_p times as likely as the likeliest (Nguyen
+      et al. 2024, arXiv:2407.01082); in [0, 1].
     banned: token ids that are never drawn.
     constraints: what changes the logits by the text so far, in order, after
       the ban and before all else, see `specjax.constraints`. The loop and the

@@ -10,6 +10,10 @@ Axis letters, used in every docstring of specjax:
   S  new tokens of a pass  C  cache slots of a row
   V  vocabulary            L  layers
   H  attention heads       D  width
+  T  tokens of a block     E  ids that end a row
+
+In a cache H are key-value heads, G the query heads of each, and D the width of
+a head. Other letters are defined where they are used.
 
 p is the target's law and q the drafter's, as in the papers.
 """
@@ -36,11 +40,12 @@ class Draft:
     tokens: `[N]` int32, the token of each node. Ids >= V with an all-zero row
       of `probs` are look-ahead positions: they change no law.
     parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
-    probs: `[N, V]`, row i is the law that `tokens[i]` was drawn from, given
-      everything that was drawn before it, its parent and its earlier siblings
-      among that. Which nodes there are may depend on what was drawn before
-      them, too (`drafters.drawn_trees`). Row 0 is unused. A deterministic
-      proposal is one-hot; an all-zero row is padding and is never accepted.
+    probs: `[N, V]`, row i is q of `tokens[i]` given all tokens that were drawn
+      before it, its parent and its earlier siblings included, as it was drawn.
+      Whether node i exists may depend on those tokens too
+      (`drafters.drawn_trees`), and never on its own. Row 0 is unused. A
+      deterministic proposal is one-hot; an all-zero row is padding and is never
+      accepted.
 
   Example:
     >>> import jax.numpy as jnp
@@ -60,7 +65,8 @@ class Draft:
   def drafted(self) -> jax.Array:
     """`[N]` bool, the nodes below the root that are no padding; or `[B, N]`.
 
-    Those whose numbers broke down are among them: the loop reports them.
+    A node whose row of `probs` is NaN is among them; the loop reports it, see
+    `RoundStats.draft_finite`.
     """
     below_root = jnp.arange(self.probs.shape[-2]) > 0
     return below_root & (jnp.asarray(self.probs).sum(-1) != 0)
@@ -257,14 +263,14 @@ class DecodeState:
 class RoundStats:
   """Diagnostics of one round; they never enter the carry of a loop.
 
-  The axis V1 lists the rules: the verifier first, then every observer.
+  The axis J lists the rules: the verifier first, then every observer.
 
   Attributes:
     emitted: `[B]` int32, tokens committed: 0 once a row is done.
     accepted: `[B]` int32, drafted tokens among those committed.
-    expected: `[B, V1]` float32, E[tau | draft] of each law. Multiplied by
+    expected: `[B, J]` float32, E[tau | draft] of each law. Multiplied by
       `active`, so that finished rows add nothing.
-    survival: `[B, V1, N]` float32, P(tau >= i | the first i drafted tokens)
+    survival: `[B, J, N]` float32, P(tau >= i | the first i drafted tokens)
       for i = 0..N-1 where the verifier offers it, else P(depth of the stop
       >= i | draft). Also multiplied by `active`.
     active: `[B]` bool, the row took part in this round.
@@ -384,13 +390,16 @@ class ModelFn(Protocol):
 
   @property
   def vocab_size(self) -> int:
+    """V."""
     ...
 
   @property
   def context_length(self) -> int:
+    """The longest sequence, in tokens, prompt included."""
     ...
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
+    """An empty `Cache` for `batch` rows of `capacity` slots."""
     ...
 
   def __call__(self, params: Any, tokens: jax.Array,

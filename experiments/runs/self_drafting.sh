@@ -18,13 +18,14 @@ train --method=blockwise --all_heads --train_target --learning_rate=0.002 \
   --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_distilled" \
   --steps=250 --data=self --self_temperature=0 --self_rows=1024
 
-heads=pass,medusa,eagle3,parallel
+heads=pass,medusa
 for name in medusa2 blockwise blockwise_tuned blockwise_distilled; do
   heads+=,$runs/$name
 done
 python experiments/self_drafting_study.py --num_prompts=12 --new_tokens=72 \
   --heads="$heads" "$@"
-# What reads the target's features, on more prompts: what a rule adds.
+# What reads the target's features, on more prompts: what a rule adds. Its
+# self_drafting.csv is kept as experiments/results/self_drafting/features.csv.
 python experiments/self_drafting_study.py --num_prompts=32 --new_tokens=80 \
   --drafters=small --nountrained --heads=medusa,eagle3,parallel \
   --output_dir=results/self_drafting_features

@@ -17,8 +17,8 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
   by_row     `(draft, target_probs) -> LawByRow`, the same law, of which the
              loop makes the one row that it draws from; its `.law()` will do for
              `law`. It gets the state as `law` does. What is certified is this
-             form. A class that overrides `law` alone does without. Default:
-             the rows of `law`.
+             form. If a subclass overrides `law` alone, the inherited one is
+             ignored. Default: the rows of `law`.
   commit     `(state, draft, target_probs, verdict) -> state` after a round;
              without it the state stays as it is.
   survival   `(draft, target_probs) -> [N]`, P(tau >= i | the first i drafted
@@ -53,15 +53,16 @@ controller or a `Fallback` may leave out of a round. Optional are
              `since [B]` tokens that it had read. In such a round `commit` gets
              a draft of the root alone. A drafter with a model needs it.
   tells, lacking
-             a bool and `(params, state) -> [B] bool`, of a drafter with a field
-             `first` that takes another one's drafts where that has none: in
-             which rows the next `propose` will. A controller then tells rounds
-             of two kinds apart. Default: it does not.
-  follow     `() -> drafter`: the same drafter for a loop whose text does not go
-             on as it drafted it: tokens are taken back, those of others are
-             committed, rounds pass in which it is not asked, and `commit` gets
-             drafts of others. Default: it works inside and beside others
-             (`Cascade`, `Fallback`, `Merge`) only if it has no state.
+             of a drafter that asks a second one where its first has no draft:
+             `lacking`, `(params, state) -> [B] bool`, says before anything is
+             drawn in which rows the next `propose` asks the second; `tells`, a
+             bool, says that it can. A controller then tells rounds of two kinds
+             apart. Default: it does not.
+  follow     `() -> drafter`: the same drafter, such that any text may be
+             committed, for use inside and beside others (`Cascade`, `Fallback`,
+             `Merge`): tokens are taken back, those of others are committed,
+             rounds pass in which it is not asked, and `commit` gets drafts of
+             others. Default: only a drafter without state is used there.
   grows      bool, default True: zeros after the end of its state's arrays are
              what more slots (`prompt.capacity`) would have been, see
              `Decoder.grow`. Models, caches and constraints may say so, too.
@@ -105,16 +106,16 @@ are
              `form` is the shapes of an empty cache of that capacity, and
              `longer(array, form)` an array with zeros after its end. Default:
              these zeros, see `Decoder.grow`.
-  heads_axis as a field that is no leaf, the mesh axis which divides the heads
-             where attention runs on a TPU; a `Placement` sets it to None where
-             the model is replicated. Default: nothing is set.
+  heads_axis a static field: the mesh axis over which the heads are split where
+             attention runs on a TPU; a `Placement` sets it to None where the
+             model is replicated. Default: nothing is set.
 
 A model (`specjax.types.ModelFn`) tells its own options; besides these
 
   changes_law
-             bool, default False: the output follows the law of autoregressive
-             decoding with this model, which is not that of the model alone
-             (`Decoder.changes_law`).
+             bool, default False: the output follows autoregressive decoding
+             with this model, which has another law than the models that it is
+             made of (`Decoder.changes_law`).
 """
 
 from specjax.contract.declared import CAPABILITIES

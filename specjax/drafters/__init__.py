@@ -1,7 +1,17 @@
 """Drafters: how tokens are proposed; one file each.
 
-`common`, `growth`, `children`, `continuations`, `drawn_trees`, `features`,
-`following`, `forecasts`, `matches`, `modules`, `parts`, `reading`,
+  a small model         LanguageModel, TreeLanguageModel, DynamicTree, Paths,
+                        Online; with another vocabulary: TokenIntersection,
+                        StringMatch
+  no model              NGram, Reference, Suffix, Retrieval, Recycling, Empty
+  the target's layers   EarlyExit, EarlyExitTree, Kangaroo, Swift, Hierarchy
+  heads, embeddings     Medusa, Blockwise, Hydra, Lookahead
+  the target's features Eagle, EagleChain, DynamicEagle, SampledEagle, MTP,
+                        MTPTree, Parallel, ParallelTree
+  other drafters        Cascade, Fallback, Merge
+
+`common`, `expansion`, `growth`, `children`, `continuations`, `drawn_trees`,
+`features`, `following`, `forecasts`, `matches`, `modules`, `parts`, `reading`,
 `slot_trees` and `translation` hold what several of them share; `stop_rules` end
 chains while they are drafted.
 """

@@ -136,9 +136,8 @@ def certify(verifier: Verifier | Compiled, *,
             ) -> Certificate:
   """Proves a verifier lossless on small models, or shows where it is not.
 
-  Two vocabularies are the least worth trying where there is time: with V = 2
-  most real bugs do not show, nor do they where the models ignore their
-  context.
+  Try at least two sizes of the vocabulary, of 3 or more: with V = 2, or with
+  models that ignore their context, most bugs do not show.
 
   Args:
     verifier: any object with `law(draft, target_probs)`, and with `init` and
@@ -147,8 +146,9 @@ def certify(verifier: Verifier | Compiled, *,
       state, whose histories multiply.
     gammas: draft lengths of chains, each at least 1.
     rounds: rounds of the loop, see `enumerate_chains`. One is a proof for a
-      rule without state, by induction; default 2, but 1 with many drafts, and
-      3 for one with state. With trees that have many drafts it is one.
+      rule without state, by induction. Default: 2, but 1 where V^(2 gamma + 1)
+      is more than 2^15; and 3 for a rule with state. Trees with more than 27
+      drafts take one round.
     seeds: one set of random models for each.
     kinds: see `random_pair`.
     dtype: "float64" or "float32".
@@ -179,7 +179,9 @@ def certify(verifier: Verifier | Compiled, *,
     A `Certificate`; print it.
 
   Raises:
-    ValueError: a setting is none of these, or two of them exclude each other.
+    ValueError: a size is no whole number of at least its minimum; `kinds` or
+      `dtype` is unknown; trees are given with `stop`, or with a drafting other
+      than autoregressive; schemes are given where there are no trees.
 
   Example:
     >>> import specjax as sj

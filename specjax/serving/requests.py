@@ -24,7 +24,9 @@ class Request:
     temperature: at least 0, 0 is greedy; None: the decoder's.
     eos: the token id that ends the text, or several of them, or () for none;
       None: the decoder's.
-    seed: of all that is drawn, from 0 to 2^32 - 1.
+    seed: of the row's random numbers, from 0 to 2^32 - 1. Requests with one
+      seed share them, so that two equal prompts then get the same text. Give
+      each its own to sample independently.
     context: what the drafter reads for this row, of the form of the queue's;
       None: the queue's.
   """
@@ -43,7 +45,7 @@ class Result:
 
   Attributes:
     number: of the request, as `submit` returned it.
-    tokens: int32, prompt and continuation.
+    tokens: `[T]` int32, prompt and continuation; empty if it was refused.
     reason: why the text ends: "eos", "limit", "cancelled", "failed" (its
       numbers broke down; what was written before is good) or "refused".
     error: one line, of what failed or was refused.

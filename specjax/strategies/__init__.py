@@ -2,7 +2,8 @@
 
 A strategy is a pair of parts that belong together: how tokens are proposed and
 how they are judged. The parts do all of the work and can be combined in other
-ways; a `Decoder` refuses a pair that would not be exact.
+ways; a `Decoder` refuses a pair whose verifier requires what the drafter does
+not declare.
 
 >>> import jax
 >>> import specjax as sj

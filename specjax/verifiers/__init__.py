@@ -1,4 +1,19 @@
-"""Verification rules as laws; one file per family."""
+"""Verification rules as laws, `law(draft, target_probs) -> Law` of a sequence.
+
+  rule            drafts                    exact  papers
+  Token           chain                     yes    arXiv:2211.17192, 2302.01318
+  Block           chain                     yes    arXiv:2403.10444, Algorithm 2
+  GreedyBlock     chain, autoregressive     yes    arXiv:2403.10444, Algorithms
+                                                   4 to 6
+  Recursive       tree, conditional         yes    arXiv:2305.09781, 2402.14160
+  Traversal       tree, conditional         yes    arXiv:2505.12398
+  KSeq            tree, i.i.d. children     yes    arXiv:2310.15141
+  TargetWalk      any tree, q is not used   yes    arXiv:2305.09781
+  Typical         any tree, q is not used   no     arXiv:2401.10774
+  TopK, Distance  chain                     no     arXiv:1811.03115
+
+The words of the second column are those of `specjax.contract.CAPABILITIES`.
+"""
 
 from specjax.verifiers.block import Block
 from specjax.verifiers.blockwise import Distance
