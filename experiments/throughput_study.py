@@ -81,7 +81,7 @@ def _requests(tokenizer, temperatures):
     made.append(sj.serving.Request(
         prompt=tuple(rows[i % len(rows)][-length:]), max_new_tokens=int(new),
         temperature=temperatures[i % len(temperatures)],
-        eos=(), seed=_SEED.value + i))
+        eos=(), seed=(_SEED.value + i) % 2**32))
   return made, read.source
 
 

@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax.types import DecodeState
 from specjax.types import RoundStats
 
@@ -136,9 +137,10 @@ class Controller:
   def __post_init__(self):
     for name in ("lengths", "seconds", "first"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
+    for length in self.lengths:
+      checks.check_at_least("a length", length, 0)
     lengths, steps = self.lengths, np.diff(self.lengths)
-    if len(lengths) < 2 or lengths[0] != 0 or (steps <= 0).any() or any(
-        length != int(length) for length in lengths):
+    if len(lengths) < 2 or lengths[0] != 0 or (steps <= 0).any():
       raise ValueError(f"lengths is {lengths}; give whole numbers that "
                        "increase from 0, at least two: 0 is no draft")
     object.__setattr__(self, "lengths", tuple(map(int, lengths)))
@@ -152,8 +154,9 @@ class Controller:
                        ("credit", _MOST), ("reading", None),
                        ("switching", None)):
       value = getattr(self, name)
-      if not 0 <= value or (most is not None and value > most):
-        limit = "at least 0" if most is None else f"in [0, {most:g}]"
+      if not 0 <= value < float("inf") or (most is not None and value > most):
+        limit = ("a number of at least 0" if most is None else
+                 f"in [0, {most:g}]")
         raise ValueError(f"{name} is {value}; it must be {limit}")
     if self._least[-1] > _MOST:
       raise ValueError(

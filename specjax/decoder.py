@@ -403,7 +403,7 @@ class Decoder:
     """
     checks.check_at_least("max_new_tokens", max_new_tokens, 0)
     prompts = [np.asarray(row) for row in prompts]
-    limits = [row.size + max_new_tokens for row in prompts]
+    limits = [row.size + int(max_new_tokens) for row in prompts]
     if grows is None:
       grows = capacity_lib.grows(self.parts)
     state = self.prefill(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import prefill
+from specjax import sampling
 
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
 
@@ -118,9 +119,10 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
   if values.shape not in ((), (rows,)):
     raise ValueError(f"temperature has shape {values.shape}; give one "
                      f"number, or one for each of the {rows} prompts")
-  if not ((values >= 0) & np.isfinite(values)).all():
-    raise ValueError(f"temperature is {found}; it must be at least 0: "
-                     "0 is greedy, 1 is the model's own law")
+  if not ((values >= 0) & (values <= sampling.HOTTEST)).all():
+    raise ValueError(f"temperature is {found}; it must be at least 0 and at "
+                     f"most {sampling.HOTTEST:g}: 0 is greedy, 1 is the "
+                     "model's own law")
   return np.broadcast_to(values, (rows,))
 
 

@@ -52,11 +52,9 @@ class Pool:
     Raises:
       ValueError: there are none, or too few tokens may be read again.
     """
-    if rows < 1 or pages < 1:
-      raise ValueError(f"the pool has {pages} pages for {rows} rows; give at "
-                       "least one of each")
-    if reread < _REREAD:
-      raise ValueError(f"reread is {reread}; it must be at least {_REREAD}")
+    for name, value, least in (
+        ("rows", rows, 1), ("pages", pages, 1), ("reread", reread, _REREAD)):
+      checks.check_at_least(name, value, least)
     self.rows, self._reread = rows, reread
     self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
     self._users[SINK] = 1

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from specjax import checks
 from specjax.kv_cache import KVCache
 from specjax.types import DecodeState
 
@@ -156,8 +157,7 @@ class Paged:
   page: int = _PAGE
 
   def __post_init__(self):
-    if self.page < 1:
-      raise ValueError(f"page is {self.page}; it must be at least 1 slot")
+    checks.check_fields(self, "page")
 
   def empty(self, **sizes: Any) -> PagedCache:
     """See `PagedCache.empty`."""

@@ -19,6 +19,8 @@ from specjax.types import Verdict
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
+HOTTEST = 1e30  # temperature by which float32 can divide
+
 _ONE_LEVEL = 64  # weights that one running sum is short enough for
 _SPLIT = 16  # devices that the blocks of a law can be dealt out to
 _NEARLY_ALL = 0.999  # a top_p above it leaves out less than sums are off by
@@ -72,9 +74,11 @@ class LogitsTransform:
         raise ValueError(f"banned holds {token}; token ids are whole numbers")
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
-    if self.temperature is not None and not 0 <= self.temperature < math.inf:
+    if self.temperature is not None and not (
+        0 <= self.temperature <= HOTTEST):
       raise ValueError(f"temperature is {self.temperature}; it must be at "
-                       "least 0: 0 is greedy, 1 is the model's own law")
+                       f"least 0 and at most {HOTTEST:g}: 0 is greedy, 1 is "
+                       "the model's own law")
     if self.top_k < 0 or self.top_k != int(self.top_k):
       raise ValueError(f"top_k is {self.top_k}; it must be a whole number of "
                        "at least 0: 0 keeps all tokens")

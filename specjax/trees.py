@@ -67,9 +67,10 @@ def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
   """
   parents, level = [-1], [0]
   for children in branching:
-    if children < 1:
-      raise ValueError(f"branching holds {children}; every level needs at "
-                       "least 1 child a node: leave the level out")
+    if not isinstance(children, int | np.integer) or children < 1:
+      raise ValueError(f"branching holds {children}; every level needs a "
+                       "whole number of at least 1 child a node: leave it out"
+                       )
     start = len(parents)
     parents += [node for node in level for _ in range(children)]
     level = range(start, len(parents))
@@ -254,7 +255,7 @@ def _check_nodes(nodes, children, depth):
     room += children**level
     if room >= nodes:
       break
-  if not 1 <= nodes <= room:
+  if nodes != int(nodes) or not 1 <= nodes <= room:
     raise ValueError(f"nodes is {nodes}; a tree of depth {depth} with at most "
                      f"{children} children a node has 1 to {room}: change one "
                      "of the three")

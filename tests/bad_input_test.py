@@ -46,6 +46,7 @@ def _raises_one_line(call, *words, error=ValueError):
     ("temperature", -0.5, ["-0.5", "at least 0"]),
     ("temperature", float("nan"), ["nan", "at least 0"]),
     ("temperature", float("inf"), ["inf"]),
+    ("temperature", 1e38, ["1e+38", "at most 1e+30"]),
     ("top_k", -3, ["-3", "at least 0"]),
     ("top_k", 2.5, ["2.5", "whole"]),
     ("top_p", 0.0, ["0.0", "(0, 1]"]),

@@ -170,6 +170,7 @@ def _with(*given, **kwargs):
 @pytest.mark.parametrize("call,words", [
     (lambda: _with(constraints.Repetition), ["Repetition", "no object"]),
     (lambda: constraints.Repetition(penalty=0), ["penalty is 0", "above 0"]),
+    (lambda: constraints.OutputPenalty(frequency=1e39), ["is 1e+39", "1e+30"]),
     (lambda: constraints.OutputPenalty(presence=np.nan), ["presence", "nan"]),
     (lambda: constraints.NoRepeatNGram(size=0), ["size is 0", "at least 1"]),
     (lambda: _with(constraints.Banned(tokens=(4,))), ["token 4", "[0, 4)"]),

@@ -370,6 +370,18 @@ def test_rope_keys_of_a_gguf(tmp_path, name, key, value, refused):
         _edited_gguf(path, name, lambda writer: None)).config
 
 
+def test_a_gguf_that_sees_what_comes_after_is_refused(tmp_path):
+  # Broken: a model of texts' meanings is read as one that writes them.
+  for causal in (True, False):
+    path = _edited_gguf(
+        tmp_path / "m.gguf", "llama_tied", lambda writer, causal=causal: (
+            writer.add_bool("llama.attention.causal", causal)))
+    if causal:
+      load_pretrained(path)
+    else:
+      _refuses(path, "attention.causal", "False")
+
+
 def test_windows_of_the_first_phi_3_files(tmp_path):
   # Broken: Phi-3 mini sees all where llama.cpp and transformers let it see
   # 2,047 tokens.

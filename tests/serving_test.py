@@ -192,6 +192,9 @@ def test_cancelled_and_refused_requests_harm_nobody():
     next(queue.results(order="size"))
   for options, words in (
       (dict(slots=0), "slots is 0"), (dict(rounds=0), "rounds is 0"),
+      (dict(slots=2.7), "slots is 2.7"), (dict(slots="2"), "slots is '2'"),
+      (dict(rounds=2**31), "rounds is 2147483648"),
+      (dict(max_length=float("nan")), "max_length is nan"),
       (dict(max_length=513), "max_length is 513.* 512, the context length"),
       (dict(slots=2, controllers={1: sj.Controller(
           lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .* for \[1\]")):
@@ -279,6 +282,17 @@ def test_a_request_whose_numbers_break_down_fails_alone():
       "limit", "failed", "failed", "limit", "failed", "limit"]
   assert results[2].error.startswith(
       "the target's logits of request 2 are not finite")
+
+
+def test_few_bits_of_a_number_hold_its_sums():
+  # Broken: 250 + 10 of numpy is 4 in eight bits, which fits into every slot;
+  # the row is never done, and nobody gets another word.
+  queue = Queue(_DECODER, _PAIR.params, slots=2, max_length=96)
+  with pytest.raises(ValueError, match="10 tokens and 250 new ones do not fit"):
+    queue.submit(Request(prompt=[1] * 10, max_new_tokens=np.uint8(250)))
+  with pytest.raises(ValueError, match="may grow to 520 tokens"):
+    _DECODER.generate(_PAIR.params, [[1] * 270], jax.random.key(0),
+                      max_new_tokens=np.uint8(250))
 
 
 def test_each_row_reads_its_own_context():

@@ -1,13 +1,14 @@
 """Penalties for tokens that the text has already."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.constraints import base
+
+_MOST = 1e30  # beyond, products of float32 may be infinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,10 @@ class Repetition:
   penalty: float
 
   def __post_init__(self):
-    if not 0 < self.penalty < math.inf:
+    if not 1 / _MOST <= self.penalty <= _MOST:
       raise ValueError(f"the repetition penalty is {self.penalty}; it must be "
-                       "above 0: 1 changes nothing, 1.2 repeats less")
+                       f"above 0, from {1 / _MOST:g} to {_MOST:g}: 1 changes "
+                       "nothing, 1.2 repeats less")
 
   def init(self, row: base.Row) -> jax.Array:
     """`[V]` bool, the tokens of the prompt."""
@@ -62,9 +64,10 @@ class OutputPenalty:
 
   def __post_init__(self):
     for name in ("frequency", "presence"):
-      if not math.isfinite(getattr(self, name)):
+      if not -_MOST <= getattr(self, name) <= _MOST:
         raise ValueError(f"the {name} penalty is {getattr(self, name)}; it "
-                         "must be a number: 0 changes nothing")
+                         f"must be a number from {-_MOST:g} to {_MOST:g}: 0 "
+                         "changes nothing")
 
   def init(self, row: base.Row) -> jax.Array:
     """`[V]` int32, how often the output has each token."""

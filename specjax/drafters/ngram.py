@@ -132,7 +132,7 @@ class NGram(_Lookup):
   Attributes:
     gamma: tokens that are copied, at least 1.
     max_ngram: the longest run of last tokens that is looked for.
-    min_ngram: the shortest, 1 unless given (`strategies.prompt_lookup` takes 2);
+    min_ngram: the shortest, 1 unless given (`strategies.prompt_lookup`: 2);
       where it is not found, nothing is drafted.
     prefer: which one of several places is taken where the same number of
       tokens agrees, up to `max_ngram`: the "latest" or the "first".

@@ -75,7 +75,7 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
                        f"{', '.join(DTYPES)}: take weights that are not "
                        "quantised, or a GGUF file")
     dtype = np.dtype(DTYPES[dtype])
-    if end > size - 8 - length:
+    if not 0 <= begin <= end <= size - 8 - length:
       raise ValueError(f"{path} ends before its tensor {name}; {_AGAIN}")
     if end - begin != math.prod(shape) * dtype.itemsize:
       raise ValueError(f"{path} gives {end - begin} bytes to {name}, which is "
@@ -119,7 +119,11 @@ def float_dtype(dtype: Any) -> np.dtype:
   Raises:
     ValueError: weights in it would be whole numbers.
   """
-  dtype = np.dtype(dtype)
+  try:
+    dtype = np.dtype(dtype)
+  except TypeError:
+    raise ValueError(f"dtype is {dtype!r}; give float32, bfloat16 or float16"
+                     ) from None
   if not jnp.issubdtype(dtype, jnp.floating):
     raise ValueError(f"dtype is {dtype.name}, in which weights would be whole "
                      "numbers; give float32, bfloat16 or float16, and see "

@@ -61,16 +61,18 @@ class Queue:
     Raises:
       ValueError: a size is out of range, or the controllers do not fit.
     """
-    self.sizes = tuple(sorted({int(n) for n in np.atleast_1d(slots)}))
     length = decoder.context_length if max_length is None else max_length
-    for name, least, most, value in (
-        ("slots", 1, None, self.sizes[0] if self.sizes else 0),
-        ("rounds", 1, None, rounds), ("max_ends", 1, None, max_ends),
-        ("max_length", 1, decoder.context_length, length)):
-      if value < least or most is not None and value > most:
-        raise ValueError(
-            f"{name} is {value}; it must be at least {least}"
-            + (f" and at most {most}, the context length" if most else ""))
+    sizes = np.atleast_1d(slots).tolist()
+    for name, value in (*(("slots", n) for n in sizes or [0]),
+                        ("rounds", rounds), ("max_ends", max_ends),
+                        ("max_length", length)):
+      checks.check_at_least(name, value, 1)
+    if length > decoder.context_length:
+      raise ValueError(f"max_length is {length}; it must be at most "
+                       f"{decoder.context_length}, the context length")
+    if rounds >= 2**31:
+      raise ValueError(f"rounds is {rounds}; it must be less than 2^31")
+    self.sizes = tuple(sorted(set(sizes)))
     self._params = params
     self._programs = _programs(decoder, self.sizes, controllers)
     own_ends = decoder.eos if np.ndim(decoder.eos) else (decoder.eos,)

@@ -137,8 +137,8 @@ class Slot:
     decoder = self.decoder
     tokens, lengths = inputs.prompts(
         [request.prompt], decoder.target.vocab_size)
-    length, new = int(lengths[0]), request.max_new_tokens
-    checks.check_at_least("max_new_tokens", new, 0)
+    checks.check_at_least("max_new_tokens", request.max_new_tokens, 0)
+    length, new = int(lengths[0]), int(request.max_new_tokens)
     if length + new > self.length:
       raise ValueError(
           f"a prompt of {length} tokens and {new} new ones do not fit into a "
@@ -165,7 +165,7 @@ class Slot:
           f"context is {_form(context)} and the queue's is "
           f"{_form(self.context)}; all rows of a batch have the same form")
     return Row(
-        number=number, prompt=tokens[0, :length], limit=length + int(new),
+        number=number, prompt=tokens[0, :length], limit=length + new,
         temperature=inputs.temperatures(
             request.temperature, decoder.transform.temperature, 1),
         eos=ends, seed=int(request.seed), context=context)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax.types import Draft
 from specjax.types import LawByRow
 from specjax.verifiers import residual
@@ -37,9 +38,7 @@ class TopK(RuleByRows):
   requires = ("chain",)
 
   def __post_init__(self):
-    if self.k < 1:
-      raise ValueError(f"k is {self.k}; it must be at least 1: 1 is greedy "
-                       "matching")
+    checks.check_at_least("k", self.k, 1, ": 1 is greedy matching")
     _check_minimum(self.minimum)
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
@@ -79,9 +78,8 @@ class Distance(RuleByRows):
   requires = ("chain",)
 
   def __post_init__(self):
-    if self.epsilon < 0:
-      raise ValueError(f"epsilon is {self.epsilon}; it must be at least 0: 0 "
-                       "is greedy matching")
+    checks.check_at_least(
+        "epsilon", self.epsilon, 0, ": 0 is greedy matching")
     _check_minimum(self.minimum)
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
@@ -94,9 +92,8 @@ class Distance(RuleByRows):
 
 
 def _check_minimum(minimum):
-  if minimum < 0:
-    raise ValueError(f"minimum is {minimum}; it must be at least 0: 0 accepts "
-                     "only what matches")
+  checks.check_at_least(
+      "minimum", minimum, 0, ": 0 accepts only what matches")
 
 
 def _matched(near, minimum, draft, target_probs) -> LawByRow:

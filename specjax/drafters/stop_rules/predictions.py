@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import checks
 from specjax.drafters.stop_rules.base import check_share
 from specjax.drafters.stop_rules.base import Seen
 from specjax.drafters.stop_rules.base import StopRule
@@ -37,6 +38,7 @@ class AcceptanceHead(StopRule):
 
   def __post_init__(self):
     check_share("threshold", self.threshold)
+    checks.check_fields(self, "least", "depth", least=0)
 
   def init_params(self, key: jax.Array, width: int) -> Any:
     """A head for hidden states of `width`, which knows nothing yet."""

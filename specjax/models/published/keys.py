@@ -33,7 +33,8 @@ _HARMLESS = frozenset("""
 """.split())
 _OFF = (None, False, 0, "", [], {})
 # What changes nothing only where it has this value, or that of another key.
-_PLAIN = {"is_causal": True, "partial_rotary_factor": 1,
+_PLAIN = {"is_causal": True, "attention.causal": True,
+          "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
 _TWINS = {"sliding_window_size": "sliding_window"}
 _ADVICE = {"quantization_config": "take weights that are not quantised, or a "
@@ -116,6 +117,18 @@ class Keys:
     if not isinstance(value, Mapping):
       self._needs(name, value, "an object of keys and values")
     return dict(value)
+
+  def whole_numbers(self, name: str) -> tuple[int, ...] | None:
+    """Whole numbers in a list, or None where there is none.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = self(name)
+    if value is not None and not (isinstance(value, list) and all(
+        isinstance(x, int) and not isinstance(x, bool) for x in value)):
+      self._needs(name, value, "a list of whole numbers")
+    return value and tuple(value)
 
   def _needs(self, name, value, what):
     raise ValueError(f"{self.source} has {_short(value)} for {name}; {what} is "

@@ -129,6 +129,10 @@ def _from_gguf(path, dtype, context_length):
   params = fill(model, file.table, file.tensors, dtype, str(path))
   meta = file.metadata
   ends = gguf.ends(meta)
+  for token in ends:
+    if not 0 <= token < model.vocab_size:
+      raise ValueError(f"{path} has {token} for the id that ends a text; the "
+                       f"model has the tokens 0 to {model.vocab_size - 1}")
   sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
       ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
   given = ends or any(value is not None for value in sampling.values())

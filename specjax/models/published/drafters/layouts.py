@@ -58,7 +58,8 @@ class Layout:
     algorithm = config.get("speculators_model_type")
     if algorithm or self.algorithm:
       return algorithm == self.algorithm
-    if (config.get("architectures") or [""])[0] in self.architectures:
+    names = config.get("architectures") or [""]
+    if isinstance(names, list) and names[0] in self.architectures:
       return True
     return bool(self.sign) and any(re.match(self.sign, x) for x in tensors)
 

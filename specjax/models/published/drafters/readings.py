@@ -5,6 +5,7 @@ contradicts them.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import functools
 
 import numpy as np
@@ -200,11 +201,11 @@ def eagle3_speculators(found: Found) -> Heads:
   found.used.update(_OF_VERIFIER)
   keys = found.keys(outer.mapping("transformer_layer_config"))
   fields = _eagle3(found, keys, outer,
-                   outer("eagle_aux_hidden_state_layer_ids"), 0)
+                   outer.whole_numbers("eagle_aux_hidden_state_layer_ids"), 0)
   heads = heads_lib.Eagle3Heads(
       **fields, forecasts=_steps(outer),
-      norm_before_residual=bool(outer("norm_before_residual")),
-      feed_normed=bool(outer("norm_output")))
+      norm_before_residual=outer.switch("norm_before_residual", False),
+      feed_normed=outer.switch("norm_output", False))
   for given in (keys, outer):
     given.refuse_others()
   return heads
@@ -212,8 +213,13 @@ def eagle3_speculators(found: Found) -> Heads:
 
 def _steps(keys):
   """Tokens that speculators notes to be drafted."""
-  methods = keys.mapping("speculators_config").get("proposal_methods") or [{}]
-  return int(methods[0].get("speculative_tokens") or _DEPTH)
+  name = "proposal_methods"
+  methods = keys.mapping("speculators_config").get(name) or [{}]
+  if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
+    raise ValueError(f"{keys.source} has {methods!r} for {name}; a list of "
+                     "objects is needed")
+  return Keys(methods[0], f"{keys.source}, in {name},").size(
+      "speculative_tokens", _DEPTH)
 
 
 def mtp_deepseek(found: Found) -> Heads:
@@ -312,9 +318,9 @@ def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
   outer("sliding_window_non_causal")  # there are no windows
   size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
           else outer.size("draft_vocab_size"))
-  from_anchor = bool(outer("sample_from_anchor", from_anchor))
+  from_anchor = outer.switch("sample_from_anchor", from_anchor)
   heads = _parallel(
-      found, keys, outer, outer("aux_hidden_state_layer_ids"),
+      found, keys, outer, outer.whole_numbers("aux_hidden_state_layer_ids"),
       outer("block_size"), from_anchor, False,
       _ids(found, outer, size))
   if heads.markov == "rnn" and not from_anchor:
@@ -363,7 +369,7 @@ def _ids_specforge(found, keys):
     if not inner(name, True):
       found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
                  "it: take another drafter")
-  given = inner("eagle_aux_hidden_state_layer_ids")
+  given = inner.whole_numbers("eagle_aux_hidden_state_layer_ids")
   inner.refuse_others()
   return given or None
 
@@ -371,4 +377,4 @@ def _ids_specforge(found, keys):
 safeailab = functools.partial(eagle3, ids=lambda found, keys: None)
 specforge = functools.partial(eagle3, ids=_ids_specforge, bare=True)
 deepspec = functools.partial(
-    eagle3, ids=lambda found, keys: keys("target_layer_ids"))
+    eagle3, ids=lambda found, keys: keys.whole_numbers("target_layer_ids"))
