@@ -26,6 +26,23 @@ _SPLIT = 16  # devices that the blocks of a law can be dealt out to
 _NEARLY_ALL = 0.999  # a top_p above it leaves out less than sums are off by
 
 
+def smallest_mass(dtype: Any) -> float:
+  """The mass of weights `[V]` up to which a law of them counts as empty.
+
+  Less than that, and its entries lose digits as subnormal numbers.
+
+  Raises:
+    ValueError: laws in this dtype are too coarse: float16 would lose a mass of
+      a sixteenth.
+  """
+  limits = jnp.finfo(dtype)
+  least = float(limits.tiny) / float(limits.eps)
+  if least > limits.eps:
+    raise ValueError(f"a law is in {jnp.dtype(dtype).name}, in which small "
+                     "residuals are lost; give laws in float32 or float64")
+  return least
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitsTransform:
   """The law that tokens are drawn from, given a model's logits.

@@ -151,6 +151,17 @@ def test_a_drafter_whose_parameters_are_missing_is_named():
   _raises_one_line(lambda: decoder.decode_until(lacking, state), *words)
 
 
+@pytest.mark.parametrize("rule", [
+    sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.Traversal(),
+    sj.verifiers.GreedyBlock(), sj.verifiers.KSeq()], ids=lambda r: str(r)[:9])
+def test_a_law_in_few_bits_is_refused(rule):
+  # Broken: a residual of a sixteenth counts as none in float16.
+  law = jnp.array([[0.5, 0.25, 0.25]] * 2, jnp.float16)
+  draft = sj.Draft.chain(root=0, tokens=jnp.array([1]), probs=law[:1])
+  _raises_one_line(lambda: sj.exact.Compiled.of(rule).rule.law(draft, law),
+                   "float16", "float32")
+
+
 def test_certify_settings():
   # Broken: a proof of nothing is reported as a proof.
   rule = sj.verifiers.Token()

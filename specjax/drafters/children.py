@@ -19,6 +19,7 @@ import numpy as np
 
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import smallest_mass
 
 
 def iid(logits, counts, coins, transform):
@@ -111,9 +112,8 @@ def _allowed(logits, transform):
 
 def _law(weights, otherwise):
   """`weights [n, V]` as laws; certainty of `otherwise [n]` without mass."""
-  limits = jnp.finfo(weights.dtype)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  empty = total <= limits.tiny / limits.eps
+  empty = total <= smallest_mass(weights.dtype)
   certain = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
   return jnp.where(empty, certain, weights / jnp.where(empty, 1, total))
 

@@ -15,6 +15,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax.sampling import smallest_mass
 from specjax.types import Draft
 from specjax.types import LawByRow
 from specjax.types import Verdict
@@ -201,10 +202,9 @@ def _modified(draft, p, state) -> _Modified:
     mass = mass.at[:rows].set(jnp.where(some, new_mass, mass[:rows]))
   total = jnp.zeros_like(mass)
   if entries:
-    limits = jnp.finfo(p.dtype)
     total = jnp.sum(_rest(p, omega[:, None], q), axis=-1)
     # As in `residual.normalised`.
-    total = jnp.where(total > limits.tiny / limits.eps, total, 0)
+    total = jnp.where(total > smallest_mass(p.dtype), total, 0)
   empty = jnp.zeros((0, nodes), p.dtype)
   columns = [jnp.stack(x) for x in zip(*history)] or [empty] * 3
   return _Modified(jnp.stack([omega, total]), *columns)

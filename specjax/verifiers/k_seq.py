@@ -68,11 +68,7 @@ class KSeq(RuleByRows):
       p, q = laws(node)
       taken = jnp.minimum(q, p / rhos[node])
       share = _share(jnp.sum(taken), counts[node])
-      rest = jnp.maximum(p - share * taken, 0)
-      mass = jnp.sum(rest)
-      limits = jnp.finfo(dtype)
-      some = mass > limits.tiny / limits.eps
-      return jnp.where(some, rest * (1 / jnp.where(some, mass, 1)), p)
+      return residual.normalised(jnp.maximum(p - share * taken, 0), p)
 
     parents = jnp.maximum(draft.parents, 0)
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from specjax.sampling import smallest_mass
 from specjax.types import Draft
 
 
@@ -64,12 +65,10 @@ def next_draft_row(draft: Draft, node: jax.Array, dtype) -> jax.Array:
 def normalised(residual: jax.Array, fallback: jax.Array) -> jax.Array:
   """`residual [..., V]` row by row as laws; `fallback` where a row is empty.
 
-  A row whose mass is so small that its entries lose digits as subnormal
-  numbers counts as empty.
+  What counts as empty is in `sampling.smallest_mass`.
   """
-  limits = jnp.finfo(residual.dtype)
   total = jnp.sum(residual, axis=-1, keepdims=True)
-  some = total > limits.tiny / limits.eps
+  some = total > smallest_mass(residual.dtype)
   return jnp.where(some, residual / jnp.where(some, total, 1), fallback)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import topology
+from specjax.sampling import smallest_mass
 from specjax.types import Draft
 from specjax.verifiers import residual
 
@@ -107,8 +108,7 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     # The inner maximum keeps the compiler from fusing in one use alone; see
     # block.py.
     left = jnp.sum(jnp.maximum(jnp.maximum(mass * rest, 0) - q, 0))
-    # Less than that, and the rest would lose digits as subnormal numbers.
-    left = jnp.where(left > limits.tiny / limits.eps, left, 0)
+    left = jnp.where(left > smallest_mass(dtype), left, 0)
     rejected = left + (1 - mass)
     possible = rejected > limits.eps
     cut = possible & (left > 0)
