@@ -156,75 +156,19 @@ class Ladder:
       only: "rests" or "drafts" if `chosen` is known to be, or not to be 0; with
         the first it is not needed.
     """
-    padded = lambda *found: _padded(*found)[:1 + traced]
-    propose = [functools.partial(_propose, one) for one in self.rungs]
-    judge = [functools.partial(_judge, one) for one in self.rungs]
     if only is None:
       state = self._told(params, state)
       chosen = self.controller.choose(state)
       own, _ = self.controller.rests(state, chosen)
       state = state.replace(controller=own)
-
-    draft, drafter = jax.eval_shape(propose[-1], params, state, coins)
-    # It is carried by a loop, see `common.once`.
-    name = type(self.drafter).__name__
-    checks.check_same(f"the state that {name}.propose returned", drafter,
-                      state.drafter)
-    packed = jax.eval_shape(self._packed, draft)
-    _, *whole = jax.eval_shape(judge[-1], params, state, coins, draft, drafter)
-    blank = jax.eval_shape(lambda *found: padded(*found, whole[0]), *whole)
-
-    def verified(i, state, draft, drafter):
-      state, stats, trace = judge[i](params, state, coins, draft, drafter)
-      return state, padded(stats, trace, whole[0])
-
-    def rest(carry):
-      before, _ = carry
-      draft, drafter = propose[0](params, before, coins)
-      return verified(0, before, draft, drafter)
-
-    def learned(before, state, found, size):
-      return state.replace(controller=self.controller.learned(
-          before, found[0], state.lengths, chosen, size)), found
-
-    def at_once(carry):
-      before, found = carry
-      carry = self._caught_up(params, before), found
-      for i in range(1, len(self.rungs)):
-        carry = common.once(chosen == i, lambda c, i=i: verified(
-            i, c[0], *propose[i](params, c[0], coins)), carry)
-      return learned(before, *carry, chosen)
-
-    def drafted(carry):
-      before, found = carry
-      state = self._caught_up(params, before)
-
-      def proposed(i, carry):
-        draft, drafter = propose[i](
-            params, state.replace(drafter=carry[1]), coins)
-        return self._packed(_padded_draft(
-            draft, self.drafter.num_nodes)), drafter, self._needed(
-                draft, state.done, i)
-
-      carry = _blank(packed), state.drafter, jnp.zeros((), jnp.int32)
-      for i in range(1, len(self.rungs)):
-        carry = common.once(chosen == i, lambda c, i=i: proposed(i, c), carry)
-      draft, drafter, size = carry
-      carry = state.replace(drafter=drafter), found
-      for i, one in enumerate(self.rungs):
-        # Cut where it is verified, or each round would write all lengths.
-        short = lambda n=one.drafter.num_nodes: self._unpacked(
-            jax.tree.map(lambda x: x[:, :n], draft))
-        carry = common.once(size == i, lambda c, i=i, short=short: verified(
-            i, c[0], short(), c[0].drafter), carry)
-      return learned(before, *carry, size)
-
+    attempt = _Attempt(self, params, state, coins, chosen, traced)
     full = "full" in contract.capabilities(self.drafter)
-    draws = at_once if full else drafted
-    carry = state, _blank(blank)
+    drafts = attempt.drafts_whole if full else attempt.drafts_and_cuts
+    carry = state, attempt.nothing_found()
     if only is not None:
-      return rest(carry) if only == "rests" else draws(carry)
-    return common.once(chosen > 0, draws, common.once(chosen == 0, rest, carry))
+      return attempt.rests(carry) if only == "rests" else drafts(carry)
+    return common.once(chosen > 0, drafts, common.once(
+        chosen == 0, attempt.rests, carry))
 
   def _told(self, params, state):
     """The state whose controller knows of which kind the next round is."""
@@ -233,13 +177,118 @@ class Ladder:
     kind = self.drafter.lacking(params, state).astype(jnp.int32)
     return state.replace(controller=state.controller.replace(kind=kind))
 
-  def _caught_up(self, params, state):
+  def needed(self, draft: Draft, done: jax.Array, rung: int) -> jax.Array:
+    """`[]` int32, the lowest rung that holds all that a rung drafted.
+
+    Args:
+      draft: batched.
+      done: `[B]` bool, rows that do not count.
+      rung: the number of the one that drafted it.
+    """
+    if not self.controller.cuts or contract.with_gamma(self.drafter) is None:
+      # Look-ahead positions look like padding.
+      return jnp.asarray(rung, jnp.int32)
+    drafted = draft.drafted & ~done[:, None]
+    last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
+    lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
+    return jnp.sum(last > lengths, dtype=jnp.int32)
+
+
+class _Attempt:
+  """One round of a ladder: its rungs, of which one is climbed.
+
+  Which one is data, so that each stands under `common.once`. A carry is
+  `(state, found)`; found are the round's stats, and its trace if that is
+  wanted, in the size of those of the longest draft.
+  """
+
+  def __init__(self, ladder, params, state, coins, chosen, traced):
+    self._ladder, self._params, self._coins = ladder, params, coins
+    self._chosen, self._kept = chosen, 1 + traced
+    draft, drafter = jax.eval_shape(
+        functools.partial(self._propose, -1), state)
+    # It is carried by a loop, see `common.once`.
+    name = type(ladder.drafter).__name__
+    checks.check_same(f"the state that {name}.propose returned", drafter,
+                      state.drafter)
+    self._draft_form = jax.eval_shape(self._packed, draft)
+    _, self._stats_form, trace = jax.eval_shape(
+        functools.partial(_judge, ladder.rungs[-1]), params, state, coins,
+        draft, drafter)
+    self._found_form = jax.eval_shape(
+        self._as_longest, self._stats_form, trace)
+
+  def nothing_found(self):
+    """What a carry begins with."""
+    return _blank(self._found_form)
+
+  def rests(self, carry):
+    """A round without a draft, of which the controller learns nothing."""
+    state, _ = carry
+    return self._judged(0, state, *self._propose(0, state))
+
+  def drafts_whole(self, carry):
+    """A round of the length chosen, whose drafts are always as long."""
+    before, found = carry
+    carry = self._caught_up(before), found
+    for i in range(1, len(self._ladder.rungs)):
+      carry = common.once(self._chosen == i, lambda carry, i=i: self._judged(
+          i, carry[0], *self._propose(i, carry[0])), carry)
+    return self._learned(before, *carry, self._chosen)
+
+  def drafts_and_cuts(self, carry):
+    """A round of the length chosen, and a pass as long as what was drafted."""
+    before, found = carry
+    state = self._caught_up(before)
+    draft, drafter, size = self._drafted(state)
+    carry = state.replace(drafter=drafter), found
+    for i, one in enumerate(self._ladder.rungs):
+      # Cut where it is verified, or each round would write all lengths.
+      short = lambda n=one.drafter.num_nodes: self._unpacked(
+          jax.tree.map(lambda x: x[:, :n], draft))
+      carry = common.once(
+          size == i, lambda carry, i=i, short=short: self._judged(
+              i, carry[0], short(), carry[0].drafter), carry)
+    return self._learned(before, *carry, size)
+
+  def _drafted(self, state):
+    """The draft, packed, the drafter's state, and the rung that holds it."""
+    nodes = self._ladder.drafter.num_nodes
+
+    def on(i, drafter):
+      draft, drafter = self._propose(i, state.replace(drafter=drafter))
+      size = self._ladder.needed(draft, state.done, i)
+      return self._packed(_padded_draft(draft, nodes)), drafter, size
+
+    carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
+    for i in range(1, len(self._ladder.rungs)):
+      carry = common.once(
+          self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
+    return carry
+
+  def _propose(self, i, state):
+    return _propose(self._ladder.rungs[i], self._params, state, self._coins)
+
+  def _judged(self, i, state, draft, drafter):
+    """The carry after rung i has verified a draft."""
+    state, stats, trace = _judge(
+        self._ladder.rungs[i], self._params, state, self._coins, draft, drafter)
+    return state, self._as_longest(stats, trace)
+
+  def _as_longest(self, stats, trace):
+    return _padded(stats, trace, self._stats_form)[:self._kept]
+
+  def _learned(self, before, state, found, size):
+    return state.replace(controller=self._ladder.controller.learned(
+        before, found[0], state.lengths, self._chosen, size)), found
+
+  def _caught_up(self, state):
     """The state whose drafter has read what was committed without it."""
-    drafter = self.drafter
+    drafter = self._ladder.drafter
     if not hasattr(drafter, "catch_up"):
       return state
     return state.replace(drafter=drafter.catch_up(
-        params, state, state.controller.known))
+        self._params, state, state.controller.known))
 
   def _packed(self, draft):
     """A draft without what its tokens tell: `probs [B, N]` of them alone.
@@ -258,25 +307,15 @@ class Ladder:
     """The draft that `_packed` was given."""
     if not self._packs:
       return draft
-    chosen = jnp.arange(self.rungs[0].target.vocab_size) == draft.tokens[
-        ..., None]
+    ids = jnp.arange(self._ladder.rungs[0].target.vocab_size)
+    chosen = ids == draft.tokens[..., None]
     return draft.replace(probs=jnp.where(chosen, draft.probs[..., None], 0))
 
   @property
   def _packs(self):
     # What a drafter wrongly declares must not be mended before it is checked.
-    return not self.rungs[0].debug and (
-        "certain" in contract.capabilities(self.drafter))
-
-  def _needed(self, draft, done, rung):
-    """`[]` int32, the lowest rung that holds all that `rung` drafted."""
-    if not self.controller.cuts or contract.with_gamma(self.drafter) is None:
-      # Look-ahead positions look like padding.
-      return jnp.asarray(rung, jnp.int32)
-    drafted = draft.drafted & ~done[:, None]
-    last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
-    lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
-    return jnp.sum(last > lengths, dtype=jnp.int32)
+    return not self._ladder.rungs[0].debug and (
+        "certain" in contract.capabilities(self._ladder.drafter))
 
 
 # A single round is compiled too. Its parts are under a jit of their own, so

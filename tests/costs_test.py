@@ -126,8 +126,8 @@ def test_what_is_timed():
       jnp.zeros((1,), jnp.int32), jnp.zeros((1, 8), jnp.int32),
       jnp.zeros((1, 8, controlled.V)))
   done = jnp.array([False])
-  assert int(decoder.parts._needed(nothing, done, 3)) == 3
-  assert int(controlled.decoder().parts._needed(nothing, done, 3)) == 0
+  assert int(decoder.parts.needed(nothing, done, 3)) == 3
+  assert int(controlled.decoder().parts.needed(nothing, done, 3)) == 0
 
 
 def test_lengths_and_rounds_that_fit():

@@ -19,7 +19,7 @@ def test_what_broke_down_is_no_padding():
   draft = jax.vmap(sj.Draft.chain)(
       jnp.zeros((2,), jnp.int32), jnp.zeros((2, 8), jnp.int32),
       jnp.zeros((2, 8, controlled.V)).at[1, 2].set(jnp.nan))
-  needed = functools.partial(controlled.decoder().parts._needed, draft, rung=3)
+  needed = functools.partial(controlled.decoder().parts.needed, draft, rung=3)
   assert int(needed(done=jnp.array([False, False]))) == 2
   assert int(needed(done=jnp.array([False, True]))) == 0
 

@@ -31,6 +31,12 @@ python experiments/controller_study.py --target=smollm2 --drafter=noise \
   --batches=6 --output_dir=results/controller/smollm2
 python experiments/controller_study.py --batches=20 \
   --output_dir=results/controller/bundled
+# N-grams, a small model, and both together.
+python experiments/free_drafts_study.py --gamma=4 --nocontroller \
+  --drafter='small,ngram,ngram+small,ngram|small,ngram|ngram+small' \
+  --transformers=no --temperature=0,1 --prompts=code,tests --num_prompts=192 \
+  --prompt_tokens=256 --new_tokens=160 --seed=2 \
+  --output_dir=results/free_drafts/cascade
 # Certain drafts beside drawn ones, at temperature 1.
 python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \
