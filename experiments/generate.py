@@ -81,18 +81,18 @@ _TAIL = flags.DEFINE_bool(
     "of the model that it drafts for, as many as it can")
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
-    "how a language model drafts: intersection takes its law of the tokens "
-    "that it has in common with the target, strings the text that it writes; "
-    "auto is its law, or intersection where the vocabularies differ")
+    "how a language model with another vocabulary drafts: intersection, by "
+    "its law of the tokens that both have; strings, by its text, which is "
+    "tokenised again; auto: intersection where the vocabularies differ")
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, list(copies.BITS), "the language model that drafts has "
-    "weights of so many bits")
+    "quantize", None, list(copies.BITS), "bits of the weights of the language "
+    "model that drafts")
 _QUANTIZE_TARGET = flags.DEFINE_enum(
-    "quantize_target", None, list(copies.BITS), "the target has, and the "
-    "output follows the law of that copy")
+    "quantize_target", None, list(copies.BITS), "bits of the target's weights; "
+    "the output follows the law of that copy")
 _QUANTIZE_GROUP = flags.DEFINE_integer(
     "quantize_group", None, "inputs of a matrix that share a scale, such as "
     "64; default: all of an output", 1)
@@ -101,7 +101,8 @@ _DRAFT_CACHE = flags.DEFINE_string(
     f"text: {copies.CACHES}; default: all of it")
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
-    "default: block, and target_walk for Medusa's tree")
+    "default: that of the drafter's strategy, such as block for a language "
+    "model and target_walk for a tree of the likeliest tokens")
 _GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
                       "or look-ahead tokens for it")
 _NODES = shared.nodes(16)
@@ -129,7 +130,8 @@ _FREQUENCY_PENALTY = flags.DEFINE_float(
 _PRESENCE_PENALTY = flags.DEFINE_float(
     "presence_penalty", 0.0, "subtracted from a token's logit once, if the "
     "output has it")
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "tokens", 1)
+_MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", 256, "tokens of the text, at most", 1)
 _SEED = shared.seed("of the sampling")
 _COLOR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "colour the tokens")

@@ -72,9 +72,9 @@ _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
-    "error", 3.5, "prompts are decoded until the 95 % interval of block "
-    "verification's paired gain over token verification is at most this many "
-    "percent wide to either side, at every draft length; 0 decodes all", 0.0)
+    "error", 3.5, "half width, in percentage points, of the 95 % interval of "
+    "block verification's paired gain over token verification; prompts are "
+    "decoded until it is reached at every draft length; 0: all of them", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()

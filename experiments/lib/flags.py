@@ -111,7 +111,7 @@ def gamma(default, help_="drafted tokens of a round"):
   return flag
 
 
-def nodes(default, help_="of Medusa's tree, with its root"):
+def nodes(default, help_="nodes of a tree, the root included"):
   """Of a tree."""
   flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
@@ -204,7 +204,8 @@ def learning_rate(default, help_):
 
 def warmup_steps(default=40):
   """First part of the schedule."""
-  return flags.DEFINE_integer("warmup_steps", default, "linear rise", 0)
+  return flags.DEFINE_integer(
+      "warmup_steps", default, "steps in which the learning rate rises", 0)
 
 
 def decay_fraction():
