@@ -134,6 +134,7 @@ _TREE = {"required": ["kids"], "properties": {
     {"enum": ["a", 1, None, True], "type": ["string", "boolean"]},
     {"const": {"k": [1, {"z": 'q."'}]}},
     {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "object", "additionalProperties": {"enum": [[{"x": 1.0}], "y"]}},
     {"type": "array", "items": {"title": "any"}, "maxItems": 1},
     {"type": "object", "minProperties": 1,
      "additionalProperties": {"type": "boolean"}},

@@ -29,16 +29,22 @@ _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"additionalProperties", "minProperties", "maxProperties"}}
-_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
-          "maxProperties")
-_TEXT, _LIST, _TEXTS = "a text", "a list of something", "a list of texts"
-_FORMS = {"properties": "an object", "required": _TEXTS, "$ref": _TEXT,
-          "pattern": _TEXT, "format": _TEXT} | dict.fromkeys(
-              ("allOf", "anyOf", "oneOf", "prefixItems", "enum"), _LIST
-          ) | dict.fromkeys(_SIZES, "a whole number of at least 0")
-# Objects and lists of any values hold values that are no objects and lists: the
-# library's own keyword, whose default of 2 makes four times as many states, and
-# ten seconds of them.
+_texts = lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x)
+# What the values of keywords have to be.
+_FORMS = (
+    ("an object", lambda x: isinstance(x, dict), ("properties",)),
+    ("a text", lambda x: isinstance(x, str), ("$ref", "pattern", "format")),
+    ("a list of texts", _texts, ("required",)),
+    ("a text or a list of texts", lambda x: isinstance(x, str) or _texts(x),
+     ("type",)),
+    ("a list that is not empty", lambda x: isinstance(x, list) and x != [],
+     ("allOf", "anyOf", "oneOf", "prefixItems", "enum")),
+    ("a whole number of at least 0", lambda x: type(x) is int and x >= 0,
+     ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
+      "maxProperties")))
+# The library's own keyword: objects and lists of which nothing more is said
+# hold no other objects and lists. Its default of 2 makes four times as many
+# states, which take ten seconds to compile.
 _FLAT = {"depth": 1}
 _ANY = {"type": ["boolean", "null", "number", "string", "array", "object"],
         **_FLAT}
@@ -87,6 +93,7 @@ class _Reader:
     self._root, self._escapes = root, escapes
 
   def part(self, part, depth):
+    """A part of it, in the library's words."""
     if isinstance(part, Mapping):
       part = {key: x for key, x in part.items() if key not in _NOTES}
     if part is True or part == {}:
@@ -240,16 +247,15 @@ class _Reader:
                        "which only 'minProperties' 1 and 'maxProperties' 0 "
                        f"would be followed: {_FIX}")
     more = part.get("additionalProperties", True)
-    try:
-      more = more and {"additionalProperties": self.part(more, depth)}
-    except _TooDeepError:
-      more = False
-    if not more or "maxProperties" in part:
-      if least:
-        raise ValueError("the JSON schema has an object of at least 1 property "
-                         "that may have none; let it have some")
-      return {"maxProperties": 0, "additionalProperties": True}
-    return more
+    if more is not False and "maxProperties" not in part:
+      try:
+        return {"additionalProperties": self.part(more, depth)}
+      except _TooDeepError:
+        pass
+    if least:
+      raise ValueError("the JSON schema has an object of at least 1 property "
+                       "that may have none; let it have some")
+    return {"maxProperties": 0, "additionalProperties": True}
 
 
 def without_anchors(regex: str) -> str:
@@ -265,18 +271,12 @@ def without_anchors(regex: str) -> str:
 
 
 def _check_forms(part):
-  """Checks that the value of every keyword is of its kind."""
-  texts = lambda x: isinstance(x, list) and all(
-      isinstance(one, str) for one in x)
-  fits = {"an object": lambda x: isinstance(x, dict), _TEXTS: texts,
-          _TEXT: lambda x: isinstance(x, str),
-          _LIST: lambda x: isinstance(x, list) and bool(x),
-          "a text or a list of texts": lambda x: isinstance(x, str) or texts(x)}
-  whole = lambda x: type(x) is int and x >= 0
-  for key, form in (_FORMS | {"type": "a text or a list of texts"}).items():
-    if key in part and not fits.get(form, whole)(part[key]):
-      raise ValueError(f"the JSON schema has {key!r} {part[key]!r}; it must be "
-                       f"{form}")
+  """Checks that the value of every keyword is of its form."""
+  for form, fits, keys in _FORMS:
+    for key in keys:
+      if key in part and not fits(part[key]):
+        raise ValueError(f"the JSON schema has {key!r} {part[key]!r}; it must "
+                         f"be {form}")
 
 
 def _check_type(lead, part, kind):
@@ -310,7 +310,8 @@ def _kinds(value):
   if isinstance(value, bool):
     return {"boolean"}
   if isinstance(value, (int, float)):
-    return {"number", "integer"} if value == int(value) else {"number"}
+    whole = float(value).is_integer()
+    return {"number", "integer"} if whole else {"number"}
   return {{str: "string", list: "array", dict: "object"}.get(
       type(value), "null")}
 
