@@ -31,6 +31,8 @@ python experiments/controller_study.py --target=smollm2 --drafter=noise \
   --batches=6 --output_dir=results/controller/smollm2
 python experiments/controller_study.py --batches=20 \
   --output_dir=results/controller/bundled
+python experiments/controller_study.py --drafter=small --batch=4 --batches=60 \
+  --output_dir=results/controller/bundled_small_4
 # N-grams, a small model, and both together.
 python experiments/free_drafts_study.py --gamma=4 --nocontroller \
   --drafter='small,ngram,ngram+small,ngram|small,ngram|ngram+small' \
