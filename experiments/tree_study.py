@@ -16,10 +16,10 @@ Every tree has the shape that Sequoia's dynamic program finds best for the
 acceptance by rank that the first method with its drafts measured on other
 prompts, under a root with 8 children. That of `hybrid` depends on how many
 children a node has, which the program does not know, so that its trees are not
-the best ones that it could have. Tokens per pass toss
-no coin: given the draft, the expected number of accepted tokens is known; and
-rules with the same drafts are judged on the same rollouts (those of the first
-of them), so that they are paired. The last row of a temperature is the tree,
+the best ones that it could have. Tokens per pass toss no coin: given the draft,
+the expected number of accepted tokens is known; and rules with the same drafts
+are judged on the same rollouts (those of the first of them), so that they are
+paired. The last row of a temperature is the tree,
 chain or plain decoding that the dynamic program predicts to be fastest here,
 from the measured costs of passes, of draft levels and of a round.
 

@@ -119,9 +119,9 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
   if values.shape not in ((), (rows,)):
     raise ValueError(f"temperature has shape {values.shape}; give one "
                      f"number, or one for each of the {rows} prompts")
-  if not ((values >= 0) & (values <= sampling.HOTTEST)).all():
+  if not ((values >= 0) & (values <= sampling.LARGEST)).all():
     raise ValueError(f"temperature is {found}; it must be at least 0 and at "
-                     f"most {sampling.HOTTEST:g}: 0 is greedy, 1 is the "
+                     f"most {sampling.LARGEST:g}: 0 is greedy, 1 is the "
                      "model's own law")
   return np.broadcast_to(values, (rows,))
 

@@ -19,7 +19,7 @@ from specjax.types import Verdict
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
-HOTTEST = 1e30  # temperature by which float32 can divide
+LARGEST = 1e30  # setting by which float32 can multiply and divide
 
 _ONE_LEVEL = 64  # weights that one running sum is short enough for
 _SPLIT = 16  # devices that the blocks of a law can be dealt out to
@@ -92,9 +92,9 @@ class LogitsTransform:
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
     if self.temperature is not None and not (
-        0 <= self.temperature <= HOTTEST):
+        0 <= self.temperature <= LARGEST):
       raise ValueError(f"temperature is {self.temperature}; it must be at "
-                       f"least 0 and at most {HOTTEST:g}: 0 is greedy, 1 is "
+                       f"least 0 and at most {LARGEST:g}: 0 is greedy, 1 is "
                        "the model's own law")
     if self.top_k < 0 or self.top_k != int(self.top_k):
       raise ValueError(f"top_k is {self.top_k}; it must be a whole number of "

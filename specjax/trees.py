@@ -69,8 +69,8 @@ def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
   for children in branching:
     if not isinstance(children, int | np.integer) or children < 1:
       raise ValueError(f"branching holds {children}; every level needs a "
-                       "whole number of at least 1 child a node: leave it out"
-                       )
+                       "whole number of at least 1 child a node: leave the "
+                       "level out")
     start = len(parents)
     parents += [node for node in level for _ in range(children)]
     level = range(start, len(parents))
@@ -246,6 +246,8 @@ def _checked_acceptance(acceptance):
 
 def _levels(nodes, depth):
   """The depth that a tree of so many nodes can use."""
+  if not isinstance(nodes, int | np.integer):
+    raise ValueError(f"nodes is {nodes}; it must be a whole number")
   return max(0, nodes - 1 if depth is None else min(depth, nodes - 1))
 
 
@@ -255,7 +257,7 @@ def _check_nodes(nodes, children, depth):
     room += children**level
     if room >= nodes:
       break
-  if nodes != int(nodes) or not 1 <= nodes <= room:
+  if not 1 <= nodes <= room:
     raise ValueError(f"nodes is {nodes}; a tree of depth {depth} with at most "
                      f"{children} children a node has 1 to {room}: change one "
                      "of the three")

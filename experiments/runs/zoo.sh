@@ -45,27 +45,23 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
-# And with Muon, three times: METHOD, from which heads, to which, other flags.
+# And with Muon, three times.
 with_muon() {
   local own=(--batch_size=4 --evaluate_every=400)
   if [ "$1" = parallel ]; then own=(--anchors=48 --evaluate_every=200); fi
   python experiments/train_drafter.py --method="$1" --heads_from="$runs/$2" \
     --output_dir="$runs/$3" --row_tokens=384 --optimizer=muon \
-    --checkpoint_every=100 "${own[@]}" "${@:4}"
+    --checkpoint_every=100 "${own[@]}" --steps="$4" --learning_rate="$5" \
+    --decay_fraction="$6" --seed="$7"
 }
-with_muon eagle3 eagle3_more eagle3_muon --steps=3800 \
-  --learning_rate=0.012 --decay_fraction=0.6 --seed=2
-with_muon parallel parallel_more parallel_muon --steps=1600 \
-  --learning_rate=0.006 --decay_fraction=0.7 --seed=2
-with_muon eagle3 eagle3_muon eagle3_again --steps=6400 \
-  --learning_rate=0.012 --decay_fraction=0.7 --seed=3
-with_muon parallel parallel_muon parallel_again --steps=2800 \
-  --learning_rate=0.006 --decay_fraction=0.7 --seed=3
+#         method   from           to             steps rate  decay seed
+with_muon eagle3   eagle3_more    eagle3_muon    3800  0.012 0.6   2
+with_muon parallel parallel_more  parallel_muon  1600  0.006 0.7   2
+with_muon eagle3   eagle3_muon    eagle3_again   6400  0.012 0.7   3
+with_muon parallel parallel_muon  parallel_again 2800  0.006 0.7   3
 # These are in the box.
-with_muon eagle3 eagle3_again eagle3_last --steps=6800 \
-  --learning_rate=0.008 --decay_fraction=0.8 --seed=4
-with_muon parallel parallel_again parallel_last --steps=3600 \
-  --learning_rate=0.005 --decay_fraction=0.8 --seed=4
+with_muon eagle3   eagle3_again   eagle3_last    6800  0.008 0.8   4
+with_muon parallel parallel_again parallel_last  3600  0.005 0.8   4
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.constraints import base
-
-_MOST = 1e30  # beyond, products of float32 may be infinite
+from specjax.sampling import LARGEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +24,10 @@ class Repetition:
   penalty: float
 
   def __post_init__(self):
-    if not 1 / _MOST <= self.penalty <= _MOST:
+    if not 1 / LARGEST <= self.penalty <= LARGEST:
       raise ValueError(f"the repetition penalty is {self.penalty}; it must be "
-                       f"above 0, from {1 / _MOST:g} to {_MOST:g}: 1 changes "
-                       "nothing, 1.2 repeats less")
+                       f"above 0, from {1 / LARGEST:g} to {LARGEST:g}: 1 "
+                       "changes nothing, 1.2 repeats less")
 
   def init(self, row: base.Row) -> jax.Array:
     """`[V]` bool, the tokens of the prompt."""
@@ -64,10 +63,10 @@ class OutputPenalty:
 
   def __post_init__(self):
     for name in ("frequency", "presence"):
-      if not -_MOST <= getattr(self, name) <= _MOST:
+      if not -LARGEST <= getattr(self, name) <= LARGEST:
         raise ValueError(f"the {name} penalty is {getattr(self, name)}; it "
-                         f"must be a number from {-_MOST:g} to {_MOST:g}: 0 "
-                         "changes nothing")
+                         f"must be a number from {-LARGEST:g} to {LARGEST:g}: "
+                         "0 changes nothing")
 
   def init(self, row: base.Row) -> jax.Array:
     """`[V]` int32, how often the output has each token."""
