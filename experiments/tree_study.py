@@ -14,14 +14,14 @@ second. --methods calls them:
 
 Every tree has the shape that Sequoia's dynamic program finds best for the
 acceptance by rank that the first method with its drafts measured on other
-prompts, under a root with 8 children. That of `hybrid` depends on how many
-children a node has, which the program does not know, so that its trees are not
-the best ones that it could have. Tokens per pass toss no coin: given the draft,
-the expected number of accepted tokens is known; and rules with the same drafts
-are judged on the same rollouts (those of the first of them), so that they are
-paired. The last row of a temperature is the tree,
-chain or plain decoding that the dynamic program predicts to be fastest here,
-from the measured costs of passes, of draft levels and of a round.
+prompts, under a root with 8 children; for `hybrid`, whose first draw is
+accepted more often with fewer children beside it, under roots with 1 to 8.
+Tokens per pass toss no coin: given the draft, the expected number of accepted
+tokens is known; and rules with the same drafts are judged on the same rollouts
+(those of the first of them), so that they are paired. The last row of a
+temperature is the tree, chain or plain decoding that the dynamic program
+predicts to be fastest here, from the measured costs of passes, of draft levels
+and of a round.
 
   python experiments/tree_study.py
   python experiments/tree_study.py --budgets=8,64 --temperature=1
@@ -94,6 +94,7 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
+_BY_CHILDREN = ("hybrid",)  # acceptance depends on how many children there are
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 
 
@@ -143,12 +144,21 @@ class _Setting:
         transform=sj.LogitsTransform(temperature=temperature))
 
   def acceptance(self, temperature, name):
-    """`[K]`, how often the child of each rank is accepted below the root.
+    """How often children are accepted, as `trees.sequoia_tree` takes it."""
+    if name not in _BY_CHILDREN:
+      return self._below_root(temperature, name,
+                              1 if name in _CHAINS else _CHILDREN)
+    rows = [self._below_root(temperature, name, children)
+            for children in range(1, _CHILDREN + 1)]
+    return np.stack([np.pad(row, (0, _CHILDREN - len(row))) for row in rows])
+
+  def _below_root(self, temperature, name, children):
+    """`[K]`, how often each of K children of the root is accepted.
 
     Measured without a coin on other prompts: the mean probability that a star
     of K children stops at each of them.
     """
-    star = sj.trees.full_tree((1 if name in _CHAINS else _CHILDREN,))
+    star = sj.trees.full_tree((children,))
     decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
                             limits=self._limit)

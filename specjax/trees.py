@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import heapq
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 _ROUNDING = 1e-6  # by which measured probabilities may sum to more than 1
 
@@ -103,8 +104,7 @@ def from_choices(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
   return (-1, *(place[path[:-1]] for path in order[1:]))
 
 
-def expected_tokens(parents: Sequence[int], acceptance: Sequence[float]
-                    ) -> float:
+def expected_tokens(parents: Sequence[int], acceptance: ArrayLike) -> float:
   """Tokens of a round, the extra one included, that a tree promises.
 
   The sum over the nodes of the probability that a node is accepted; the root
@@ -112,14 +112,18 @@ def expected_tokens(parents: Sequence[int], acceptance: Sequence[float]
 
   Args:
     parents: of the tree.
-    acceptance: `[K]`, see `sequoia_tree`; beyond K it is 0.
+    acceptance: `[K]` or `[K, K]`, see `sequoia_tree`; of children beyond K it
+      is 0, and with more than K of them the first K have the last row.
   """
   acceptance = _checked_acceptance(acceptance)
+  most = len(acceptance)
+  counts = np.bincount(parents[1:], minlength=len(parents))
   reach, children = [1.0], [0] * len(parents)
   for parent in parents[1:]:
     rank = children[parent]
     children[parent] += 1
-    chance = acceptance[rank] if rank < len(acceptance) else 0.0
+    chance = (acceptance[min(counts[parent], most) - 1, rank] if rank < most
+              else 0.0)
     reach.append(reach[parent] * chance)
   return float(np.sum(reach))
 
@@ -164,18 +168,24 @@ def medusa_tree(accuracies: np.ndarray, nodes: int) -> tuple[int, ...]:
   return from_choices(choices)
 
 
-def sequoia_tree(acceptance: Sequence[float], nodes: int,
-                 depth: int | None = None) -> tuple[int, ...]:
+def sequoia_tree(acceptance: ArrayLike, nodes: int, depth: int | None = None
+                 ) -> tuple[int, ...]:
   """The tree of N nodes that promises most tokens, by dynamic programming.
 
   Chen et al. 2024 (Sequoia, arXiv:2402.12374, section 3.1):
   T(n, d, b), the best of n nodes and depth d with b children of the root, is
   max_m T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
 
+  In some methods how often a child is accepted also depends on how many there
+  are, as where one child is drawn outside of the others. Then every number of
+  children has a recursion of its own.
+
   Args:
     acceptance: `[K]`, the probability that the k-th child of an accepted node
       is the one that is accepted too, in the order in which the verifier
-      tries them; it need not fall with k, and it bounds the children to K.
+      tries them; it need not fall with k, and it bounds the children to K. Or
+      `[K, K]`: row c - 1 holds those probabilities for a node with c children,
+      and what stands beyond its first c entries is not read.
     nodes: N.
     depth: the most tokens of a path below the root; None: no limit.
 
@@ -188,7 +198,7 @@ def sequoia_tree(acceptance: Sequence[float], nodes: int,
   return _rebuilt(*_tables(acceptance, nodes, depth), nodes, depth)
 
 
-def best_tree(acceptance: Sequence[float], pass_seconds: Mapping[int, float],
+def best_tree(acceptance: ArrayLike, pass_seconds: Mapping[int, float],
               draft_seconds: float, *, round_seconds: float = 0.0,
               depth: int | None = None) -> tuple[int, ...]:
   """The tree that promises most tokens a second on this machine.
@@ -197,7 +207,7 @@ def best_tree(acceptance: Sequence[float], pass_seconds: Mapping[int, float],
   (-1,), the root alone, says that it is best not to speculate.
 
   Args:
-    acceptance: `[K]`, see `sequoia_tree`.
+    acceptance: `[K]` or `[K, K]`, see `sequoia_tree`.
     pass_seconds: N -> seconds of the target's pass over N nodes, measured;
       entry 1 is the price of a token without speculation.
     draft_seconds: of one level of the draft; depth d costs d of them.
@@ -233,15 +243,18 @@ def best_tree(acceptance: Sequence[float], pass_seconds: Mapping[int, float],
 
 
 def _checked_acceptance(acceptance):
-  acceptance = np.asarray(acceptance, np.float64)
-  if acceptance.ndim != 1 or not acceptance.size:
-    raise ValueError(f"acceptance has shape {acceptance.shape}; it must be "
-                     "[K], one entry for each child")
-  if not ((acceptance >= 0).all() and acceptance.sum() <= 1 + _ROUNDING):
-    raise ValueError(f"acceptance is {acceptance.tolist()}; it holds the "
-                     "chances of exclusive events: none below 0, a sum of at "
-                     "most 1")
-  return acceptance
+  """`[K, K]`, by number of children and rank, 0 beyond that number."""
+  given = np.asarray(acceptance, np.float64)
+  square = given.ndim == 2 and given.shape[0] == given.shape[1]
+  if not given.size or not (square or given.ndim == 1):
+    raise ValueError(f"acceptance has shape {given.shape}; it must be [K], one "
+                     "entry for each child, or [K, K], a row for each number "
+                     "of children")
+  rows = np.tril(np.broadcast_to(given, (given.shape[-1],) * 2))
+  if not ((rows >= 0).all() and (rows.sum(1) <= 1 + _ROUNDING).all()):
+    raise ValueError(f"acceptance is {given.tolist()}; it holds the chances of "
+                     "exclusive events: none below 0, a sum of at most 1")
+  return rows
 
 
 def _levels(nodes, depth):
@@ -266,23 +279,28 @@ def _check_nodes(nodes, children, depth):
 def _tables(acceptance, nodes, depth):
   """T `[depth + 1, nodes + 1, K + 1]`, and the m that attains every entry.
 
-  T is -inf where there is no such tree; the last child of the root has m
-  nodes in its subtree.
+  T is -inf where there is no such tree. Of a tree with c children of its root
+  the first b of them, and what is below them, have some of its nodes; of n
+  nodes the b-th child has the m of `splits [depth + 1, nodes + 1, c, b]` in
+  its subtree.
   """
-  children = len(acceptance)
-  values = np.full((depth + 1, nodes + 1, children + 1), -np.inf)
-  splits = np.zeros(values.shape, np.int64)
+  most = len(acceptance)
+  values = np.full((depth + 1, nodes + 1, most + 1), -np.inf)
+  splits = np.zeros((*values.shape, most + 1), np.int64)
   values[:, 1, 0] = 1
   n, m = np.indices((nodes + 1, nodes + 1))
   rest = np.where(n > m, n - m, 0)  # 0: no tree has 0 nodes
   for d in range(1, depth + 1):
     subtree = values[d - 1].max(-1)
     some = np.isfinite(subtree)
-    for b, chance in enumerate(acceptance, 1):
-      gain = np.where(some, chance * np.where(some, subtree, 0), -np.inf)
-      sums = values[d, rest, b - 1] + gain
-      splits[d, :, b] = sums.argmax(-1)
-      values[d, :, b] = sums.max(-1)
+    for children in range(1, most + 1):
+      first = values[d, :, 0]  # with the first b children: none yet
+      for b, chance in enumerate(acceptance[children - 1, :children], 1):
+        gain = np.where(some, chance * np.where(some, subtree, 0), -np.inf)
+        sums = first[rest] + gain
+        splits[d, :, children, b] = sums.argmax(-1)
+        first = sums.max(-1)
+      values[d, :, children] = first
   return values, splits
 
 
@@ -291,9 +309,9 @@ def _rebuilt(values, splits, nodes, depth):
   parents = [-1]
 
   def grow(root, nodes, depth):
-    sizes = []
-    for b in range(int(values[depth, nodes].argmax()), 0, -1):
-      sizes.append(int(splits[depth, nodes, b]))
+    sizes, children = [], int(values[depth, nodes].argmax())
+    for b in range(children, 0, -1):
+      sizes.append(int(splits[depth, nodes, children, b]))
       nodes -= sizes[-1]
     for size in reversed(sizes):
       parents.append(root)
