@@ -7,7 +7,7 @@ import setuptools
 
 _ROOT = pathlib.Path(__file__).parent
 _VERSION = re.search(r'__version__ = "([^"]+)"',
-                     (_ROOT / "specjax/__init__.py").read_text()).group(1)
+                     (_ROOT / "specjax/version.py").read_text()).group(1)
 
 _EXPERIMENTS = ["matplotlib", "tensorboardX"]
 

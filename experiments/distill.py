@@ -190,12 +190,20 @@ def _answers(target, tokenizer, output_dir, mesh):
 
 
 def _vocabulary(tokenizer, answers, size):
-  """The drafter's tokenizer: the most frequent tokens of the answers."""
+  """The drafter's tokenizer: the most frequent tokens of the answers.
+
+  Without answers it is one of that size, if there can be one.
+  """
   if not _VOCAB_SIZE.value:
     return tokenizer
-  written = [text[:n] for text, n in zip(answers.tokens, answers.lengths)]
-  counts = np.bincount(np.concatenate(written), minlength=size)
-  return reduction.reduced(tokenizer, counts, _VOCAB_SIZE.value)
+  counts = np.zeros(size)
+  if answers is not None:
+    written = [text[:n] for text, n in zip(answers.tokens, answers.lengths)]
+    counts = np.bincount(np.concatenate(written), minlength=size)
+  try:
+    return reduction.reduced(tokenizer, counts, _VOCAB_SIZE.value)
+  except ValueError as e:
+    raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value}: {e}") from None
 
 
 def _drafter(vocab_size, target):
@@ -268,7 +276,9 @@ def main():
   # What the flags alone make wrong is refused before the target writes.
   meshes.specs(mesh, {"drafter": _drafter(
       _VOCAB_SIZE.value or tokenizer.vocab_size, target.model)})
+  _vocabulary(tokenizer, None, target.model.vocab_size)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  runs.check_claimable(output_dir)
   learned, measured = _answers(target, tokenizer, output_dir, mesh)
   own = _vocabulary(tokenizer, learned, target.model.vocab_size)
   vocabulary = vocabularies.map_vocabularies(

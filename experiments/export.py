@@ -10,6 +10,7 @@ computes what it does. Then `transformers.AutoModelForCausalLM` and
 """
 
 import json
+import os
 import pathlib
 
 from absl import flags
@@ -17,7 +18,7 @@ from lib import common
 from lib import flags as shared
 from lib import models
 
-from specjax.models.published import export_pretrained
+import specjax as sj
 from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
@@ -36,9 +37,14 @@ def main() -> None:
     raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
                      "training run, whose weights would be replaced; choose "
                      "another directory")
+  if os.path.isdir(_MODEL.value) and os.path.isdir(_OUTPUT_DIR.value) and (
+      os.path.samefile(_MODEL.value, _OUTPUT_DIR.value)):
+    raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds the "
+                     "model itself, whose files would be replaced; choose "
+                     "another directory")
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
-  architecture = export_pretrained(
+  architecture = sj.models.export_pretrained(
       directory, found.model, found.params, tokenizer=found.tokenizer,
       generation=found.generation, dtype=_DTYPE.value)
   size = common.num_parameters(found.params)

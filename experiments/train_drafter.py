@@ -147,7 +147,10 @@ _MESH = shared.mesh()
 
 
 def _frequent(target, tokenizer, tokens):
-  """The ids that --draft_vocabulary keeps, counted in `tokens [T]`."""
+  """The ids that --draft_vocabulary keeps, counted in `tokens [T]`.
+
+  If there are none yet, as many ids as there will be.
+  """
   size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
   always = [end for end in models.ends(target, tokenizer) or ()
             if end < vocab_size]
@@ -155,6 +158,8 @@ def _frequent(target, tokenizer, tokens):
     raise ValueError(f"--draft_vocabulary is {size}; the target has "
                      f"{vocab_size} tokens, {len(always)} of which end a text "
                      "and are always kept: give a number between")
+  if tokens is None:
+    return tuple(range(size))
   counts = np.bincount(tokens, minlength=vocab_size)
   ids = sj.models.frequent_tokens(counts, size, always)
   print(f"{size:,} of {vocab_size:,} tokens can be drafted, which are "
@@ -169,7 +174,7 @@ def _heads(method, target, tokenizer, tokens, own_text):
     method: of the run.
     target: the one that they draft for.
     tokenizer: the target's.
-    tokens: `[T]`, the text to train on.
+    tokens: `[T]`, the text to train on; None: it is not written yet.
     own_text: whether the target wrote it.
   """
   for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
@@ -355,10 +360,17 @@ def main():
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
   text = source.text(tokenizer)
-  # What the target writes says which tokens it writes.
-  chats = source.answered(
-      target, tokenizer, text, _row_length(target), mesh
-  ) if source.chat else None
+  chats = None
+  if source.chat:
+    # What the flags alone make wrong is refused before the target writes.
+    heads, _ = _heads(method, target, tokenizer, None, own_text)
+    _objective(method, target, heads, options)
+    _row_tokens(target, heads)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  runs.check_claimable(output_dir)
+  if source.chat:  # what it writes says which tokens can be drafted
+    chats = source.answered(
+        target, tokenizer, text, _row_length(target), mesh)
   heads, params = _heads(
       method, target, tokenizer,
       text.streams[0] if chats is None else chats[0].ravel(), own_text)
@@ -372,7 +384,6 @@ def main():
 
   trainable, frozen = _weights(method, options, objective, target, params)
   rate = _rate(method)
-  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   lengths = _claim(
       output_dir, objective, text.corpus,
       text.streams if chats is None else chats, row_tokens,

@@ -151,8 +151,16 @@ def _tokenizer(path, training_texts, initial):
   """The tokenizer given, else the run's own, else a new one."""
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
+  if not flag.value and own:
+    begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
+    if _VOCAB_SIZE.present and not begun and (
+        _VOCAB_SIZE.value != own.vocab_size):
+      raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
+                       f"{own.vocab_size} tokens; leave the flag out, or move "
+                       "the file")
+    return own
   if not flag.value:
-    return own or tokenizers.train(training_texts, _VOCAB_SIZE.value)
+    return tokenizers.train(training_texts, _VOCAB_SIZE.value)
   given = (models.load_tokenizer(flag.value) if initial is None
            else initial.tokenizer)
   if own and not own.same_tokens(given):

@@ -40,8 +40,7 @@ from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
 from specjax.types import Verifier
-
-__version__ = "0.1.0"
+from specjax.version import __version__
 
 __all__ = [
     "Cache",
@@ -66,6 +65,7 @@ __all__ = [
     "Trace",
     "Verdict",
     "Verifier",
+    "__version__",
     "analysis",
     "cache_views",
     "constraints",

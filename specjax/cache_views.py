@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
-from specjax import checks
+from specjax import fields
 from specjax.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerModule
@@ -99,7 +99,7 @@ class Retrieved:
   recent: int = 256
 
   def __post_init__(self):
-    checks.check_fields(self, "budget", "chunk", "recent")
+    fields.check_fields(self, "budget", "chunk", "recent")
     if self.budget % self.chunk:
       raise ValueError(f"budget is {self.budget} and chunk {self.chunk}; whole "
                        "chunks are kept: make the budget a multiple of them")
@@ -169,7 +169,7 @@ class Recent:
   window: int = 1020
 
   def __post_init__(self):
-    checks.check_fields(self, "sinks", "window")
+    fields.check_fields(self, "sinks", "window")
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> tuple[()]:

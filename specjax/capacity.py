@@ -105,8 +105,8 @@ def grow(one: Any, params: Any, state: DecodeState, capacity: int
          ) -> DecodeState:
   """The state with zeros after the end of what has a slot for each token.
 
-  Which axes these are nobody has to say: those that differ in the state that
-  `one.start` would make with this capacity.
+  The axes to extend are found by comparing shapes with those of the state that
+  `one.start` would make at this capacity.
 
   Args:
     one: the `Round` or `Ladder` that the state is for.

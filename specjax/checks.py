@@ -1,9 +1,8 @@
-"""What a part is and returns, checked before anything runs.
+"""What a part returns, checked while the program is traced.
 
-Its fields are looked at when it is made, and what it returns while the program
-is traced: shapes, dtypes and structures are static, so these checks cost
-nothing at run time. Every error names the part. `check_values`, for
-`Decoder(debug=True)`, looks at the numbers too.
+Shapes, dtypes and structures are static, so these checks cost nothing at run
+time. Every error names the part. `check_values`, for `Decoder(debug=True)`,
+looks at the numbers too.
 """
 
 from collections.abc import Collection
@@ -22,32 +21,6 @@ from specjax.types import LawByRow
 from specjax.types import ModelOutput
 
 _ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
-
-
-def is_whole(value: Any) -> bool:
-  """Whether it can be a size, which 3.0 and True cannot."""
-  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
-  """Raises a `ValueError` where a number is too small, or not whole.
-
-  Args:
-    name: what an error calls it.
-    value: the number.
-    least: the least that it may be.
-    more: what the error says besides.
-  """
-  if not is_whole(value) or value < least:
-    raise ValueError(f"{name} is {value!r}; it must be a whole number of at "
-                     f"least {least}{more}")
-
-
-def check_fields(part: Any, *names: str, least: int = 1, more: str = ""
-                 ) -> None:
-  """`check_at_least` of some fields of a part, which errors call by name."""
-  for name in names:
-    check_at_least(name, getattr(part, name), least, more)
 
 
 def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type

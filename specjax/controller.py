@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.types import DecodeState
 from specjax.types import RoundStats
 
@@ -138,7 +138,7 @@ class Controller:
     for name in ("lengths", "seconds", "first"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     for length in self.lengths:
-      checks.check_at_least("a length", length, 0)
+      fields.check_at_least("a length", length, 0)
     lengths, steps = self.lengths, np.diff(self.lengths)
     if len(lengths) < 2 or lengths[0] != 0 or (steps <= 0).any():
       raise ValueError(f"lengths is {lengths}; give whole numbers that "

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import specjax
 from specjax import capacity as capacity_lib
 from specjax import contract
 from specjax import files
@@ -29,6 +28,7 @@ from specjax import rounds as rounds_lib
 from specjax.controller import Controller
 from specjax.controller import ControllerState
 from specjax.decoder import Decoder
+from specjax.version import __version__
 
 _ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
 _READ = 32  # tokens that a drafter reads to find what a missed one costs
@@ -38,7 +38,7 @@ _FORM = 2  # of the files; another one is for costs that mean something else
 
 @struct.dataclass
 class _Script(ControllerState):
-  """What a `_Scripted` controller does.
+  """In which rounds a `_Scripted` controller drafts, and how much.
 
   Attributes:
     index: `[B]` int32, equal: of the length that is drafted.
@@ -52,7 +52,7 @@ class _Script(ControllerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scripted(Controller):
-  """Does what its state, a `_Script`, says: one program has all that is timed.
+  """Drafts in the rounds that its state names: one program for every timing.
 
   All that may be drafted is verified.
   """
@@ -199,7 +199,7 @@ def _path(directory, decoder, params, batch, slots, context):
            else os.cpu_count())
   machine = (_FORM, platform.node(), platform.machine(), device.platform,
              device.device_kind, cores, os.environ.get("XLA_FLAGS"),
-             jax.__version__, specjax.__version__)
+             jax.__version__, __version__)
   try:
     name = files.fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,

@@ -12,6 +12,7 @@ import numpy as np
 from specjax import capacity as capacity_lib
 from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax import inputs
 from specjax import ladder as ladder_lib
 from specjax import paged_cache
@@ -311,11 +312,16 @@ class Decoder:
 
   def decode_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
-    """One round for every row; rows that are done stay as they are."""
-    state, stats, _ = self.traced_round(params, state)
+    """One round for every row; rows that are done stay as they are.
+
+    A row whose numbers broke down has stopped, and is not reported: call
+    `raise_if_not_finite` with the stats. So it is with all that decodes and is
+    not `generate`.
+    """
+    state, stats, _ = self.decode_round_traced(params, state)
     return state, stats
 
-  def traced_round(self, params: Any, state: DecodeState
+  def decode_round_traced(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
     return self.parts(params, state, self.parts.toss(state, 1)[0])
@@ -336,6 +342,7 @@ class Decoder:
       ValueError: a row has too few pages of a `Pool`; with `debug=True`, a part
         returned bad numbers.
     """
+    fields.check_at_least("rounds", rounds, 0)
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
@@ -348,6 +355,7 @@ class Decoder:
     Arguments and errors are its. The traces are stacked like the stats; they
     take rounds * B * 2 * N * V floats.
     """
+    fields.check_at_least("rounds", rounds, 0)
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
         self.parts, params, state, rounds=rounds, traced=True)
@@ -386,22 +394,25 @@ class Decoder:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompts: as the others, see `prefill`.
-      key: see there.
+      prompts: B sequences of token ids, of any lengths, none empty.
+      key: a threefry PRNG key.
       max_new_tokens: of every row, at least 0.
-      request_ids: see there.
-      temperature: see there.
-      eos: see there.
-      context: see there.
-      grows: see there; default: True, except on a CPU, whose attention costs
-        what is used and not what is allocated, and where a part cannot grow.
-      placement: see there. In several processes each gets all texts.
+      request_ids: `[B]`, numbers that seed the rows; default: 0 to B - 1.
+      temperature: a number or `[B]`; default: the transform's.
+      eos: one token id, several, or a list of them for each row; default: the
+        decoder's.
+      context: per-row arrays for a drafter that reads them.
+      grows: whether slots are added as texts grow; default: True, except on a
+        CPU, whose attention costs what is used and not what is allocated, and
+        where a part cannot grow.
+      placement: where everything lives on a mesh. In several processes each
+        gets all texts. `prefill` says more of every argument.
 
     Raises:
       ValueError: bad arguments, as in `prefill`.
       FloatingPointError: a model's logits were not finite.
     """
-    checks.check_at_least("max_new_tokens", max_new_tokens, 0)
+    fields.check_at_least("max_new_tokens", max_new_tokens, 0)
     prompts = [np.asarray(row) for row in prompts]
     limits = [row.size + int(max_new_tokens) for row in prompts]
     if grows is None:
@@ -420,7 +431,8 @@ class Decoder:
 
 
 # Fields of `RoundStats`, and what was not finite where they are False.
-FINITE = {"finite": "target's logits", "draft_finite": "drafter's logits",
+FINITE = {"finite": "target's logits",
+          "draft_finite": "drafter's probabilities",
           "law_finite": "verifier's laws"}
 
 
@@ -438,7 +450,8 @@ def raise_if_not_finite(stats: RoundStats) -> None:
     if rows.size:
       advice = ("certify the rule, and look where it divides by 0"
                 if field == "law_finite" else
-                "check the model's weights and its dtype")
+                "check the model's weights and its dtype, and whether the "
+                "transform's constraints left a token")
       raise FloatingPointError(
           f"the {part} of row {rows[0]} are not finite; decoding of that row "
           f"stopped: {advice}")

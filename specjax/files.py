@@ -79,7 +79,7 @@ class _Forgotten(io.RawIOBase):
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Errors of the system in here that name no file name this one.
+  """Adds this file's name to every `OSError` raised inside that has none.
 
   A full disk is found out when bytes are written, by a call that knows of no
   name.

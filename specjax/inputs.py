@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import fields
 from specjax import prefill
 from specjax import sampling
 
@@ -115,7 +116,11 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
     rows: B.
   """
   found = default if given is None else given
-  values = np.asarray(found, np.float32)
+  try:
+    values = np.asarray(found, np.float32)
+  except (TypeError, ValueError):
+    raise ValueError(f"temperature is {found!r}; give one number, or one for "
+                     f"each of the {rows} prompts") from None
   if values.shape not in ((), (rows,)):
     raise ValueError(f"temperature has shape {values.shape}; give one "
                      f"number, or one for each of the {rows} prompts")
@@ -134,10 +139,11 @@ def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
     eos: a token id, several of them, or None.
     vocab_size: V, of the target.
   """
-  ids = () if eos is None else eos if np.ndim(eos) else (eos,)
+  one = eos is not None and (isinstance(eos, str) or not np.iterable(eos))
+  ids = () if eos is None else (eos,) if one else eos
   for token in ids:
-    if not (0 <= token < vocab_size and token == int(token)):
-      raise ValueError(f"{name} is {token}; it must be a token id in "
+    if not (fields.is_whole(token) and 0 <= token < vocab_size):
+      raise ValueError(f"{name} is {token!r}; it must be a token id in "
                        f"[0, {vocab_size}), several of them, or None")
   return tuple(int(token) for token in ids)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import checks
+from specjax import fields
 from specjax.models import sharding
 from specjax.paged_cache import is_paged
 from specjax.paged_cache import SINK
@@ -54,7 +55,7 @@ class Pool:
     """
     for name, value, least in (
         ("rows", rows, 1), ("pages", pages, 1), ("reread", reread, _REREAD)):
-      checks.check_at_least(name, value, least)
+      fields.check_at_least(name, value, least)
     self.rows, self._reread = rows, reread
     self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
     self._users[SINK] = 1

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.kv_cache import KVCache
 from specjax.types import DecodeState
 
@@ -157,7 +157,7 @@ class Paged:
   page: int = _PAGE
 
   def __post_init__(self):
-    checks.check_fields(self, "page")
+    fields.check_fields(self, "page")
 
   def empty(self, **sizes: Any) -> PagedCache:
     """See `PagedCache.empty`."""

@@ -89,8 +89,8 @@ def all_agree(good: bool) -> bool:
 def told_to_stop() -> bool:
   """Whether SIGTERM has come to one of the processes; called by all.
 
-  It is so in all of them from the same call on. They all call it as often, for
-  JAX names that call by its number: the next that none of them has made yet.
+  It is true in every process from the same call on. All of them must call it
+  equally often: JAX identifies the place where they stop by a running number.
   """
   if not jax.distributed.is_initialized():
     return False

@@ -121,7 +121,7 @@ class Round:
 
   def untraced(self, params: Any, state: DecodeState, coins: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
-    """A round whose trace nobody asked for."""
+    """One round without its trace, which a `Ladder` then need not build."""
     return self(params, state, coins)[:2]
 
   def judge(self, params: Any, state: DecodeState, coins: jax.Array,

@@ -1,5 +1,6 @@
 """From logits to laws, and from laws to tokens."""
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import fields
 from specjax import topology
 from specjax.types import Draft
 from specjax.types import Law
@@ -19,11 +21,11 @@ from specjax.types import Verdict
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
 
-LARGEST = 1e30  # setting by which float32 can multiply and divide
+LARGEST = 1e30  # temperature or penalty, so that float32 logits stay finite
 
-_ONE_LEVEL = 64  # weights that one running sum is short enough for
-_SPLIT = 16  # devices that the blocks of a law can be dealt out to
-_NEARLY_ALL = 0.999  # a top_p above it leaves out less than sums are off by
+_ONE_LEVEL = 64  # up to so many weights one running sum is accurate enough
+_SPLIT = 16  # divides the number of blocks: so many devices hold whole ones
+_NEARLY_ALL = 0.999  # what a top_p above it cuts off is below rounding error
 
 
 def smallest_mass(dtype: Any) -> float:
@@ -86,19 +88,25 @@ class LogitsTransform:
   constraints: tuple[Any, ...] = ()
 
   def __post_init__(self):
+    for name in ("banned", "constraints"):
+      if not isinstance(getattr(self, name), Iterable):
+        raise ValueError(f"{name} is {getattr(self, name)!r}; give a tuple, "
+                         "which may hold one alone")
     for token in self.banned:
-      if token != int(token):
-        raise ValueError(f"banned holds {token}; token ids are whole numbers")
+      fields.check_at_least("a token that is banned", token, 0)
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
+    for name in ("temperature", "top_p", "min_p"):
+      value = getattr(self, name)
+      if not fields.is_number(value) and (
+          name != "temperature" or value is not None):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
     if self.temperature is not None and not (
         0 <= self.temperature <= LARGEST):
       raise ValueError(f"temperature is {self.temperature}; it must be at "
                        f"least 0 and at most {LARGEST:g}: 0 is greedy, 1 is "
                        "the model's own law")
-    if self.top_k < 0 or self.top_k != int(self.top_k):
-      raise ValueError(f"top_k is {self.top_k}; it must be a whole number of "
-                       "at least 0: 0 keeps all tokens")
+    fields.check_fields(self, "top_k", least=0, more=": 0 keeps all tokens")
     object.__setattr__(self, "top_k", int(self.top_k))
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]: 1 keeps "
@@ -106,8 +114,6 @@ class LogitsTransform:
     if not 0 <= self.min_p <= 1:
       raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1]: 0 keeps "
                        "all tokens")
-    if any(token < 0 for token in self.banned):
-      raise ValueError(f"banned holds {min(self.banned)}; token ids start at 0")
 
   def __call__(self, logits: jax.Array,
                temperature: jax.Array | float | None = None) -> jax.Array:

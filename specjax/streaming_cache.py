@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import attention
-from specjax import checks
+from specjax import fields
 from specjax import topology
 from specjax.kv_cache import KVCache
 
@@ -182,8 +182,8 @@ class Streaming:
   slack: int = _SLACK
 
   def __post_init__(self):
-    checks.check_fields(self, "window")
-    checks.check_fields(self, "sinks", "slack", least=0)
+    fields.check_fields(self, "window")
+    fields.check_fields(self, "sinks", "slack", least=0)
 
   def empty(self, **sizes: Any) -> StreamingCache:
     """See `StreamingCache.empty`."""

@@ -13,6 +13,8 @@ import heapq
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax import fields
+
 _ROUNDING = 1e-6  # by which measured probabilities may sum to more than 1
 
 
@@ -68,10 +70,8 @@ def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
   """
   parents, level = [-1], [0]
   for children in branching:
-    if not isinstance(children, int | np.integer) or children < 1:
-      raise ValueError(f"branching holds {children}; every level needs a "
-                       "whole number of at least 1 child a node: leave the "
-                       "level out")
+    fields.check_at_least("an entry of branching", children, 1,
+                          ": children of each node of a level")
     start = len(parents)
     parents += [node for node in level for _ in range(children)]
     level = range(start, len(parents))
@@ -259,8 +259,7 @@ def _checked_acceptance(acceptance):
 
 def _levels(nodes, depth):
   """The depth that a tree of so many nodes can use."""
-  if not isinstance(nodes, int | np.integer):
-    raise ValueError(f"nodes is {nodes}; it must be a whole number")
+  fields.check_at_least("nodes", nodes, 1)
   return max(0, nodes - 1 if depth is None else min(depth, nodes - 1))
 
 

@@ -230,7 +230,8 @@ class DecodeState:
     limits: `[B]` int32, the length at which a row is done.
     done: `[B]` bool.
     keys: `[B]` PRNG keys, constant: a round folds its number in.
-    rounds: `[B]` int32, rounds that each row has lived.
+    rounds: `[B]` int32, rounds since the prompt was read, counted on after the
+      row is done.
     temperature: `[B]` float32, of the target and of a drafter that shares its
       transform; 0 is greedy.
     eos: `[B, E]` int32, the token ids that end a row, filled up with -1.
@@ -276,7 +277,8 @@ class RoundStats:
     active: `[B]` bool, the row took part in this round.
     finite: `[B]` bool, False: the target's logits were NaN or +inf.
     draft_finite: `[B]` bool, False: the drafter's `probs` were NaN or infinite.
-    law_finite: `[B]` bool, False: the verifier's law was, of good numbers.
+    law_finite: `[B]` bool, False: the verifier's law was NaN or infinite, and
+      both models' numbers were not.
     checks: `{text: [B] bool}` with `Decoder(debug=True)`, else None; see
       `checks.raise_if_bad`.
   """

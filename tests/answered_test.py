@@ -59,5 +59,8 @@ def test_conversations_follow_each_other(tmp_path):
   with pytest.raises(ValueError, match="5 tokens together.*row 6"):
     _CHATS.rows(given[1:])
   path.write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "d"}\n')
-  with pytest.raises(ValueError, match=":2 is not"):
+  with pytest.raises(ValueError, match="line 2 has no field 'answer'"):
+    _CHATS.given(str(path))
+  path.write_text('\n{"prompt": "ab", "answer": null}\n')
+  with pytest.raises(ValueError, match="line 2: 'answer' is None"):
     _CHATS.given(str(path))

@@ -54,8 +54,13 @@ def _raises_one_line(call, *words, error=ValueError):
     ("top_p", float("nan"), ["nan", "(0, 1]"]),
     ("min_p", -0.1, ["-0.1", "[0, 1]"]),
     ("min_p", 2.0, ["2.0", "[0, 1]"]),
-    ("banned", (3, -1), ["-1", "start at 0"]),
-    ("banned", (1.5,), ["1.5", "whole"])])
+    ("banned", (3, -1), ["-1", "at least 0"]),
+    ("banned", (1.5,), ["1.5", "whole"]),
+    ("top_k", 2.0, ["2.0", "whole"]),
+    ("top_p", None, ["None", "a number"]),
+    ("temperature", "0.8", ["'0.8'", "a number"]),
+    ("banned", 3, ["3", "a tuple"]),
+    ("constraints", sj.constraints.NoRepeatNGram(size=2), ["a tuple"])])
 def test_transform_settings(setting, value, words):
   # Broken: a typing error is sampled from instead of reported.
   _raises_one_line(lambda: sj.LogitsTransform(**{setting: value}), setting,
@@ -71,6 +76,8 @@ def test_decoder_settings():
       lambda: _decoder(transform=sj.LogitsTransform(banned=range(_VOCAB))),
       "banned", _VOCAB, "at least one")
   _raises_one_line(lambda: _decoder(eos=_VOCAB), "eos", _VOCAB)
+  for eos in ("</s>", [[1], [2]], (1, None), 1.0):
+    _raises_one_line(lambda eos=eos: _decoder(eos=eos), "eos", "a token id")
   _raises_one_line(lambda: _decoder(gamma=-1), "gamma", -1, "at least 0")
   _raises_one_line(lambda: _decoder(gamma=1.5), "gamma", 1.5, "whole")
   other = testing.MarkovModel(_VOCAB + 1)

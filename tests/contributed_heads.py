@@ -25,10 +25,22 @@ BLOCKWISE = heads_lib.BlockwiseHeads(
 HYDRA = heads_lib.HydraHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
 EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
+EAGLE_1, EAGLE_3, MODULES = (
+    kind.for_target(pair().target, 2, **options) for kind, options in (
+        (heads_lib.Eagle1Heads, {}), (heads_lib.Eagle3Heads, {
+            "taps": (0, 1, "final")}), (heads_lib.MTPHeads, {})))
+ACCEPTANCE = stop_rules.AcceptanceHead()
+ADAPTER = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
 PARALLEL = heads_lib.ParallelHeads(
     width=WIDTH, vocab_size=VOCAB, layers=1, heads=2, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=512, block_size=HEADS, taps=(0, 1),
     markov="plain", markov_rank=4, confidence="markov")
+
+
+def acceptance_head(key, target):
+  """The parameters of a stop rule for the pair's drafter."""
+  del target
+  return ACCEPTANCE.init_params(key, pair().drafter.config.width)
 
 
 def independent(drafter, rule):
@@ -62,11 +74,10 @@ def parallel(drafter, rule, options, controller=None, **kwargs):
 
 
 def kangaroo():
-  adapter = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
   return part_of_target(
-      lambda _: Kangaroo(adapter=adapter, gamma=3,
+      lambda _: Kangaroo(adapter=ADAPTER, gamma=3,
                          stop=stop_rules.Confidence(threshold=0.5)),
-      sj.verifiers.Block(), lambda target: adapter.init(None, target))
+      sj.verifiers.Block(), lambda target: ADAPTER.init(None, target))
 
 
 def features(dynamic):

@@ -87,3 +87,13 @@ def reference():
   return Contributed(
       newcomers.Reference(gamma=3, vocab_size=VOCAB), sj.verifiers.Block(),
       context=lambda rows: {"reference": np.tile(text, (rows, 1))})
+
+
+def stored_laws():
+  """What a batch of `objectives.StoredLaws` has besides two rows of tokens."""
+  rng = np.random.default_rng(0)
+  shape = 2, 13
+  return {"ids": rng.integers(-1, VOCAB, (*shape, 2)).astype(np.int32),
+          "probs": np.full((*shape, 2), 0.4, np.float32),
+          "drawn": rng.integers(-1, VOCAB, shape).astype(np.int32),
+          "weights": (np.arange(13) > np.zeros(shape)).astype(np.float32)}

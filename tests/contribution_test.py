@@ -5,9 +5,11 @@ program serves all that is asked of a drafter: greedy and sampled rows, and
 rows of several temperatures, ends and limits differ in their data alone.
 """
 
+import dataclasses
 import functools
 
 from contributed import CHAIN
+from contributed import deep
 from contributed import pair
 from contributed import UNEVEN
 from contributed import VOCAB
@@ -25,6 +27,7 @@ from specjax import checks
 from specjax import contract
 from specjax import rounds
 from specjax import testing
+from specjax.training import objectives
 
 _FALSE_ALARM = 1e-6
 _ROWS, _CALLS, _HORIZON = 128, 64, 3
@@ -257,18 +260,21 @@ def test_a_rule_is_what_it_says(rule):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective(name):
-  # Broken: a run trains something else than it says, does not resume exactly,
-  # or recompiles in every step.
-  target = pair().params["target"]
-  objective, heads = OBJECTIVES[name](pair().target)
-  assert objective == OBJECTIVES[name](pair().target)[0]
-  assert hash(objective) == hash(OBJECTIVES[name](pair().target)[0])
+  # Broken: a run trains something else than it says, is not a function of its
+  # key, or recompiles in every step.
+  model, target = deep() if name in ("Kangaroo", "LayerSkip") else (
+      pair().target, pair().params["target"])
+  objective, init, more = OBJECTIVES[name](model)
+  assert objective == OBJECTIVES[name](model)[0]
+  assert hash(objective) == hash(OBJECTIVES[name](model)[0])
   trainable, frozen = {"target": target}, {}
-  if heads is not None:
-    trainable = {"drafter": heads.init(jax.random.key(0), target)}
-    frozen = {"target": target}
+  if init is not None:
+    own = "stop" if "stop" in objective.needs else "drafter"
+    frozen = {"target": target, "drafter": pair().params["drafter"]}
+    trainable = {own: init(jax.random.key(0), target)}
+    frozen.pop(own, None)
   batch = {"tokens": jax.random.randint(jax.random.key(1), (2, 13), 0, VOCAB),
-           "progress": jnp.float32(0.5)}
+           "progress": jnp.float32(0.5), **more}
   step = jax.jit(jax.value_and_grad(
       lambda trainable, key: objective(trainable, frozen, batch, key),
       has_aux=True))
@@ -278,5 +284,30 @@ def test_objective(name):
   assert all(x.shape == () for x in jax.tree.leaves(metrics))
   moved = [float(jnp.abs(g).max()) for g in jax.tree.leaves(grads)]
   assert np.isfinite(moved).all() and max(moved) > 0
-  lower = jax.tree.map(lambda x, g: x - 1e-2 * g, trainable, grads)
+  # A step by which a straight line would fall by a hundredth.
+  size = 0.01 * abs(loss) / sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+  lower = jax.tree.map(lambda x, g: x - size * g, trainable, grads)
   assert step(lower, jax.random.key(2))[0][0] < loss
+
+
+def test_all_are_listed():
+  # Broken: a newcomer is exported and nobody asks whether it passes.
+  protocols = "Objective", "DrafterObjective"
+  assert {*objectives.__all__} - {*protocols} == {*OBJECTIVES}
+  used = set()
+
+  def find(part):
+    if type(part).__module__.startswith("specjax.drafters"):
+      used.add(type(part).__name__)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+      for field in dataclasses.fields(part):
+        find(getattr(part, field.name))
+    if isinstance(part, tuple):
+      for one in part:
+        find(one)
+
+  for make in DRAFTERS.values():
+    find(make().drafter)
+  kinds = {name for name in sj.drafters.__all__
+           if hasattr(getattr(sj.drafters, name), "propose")}
+  assert not kinds - used

@@ -27,6 +27,7 @@ from specjax.drafters import DynamicTree
 from specjax.drafters import Eagle
 from specjax.drafters import EagleChain
 from specjax.drafters import EarlyExit
+from specjax.drafters import EarlyExitTree
 from specjax.drafters import Hydra
 from specjax.drafters import LanguageModel
 from specjax.drafters import Medusa
@@ -93,6 +94,9 @@ DRAFTERS = {
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
         heads_lib.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
         taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),
+    "EAGLE-1 tree of independent draws": lambda: heads.layer(
+        heads_lib.Eagle1Heads, Eagle, sj.verifiers.KSeq(),
+        drafts=dict(parents=UNEVEN, proposal="iid")),
     "EAGLE-2 tree": lambda: heads.layer(
         heads_lib.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
         drafts=dict(depth=3, top_k=2, num_nodes=7)),
@@ -148,6 +152,9 @@ DRAFTERS = {
     "Merge": compositions.merge,
     "EarlyExit": lambda: part_of_target(
         lambda _: EarlyExit(exit=2, gamma=3), sj.verifiers.GreedyBlock()),
+    "EarlyExitTree": lambda: part_of_target(
+        lambda _: EarlyExitTree(exit=2, parents=UNEVEN),
+        sj.verifiers.Traversal()),
     "Kangaroo": heads.kangaroo,
     "Swift": lambda: part_of_target(
         lambda _: Swift(gamma=2, count=1, window=2), sj.verifiers.Block()),
@@ -170,19 +177,57 @@ RULES = (
     sj.verifiers.Distance(epsilon=1), examples.FirstToken(),
 )
 
+def _drafter(key, target):
+  """The parameters of a drafter that is a language model."""
+  del target
+  return pair().drafter.init(key)
+
+
+# `model -> (objective, (key, target's parameters) -> what it trains, or None
+# for the target, and what a batch has besides its tokens)`.
 OBJECTIVES = {
-    "NextToken": lambda model: (objectives.NextToken(model=model), None),
+    "NextToken": lambda model: (objectives.NextToken(model=model), None, {}),
     "Medusa": lambda model: (
-        objectives.Medusa(model=model, heads=heads.MEDUSA), heads.MEDUSA),
+        objectives.Medusa(model=model, heads=heads.MEDUSA), heads.MEDUSA.init,
+        {}),
     "MedusaJoint": lambda model: (objectives.MedusaJoint(
         medusa=objectives.Medusa(model=model, heads=heads.MEDUSA)),
-                                  heads.MEDUSA),
+                                  heads.MEDUSA.init, {}),
     "Blockwise": lambda model: (objectives.Blockwise(
-        model=model, heads=heads.BLOCKWISE, one_head=False), heads.BLOCKWISE),
+        model=model, heads=heads.BLOCKWISE, one_head=False),
+                                heads.BLOCKWISE.init, {}),
     "Hydra": lambda model: (
-        objectives.Hydra(model=model, heads=heads.HYDRA), heads.HYDRA),
+        objectives.Hydra(model=model, heads=heads.HYDRA), heads.HYDRA.init, {}),
     "Lookahead": lambda model: (objectives.Lookahead(
-        model=model, embeddings=heads.EMBEDDINGS, cuts=4), heads.EMBEDDINGS),
+        model=model, embeddings=heads.EMBEDDINGS, cuts=4),
+                                heads.EMBEDDINGS.init, {}),
     "Parallel": lambda model: (objectives.Parallel(
-        model=model, heads=heads.PARALLEL, anchors=4), heads.PARALLEL),
+        model=model, heads=heads.PARALLEL, anchors=4), heads.PARALLEL.init, {}),
+    "Eagle1": lambda model: (
+        objectives.Eagle1(model=model, heads=heads.EAGLE_1),
+        heads.EAGLE_1.init, {}),
+    "Eagle3": lambda model: (
+        objectives.Eagle3(model=model, heads=heads.EAGLE_3),
+        heads.EAGLE_3.init, {}),
+    "MTP": lambda model: (
+        objectives.MTP(model=model, heads=heads.MODULES), heads.MODULES.init,
+        {}),
+    "MTPJoint": lambda model: (objectives.MTPJoint(
+        mtp=objectives.MTP(model=model, heads=heads.MODULES)),
+                               heads.MODULES.init, {}),
+    "Kangaroo": lambda model: (
+        objectives.Kangaroo(model=model, adapter=heads.ADAPTER),
+        heads.ADAPTER.init, {}),
+    "LayerSkip": lambda model: (
+        objectives.LayerSkip(model=model, steps=10), None, {}),
+    "Distillation": lambda model: (objectives.Distillation(
+        model=pair().drafter, target=model), _drafter, {}),
+    "AcceptedLength": lambda model: (objectives.AcceptedLength(
+        model=pair().drafter, target=model, gamma=3), _drafter, {}),
+    "Acceptance": lambda model: (objectives.Acceptance(
+        model=pair().drafter, target=model, head=heads.ACCEPTANCE),
+                                 heads.acceptance_head, {}),
+    "StoredLaws": lambda model: (
+        objectives.StoredLaws(model=pair().drafter), _drafter,
+        texts.stored_laws()),
 }

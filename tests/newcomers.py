@@ -130,7 +130,7 @@ class Stage:
 
     def one_round(carry, _):
       inner, laws = carry
-      new, _, trace = self.inner.traced_round(params["drafter"], inner)
+      new, _, trace = self.inner.decode_round_traced(params["drafter"], inner)
       mine = jnp.take_along_axis(
           trace.target_probs, trace.verdict.path[..., None], axis=1)
       put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(

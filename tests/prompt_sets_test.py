@@ -60,7 +60,8 @@ _FILES = [
      ["a", "c"]),
     ("copy", "a.jsonl", _lines({"prompt": "again"}), ["again"]),
     ("rename", "a.jsonl", _lines({"prompt": "more"}), ["more"]),
-    ("summarise", "a.jsonl", _lines({"prompt": "less"}), ["less"])]
+    ("summarise", "a.jsonl", _lines({"prompt": "less"}), ["less"]),
+    ("questions", "a.jsonl", _lines({"prompt": "why?"}), ["why?"])]
 
 
 @pytest.mark.parametrize("name,file,text,expected", _FILES)
@@ -70,9 +71,9 @@ def test_published_formats(tmp_path, name, file, text, expected):
   assert prompt_sets.load(name, _write(tmp_path / file, text)) == expected
 
 
-def test_the_set_that_ships():
-  # Broken: it needs a file or the network, or a prompt does not hold the name
-  # that it asks to replace.
+def test_the_sets_that_ship():
+  # Broken: one needs a file or the network, a prompt does not hold the name
+  # that it asks to replace, or a question is about another text.
   prompts = prompt_sets.load("copy")
   assert len(set(prompts)) == 24
   assert prompts == (
@@ -80,6 +81,11 @@ def test_the_set_that_ships():
   for prompt in prompts[:12]:
     old, code = prompt.split("`")[1], prompt.split("```python\n")[1]
     assert re.search(rf"\b{old}\b", code)
+  questions = prompt_sets.load("questions")
+  assert len(set(questions)) == 12
+  for prompt, question in zip(prompts[12:], questions):
+    assert prompt.split("\n\n")[1] == question.split("\n\n")[1]
+    assert question.endswith("?")
 
 
 def test_every_set_is_tested():

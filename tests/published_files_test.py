@@ -228,6 +228,8 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(num_hidden_layers=1), ["layers.1", "does not know"]),
     ("llama_tied", dict(tie_word_embeddings=False), ["lm_head", "no tensor"]),
     ("llama_tied", dict(tie_word_embeddings="false"), ["true or false"]),
+    ("gpt_neox", dict(use_parallel_residual="false"), ["true or false"]),
+    ("gemma2", dict(attn_logit_softcapping=-50.0), ["softcapping", "above 0"]),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["inverse_layer"]),
     ("gemma3", dict(layer_types=["full_attention"]), ["layer_types"]),
     ("gemma3", dict(layer_types=3), ["layer_types", "3"]),
@@ -283,8 +285,16 @@ def test_damaged_files(copy, tmp_path):
   _refuses(target, "config.json")
   sharded = copy("llama")
   shard = next(sharded.glob("model-00002*"))
+  held = shard.read_bytes()
   shard.unlink()
   _refuses(sharded, shard.name, "missing")
+  shard.write_bytes(held)
+  index = sharded / "model.safetensors.index.json"
+  places = json.loads(index.read_text())
+  name = next(iter(places["weight_map"]))
+  for other in (None, places["weight_map"].pop(name) and places):
+    index.write_text(json.dumps(other or {"weight_map": {name: None}}))
+    _refuses(sharded, name if other else "no weight_map")
   _refuses(tmp_path / "nowhere" / "at" / "all", "no model at")
   _refuses("no_file.gguf", "no_file.gguf")
   _refuses(copy("llama_tied", lambda held: held | {
@@ -446,11 +456,13 @@ def test_export_script(tmp_path):
   # a traceback.
   (tmp_path / "trained").mkdir()
   (tmp_path / "trained" / "run.json").write_text("{}")
-  good, bad, over = run_all(
+  good, bad, over, itself = run_all(
       "export.py", ["--model=tiny", f"--output_dir={tmp_path / 'tiny'}"],
       ["--model=nowhere/at/all", f"--output_dir={tmp_path / 'x'}"],
       ["--model=tiny", f"--output_dir={tmp_path / 'trained'}"],
+      [f"--model={tmp_path / 'tiny'}", f"--output_dir={tmp_path / 'tiny'}"],
       cwd=tmp_path)
+  assert "holds the model itself" in itself["code"]
   assert "holds a training run" in over["code"]
   assert good["code"] == 0
   last = json.loads(good["stdout"].splitlines()[-1])

@@ -83,7 +83,6 @@ def test_a_temperature_too_small_for_float32_is_greedy(temperature):
   assert LogitsTransform(temperature=temperature)(logits).tolist() == greedy
   assert LogitsTransform(temperature=None)(
       logits, temperature).tolist() == greedy
-  assert LogitsTransform(top_k=2.0) == LogitsTransform(top_k=2)
 
 
 def test_temperature_0_takes_the_lowest_id_among_equals():

@@ -168,6 +168,12 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
   assert (whole["target"] != table["target"]).any()
   with pytest.raises(ValueError, match="4 rows and accumulate is 3"):
     _markov_trainer(tmp_path / "3", accumulate=3)
+  for name, value in (("accumulate", 0), ("checkpoint_every", 0),
+                      ("evaluate_every", -1), ("steps", 2.5)):
+    with pytest.raises(ValueError, match=f"{name} is {value}; .* whole"):
+      _markov_trainer(tmp_path / "3", **{name: value})
+  with pytest.raises(ValueError, match="after 3 steps and the run has 2"):
+    _markov_trainer(tmp_path / "1", steps=2).run(table)
 
 
 def test_computes_in_one_dtype_and_keeps_another(tmp_path):
@@ -323,7 +329,9 @@ def test_the_same_parameters_are_measured_once():
   assert len(asked) == 3
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "checkpoints"])
+@pytest.mark.parametrize("name", [
+    "model.safetensors", "checkpoints", "config.json",
+    "model-00001-of-00002.safetensors", "model.safetensors.index.json"])
 def test_what_no_run_says_is_its_own_is_not_written_over(tmp_path, name):
   # Broken: a model that someone copied there is replaced after hours.
   (tmp_path / name).mkdir()

@@ -161,7 +161,7 @@ def test_given_trees():
     (lambda: trees.medusa_tree([[3.0, 2.0]], 2), r"in \[0, 1\]"),
     (lambda: trees.sequoia_tree((0.5,), 0), "nodes is 0"),
     (lambda: trees.sequoia_tree((0.5,), 2.0), "nodes is 2.0; .* whole"),
-    (lambda: trees.full_tree((2.5,)), "holds 2.5; .* whole"),
+    (lambda: trees.full_tree((2.5,)), "branching is 2.5; .* whole"),
     (lambda: trees.sequoia_tree((0.7, 0.7), 4), "at most 1"),
     (lambda: trees.sequoia_tree((), 4), r"\[K\]"),
     (lambda: trees.sequoia_tree((0.5, -0.1), 4), "none below 0"),

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from lib import common
 from lib import models
 from lib import prompts as prompts_lib
+from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.models import Pretrained
 from specjax.training import distillation
@@ -87,22 +87,18 @@ class Conversations:
       path: a JSONL file of `{"prompt", "answer"}`.
 
     Raises:
-      ValueError: a line is not such a record.
+      ValueError: a line is not such a record, or the file cannot be read.
     """
     found = []
-    with open(path, encoding="utf-8") as lines:
-      for number, line in enumerate(lines, 1):
-        try:
-          record = json.loads(line)
-          texts = record["prompt"], record["answer"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-          raise ValueError(f"{path}:{number} is not a JSON object with the "
-                           "texts \"prompt\" and \"answer\"; write one a line"
-                           ) from None
-        found.append(self.tokenizer.chat([
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), texts)],
-            add_generation_prompt=False))
+    for number, record in corpora.json_lines(path):
+      messages = []
+      for role, field in (("user", "prompt"), ("assistant", "answer")):
+        text = corpora.field_of(path, number, record, field)
+        if not isinstance(text, str):
+          raise ValueError(f"{path} line {number}: {field!r} is {text!r}; it "
+                           "must be a text")
+        messages.append({"role": role, "content": text})
+      found.append(self.tokenizer.chat(messages, add_generation_prompt=False))
     return found
 
   def rows(self, conversations: Iterable[Sequence[int]]) -> np.ndarray:

@@ -43,8 +43,8 @@ class Automaton:
 
   Only tokens that lead on to an accepting state are allowed. An end of the
   row, one of its eos ids, is allowed in accepting states alone, and it is the
-  only choice where nothing can follow. So every row needs an eos. States from
-  which no accepting state can be reached are no states.
+  only choice where nothing can follow. So every row needs an eos. Transitions
+  to states that cannot reach an accepting one are removed.
 
   A row is accepted within its limit too: with `finish`, a token is allowed
   only if the tokens that are left then suffice to come to an end. This changes

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import checks
+from specjax import fields
 from specjax.types import Draft
 from specjax.types import Verdict
 
@@ -111,7 +112,10 @@ class Without:
 
 
 def after_ban(constraints: Constraints, banned: tuple[int, ...]) -> Constraints:
-  """The constraints, which are not to rely on tokens that are banned."""
+  """Puts the ban of the transform first, so that no constraint counts on it.
+
+  A constraint such as an automaton chooses among what those before it allow.
+  """
   return (Without(banned), *constraints) if constraints and banned else (
       constraints)
 
@@ -135,13 +139,7 @@ def check_target(constraints: Constraints, vocab_size: int,
     if isinstance(one, type) or not isinstance(one, Constraint):
       raise ValueError(f"the constraint {one!r} is no object with `init`, "
                        "`advance` and `apply`; see specjax.constraints")
-    try:
-      hash(one)
-    except TypeError as e:
-      raise ValueError(
-          f"the constraint {name} cannot be hashed ({e}), and a program is "
-          "found by the hash of its parts; make it a dataclass with "
-          "frozen=True, and its lists tuples") from None
+    fields.check_hashable("constraint", one)
     getattr(one, "check_target", lambda vocab_size: None)(vocab_size)
     for token in getattr(one, "must_come", ()):
       if token in banned:
@@ -168,7 +166,7 @@ def check_rows(constraints: Constraints, new_tokens: np.ndarray,
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
   """Raises a `ValueError` where one of the token ids does not exist."""
   for token in ids:
-    if not 0 <= token < vocab_size:
+    if not (fields.is_whole(token) and 0 <= token < vocab_size):
       raise ValueError(f"{name} holds token {token}; it must be a token id in "
                        f"[0, {vocab_size})")
 

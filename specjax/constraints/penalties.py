@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import fields
 from specjax.constraints import base
 from specjax.sampling import LARGEST
 
@@ -95,8 +96,7 @@ class NoRepeatNGram:
   size: int
 
   def __post_init__(self):
-    if self.size < 1 or self.size != int(self.size):
-      raise ValueError(f"size is {self.size}; an n-gram has at least 1 token")
+    fields.check_fields(self, "size", more=": of the n-grams, in tokens")
 
   def init(self, row: base.Row) -> Any:
     """`([C], [])` int32: the text and its length."""

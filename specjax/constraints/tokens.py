@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import fields
 from specjax.constraints import base
 
 
@@ -26,9 +27,8 @@ class Banned:
 
   def __post_init__(self):
     object.__setattr__(self, "tokens", tuple(self.tokens))
-    if self.first is not None and self.first < 0:
-      raise ValueError(f"first is {self.first}; it must be a number of tokens, "
-                       "or None for all")
+    if self.first is not None:
+      fields.check_fields(self, "first", least=0, more=", or None for all")
 
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where an id does not exist, or none is left."""

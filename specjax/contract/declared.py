@@ -1,6 +1,5 @@
 """What a drafter can declare about its drafts, and what rules may require."""
 
-from typing import Any
 
 from specjax.types import Drafter
 
@@ -34,14 +33,3 @@ def capabilities(drafter: Drafter) -> frozenset[str]:
                        "be True or False")
   return frozenset(name for name in CAPABILITIES
                    if getattr(drafter, name, False))
-
-
-def check_hashable(kind: str, part: Any) -> None:
-  """Raises a `ValueError` where no program could be found by a part."""
-  try:
-    hash(part)
-  except TypeError as e:
-    raise ValueError(
-        f"the {kind} {type(part).__name__} cannot be hashed ({e}), and a "
-        "program is found by the hash of its parts; make it a dataclass with "
-        "frozen=True, and its lists tuples") from None

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
+from specjax import fields
 from specjax.contract.declared import capabilities
-from specjax.contract.declared import check_hashable
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import Drafter
@@ -87,7 +86,7 @@ def check_drafter(drafter: Drafter) -> None:
   if isinstance(drafter, type):
     raise ValueError(f"the drafter is the class {drafter.__name__}; give an "
                      f"object: {drafter.__name__}(...)")
-  check_hashable("drafter", drafter)
+  fields.check_hashable("drafter", drafter)
   for method in ("init", "propose", "commit"):
     if not callable(getattr(drafter, method, None)):
       raise ValueError(f"the drafter {name} has no method `{method}`; see "
@@ -95,7 +94,7 @@ def check_drafter(drafter: Drafter) -> None:
   for field, least, value in (
       ("num_nodes", 1, getattr(drafter, "num_nodes", None)),
       ("num_coins", 0, num_coins(drafter) or 0)):
-    checks.check_at_least(f"{name}.{field}", value, least)
+    fields.check_at_least(f"{name}.{field}", value, least)
   capabilities(drafter)
 
 

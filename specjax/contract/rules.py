@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import checks
+from specjax import fields
 from specjax.contract.declared import CAPABILITIES
 from specjax.contract.declared import capabilities
-from specjax.contract.declared import check_hashable
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import Law
@@ -179,7 +179,7 @@ def check_pair(verifier: Verifier | Rule, drafter: Drafter,
     ValueError: a capability is missing; the rule would not be exact.
   """
   one = rule(verifier)
-  check_hashable("verifier", one.verifier)
+  fields.check_hashable("verifier", one.verifier)
   name = drafter if isinstance(drafter, str) else type(drafter).__name__
   declared = capabilities(drafter) if declared is None else declared
   for need in one.requires:

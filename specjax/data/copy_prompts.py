@@ -1,8 +1,9 @@
 """Prompts whose answers repeat much of the prompt, written for specjax.
 
 Twelve ask to rename a variable in a short function, twelve to summarise a short
-text and to quote its key sentence. What a model answers is to a large part a
-copy, which is where drafts are cheap to guess.
+text and to quote its key sentence, and twelve ask a question about such a text,
+whose answer is to be quoted. What a model answers is to a large part a copy,
+which is where drafts are cheap to guess.
 """
 
 # The old name, the new name and the function.
@@ -236,10 +237,31 @@ _TEXTS = (
     "Nobody knows who had put the coin there, or why.",
 )
 
+# One about each text.
+_QUESTIONS = (
+    "Why have the people at the landing lost more than they gained?",
+    "Where does the flavour of bread come from?",
+    "How many of the tools that were lent came back broken?",
+    "On what does it depend whether a glacier grows or shrinks?",
+    "What had happened to the invoices that users missed?",
+    "How does a bee show how far away a meadow is?",
+    "How did the engineer make the market hall quieter?",
+    "What matters more than the age at which a child begins to read?",
+    "How can storms be read from the harbour master's list?",
+    "What keeps the deer away from the trees, and what does it cost?",
+    "Why would a map that showed everything be of no use?",
+    "What had made the clock run slowly?",
+)
+
 RENAME = tuple(
     f"Rename the variable `{old}` to `{new}` in this code and change nothing "
     f"else:\n\n```python\n{code}```" for old, new, code in _RENAMES)
 SUMMARISE = tuple(
     "Summarise this text in one sentence, and then quote its key sentence "
     f"word for word:\n\n{text}" for text in _TEXTS)
+QUESTIONS = tuple(
+    "Read this text and answer the question below it in one sentence. Then "
+    "quote word for word all sentences of the text that say so, and those "
+    f"beside them.\n\n{text}\n\n{question}"
+    for text, question in zip(_TEXTS, _QUESTIONS, strict=True))
 PROMPTS = RENAME + SUMMARISE

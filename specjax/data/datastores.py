@@ -32,7 +32,7 @@ from flax import struct
 import jax
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax import files
 from specjax.data.vocabularies import ReadsText
 
@@ -205,7 +205,7 @@ def _checked(number, document, vocab_size):
 
 def _is_size(value, most):
   """Whether it is a whole number from 1 to `most`."""
-  return checks.is_whole(value) and 1 <= value <= most
+  return fields.is_whole(value) and 1 <= value <= most
 
 
 def _header(path):

@@ -4,7 +4,7 @@ The first eight are the tasks of "Block Verification Accelerates Speculative
 Decoding" (https://arxiv.org/abs/2403.10444, Table 1), under its titles. Prompts
 are the bare questions and documents: no instruction and no chat template is
 added. "copy" is our own and ships with specjax, as do its halves "rename" and
-"summarise".
+"summarise", and "questions" about the texts that are summarised.
 """
 
 import ast
@@ -95,6 +95,8 @@ PROMPT_SETS = {s.name: s for s in (
               shipped=copy_prompts.RENAME),
     PromptSet(name="summarise", title="summarise", fields=("prompt",),
               shipped=copy_prompts.SUMMARISE),
+    PromptSet(name="questions", title="questions", fields=("prompt",),
+              shipped=copy_prompts.QUESTIONS),
 )}
 
 _SOURCES = {

@@ -5,7 +5,7 @@ Stern et al. 2018 (arXiv:1811.03115).
 
 import dataclasses
 
-from specjax import checks
+from specjax import fields
 from specjax.drafters import forecasts
 from specjax.models.heads import BlockwiseHeads
 from specjax.models.heads import MedusaHeads
@@ -38,7 +38,7 @@ class Blockwise(forecasts.HeadsDrafter):
   def __post_init__(self):
     if self.gamma is None:
       object.__setattr__(self, "gamma", self.heads.heads)
-    checks.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
+    fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
 
   @property
   def parents(self) -> tuple[int, ...]:

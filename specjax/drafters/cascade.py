@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax import rounds
 from specjax import rows
 from specjax import sampling
@@ -88,7 +88,7 @@ class Cascade:
   proposal = "iid"
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
+    fields.check_at_least("gamma", self.gamma, 1)
     rule = contract.rule(self.verifier)
     if not rule.lossless:
       raise ValueError(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.data.datastores import Datastore
 from specjax.drafters import common
 from specjax.sampling import COINS_A_DRAW
@@ -71,7 +71,7 @@ class CountDrafter:
   autoregressive = False  # which match counts is decided where a draft begins
 
   def __post_init__(self):
-    checks.check_fields(self, "gamma", "max_matches")
+    fields.check_fields(self, "gamma", "max_matches")
     if self.max_matches > _MOST_MATCHES:
       raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
                        f"{_MOST_MATCHES}, for counts are exact up to there")

@@ -4,12 +4,13 @@ EAGLE-2 (Li et al. 2024, arXiv:2406.16858) ranks candidates and drops the worse
 ones, which is sound for certain drafts alone: of sampled ones those that stay
 are no draws from q. Here every node that was drawn stays, and a score decides
 which of them get children. Recursive rejection and traversal verification are
-exact for such trees. For take the node that was drawn last. It has no children,
-its siblings are tried before it, and its token is a fresh draw from its row of
-q, whatever was drawn before. Averaged over that draw, the law of the text from
-its parent on is what it was without the node, and so is the probability that
-the parent is left, so that no other node notices it. So the tree is as exact as
-the one without it, and that as the next smaller one, down to the root; where a
+exact for such trees, by induction over the order of drawing: take the node that
+was drawn last. It has no children, its siblings are tried before it, and its
+token is a fresh draw from its row of q, whatever was drawn before. Averaged
+over that draw, the law of the text from its parent on is what it was without
+the node, and so is the probability that the parent is left, so that no other
+node notices it. So the tree is as exact as the one without it, and that as the
+next smaller one, down to the root; where a
 node hangs may depend on all that was drawn before it. K-SEQ tries the children
 of a node together, and the same holds of such a group that is drawn last.
 """

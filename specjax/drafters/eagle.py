@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from specjax import checks
+from specjax import fields
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import children
 from specjax.drafters import common
@@ -108,7 +108,7 @@ class EagleChain(common.DrawnChain, FeatureDrafter):
   transform: LogitsTransform | None = None
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 0)
+    fields.check_at_least("gamma", self.gamma, 0)
 
   @property
   def depth(self) -> int:

@@ -6,7 +6,7 @@ certainty. Drawn ones may follow the confidence as well, see `drawn_trees`.
 
 import dataclasses
 
-from specjax import checks
+from specjax import fields
 from specjax import sampling
 from specjax.drafters import children
 from specjax.drafters import common
@@ -88,7 +88,7 @@ class SampledEagle(FeatureDrafter):
   confidence: LogitsTransform = LogitsTransform()
 
   def __post_init__(self):
-    checks.check_fields(self, "depth", "expanded", "children")
+    fields.check_fields(self, "depth", "expanded", "children")
     children.check_proposal(self.proposal)
 
   @property

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax import topology
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
@@ -119,7 +119,7 @@ class Exit(common.DrawnChain):
   model: Transformer | None = None
 
   def __post_init__(self):
-    checks.check_fields(self, "exit", "gamma")
+    fields.check_fields(self, "exit", "gamma")
 
   @property
   def autoregressive(self) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax import topology
 from specjax import trees
 from specjax.constraints import base as constraints_lib
@@ -79,7 +79,7 @@ class EarlyExitTree(growth.StaticTree):
 
   def __post_init__(self):
     super().__post_init__()
-    checks.check_at_least("exit", self.exit, 1)
+    fields.check_at_least("exit", self.exit, 1)
     if self.num_nodes < 2:
       raise ValueError("the tree has no node below its root; give one at least")
 

@@ -10,7 +10,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.types import Draft
 
 
@@ -68,7 +68,7 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
   """Raises a `ValueError` where `expand` finds no such tree."""
   for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
                              ("num_nodes", num_nodes, 2)):
-    checks.check_at_least(name, value, least)
+    fields.check_at_least(name, value, least)
   most = most_nodes(depth, top_k)
   if num_nodes > most:
     raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and top_k "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax.drafters import common
 from specjax.drafters import parts
 from specjax.sampling import LogitsTransform
@@ -50,7 +51,7 @@ class Fallback(parts.Parts):
   proposal = "fallback"
 
   def __post_init__(self):
-    checks.check_at_least("min_tokens", self.min_tokens, 1)
+    fields.check_at_least("min_tokens", self.min_tokens, 1)
 
   @property
   def drafters(self) -> tuple[Drafter, ...]:

@@ -10,7 +10,7 @@ What predicts them is a *step*, a function that reads the nodes of one level
 says where the parent of each node stands among the nodes of the step before;
 at depth 0 it is 0 throughout, for the root. So a drafter that carries features
 from parents to children, as EAGLE does, gathers them with `above` from its
-carry and can grow every tree of this house; a language model ignores it and
+carry and can grow every tree of this library; a language model ignores it and
 carries its cache (`common.model_step`).
 """
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax import topology
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
@@ -73,7 +73,7 @@ class LanguageModel(common.DrawnChain):
   stop: stop_rules.StopRule | None = None
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
+    fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
 
   @property
   def autoregressive(self) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import features
@@ -52,7 +52,7 @@ class MTP(common.DrawnChain, modules.ModulesDrafter):
     _check_not_reused(self.heads)
     if self.gamma is None:
       object.__setattr__(self, "gamma", self.heads.modules)
-    checks.check_at_least("gamma", self.gamma, 1)
+    fields.check_at_least("gamma", self.gamma, 1)
     if self.gamma > self.heads.modules:
       raise ValueError(
           f"gamma is {self.gamma} and there are {self.heads.modules} modules; "
@@ -159,7 +159,7 @@ class MTPTree(modules.ModulesDrafter, growth.StaticTree):
   def __post_init__(self):
     super().__post_init__()
     _check_not_reused(self.heads)
-    checks.check_at_least("the depth of `parents`", self.depth, 1)
+    fields.check_at_least("the depth of `parents`", self.depth, 1)
     if self.depth > self.heads.modules:
       raise ValueError(
           f"parents is {self.depth} levels deep and there are "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.drafters import common
 from specjax.drafters.matches import NOWHERE
 from specjax.sampling import LogitsTransform
@@ -61,8 +61,8 @@ class _Lookup:
   proposal = "deterministic"
 
   def __post_init__(self):
-    checks.check_fields(self, "gamma", "min_ngram")
-    if not checks.is_whole(self.max_ngram) or self.max_ngram < self.min_ngram:
+    fields.check_fields(self, "gamma", "min_ngram")
+    if not fields.is_whole(self.max_ngram) or self.max_ngram < self.min_ngram:
       raise ValueError(f"max_ngram is {self.max_ngram}; it must be a whole "
                        f"number of at least min_ngram, {self.min_ngram}")
     if self.prefer not in _PREFERENCES:
@@ -216,7 +216,7 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
   longest = max(map(len, joined), default=0)
   if columns is None:
     columns = max(1, -(-longest // _STEP)) * _STEP
-  checks.check_at_least("columns", columns, 1)
+  fields.check_at_least("columns", columns, 1)
   if longest > columns:
     raise ValueError(
         f"columns is {columns} and the texts of a row have {longest} tokens, "

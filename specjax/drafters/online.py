@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax import topology
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
@@ -135,9 +135,9 @@ class Online(common.DrawnChain):
   transform: LogitsTransform | None = None
 
   def __post_init__(self):
-    checks.check_at_least("gamma", self.gamma, 1)
-    checks.check_at_least("rank", self.rank, 0)
-    checks.check_at_least("every", self.every, 1)
+    fields.check_at_least("gamma", self.gamma, 1)
+    fields.check_at_least("rank", self.rank, 0)
+    fields.check_at_least("every", self.every, 1)
     if not self.learning_rate >= 0:
       raise ValueError(f"learning_rate is {self.learning_rate}; it must be at "
                        "least 0: 0 learns nothing")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
+from specjax import fields
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import expansion
@@ -325,7 +325,7 @@ class ParallelTree(BlockDrafter):
   def __post_init__(self):
     if self.depth is None:
       object.__setattr__(self, "depth", self.heads.num_forecasts)
-    checks.check_at_least("top_k", self.top_k, 1)
+    fields.check_at_least("top_k", self.top_k, 1)
     if self._expands:
       expansion.check_sizes(self.depth, self.top_k, self.num_nodes)
       expansion.check_top_k(self.top_k, self.heads.draft_size)

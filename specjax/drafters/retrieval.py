@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.data.datastores import Datastore
 from specjax.data.datastores import DEEPEST
 from specjax.drafters import common
@@ -67,14 +67,14 @@ class Retrieval(continuations.CountDrafter):
 
   def __post_init__(self):
     super().__post_init__()
-    checks.check_at_least("min_match", self.min_match, 1)
-    if (not checks.is_whole(self.max_match)
+    fields.check_at_least("min_match", self.min_match, 1)
+    if (not fields.is_whole(self.max_match)
         or not self.min_match <= self.max_match <= DEEPEST):
       raise ValueError(f"max_match is {self.max_match}; it must be a whole "
                        f"number from min_match, {self.min_match}, to {DEEPEST}")
     if self.nodes is None:
       return
-    checks.check_at_least("nodes", self.nodes, 2)
+    fields.check_at_least("nodes", self.nodes, 2)
     if self.proposal != "certain":
       raise ValueError(f"nodes is {self.nodes} and proposal "
                        f"{self.proposal!r}; a tree is certain: leave nodes out "
@@ -102,7 +102,8 @@ class Retrieval(continuations.CountDrafter):
     if not isinstance(store, Datastore):
       raise ValueError(
           f"params['drafter'] is a {type(store).__name__} and Retrieval needs "
-          "a Datastore; give jax.device_put(datastores.load(path, tokenizer))")
+          "a Datastore; give "
+        "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
     self._check(store)
     if self.max_match > store.depth:
       raise ValueError(

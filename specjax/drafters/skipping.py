@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax import topology
 from specjax.drafters import common
 from specjax.drafters.language_model import LanguageModel
@@ -103,9 +103,9 @@ class Swift(common.DrawnChain):
   autoregressive = False
 
   def __post_init__(self):
-    checks.check_fields(self, "gamma", "count")
-    checks.check_at_least("window", self.window, self.gamma)
-    checks.check_at_least("tries", self.tries, 0)
+    fields.check_fields(self, "gamma", "count")
+    fields.check_at_least("window", self.window, self.gamma)
+    fields.check_at_least("tries", self.tries, 0)
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> "Swift":
     """The same drafter, for this target and its transform.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 
 
 def most_nodes(depth: int, vocab_size: int) -> int:
@@ -25,8 +25,8 @@ def most_nodes(depth: int, vocab_size: int) -> int:
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
   """Raises a `ValueError` where `best_tree` finds no such tree."""
-  checks.check_at_least("depth", depth, 1)
-  checks.check_at_least("num_nodes", num_nodes, 2)
+  fields.check_at_least("depth", depth, 1)
+  fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)
   if num_nodes > most:
     raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and "

@@ -33,8 +33,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax.data.retokenization import Retokenizer
 from specjax.drafters import common
 from specjax.drafters import reading as reading_lib
@@ -83,7 +83,7 @@ class StringMatch(reading_lib.Reader):
   def __post_init__(self):
     if self.length is None:
       object.__setattr__(self, "length", self.gamma)
-    checks.check_fields(self, "gamma", "length", "lookback", "expansion")
+    fields.check_fields(self, "gamma", "length", "lookback", "expansion")
     if self.texts.draft_size != self.model.vocab_size:
       raise ValueError(
           f"the drafter's model has {self.model.vocab_size} tokens and its "

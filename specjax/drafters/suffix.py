@@ -14,7 +14,9 @@ walking down the suffix tree of the text from the row's last m tokens:
 The draft with the highest score is proposed; of equal ones that of the longest
 match. There are two texts, the row's own prompt and output, and a datastore
 that all rows share; the own one is taken where its score is at least the
-other's. The end of the own text is itself an occurrence of its last tokens, as
+other's. The datastore does not change: outputs of earlier requests, which the
+published server adds to its tree, come in when it is built again with them. The
+end of the own text is itself an occurrence of its last tokens, as
 in the published tree: a single earlier one gives the next token 1/2.
 
 The published code keeps the trees on the host. Here a set of matches is a mask
@@ -30,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.data.datastores import Datastore
 from specjax.drafters import continuations
 from specjax.drafters import matches as matches_lib
@@ -113,7 +115,7 @@ class Suffix(continuations.CountDrafter):
 
   def __post_init__(self):
     super().__post_init__()
-    checks.check_at_least("max_depth", self.max_depth, 2,
+    fields.check_at_least("max_depth", self.max_depth, 2,
                           ": a token that matches and one that is drafted")
     if not 0 <= self.min_token_prob <= 1:
       raise ValueError(f"min_token_prob is {self.min_token_prob}; it must lie "
@@ -223,6 +225,7 @@ def _store(params) -> Datastore | None:
   if not isinstance(store, Datastore):
     raise ValueError(
         f"params['drafter'] is a {type(store).__name__} and Suffix looks in a "
-        "Datastore; give jax.device_put(datastores.load(path, tokenizer)), or "
+        "Datastore; give "
+        "jax.device_put(specjax.data.datastores.load(path, tokenizer)), or "
         "None for the row's own text alone")
   return store

@@ -40,8 +40,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
 from specjax import contract
+from specjax import fields
 from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import following
@@ -92,7 +92,7 @@ class TokenIntersection(reading_lib.Reader):
   proposal = "iid"
 
   def __post_init__(self):
-    checks.check_fields(self, "gamma", "expansion")
+    fields.check_fields(self, "gamma", "expansion")
 
   @property
   def num_coins(self) -> int:

@@ -1,11 +1,16 @@
 """Reference models, published ones, their files, and a trained pair."""
 
 from specjax.models import adapters
+from specjax.models import heads
+from specjax.models import published
+from specjax.models import quantization
+from specjax.models import sharding
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.contrastive import Contrastive
 from specjax.models.published import export_drafter
+from specjax.models.published import export_pretrained
 from specjax.models.published import GenerationDefaults
 from specjax.models.published import load_drafter
 from specjax.models.published import load_pretrained
@@ -37,11 +42,16 @@ __all__ = [
     "adapters",
     "default_dtype",
     "export_drafter",
+    "export_pretrained",
+    "heads",
     "frequent_tokens",
     "load_drafter",
     "load_model",
     "load_pretrained",
     "load_tokenizer",
+    "published",
+    "quantization",
     "quantize",
     "save_model",
+    "sharding",
 ]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import checks
+from specjax import fields
 from specjax import kv_cache
 from specjax import rows as rows_lib
 from specjax import topology
@@ -91,7 +92,7 @@ class CachedFunction:
   context_length: int
 
   def __post_init__(self):
-    checks.check_fields(self, "vocab_size", "context_length")
+    fields.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
     """The cache of `batch` empty rows.
@@ -160,7 +161,7 @@ class PlainFunction:
   context_length: int
 
   def __post_init__(self):
-    checks.check_fields(self, "vocab_size", "context_length")
+    fields.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
     """The cache of `batch` empty rows: their tokens."""

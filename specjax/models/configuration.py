@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specjax import checks
+from specjax import fields
 from specjax.models.rotary import RopeScaling
 
 FINAL = "final"  # the name of the hidden state that the LM head reads
@@ -106,7 +106,7 @@ class TransformerConfig:
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
     sizes = ("vocab_size", "width", "layers", "heads", "kv_heads",
              "head_dim", "mlp_width", "context_length")
-    checks.check_fields(
+    fields.check_fields(
         self, *sizes, more=": correct the model's configuration")
     for name in sizes:
       object.__setattr__(self, name, int(getattr(self, name)))  # as JSON has it
@@ -120,7 +120,7 @@ class TransformerConfig:
                          f"whole number from 0 to the {self.layers} layers")
     if len(set(self.features)) < len(self.features):
       raise ValueError(f"features is {self.features}; name each state once")
-    checks.check_at_least("lookahead", self.lookahead, 0,
+    fields.check_at_least("lookahead", self.lookahead, 0,
                           ": 0 is a plain decoder")
     if self.heads % self.kv_heads:
       raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "

@@ -27,7 +27,7 @@ class Keys:
     visible: `[B or 1, S, T]` bool, what each row sees of the block.
     own_k: `[B, S, I, H, D]`, keys that each row alone sees, or None.
     own_v: the same of the values.
-    own: whether the next keys are such.
+    own: whether the next `append` adds keys that only their own row sees.
   """
 
   k: jax.Array | None

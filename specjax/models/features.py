@@ -14,7 +14,7 @@ norms, fusion, chaining and head alone, which are data of a `FeatureConfig`:
 from collections.abc import Sequence
 import dataclasses
 
-from specjax import checks
+from specjax import fields
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 
@@ -103,7 +103,7 @@ class FeatureConfig(TransformerConfig):
     super().__post_init__()
     for name in ("taps", "ids"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
-    checks.check_fields(self, "target_width", "forecasts")
+    fields.check_fields(self, "target_width", "forecasts")
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "

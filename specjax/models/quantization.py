@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 
 BITS = (8, 4)
 _FEW = 32  # tokens of a pass, of which a product reads more than it computes
@@ -248,7 +248,7 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
   if bits not in BITS:
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
   if group is not None:
-    checks.check_at_least(
+    fields.check_at_least(
         "group", group, 1, ", or None for one scale a channel")
   found = 0
 

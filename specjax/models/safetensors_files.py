@@ -92,7 +92,11 @@ def _header(path, text):
     entries = json.loads(text)
     entries.pop("__metadata__", None)
     for entry in entries.values():
-      entry["dtype"], entry["shape"], *entry["data_offsets"]  # are there
+      begin, end = entry["data_offsets"]
+      numbers = [begin, end, *entry["shape"]]
+      if not isinstance(entry["dtype"], str) or not all(
+          isinstance(x, int) and x >= 0 for x in numbers):
+        raise ValueError(entry)
   except (ValueError, AttributeError, KeyError, TypeError):
     raise ValueError(f"the header of {path} cannot be read; {_AGAIN}") from None
   return entries

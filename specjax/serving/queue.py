@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax import capacity
 from specjax import checks
+from specjax import fields
 from specjax import prefill
 from specjax import rounds as rounds_lib
 from specjax.controller import Controller
@@ -31,6 +32,9 @@ _SMALLEST_BUCKET = 32  # columns of a prompt
 
 class Queue:
   """Decodes requests in the slots of one batch, in order of arrival.
+
+  Every slot has room for `max_length` tokens, on one device; the pages of a
+  `Pool`, and meshes, are for batches that are put together by hand (`insert`).
 
   `submit` and `cancel` may be called by other threads while one is in `step`.
   """
@@ -66,7 +70,7 @@ class Queue:
     for name, value in (*(("slots", n) for n in sizes or [0]),
                         ("rounds", rounds), ("max_ends", max_ends),
                         ("max_length", length)):
-      checks.check_at_least(name, value, 1)
+      fields.check_at_least(name, value, 1)
     if length > decoder.context_length:
       raise ValueError(f"max_length is {length}; it must be at most "
                        f"{decoder.context_length}, the context length")
@@ -150,7 +154,9 @@ class Queue:
 
   def results(self, requests: Iterable[Request] = (), *, order: str = "arrival"
               ) -> Iterator[Result]:
-    """Decodes requests, and all that were submitted before, to their ends.
+    """Decodes requests, and all that were submitted, to their ends.
+
+    What is submitted meanwhile is decoded as well, and comes in its place.
 
     Args:
       requests: taken when there will soon be room for them, so that there may
@@ -177,6 +183,8 @@ class Queue:
           finished[number] = Result(
               number=number, tokens=np.zeros(0, np.int32), reason="refused",
               error=str(e))
+      expected.extend(number for number in tuple(self._open)
+                      if number not in expected)
       if not expected:
         return
       if expected[0] not in self._open and expected[0] not in finished:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax import inputs
 from specjax.constraints import base as constraints_lib
 from specjax.decoder import Decoder
@@ -137,14 +137,14 @@ class Slot:
     decoder = self.decoder
     tokens, lengths = inputs.prompts(
         [request.prompt], decoder.target.vocab_size)
-    checks.check_at_least("max_new_tokens", request.max_new_tokens, 0)
+    fields.check_at_least("max_new_tokens", request.max_new_tokens, 0)
     length, new = int(lengths[0]), int(request.max_new_tokens)
     if length + new > self.length:
       raise ValueError(
           f"a prompt of {length} tokens and {new} new ones do not fit into a "
           f"slot of {self.length}: shorten the prompt, ask for fewer, or give "
           "the queue a larger max_length")
-    if not checks.is_whole(request.seed) or not 0 <= request.seed < 2**32:
+    if not fields.is_whole(request.seed) or not 0 <= request.seed < 2**32:
       raise ValueError(f"seed is {request.seed}; it must be a whole number "
                        "from 0 to 2^32 - 1")
     ends = inputs.eos_rows(

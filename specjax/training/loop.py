@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from specjax import fields
 from specjax import processes
 from specjax.models.transformer import default_dtype
 from specjax.training import checkpoints
@@ -108,6 +109,9 @@ class Trainer:
   data_axis: str = "data"
 
   def __post_init__(self):
+    fields.check_fields(self, "steps", "checkpoint_every", "accumulate")
+    fields.check_fields(self, "evaluate_every", least=0,
+                        more=": 0 evaluates at the end alone")
     shares = dict(self.mesh.shape).get(self.data_axis, 1) if self.mesh else 1
     for x in jax.tree.leaves(self.batch(0)):
       if np.ndim(x) and len(x) % self.accumulate:
@@ -132,9 +136,9 @@ class Trainer:
       The trained parameters.
 
     Raises:
-      ValueError: the checkpoints in `directory` are of other parameters, or all
-        of them are damaged; the mesh does not divide the parameters, or
-        `param_shardings` names others.
+      ValueError: the checkpoints in `directory` are of other parameters or of a
+        longer run, or all of them are damaged; the mesh does not divide the
+        parameters, or `param_shardings` names others.
       FloatingPointError: parameters became NaN or infinite. They are not
         saved, and the checkpoints before them stay.
       processes.Stopped: the processes were told to stop, and have saved.
@@ -160,6 +164,10 @@ class Trainer:
         del state  # a device need not have room for two
         state = checkpoints.newest(manager, like)
       start = int(state.step)
+      if start > self.steps:
+        raise ValueError(
+            f"{directory} has a checkpoint after {start} steps and the run "
+            f"has {self.steps}; give at least as many, or another directory")
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step))
       for step in range(start, self.steps):

@@ -17,7 +17,8 @@ from specjax.training import optimizers
 MANIFEST = "run.json"
 _OWN = {"format", "steps"}  # of a manifest, not of the run
 # What a run leaves, besides a tokenizer, which may be there before it.
-_LEFT = ("model.safetensors", "heads.safetensors", "metrics.csv", "checkpoints")
+_LEFT = ("config.json", "heads.json", "*.safetensors*", "*.bin", "metrics.csv",
+         "checkpoints")
 
 
 def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
@@ -46,13 +47,28 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
       lambda: _claim_run(pathlib.Path(directory), manifest, steps))
 
 
+def check_claimable(directory: str | os.PathLike[str]) -> None:
+  """Refuses a directory that holds a model which no run describes.
+
+  `claim_run` does so too. This is for whoever has hours of work to do before
+  all is known that a run depends on.
+
+  Raises:
+    ValueError: see above.
+  """
+  directory = pathlib.Path(directory)
+  if (directory / MANIFEST).exists():
+    return
+  left = sorted(path.name for name in _LEFT for path in directory.glob(name))
+  if left:
+    raise ValueError(f"{directory} holds {left[0]} and no {MANIFEST} that says "
+                     "whose it is; choose another path, or move it")
+
+
 def _claim_run(directory, manifest, steps):
   path = directory / MANIFEST
   if not path.exists():
-    left = [name for name in _LEFT if (directory / name).exists()]
-    if left:
-      raise ValueError(f"{directory} holds {left[0]} and no {MANIFEST} that "
-                       "says whose it is; choose another path, or move it")
+    check_claimable(directory)
     files.claim(path, {**manifest, "steps": [steps]}, "run")
     return (steps,)
   files.claim(path, manifest, "run")

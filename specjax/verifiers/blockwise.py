@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.types import Draft
 from specjax.types import LawByRow
 from specjax.verifiers import residual
@@ -38,7 +38,7 @@ class TopK(RuleByRows):
   requires = ("chain",)
 
   def __post_init__(self):
-    checks.check_at_least("k", self.k, 1, ": 1 is greedy matching")
+    fields.check_at_least("k", self.k, 1, ": 1 is greedy matching")
     _check_minimum(self.minimum)
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
@@ -78,7 +78,7 @@ class Distance(RuleByRows):
   requires = ("chain",)
 
   def __post_init__(self):
-    checks.check_at_least(
+    fields.check_at_least(
         "epsilon", self.epsilon, 0, ": 0 is greedy matching")
     _check_minimum(self.minimum)
 
@@ -92,7 +92,7 @@ class Distance(RuleByRows):
 
 
 def _check_minimum(minimum):
-  checks.check_at_least(
+  fields.check_at_least(
       "minimum", minimum, 0, ": 0 accepts only what matches")
 
 

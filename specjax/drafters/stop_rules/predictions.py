@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.drafters.stop_rules.base import check_share
 from specjax.drafters.stop_rules.base import Seen
 from specjax.drafters.stop_rules.base import StopRule
@@ -23,7 +23,8 @@ class AcceptanceHead(StopRule):
   counted.
 
   Its parameters are `init_params`'s: `depth` residual blocks x + silu(x W + b)
-  and a linear layer to the logits of (reject, accept).
+  and a linear layer to the logits of (reject, accept). `training.objectives.
+  Acceptance` trains them; `experiments/runs/stop_rules.py` does so.
 
   Attributes:
     threshold: the chain ends where a rejection is likelier, in [0, 1].
@@ -38,7 +39,7 @@ class AcceptanceHead(StopRule):
 
   def __post_init__(self):
     check_share("threshold", self.threshold)
-    checks.check_fields(self, "least", "depth", least=0)
+    fields.check_fields(self, "least", "depth", least=0)
 
   def init_params(self, key: jax.Array, width: int) -> Any:
     """A head for hidden states of `width`, which knows nothing yet."""
@@ -52,12 +53,15 @@ class AcceptanceHead(StopRule):
   def start(self, state):
     return jnp.float32(1)
 
-  def stops(self, params, seen, memory):
-    x = seen.hidden.astype(jnp.float32)
+  def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+    """`[..., 2]` of (reject, accept), for `hidden [..., F]`."""
+    x = hidden.astype(jnp.float32)
     for block in params["blocks"]:
       x = x + jax.nn.silu(x @ block["kernel"] + block["bias"])
-    logits = x @ params["out"]["kernel"] + params["out"]["bias"]
-    accept = jax.nn.softmax(logits)[1]
+    return x @ params["out"]["kernel"] + params["out"]["bias"]
+
+  def stops(self, params, seen, memory):
+    accept = jax.nn.softmax(self.logits(params, seen.hidden))[1]
     memory = memory * jnp.where(seen.place > 0, accept, 1)
     stop = (1 - memory > self.threshold) & (seen.place + 1 >= self.least)
     return stop, memory

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.models.heads import base
 from specjax.models.heads.base import Params
 
@@ -36,7 +36,7 @@ class BlockwiseHeads(base.HiddenStateHeads):
   kind: ClassVar[str] = "blockwise"
 
   def __post_init__(self):
-    checks.check_fields(self, "width", "vocab_size", "heads", "hidden_width")
+    fields.check_fields(self, "width", "vocab_size", "heads", "hidden_width")
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:

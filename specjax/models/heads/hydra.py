@@ -8,7 +8,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.models.heads import base
 from specjax.models.heads.base import Params
 from specjax.models.transformer import Transformer
@@ -43,7 +43,7 @@ class HydraHeads:
   kind: ClassVar[str] = "hydra"
 
   def __post_init__(self):
-    checks.check_fields(self, "width", "vocab_size", "heads", "blocks")
+    fields.check_fields(self, "width", "vocab_size", "heads", "blocks")
 
   @property
   def num_forecasts(self) -> int:

@@ -9,7 +9,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.models.heads.base import Params
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
@@ -44,7 +44,7 @@ class KangarooAdapter:
   kind: ClassVar[str] = "kangaroo"
 
   def __post_init__(self):
-    checks.check_fields(self, "width", "vocab_size", "exit", "forecasts")
+    fields.check_fields(self, "width", "vocab_size", "exit", "forecasts")
 
   @property
   def num_forecasts(self) -> int:

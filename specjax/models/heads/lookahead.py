@@ -8,7 +8,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.models.heads.base import Params
 from specjax.models.transformer import Transformer
 
@@ -30,7 +30,7 @@ class LookaheadEmbeddings:
   kind: ClassVar[str] = "lookahead"
 
   def __post_init__(self):
-    checks.check_fields(self, "count", "width")
+    fields.check_fields(self, "count", "width")
 
   @property
   def num_forecasts(self) -> int:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax import checks
+from specjax import fields
 from specjax.models.heads import base
 from specjax.models.heads.base import Params
 
@@ -43,7 +43,7 @@ class MedusaHeads(base.HiddenStateHeads):
   kind: ClassVar[str] = "medusa"
 
   def __post_init__(self):
-    checks.check_fields(
+    fields.check_fields(
         self, "width", "vocab_size", "heads", "blocks", "rank")
     if self.output not in _OUTPUTS:
       raise ValueError(f"output is {self.output!r}; it must be one of "

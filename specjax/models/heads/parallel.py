@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
+from specjax import fields
 from specjax.kv_cache import KVCache
 from specjax.models import layers as layers_lib
 from specjax.models.configuration import FINAL
@@ -93,9 +93,9 @@ class ParallelHeads(TransformerConfig):
     for name in ("taps", "ids"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     check_ids(self.ids, self.vocab_size)
-    checks.check_fields(self, "markov_rank")
+    fields.check_fields(self, "markov_rank")
     least = 1 if self.from_anchor else 2
-    checks.check_at_least(
+    fields.check_at_least(
         "block_size", self.block_size, least, ": the anchor's slot "
         f"{'predicts' if self.from_anchor else 'does not'}")
     for name, choices in (("markov", coupling.KINDS),

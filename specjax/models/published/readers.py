@@ -24,7 +24,8 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
     raise ValueError(_no_weights(directory))
   index = directory / INDEX
   places = read_json(index, "download it again").get("weight_map")
-  if not isinstance(places, dict):
+  if not isinstance(places, dict) or not all(
+      isinstance(file, str) for file in places.values()):
     raise ValueError(f"{index} has no weight_map; download it again")
   shards = {}
   for file in sorted(set(places.values())):
@@ -32,6 +33,12 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
       raise ValueError(f"{directory / file} is missing, a shard that {INDEX} "
                        "names; download it")
     shards[file] = open_safetensors(directory / file)
+  for file, tensors in shards.items():
+    for name in tensors:
+      if places.get(name) != file:
+        raise ValueError(f"{directory / file} has a tensor {name}, of which "
+                         f"{INDEX} says nothing or that it lies elsewhere; "
+                         "download both again")
   for name, file in places.items():
     if name not in shards[file]:
       raise ValueError(f"{directory / file} has no tensor {name}, which "

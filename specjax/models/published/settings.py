@@ -55,7 +55,8 @@ def _same_window(keys):
 def _upper_windows(keys):
   """Windows from a layer on, if they are switched on (Qwen)."""
   layers = range(keys.size("num_hidden_layers"))
-  on, first = keys("use_sliding_window"), keys.number("max_window_layers", 0)
+  on = keys.switch("use_sliding_window", False)
+  first = keys.number("max_window_layers", 0)
   types = [SLIDING if on and i >= first else FULL for i in layers]
   given = keys("layer_types", types)
   if not on:
@@ -112,13 +113,18 @@ def gemma(keys: Keys) -> Fields:
   return fields | rope.read(keys) | _biases(keys) | _norms(keys)
 
 
+def _softcap(keys, name):
+  """A number above 0, or None."""
+  return None if keys(name) is None else keys.number(name, positive=True)
+
+
 def _parts(keys):
   keys("hidden_act")  # is not used
   return (_sizes(keys, activation="hidden_activation") | _biases(keys)
           | _norms(keys) | dict(
               post_norm=True,
-              attention_softcap=keys("attn_logit_softcapping"),
-              logit_softcap=keys("final_logit_softcapping"),
+              attention_softcap=_softcap(keys, "attn_logit_softcapping"),
+              logit_softcap=_softcap(keys, "final_logit_softcapping"),
               query_scale=float(keys.size("query_pre_attn_scalar") ** -0.5)))
 
 
@@ -149,7 +155,7 @@ def gpt2(keys: Keys) -> Fields:
       norm="layer", gated=False,
       norm_epsilon=keys.number("layer_norm_epsilon", positive=True),
       activation=keys.choice("activation_function", ACTIVATIONS),
-      query_scale=None if keys("scale_attn_weights") else 1.0,
+      query_scale=None if keys.switch("scale_attn_weights", True) else 1.0,
       qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
@@ -162,4 +168,4 @@ def gpt_neox(keys: Keys) -> Fields:
           | rope.read(keys, theta="rotary_emb_base", fraction="rotary_pct")
           | _biases(keys) | dict(
               norm="layer", gated=False, mlp_bias=True,
-              parallel_residual=bool(keys("use_parallel_residual"))))
+              parallel_residual=keys.switch("use_parallel_residual", True)))

@@ -11,6 +11,7 @@ by head: it is their loss, and how `specjax.training.evaluation` measures
 accuracy.
 """
 
+from specjax.training.objectives.acceptance import Acceptance
 from specjax.training.objectives.base import DrafterObjective
 from specjax.training.objectives.base import Objective
 from specjax.training.objectives.blockwise import Blockwise
@@ -32,6 +33,7 @@ from specjax.training.objectives.stored_laws import StoredLaws
 
 __all__ = [
     "MTP",
+    "Acceptance",
     "AcceptedLength",
     "Blockwise",
     "Distillation",

@@ -9,6 +9,7 @@ from typing import runtime_checkable
 import jax
 
 from specjax.models.transformer import Transformer
+from specjax.types import ModelFn
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -68,3 +69,12 @@ class DrafterObjective(Objective, Protocol):
       score: called with the logits of forecast k, which predict the tokens at
         `positions + 1 + k`.
     """
+
+
+def check_same_tokens(model: ModelFn, target: ModelFn) -> None:
+  """Raises a `ValueError` where a drafter has not the target's tokens."""
+  if model.vocab_size != target.vocab_size:
+    raise ValueError(f"the drafter has {model.vocab_size} tokens and the "
+                     f"target {target.vocab_size}; laws of one vocabulary are "
+                     "compared: train the drafter with the target's tokenizer, "
+                     "or learn stored laws, objectives.StoredLaws")

@@ -10,8 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax import fields
 from specjax.training.objectives import divergences
 from specjax.training.objectives.base import Batch
+from specjax.training.objectives.base import check_same_tokens
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.types import ModelFn
@@ -47,7 +49,7 @@ class Distillation:
     if not 0 < self.keep <= 1:
       raise ValueError(f"keep is {self.keep}; it is a share of the tokens, "
                        "above 0 and at most 1")
-    _check_vocabularies(self.model, self.target)
+    check_same_tokens(self.model, self.target)
 
   @property
   def needs(self) -> tuple[str, ...]:
@@ -124,10 +126,8 @@ class AcceptedLength:
     if self.rule not in RULES:
       raise ValueError(f"rule is {self.rule!r}; it must be one of "
                        f"{', '.join(RULES)}")
-    if self.gamma != int(self.gamma) or self.gamma < 1:
-      raise ValueError(f"gamma is {self.gamma}; it must be a whole number of "
-                       "at least 1")
-    _check_vocabularies(self.model, self.target)
+    fields.check_fields(self, "gamma")
+    check_same_tokens(self.model, self.target)
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
@@ -189,14 +189,6 @@ def accepted_length(rule: str, log_p: jax.Array, log_q: jax.Array,
     least = jax.lax.cummin(jnp.minimum(whole, 0), axis=whole.ndim - 1)
     found = jnp.minimum(before(least) + log_p, before(whole) + log_q)
   return jnp.sum(jnp.exp(found), axis=(-2, -1))
-
-
-def _check_vocabularies(model, target):
-  if model.vocab_size != target.vocab_size:
-    raise ValueError(f"the drafter has {model.vocab_size} tokens and the "
-                     f"target {target.vocab_size}; laws of one vocabulary are "
-                     "compared: train the drafter with the target's tokenizer, "
-                     "or learn stored laws, objectives.StoredLaws")
 
 
 def _weights(batch):

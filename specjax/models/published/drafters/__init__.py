@@ -2,7 +2,7 @@
 
 A layout is a record of `layouts.py`: where its files are known by, which table
 of `tables.py` names its tensors, and which function of `readings.py` makes of
-its configuration what the house has.
+its configuration what this library has.
 """
 
 from specjax.models.published.drafters.export import export_drafter

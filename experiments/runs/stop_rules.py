@@ -1,0 +1,122 @@
+"""What stop rules make of the chains of the pair in the box.
+
+  python experiments/runs/stop_rules.py
+
+SpecDec++'s head is trained on continuations that the target wrote, and each
+rule decodes other prompts: tokens a round and drafted tokens a round, which
+trade against each other. The last column puts both together: tokens for the
+time of a pass of the target, if a pass over the draft takes no longer and one
+of the drafter takes a given share of it. No times are measured, so that other
+programs may run.
+"""
+
+import pathlib
+import sys
+import tempfile
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import jax  # noqa: E402
+from lib import common  # noqa: E402
+from lib import prompts as prompts_lib  # noqa: E402
+import numpy as np  # noqa: E402
+
+import specjax as sj  # noqa: E402
+from specjax.data import corpora  # noqa: E402
+from specjax.drafters import stop_rules  # noqa: E402
+from specjax.training import distillation  # noqa: E402
+from specjax.training import loop  # noqa: E402
+from specjax.training import objectives  # noqa: E402
+from specjax.training import optimizers  # noqa: E402
+
+GAMMA, ROWS, ROW_TOKENS, STEPS, BATCH = 8, 1024, 160, 400, 16
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUND = 48, 128, 96, 16
+DRAFT_COST = 0.3  # of the drafter's pass over the target's
+
+
+def own_text(pair, directory):
+  """`[R, 161]`, continuations of training text by the target."""
+  training, _ = corpora.split(corpora.read_documents("stdlib"))
+  stream = pair.tokenizer.encode_stream([one.text for one in training])
+  return distillation.sample_rows(
+      common.autoregressive(pair.target.model, 1.0),
+      {"target": pair.target.params},
+      distillation.cut_prompts(stream, ROWS, 32, 0), length=ROW_TOKENS + 1,
+      directory=directory, seed=0)
+
+
+def trained_head(pair, head, rows, directory):
+  """The head's parameters."""
+  drafter = pair.drafters["small"]
+  order = distillation.RowBatches(rows, BATCH, 0)
+  return loop.Trainer(
+      objective=objectives.Acceptance(
+          model=drafter.model, target=pair.target.model, head=head),
+      optimizer=optimizers.by_name({"stop": optimizers.adamw(
+          optimizers.trapezoid(3e-3, STEPS, 20, STEPS // 2),
+          weight_decay=0.0)}),
+      batch=lambda step: {"tokens": order.batch(step)}, steps=STEPS,
+      directory=directory, tokens_per_step=BATCH * ROW_TOKENS,
+  ).run({"stop": head.init_params(
+      jax.random.key(0), drafter.model.config.width)}, {
+          "target": pair.target.params, "drafter": drafter.params})["stop"]
+
+
+def measured(pair, prompts, stop, own, temperature):
+  """`(tokens a round, drafted tokens a round)`."""
+  drafter = pair.drafters["small"]
+  decoder = sj.Decoder(
+      target=pair.target.model, verifier=sj.verifiers.Block(),
+      transform=sj.LogitsTransform(temperature=temperature),
+      drafter=sj.drafters.LanguageModel(
+          model=drafter.model, gamma=GAMMA, stop=stop))
+  params = {"target": pair.target.params, "drafter": (
+      {"model": drafter.params, "stop": own} if own is not None
+      else drafter.params)}
+  emitted = rounds = drafted = 0
+  for start in range(0, len(prompts), ROUND):
+    some = prompts[start:start + ROUND]
+    state = decoder.prefill(params, some, jax.random.key(1), limits=[
+        len(row) + NEW_TOKENS for row in some])
+    while not bool(state.done.all()):
+      state, stats, trace = decoder.decode_traced(params, state, 8)
+      active = np.asarray(stats.active)
+      real = np.asarray(trace.draft.probs[:, :, 1:].sum(-1) > 0).sum(-1)
+      emitted += int(np.asarray(stats.emitted)[active].sum())
+      drafted += int(real[active].sum())
+      rounds += int(active.sum())
+  return emitted / rounds, drafted / rounds
+
+
+def main():
+  pair = sj.zoo.load()
+  head = stop_rules.AcceptanceHead()
+  with tempfile.TemporaryDirectory() as directory:
+    directory = pathlib.Path(directory)
+    rows = own_text(pair, directory / "rows")
+    own = trained_head(pair, head, rows, directory / "run")
+  prompts = prompts_lib.read(
+      pair.tokenizer, ["code", "docstrings", "tests"], field=None,
+      count=PROMPTS // 3, tokens=PROMPT_TOKENS, seed=0, chat=False).all
+  rules = {f"none, gamma {GAMMA}": None}
+  for share in (0.3, 0.5, 0.7, 0.9):
+    rules[f"SpecDec++, threshold {share}"] = stop_rules.AcceptanceHead(
+        threshold=share)
+  rules["AdaEDL"] = stop_rules.Entropy()
+  rules["Draft & Verify"] = stop_rules.Adaptive(threshold=0.6)
+  for share in (0.3, 0.5, 0.7):
+    rules[f"confidence {share}"] = stop_rules.Confidence(threshold=share)
+  for temperature in (0.0, 1.0):
+    print(f"temperature {temperature:g}: tokens a round, drafted, tokens a "
+          f"pass of the target where a draft step costs {DRAFT_COST} of it")
+    for name, rule in rules.items():
+      needs = rule is not None and rule.has_params
+      if temperature == 0 and rule is not None and not needs:
+        continue  # q is one-hot, and says nothing
+      tokens, drafted = measured(
+          pair, prompts, rule, own if needs else None, temperature)
+      print(f"{name:26s} {tokens:6.3f} {drafted:6.3f} "
+            f"{tokens / (1 + DRAFT_COST * drafted):6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+  main()
