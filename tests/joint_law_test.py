@@ -49,11 +49,10 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
   return testing.chi_square(tokens, law, _VOCAB)
 
 
-@pytest.mark.parametrize("gamma,transform", [(2, _PLAIN), (4, _NUCLEUS)])
-def test_output_follows_the_joint_law(gamma, transform):
+def test_output_follows_the_joint_law():
   # Broken: anything between the rule and the text. contribution_test.py asks
   # the same of every drafter and rule; the defects below need this one.
-  assert _sampled_p_value(gamma=gamma, transform=transform) > _FALSE_ALARM
+  assert _sampled_p_value(gamma=4, transform=_NUCLEUS) > _FALSE_ALARM
 
 
 @dataclasses.dataclass(frozen=True)

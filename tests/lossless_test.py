@@ -22,13 +22,12 @@ _STATELESS = [Token(), Block()]
 _RULES = [*_STATELESS, GreedyBlock()]
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("rule", _STATELESS)
-def test_rule_is_lossless(rule, dtype, rounds):
+def test_rule_is_lossless(rule, dtype):
   # Broken: the emitted text no longer follows the target's law.
-  found = testing.assert_lossless(rule, dtype=dtype, rounds=rounds,
-                                  thorough=rounds == 2 and dtype == "float64")
+  found = testing.assert_lossless(rule, dtype=dtype, rounds=2,
+                                  thorough=dtype == "float64")
   assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
   assert found.models == 2 * 4 * 7
   assert 1 < found.expected_tokens <= found.bound + 1e-12
@@ -202,19 +201,19 @@ def _random_chain(gamma, vocab, seed, dtype=np.float64):
   return tokens, q, p
 
 
-@pytest.mark.parametrize("padding_token", [0, 7])
 @pytest.mark.parametrize("rule", _RULES)
-def test_zero_rows_are_padding(rule, padding_token):
+def test_zero_rows_are_padding(rule):
   # Broken: ragged drafts and look-ahead positions (ids >= V) change the law.
   tokens, q, p = _random_chain(5, 4, seed=3)
   padded_tokens, padded_q = tokens.copy(), q.copy()
-  padded_tokens[3:], padded_q[3:] = padding_token, 0
+  padded_q[3:] = 0
   short = _evaluate(rule.law, tokens[None, :3], q[None, :3], p[None, :4])
-  padded = _evaluate(rule.law, padded_tokens[None], padded_q[None], p[None])
-  np.testing.assert_allclose(padded.stop[0, :4], short.stop[0], atol=1e-15)
-  assert (padded.stop[0, 4:] == 0).all()
-  np.testing.assert_allclose(padded.next_token[0, :4], short.next_token[0],
-                             atol=1e-15)
+  for padded_tokens[3:] in (0, 7):
+    padded = _evaluate(rule.law, padded_tokens[None], padded_q[None], p[None])
+    np.testing.assert_allclose(padded.stop[0, :4], short.stop[0], atol=1e-15)
+    assert (padded.stop[0, 4:] == 0).all()
+    np.testing.assert_allclose(padded.next_token[0, :4], short.next_token[0],
+                               atol=1e-15)
 
 
 _EYE = np.eye(4)
