@@ -12,6 +12,7 @@ target's passes see the whole one, so that its law is as ever.
 
 import dataclasses
 from typing import Any
+from typing import Protocol
 
 from flax import struct
 import jax
@@ -22,6 +23,19 @@ from specjax import fields
 from specjax.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerModule
+
+
+class CacheView(Protocol):
+  """Which part of a cache is read: what the classes of this file have."""
+
+  def choose(self, model: Transformer, params: Any, root: jax.Array,
+             cache: KVCache) -> Any:
+    """What is remembered of the prompt; every leaf has the rows B first."""
+    ...
+
+  def open(self, chosen: Any, cache: KVCache) -> Any:
+    """A cache with `reserve` and `settle` of a part of what another holds."""
+    ...
 
 
 @struct.dataclass

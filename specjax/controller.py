@@ -101,8 +101,8 @@ class Controller:
       field `gamma`, or lengths must be (0, its own length).
     seconds: of a whole round with each of the lengths and this batch size; only
       their ratios count.
-    first: the same of a `Fallback` whose second drafter is not asked, for which
-      rounds of two kinds are told apart; (): all rounds are of one kind.
+    first: seconds of a round, for each of the lengths, in which only the first
+      drafter of a `Fallback` drafts; (): all rounds are of one kind.
     reading: seconds that the drafter needs to read a token that was committed
       without it, before it drafts again. If it is more than `risk` allows, a
       drafter whose purse is empty is not asked again.

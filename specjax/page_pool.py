@@ -23,7 +23,7 @@ from specjax import checks
 from specjax import fields
 from specjax.models import sharding
 from specjax.paged_cache import is_paged
-from specjax.paged_cache import SINK
+from specjax.paged_cache import NO_PAGE
 from specjax.types import DecodeState
 
 _REREAD = 16  # tokens: of the drafters here only long `Paths` feed more again
@@ -58,7 +58,7 @@ class Pool:
       fields.check_at_least(name, value, least)
     self.rows, self._reread = rows, reread
     self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
-    self._users[SINK] = 1
+    self._users[NO_PAGE] = 1
     self._pages: dict[int, list[int]] = {}
     self._prompts: dict[int, np.ndarray] = {}
 
@@ -131,7 +131,7 @@ class Pool:
     self._give(slot, -(-len(prompt) // page))
     row = np.zeros((1, table.shape[1]), np.int32)
     row[0, :len(self._pages[slot])] = self._pages[slot]
-    into = np.where(np.arange(row.size) < len(shared), SINK, row)
+    into = np.where(np.arange(row.size) < len(shared), NO_PAGE, row)
     return _insert(state, np.array([slot]), fresh, row, into)
 
   def extend(self, state: DecodeState, tokens: int) -> DecodeState:

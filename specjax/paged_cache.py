@@ -23,7 +23,7 @@ from specjax.kv_cache import KVCache
 from specjax.types import DecodeState
 
 _PAGE = 128  # slots
-SINK = 0  # the page of rows that have none
+NO_PAGE = 0  # where rows that have no page write: nobody reads it
 
 
 @struct.dataclass
@@ -69,7 +69,7 @@ class PagedCache(KVCache):
     count = 1 + -(-(size - 1) // self.page)  # pages that S slots may touch
     ids = jnp.take_along_axis(
         self.table, first[:, None] + jnp.arange(count), axis=1, mode="fill",
-        fill_value=SINK)
+        fill_value=NO_PAGE)
     order = jnp.arange(count * self.page) - start[:, None]
     new = jnp.take_along_axis(
         block, jnp.clip(order, 0, size - 1)[:, None, :, None], axis=2)
@@ -99,7 +99,7 @@ class PagedCache(KVCache):
     """Rows `[R]` of the cache, in this order, each with pages of its own."""
     ids = self.table[rows]
     # Page 0 is nobody's here, too.
-    source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=SINK)
+    source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=NO_PAGE)
     take = lambda arrays: tuple(x[source] for x in arrays)
     return self.replace(
         k=take(self.k), v=take(self.v), lengths=self.lengths[rows],
@@ -142,7 +142,7 @@ def _set(pages, ids, new):
 
   Rows share it: numbers of one that has failed would reach the others.
   """
-  ids = jnp.where(ids == SINK, len(pages), ids)
+  ids = jnp.where(ids == NO_PAGE, len(pages), ids)
   return pages.at[ids].set(new, mode="drop")
 
 
@@ -191,7 +191,7 @@ def check_pages(state: DecodeState, tokens: int) -> None:
     return
   table, lengths, limits, done = jax.device_get((
       state.target_cache.table, state.lengths, state.limits, state.done))
-  room = (table > SINK).sum(axis=1) * state.target_cache.page
+  room = (table > NO_PAGE).sum(axis=1) * state.target_cache.page
   most = np.minimum(lengths + tokens, limits)
   for row in np.flatnonzero(~done & (most > room)):
     raise ValueError(

@@ -53,11 +53,12 @@ controller or a `Fallback` may leave out of a round. Optional are
              `since [B]` tokens that it had read. In such a round `commit` gets
              a draft of the root alone. A drafter with a model needs it.
   tells, lacking
-             of a drafter that asks a second one where its first has no draft:
-             `lacking`, `(params, state) -> [B] bool`, says before anything is
-             drawn in which rows the next `propose` asks the second; `tells`, a
-             bool, says that it can. A controller then tells rounds of two kinds
-             apart. Default: it does not.
+             for a drafter such as `Fallback`, which asks a second one where its
+             first has no draft. `lacking`, `(params, state) -> [B] bool`, gives
+             the rows in which the next `propose` will ask the second, before
+             anything is drawn; `tells`, a bool, says whether that can be known.
+             A controller then keeps separate costs for the two kinds of round.
+             Default: False, and all rounds are of one kind.
   follow     `() -> drafter`: the same drafter, such that any text may be
              committed, for use inside and beside others (`Cascade`, `Fallback`,
              `Merge`): tokens are taken back, those of others are committed,

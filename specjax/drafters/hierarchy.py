@@ -11,12 +11,12 @@ arXiv:2408.11049): the target drafts alone from a sparse cache.
 
 import dataclasses
 from typing import Any
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from specjax import contract
+from specjax.cache_views import CacheView
 from specjax.drafters.cascade import Cascade
 from specjax.kv_cache import KVCache
 from specjax.models.transformer import Transformer
@@ -24,19 +24,6 @@ from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
-
-
-class CacheView(Protocol):
-  """Which part of a cache is read, see `specjax.cache_views`."""
-
-  def choose(self, model: Transformer, params: Any, root: jax.Array,
-             cache: KVCache) -> Any:
-    """What is remembered of the prompt; every leaf has the rows B first."""
-    ...
-
-  def open(self, chosen: Any, cache: KVCache) -> Any:
-    """A cache with `reserve` and `settle` of a part of what another holds."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specjax import drafters
-from specjax.drafters.hierarchy import CacheView
+from specjax.cache_views import CacheView
 from specjax.strategies.base import BLOCK
 from specjax.strategies.base import Strategy
 from specjax.strategies.base import TRAVERSAL
