@@ -345,6 +345,14 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
     config = json.loads((tmp_path / name / "config.json").read_text())
     assert asked <= config.keys()
     assert config.get("num_target_layers", _LAYERS) == _LAYERS
+  for name in ("dflash", "dspark"):
+    heads, params = _loaded(name)
+    layout = f"{name} of speculators"
+    export_drafter(tmp_path / layout, heads, params, _TARGET, layout=layout)
+    assert drafter_layout(tmp_path / layout) == layout
+    again, read = load_drafter(tmp_path / layout, _TARGET, dtype=jnp.float32)
+    assert again == heads
+    jax.tree.map(np.testing.assert_array_equal, read, params)
   untied = sj.models.Transformer(dataclasses.replace(
       _TARGET.config, tie_embeddings=False))
   heads = sj.models.heads.Eagle3Heads.for_target(untied, 2)

@@ -45,7 +45,7 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --decay_fraction=0.7 --evaluate_every=250 \
     --checkpoint_every=50 --seed=1
 done
-# And with Muon, three times.
+# And with Muon, four times.
 with_muon() {
   local own=(--batch_size=4 --evaluate_every=400)
   if [ "$1" = parallel ]; then own=(--anchors=48 --evaluate_every=200); fi
@@ -59,9 +59,11 @@ with_muon eagle3   eagle3_more    eagle3_muon    3800  0.012 0.6   2
 with_muon parallel parallel_more  parallel_muon  1600  0.006 0.7   2
 with_muon eagle3   eagle3_muon    eagle3_again   6400  0.012 0.7   3
 with_muon parallel parallel_muon  parallel_again 2800  0.006 0.7   3
-# These are in the box.
 with_muon eagle3   eagle3_again   eagle3_last    6800  0.008 0.8   4
 with_muon parallel parallel_again parallel_last  3600  0.005 0.8   4
+# At a low rate that only falls: nothing more is learned. These are in the box.
+with_muon eagle3   eagle3_last    eagle3_flat    3200  0.003  1    5
+with_muon parallel parallel_last  parallel_flat  1800  0.0025 1    5
 # The acceptance of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"

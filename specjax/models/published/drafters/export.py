@@ -59,7 +59,7 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
       continue
     try:
       config = record.write(heads)
-      if record.kind == "parallel":
+      if record.kind == "parallel" and not record.algorithm:
         # Their code asks for it, even where the numbers of layers are given.
         config["num_target_layers"] = target.config.layers
       _, stored = places(record, heads, target)

@@ -20,9 +20,10 @@ _LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that drafters are made of
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
-    has_no_defaults_at_init max_window_layers num_anchors speculators_config
-    speculators_model_type speculators_version step_loss_decay
-    target_model_name_or_path target_model_type target_vocab_size ttt_length
+    has_no_defaults_at_init max_anchors max_window_layers num_anchors
+    speculators_config speculators_model_type speculators_version
+    step_loss_decay target_model_name_or_path target_model_type
+    target_vocab_size ttt_length
 """.split()
 _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # what bfloat16 leaves of a number
 

@@ -109,7 +109,8 @@ LAYOUTS = {
         kind="parallel",
         read=functools.partial(
             readings.parallel_speculators, from_anchor=True),
-        names=tables.PARALLEL, algorithm="dspark"),
+        names=tables.PARALLEL, write=writings.dspark_speculators,
+        algorithm="dspark"),
     "dflash": Layout(
         kind="parallel",
         read=functools.partial(readings.parallel, from_anchor=False),
@@ -119,7 +120,8 @@ LAYOUTS = {
         kind="parallel",
         read=functools.partial(
             readings.parallel_speculators, from_anchor=False),
-        names=tables.PARALLEL, algorithm="dflash"),
+        names=tables.PARALLEL, write=writings.dflash_speculators,
+        algorithm="dflash"),
     "mtp of speculators": Layout(
         kind="mtp",
         read=readings.mtp_speculators, names=tables.MTP_SPECULATORS,

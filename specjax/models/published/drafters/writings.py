@@ -76,7 +76,7 @@ def _speculators(heads, algorithm, architecture, **keys):
       "speculators_config": {
           "algorithm": algorithm, "default_proposal_method": "greedy",
           "proposal_methods": [{"proposal_type": "greedy",
-                                "speculative_tokens": heads.forecasts}],
+                                "speculative_tokens": heads.num_forecasts}],
           "verifier": {"name_or_path": None, "architectures": []}}}
 
 
@@ -105,6 +105,25 @@ def _dspark(heads):
           "markov_head_type": _MARKOV[heads.markov],
           "enable_confidence_head": heads.confidence != "none",
           "confidence_head_with_markov": heads.confidence == "markov"}
+
+
+def _parallel_speculators(heads, algorithm, architecture, **keys):
+  written = _speculators(
+      heads, algorithm, architecture, block_size=heads.block_size,
+      draft_vocab_size=heads.draft_size, mask_token_id=heads.mask_token,
+      aux_hidden_state_layer_ids=list(heads.taps),
+      sample_from_anchor=heads.from_anchor, **keys)
+  return written | {"transformer_layer_config": _layers(
+      heads, logit_softcap=None, embedding_scale=1.0)}
+
+
+def dflash_speculators(heads: Heads) -> dict[str, Any]:
+  return _parallel_speculators(heads, "dflash", "DFlashSpeculator")
+
+
+def dspark_speculators(heads: Heads) -> dict[str, Any]:
+  return _parallel_speculators(
+      heads, "dspark", "DSparkSpeculator", **_dspark(heads))
 
 
 def _own(heads):
