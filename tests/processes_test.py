@@ -237,7 +237,7 @@ def _weights(directory):
   return flax.traverse_util.flatten_dict(jax.tree.map(np.asarray, params))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_processes_train_and_decode_as_one(tmp_path):
   # Broken: all processes train on the rows of one; a row that breaks down in
   # one is not seen in the others; a checkpoint of several is lost, or is read
