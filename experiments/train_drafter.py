@@ -360,27 +360,26 @@ def main():
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
   text = source.text(tokenizer)
-  chats = None
-  if source.chat:
-    # What the flags alone make wrong is refused before the target writes.
-    heads, _ = _heads(method, target, tokenizer, None, own_text)
-    _objective(method, target, heads, options)
-    _row_tokens(target, heads)
+  # Which tokens can be drafted is counted in what the target writes; the rest
+  # of what can be wrong is refused before it writes for hours.
+  tokens, chats = None if source.chat else text.streams[0], None
+  heads, params = _heads(method, target, tokenizer, tokens, own_text)
+  objective = _objective(method, target, heads, options)
+  row_tokens = _row_tokens(target, heads)
+  if not source.chat:
+    rows = source.rows(target, objective, text, None, row_tokens, mesh)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   runs.check_claimable(output_dir)
-  if source.chat:  # what it writes says which tokens can be drafted
-    chats = source.answered(
-        target, tokenizer, text, _row_length(target), mesh)
-  heads, params = _heads(
-      method, target, tokenizer,
-      text.streams[0] if chats is None else chats[0].ravel(), own_text)
-  objective = _objective(method, target, heads, options)
+  if source.chat:
+    chats = source.answered(target, tokenizer, text, row_tokens, mesh)
+    heads, params = _heads(
+        method, target, tokenizer, chats[0].ravel(), own_text)
+    objective = _objective(method, target, heads, options)
+    rows = source.rows(target, objective, text, chats, row_tokens, mesh)
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters beside the target's "
         f"{common.num_parameters(target.params):,}",
         file=sys.stderr)
-  row_tokens = _row_tokens(target, heads)
-  rows = source.rows(target, objective, text, chats, row_tokens, mesh)
 
   trainable, frozen = _weights(method, options, objective, target, params)
   rate = _rate(method)

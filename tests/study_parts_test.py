@@ -176,3 +176,35 @@ class _Unanswered(list):
 
   def rows(self, at):
     return {"weights": np.zeros((len(at), 4))}
+
+
+def test_what_flags_make_wrong_is_refused_before_the_target_writes(
+    tmp_path, monkeypatch):
+  # Broken: the target answers for hours, and then a flag is refused or the
+  # directory holds a model of somebody else.
+  def answered(*_):
+    raise ValueError("it writes")
+
+  texts, other = tmp_path / "texts", tmp_path / "other"
+  texts.mkdir()
+  for i in range(40):
+    (texts / f"{i:02}.txt").write_text(f"a = {i}\n")
+  other.mkdir()
+  (other / "model.safetensors").write_bytes(b"")
+  with imported("train_drafter.py") as script:
+    monkeypatch.setattr(script.drafter_rows.Source, "check", lambda *_: None)
+    monkeypatch.setattr(script.drafter_rows.Source, "answered", answered)
+    run = lambda *flags, output_dir=tmp_path / "out": _error(
+        script, "--target=bundled", f"--data=self:{texts}",
+        "--self_chat", "--row_tokens=64", f"--output_dir={output_dir}", *flags)
+    for flags, words in (  # a flag keeps its value from run to run
+        (["--method=eagle1", "--narrow_head"], "--narrow_head is"),
+        (["--method=medusa", "--nonarrow_head", "--keep_features"],
+         "--keep_features is set"),
+        (["--nokeep_features", "--draft_vocabulary=100"], "own LM head"),
+        (["--method=eagle3", "--draft_vocabulary=1000000"], "between")):
+      assert words in run(*flags)
+      assert not (tmp_path / "out").exists()
+    assert "holds model.safetensors" in run(
+        "--draft_vocabulary=100", output_dir=other)
+    assert run() == "error: it writes"
