@@ -370,7 +370,8 @@ def test_a_drafter_that_is_not_finite_is_reported(name):
     drafter = {"model": drafter, "vocabulary": data.map_vocabularies(*both)}
   decoder = sj.Decoder(target=target, **strategy._asdict())
   params = {"target": jnp.zeros((3, 3)), "drafter": drafter}
-  with pytest.raises(FloatingPointError, match="drafter's probabilities of row 1"):
+  with pytest.raises(FloatingPointError,
+                     match="drafter's probabilities of row 1"):
     decoder.generate(params, [[1], [0]], jax.random.key(0), max_new_tokens=1,
                      temperature=0)
 

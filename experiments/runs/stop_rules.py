@@ -28,6 +28,7 @@ from specjax.training import loop  # noqa: E402
 from specjax.training import objectives  # noqa: E402
 from specjax.training import optimizers  # noqa: E402
 
+LENGTHS = 1, 2, 4, 8  # of chains without a rule; with one the last
 GAMMA, ROWS, ROW_TOKENS, STEPS, BATCH = 8, 1024, 160, 400, 16
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUND = 48, 128, 96, 16
 DRAFT_COST = 0.3  # of the drafter's pass over the target's
@@ -61,14 +62,14 @@ def trained_head(pair, head, rows, directory):
           "target": pair.target.params, "drafter": drafter.params})["stop"]
 
 
-def measured(pair, prompts, stop, own, temperature):
+def measured(pair, prompts, stop, own, temperature, gamma):
   """`(tokens a round, drafted tokens a round)`."""
   drafter = pair.drafters["small"]
   decoder = sj.Decoder(
       target=pair.target.model, verifier=sj.verifiers.Block(),
       transform=sj.LogitsTransform(temperature=temperature),
       drafter=sj.drafters.LanguageModel(
-          model=drafter.model, gamma=GAMMA, stop=stop))
+          model=drafter.model, gamma=gamma, stop=stop))
   params = {"target": pair.target.params, "drafter": (
       {"model": drafter.params, "stop": own} if own is not None
       else drafter.params)}
@@ -97,7 +98,7 @@ def main():
   prompts = prompts_lib.read(
       pair.tokenizer, ["code", "docstrings", "tests"], field=None,
       count=PROMPTS // 3, tokens=PROMPT_TOKENS, seed=0, chat=False).all
-  rules = {f"none, gamma {GAMMA}": None}
+  rules = {f"none, gamma {gamma}": None for gamma in LENGTHS}
   for share in (0.3, 0.5, 0.7, 0.9):
     rules[f"SpecDec++, threshold {share}"] = stop_rules.AcceptanceHead(
         threshold=share)
@@ -112,8 +113,9 @@ def main():
       needs = rule is not None and rule.has_params
       if temperature == 0 and rule is not None and not needs:
         continue  # q is one-hot, and says nothing
+      gamma = int(name.split()[-1]) if rule is None else GAMMA
       tokens, drafted = measured(
-          pair, prompts, rule, own if needs else None, temperature)
+          pair, prompts, rule, own if needs else None, temperature, gamma)
       print(f"{name:26s} {tokens:6.3f} {drafted:6.3f} "
             f"{tokens / (1 + DRAFT_COST * drafted):6.3f}", flush=True)
 
