@@ -20,7 +20,7 @@ _HERE = pathlib.Path(__file__).parents[2]
 sys.path.append(str(_HERE / "experiments"))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from lib.timing import filled_cache  # noqa: E402
+from lib.timing import passes  # noqa: E402
 from lib.timing import Timed  # noqa: E402
 
 MADE, PAIRS, STEPS = 5, 15, 16
@@ -43,24 +43,9 @@ def package(root):
 
 def one_pass(sj, pair, tokens, batch=1, used=USED, capacity=256):
   """Repeated passes of the target over a chain, of which nothing is kept."""
-  model = pair.target.model
-  depths = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
-  ancestors = jnp.tile(jnp.tril(jnp.ones((tokens, tokens), bool)),
-                       (batch, 1, 1))
-
-  def run(params, carry):
-    def step(carry, _):
-      cache, ids = carry
-      out = model(params, ids, depths, ancestors, cache)
-      ids = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-      return (out.cache.rollback(cache.lengths), ids), None
-
-    return jax.lax.scan(step, carry, length=STEPS)[0]
-
+  del sj
   params = jax.tree.map(jnp.copy, pair.target.params)
-  cache = filled_cache(model, params, capacity, used, batch)
-  ids = jnp.ones((batch, tokens), jnp.int32)
-  return Timed(run, params, (cache, ids), STEPS)
+  return passes(pair.target.model, params, capacity, used, tokens, batch, STEPS)
 
 
 def rounds(sj, pair, verifier, gamma, batch=1, used=USED, capacity=256):

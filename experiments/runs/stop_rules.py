@@ -81,7 +81,7 @@ def measured(pair, prompts, stop, own, temperature, gamma):
     while not bool(state.done.all()):
       state, stats, trace = decoder.decode_traced(params, state, 8)
       active = np.asarray(stats.active)
-      real = np.asarray(trace.draft.probs[:, :, 1:].sum(-1) > 0).sum(-1)
+      real = np.asarray(trace.draft.drafted).sum(-1)
       emitted += int(np.asarray(stats.emitted)[active].sum())
       drafted += int(real[active].sum())
       rounds += int(active.sum())
