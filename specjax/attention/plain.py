@@ -157,7 +157,7 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       block_k, block_v = (jax.lax.optimization_barrier(x).swapaxes(1, 2)
                           for x in (block_k, block_v))
       slots = max(bucket - room, 0) if joined else bucket
-      k, v = (in_order(x, table, lengths, slots) for x in (k, v))
+      k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
       # One mask over both: no row has a length beyond the slots.
       slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
       seen = (slot < lengths[:, None])[:, None]
@@ -165,8 +165,10 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
         seen &= positions[..., None] - slot < window
       seen |= jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
       keys, values = (k, block_k), (v, block_v)
-      if joined:
-        keys, values = ([jnp.concatenate(x, axis=2)] for x in (keys, values))
+      if joined:  # into the last slots of the copy, which no row has in use
+        keys, values = (
+            [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=2)]
+            for x in (keys, values))
       scores = jnp.concatenate(
           [product("bhqd,bhtd->bhqt", rows, x) for x in keys], axis=-1)
       scores = scores.reshape(batch, heads, count // size, size, -1)
