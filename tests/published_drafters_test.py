@@ -367,6 +367,72 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
   assert not (tmp_path / "odd").exists()
 
 
+_IN_TARGET = {"mtp of qwen": "mtp_qwen", "mtp of deepseek": "mtp_deepseek",
+              "medusa in its target": "medusa"}
+
+
+@pytest.fixture(scope="module")
+def target():
+  """A target with the recorded drafters' shape, and its parameters."""
+  config = dataclasses.replace(
+      _TARGET.config, qk_norm="head", rope_theta=100.0, tie_embeddings=False,
+      norm_epsilon=_loaded("mtp_qwen")[0].norm_epsilon)
+  model = sj.models.Transformer(config)
+  return model, model.init(jax.random.key(0))
+
+
+@pytest.mark.parametrize("layout", _IN_TARGET)
+def test_a_drafter_in_the_files_of_its_target(layout, target, tmp_path):
+  # Broken: the drafter or its target is another one where they are read again,
+  # the layout is written that nobody else reads, or half of it is left.
+  heads, params = _loaded(_IN_TARGET[layout])
+  model, own = target
+  export = lambda: export_drafter(tmp_path, heads, params, model, layout=layout)
+  with pytest.raises(ValueError, match="holds none: write the target there"):
+    export()
+  sj.models.export_pretrained(tmp_path, model, own)
+  for _ in range(2):  # the second takes the place of the first
+    export()
+    assert drafter_layout(tmp_path) == layout
+    again, read = load_drafter(tmp_path, model, own, dtype=jnp.float32)
+    assert again == heads
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    found = sj.models.load_pretrained(tmp_path, dtype=jnp.float32)
+    assert found.model == model
+    jax.tree.map(np.testing.assert_array_equal, found.params, own)
+  if layout == "mtp of deepseek":
+    mine, theirs = ({name for name in safetensors.numpy.load_file(
+        directory / "model.safetensors") if ".12." in name}
+                    for directory in (tmp_path, _DRAFTERS / "mtp_deepseek"))
+    assert mine == theirs
+
+
+def test_a_drafter_beside_the_shards_of_its_target(target, tmp_path):
+  # Broken: the index does not name the drafter's file, or forgets another.
+  model, own = target
+  sj.models.export_pretrained(tmp_path, model, own)
+  names = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
+  index = tmp_path / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": dict.fromkeys(
+      names, "first.safetensors")}))
+  heads, params = _loaded("mtp_deepseek")
+  for _ in range(2):
+    export_drafter(tmp_path, heads, params, model, layout="mtp of deepseek")
+    again, read = load_drafter(tmp_path, model, own, dtype=jnp.float32)
+    assert again == heads
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    found = sj.models.load_pretrained(tmp_path, dtype=jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found.params, own)
+  # One that came with its target is not replaced within a shard.
+  (tmp_path / "model-drafter.safetensors").rename(tmp_path / "second")
+  text = index.read_text().replace("model-drafter.safetensors", "second")
+  index.write_text(text)
+  with pytest.raises(ValueError, match="in second, of a drafter that it came"):
+    export_drafter(tmp_path, heads, params, model, layout="mtp of deepseek")
+  assert index.read_text() == text
+
+
 def test_all_layouts_are_known(tmp_path):
   # Broken: a layout is offered that nothing was compared with, or files are
   # taken for those of another.

@@ -1,6 +1,7 @@
 """Drafters in the layouts that others read: the tables backwards."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from specjax.files import write_json
 from specjax.models.heads import Heads
 from specjax.models.published.drafters.found import Found
+from specjax.models.published.drafters.hosts import Host
 from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.load import places
 from specjax.models.safetensors_files import converted
@@ -32,38 +34,48 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
   so that no layout loses anything of the heads but, in some, how many tokens
   are drafted by default.
 
+  Drafters of some layouts lie in the files of their target. These are written
+  where they are asked for by name, into the directory in which
+  `export_pretrained` has written the target.
+
   Args:
-    directory: created if needed.
+    directory: created if needed, or the target's, see above.
     heads: what the target drafts for itself with.
     params: their parameters.
     target: the model that they were made for.
     dtype: to store the weights in; None keeps theirs.
-    layout: one of `LAYOUTS`; None: the first that holds these heads.
+    layout: one of `LAYOUTS`; None: the first that holds these heads in files
+      of their own.
 
   Returns:
     The layout.
 
   Raises:
     ValueError: no layout, or not the one that is asked for, holds these heads,
-      or `dtype` does not hold their weights.
+      `dtype` does not hold their weights, or the target is not there.
   """
   if layout is not None and layout not in LAYOUTS:
     raise ValueError(f"layout is {layout!r}; it must be one of "
                      f"{', '.join(LAYOUTS)}")
-  leaves = jax.tree.leaves(params)
+  directory, leaves = pathlib.Path(directory), jax.tree.leaves(params)
   dtype = dtype and float_dtype(dtype)
   reason = "no published layout has heads of this kind"
   for name in [layout] if layout else LAYOUTS:
-    record = LAYOUTS[name]
-    if record.write is None or record.kind != heads.kind:
+    record, host = LAYOUTS[name], None
+    if record.kind != heads.kind or (record.in_target and layout is None):
       continue
     try:
       config = record.write(heads)
+      if record.in_target:
+        host = Host.of(directory)
+        config = {**host.config, **config}
       if record.kind == "parallel" and not record.algorithm:
         # Their code asks for it, even where the numbers of layers are given.
         config["num_target_layers"] = target.config.layers
       _, stored = places(record, heads, target)
       tensors = _tensors(heads, stored, leaves, dtype)
+      copies = _copies(record, heads, target, host)
+      tensors |= copies
       back = record.read(Found(source=name, config=config, target=target,
                                tensors=tensors))
     except ValueError as e:
@@ -74,12 +86,16 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
     if set(lost) - _MAY_DIFFER:
       reason = f"it has no place for {', '.join(lost)}"
       continue
-    directory = pathlib.Path(directory)
+    arrays = itertools.chain(_arrays(heads, stored, leaves, dtype),
+                             (x.read() for x in copies.values()))
+    if host is not None:
+      host.write(config, {record.prefix + key: x
+                          for key, x in tensors.items()}, arrays)
+      return name
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(
         directory / record.file,
-        {key: (x.shape, x.dtype) for key, x in tensors.items()},
-        _arrays(heads, stored, leaves, dtype))
+        {key: (x.shape, x.dtype) for key, x in tensors.items()}, arrays)
     write_json(directory / "config.json", config, indent=2)
     return name
   raise ValueError(f"these {type(heads).__name__} cannot be written in the "
@@ -97,6 +113,14 @@ def _tensors(heads, stored, leaves, dtype):
   for name, x in _vocabulary(heads).items():
     tensors[name] = StoredTensor(x.shape, x.dtype, lambda _, x=x: x)
   return tensors
+
+
+def _copies(record, heads, target, host):
+  """The tensors of the target that the layout's modules have copies of."""
+  first = target.config.layers
+  return {name.format(i=first + m): host.matrix(part)
+          for m in range(getattr(heads, "modules", 0))
+          for name, part in record.copies.items()}
 
 
 def _arrays(heads, stored, leaves, dtype):

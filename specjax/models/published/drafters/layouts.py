@@ -23,8 +23,7 @@ class Layout:
   Attributes:
     read: from what a directory holds to the heads.
     names: of the tensors.
-    write: from the heads to the keys of a configuration; None: drafters of
-      this layout lie in the files of their target, and are not written.
+    write: from the heads to the keys of a configuration.
     kind: of the heads.
     file: of the weights.
     algorithm: `speculators_model_type` of its configurations.
@@ -34,18 +33,21 @@ class Layout:
       `names`; what has another beginning belongs to the target.
     within: a pattern that begins the names of its tensors, and is part of
       them; what does not belongs to the target.
+    copies: tensors of every module that are copies of the target's "embedding"
+      or "head", by their names.
   """
 
   read: Callable[[Found], Heads]
   kind: str
   names: tables.Table
-  write: Callable[[Any], dict[str, Any]] | None = None
+  write: Callable[[Any], dict[str, Any]]
   file: str = WEIGHTS
   algorithm: str = ""
   architectures: tuple[str, ...] = ()
   sign: str = ""
   prefix: str = ""
   within: str = ""
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def in_target(self) -> bool:
@@ -75,8 +77,8 @@ LAYOUTS = {
         file="medusa_lm_head.safetensors", sign=r"0\.0\.linear\."),
     "medusa in its target": Layout(
         kind="medusa",
-        read=readings.medusa, names=tables.MEDUSA, sign=r"medusa_head\.",
-        prefix="medusa_head."),
+        read=readings.medusa, names=tables.MEDUSA, write=writings.medusa,
+        sign=r"medusa_head\.", prefix="medusa_head."),
     "hydra": Layout(
         kind="hydra",
         read=readings.hydra, names=tables.HYDRA, write=writings.hydra,
@@ -128,11 +130,12 @@ LAYOUTS = {
         write=writings.mtp_speculators, algorithm="mtp"),
     "mtp of qwen": Layout(
         kind="mtp",
-        read=readings.mtp_qwen, names=tables.MTP_QWEN, sign=r"mtp\.fc\.",
-        within=r"mtp\."),
+        read=readings.mtp_qwen, names=tables.MTP_QWEN,
+        write=writings.mtp_qwen, sign=r"mtp\.fc\.", within=r"mtp\."),
     "mtp of deepseek": Layout(
         kind="mtp",
         read=readings.mtp_deepseek, names=tables.MTP_DEEPSEEK,
+        write=writings.mtp_deepseek, copies=readings.MTP_DEEPSEEK_COPIES,
         sign=r"model\.layers\.\d+\.eh_proj\.",
         within=r"model\.layers\.{modules}\."),
     "eagle1": Layout(

@@ -19,6 +19,10 @@ from specjax.models.published.keys import Keys
 _DEPTH = 5  # tokens of a draft where a file does not say
 # Copies of the target's, which only train.
 _OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
+MTP_DEEPSEEK_COPIES = {
+    "model.layers.{i}.embed_tokens.weight": "embedding",
+    "model.layers.{i}.shared_head.head.weight": "head",
+}
 _MARKOV = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
 
 
@@ -233,8 +237,8 @@ def mtp_deepseek(found: Found) -> Heads:
   first = found.target.config.layers
   modules = found.count(r"model\.layers\.(\d+)\.") - first
   for i in range(first, first + modules):
-    found.copy(f"model.layers.{i}.embed_tokens.weight", "embedding")
-    found.copy(f"model.layers.{i}.shared_head.head.weight", "head")
+    for name, part in MTP_DEEPSEEK_COPIES.items():
+      found.copy(name.format(i=i), part)
   return _mtp_of_target(found, modules, False)
 
 

@@ -93,6 +93,15 @@ def mtp_speculators(heads: Heads) -> dict[str, Any]:
                       num_nextn_predict_layers=1)
 
 
+def mtp_qwen(heads: Heads) -> dict[str, Any]:
+  del heads  # the names of the tensors say all
+  return {}
+
+
+def mtp_deepseek(heads: Heads) -> dict[str, Any]:
+  return {"num_nextn_predict_layers": heads.modules}
+
+
 def _parallel(heads, architecture):
   return {"architectures": [architecture],
           **_layers(heads, logit_softcap=None, embedding_scale=1.0),
