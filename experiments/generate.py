@@ -42,6 +42,7 @@ from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import prompts
+from lib import stops
 from lib import streaming
 
 import specjax as sj
@@ -106,6 +107,7 @@ _VERIFIER = flags.DEFINE_enum(
 _GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
                       "or look-ahead tokens for it")
 _NODES = shared.nodes(16)
+_STOP = stops.flag()
 _DATASTORE = shared.datastore()
 _CONTROLLER = flags.DEFINE_bool(
     "controller", False, "choose the length of the drafts before every round, "
@@ -210,6 +212,8 @@ def _check_flags():
   if _COMPARE.value:
     _check_compare()
   constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
+  if _STOP.value is not None:
+    stops.named(_STOP.value)
   _check_drafter(_drafter())
   _check_mesh()
   if _OUTPUT.value is not None:
@@ -358,6 +362,7 @@ def main():
   _check_flags()
   mesh = meshes.join(_MESH, rows=1, trains=False)
   target, model, params, strategy, tokenizer = _speculation()
+  strategy = stops.stopped(strategy, _STOP.value, _drafter())
   _check_form(_drafter(), strategy.drafter)
   prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value)
   decoder = sj.Decoder(

@@ -91,6 +91,9 @@ DRAFTERS = {
         heads_lib.Eagle1Heads, EagleChain, sj.verifiers.Block(),
         drafts=dict(gamma=3), controller=sj.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+    "EAGLE-3 chain with a stop rule": lambda: heads.layer(
+        heads_lib.Eagle3Heads, EagleChain, sj.verifiers.Block(),
+        drafts=dict(gamma=3, stop=stop_rules.Adaptive(threshold=0.7))),
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
         heads_lib.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
         taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),

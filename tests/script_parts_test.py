@@ -17,6 +17,10 @@ from scripts import ROOT
 from tiny_llama import write_llama
 
 import specjax as sj
+from specjax import strategies
+from specjax import testing
+from specjax.drafters.stop_rules import Confidence
+from specjax.drafters.stop_rules import Entropy
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -24,6 +28,7 @@ from lib import common  # noqa: E402
 from lib import conversation  # noqa: E402
 from lib import models  # noqa: E402
 from lib import prompts  # noqa: E402
+from lib import stops  # noqa: E402
 from lib import streaming  # noqa: E402
 
 
@@ -549,6 +554,21 @@ def test_a_chain_has_no_nodes_and_a_tree_no_gamma(given, name, drafter, words):
       generate._check_form(name, drafter)
 
 
+def test_a_stop_rule_by_its_flag():
+  # Broken: --stop is passed over, or its threshold is.
+  small = strategies.block_verification(testing.MarkovModel(4), gamma=3)
+  assert stops.stopped(small, None, "small") == small
+  for value, rule in (("confidence:0.3", Confidence(threshold=0.3)),
+                      ("entropy", Entropy())):
+    got = stops.stopped(small, value, "small")
+    assert got == strategies.early_stopping(
+        testing.MarkovModel(4), gamma=3, stop=rule)
+  with pytest.raises(ValueError, match="no rule ends what ngram drafts here"):
+    stops.stopped(strategies.prompt_lookup(3), "entropy", "ngram")
+  with pytest.raises(ValueError, match="a confidence head, and small has none"):
+    stops.stopped(small, "threshold:0.5", "small")
+
+
 @pytest.mark.parametrize("given,words", [
     (["--compare", "--target=model"], "--drafter is none; name one"),
     (["--compare", "--drafter=none"], "--drafter is none; name one"),
@@ -566,6 +586,9 @@ def test_a_chain_has_no_nodes_and_a_tree_no_gamma(given, name, drafter, words):
     (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny, which"),
     (["--drafter=tiny+ngram"], "write ngram first"),
     (["--tail", "--drafter=ngram|tiny"], "--tail is of a cascade"),
+    (["--stop=sure"], "is sure; give one of confidence, adaptive, entropy"),
+    (["--stop=entropy:high"], "'high' is no number"),
+    (["--stop=adaptive:2"], "threshold is 2"),
     (["--output=/dev/null"], "no regular file")])
 def test_flags_that_do_not_go_together(given, words):
   # Broken: a comparison of a thing with itself, or of texts that differ, fails

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import contributed_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import specjax as sj
 from specjax import exact
 from specjax import testing
+from specjax.drafters import EagleChain
 from specjax.drafters import LanguageModel
 from specjax.drafters import stop_rules
 from specjax.exact import enumeration
 from specjax.exact import stopping
+from specjax.models.heads import Eagle3Heads
 
 _V, _GAMMA = 5, 4
 _SPEEDS = (1.0, 0.9, 0.7, 0.4, 0.3)
@@ -210,6 +213,41 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   assert passes == min(max(kept) - rule.keeps, _GAMMA - 1)
   done, state = drafted(drafter, own, done=True)
   assert not done.probs.any() and int(state.cache.lengths[0]) == 3
+
+
+def test_an_eagle_chain_ends_where_the_rule_says():
+  # Broken: the layer reads other states or positions in a loop that may end
+  # than in a chain of fixed length, or what a row drafted stays in its cache.
+  case = contributed_heads.layer(
+      Eagle3Heads, EagleChain, sj.verifiers.Block(), drafts=dict(gamma=4))
+  rule = stop_rules.Confidence(threshold=0.6)
+  found = {}
+  for stop in (None, rule):
+    decoder = sj.Decoder(
+        target=case.model, verifier=case.rule,
+        drafter=dataclasses.replace(case.drafter, stop=stop))
+    state = decoder.prefill(
+        case.parameters, [[1, 2, 3, 0]] * 8 + [[3, 1]] * 8 + [[2]],
+        jax.random.key(0), limits=40)
+    coins = jax.random.uniform(
+        jax.random.key(1), (17, decoder.parts.drafter.num_coins))
+    found[stop] = jax.jit(decoder.parts.drafter.propose)(
+        case.parameters, coins, state)
+  (want, _), (got, after) = found[None], found[rule]
+  own = np.take_along_axis(
+      np.asarray(want.probs), np.asarray(want.tokens)[..., None], -1)[:, 1:, 0]
+  # The token that the drafter was not sure of stays, and none after it.
+  sure = np.cumprod(own >= rule.threshold, axis=1)
+  stays = np.pad(sure[:, :-1], ((0, 0), (1, 0)), constant_values=1) == 1
+  stays &= np.arange(17)[:, None] < 16  # a text of one token has no feature
+  assert 0 < stays[:16, 1:].mean() < 1
+  np.testing.assert_array_equal(
+      np.where(stays, got.tokens[:, 1:], 0),
+      np.where(stays, want.tokens[:, 1:], 0))
+  np.testing.assert_allclose(
+      got.probs[:, 1:], np.where(stays[..., None], want.probs[:, 1:], 0),
+      atol=1e-6)
+  assert after.cache.held is None and not after.cache.block_k
 
 
 def test_an_adaptive_threshold_follows_what_was_accepted():

@@ -16,6 +16,8 @@ from specjax.drafters import children
 from specjax.drafters import common
 from specjax.drafters import features
 from specjax.drafters import growth
+from specjax.drafters import stop_rules
+from specjax.drafters import until
 from specjax.drafters.features import FeatureState
 from specjax.models.heads import FeatureHeads
 from specjax.sampling import LogitsTransform
@@ -101,11 +103,16 @@ class EagleChain(common.DrawnChain, FeatureDrafter):
     gamma: drafted tokens of a round, at least 0.
     transform: of the layer's logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
+    stop: one of `drafters.stop_rules`, which is shown what the layer returned
+      as hidden states; None: all chains have gamma tokens. If the rule has
+      parameters, `params["drafter"]` is `{"model": parameters of the layer,
+      "stop": the rule's}`.
   """
 
   heads: FeatureHeads
   gamma: int
   transform: LogitsTransform | None = None
+  stop: stop_rules.StopRule | None = None
 
   def __post_init__(self):
     fields.check_at_least("gamma", self.gamma, 0)
@@ -122,6 +129,42 @@ class EagleChain(common.DrawnChain, FeatureDrafter):
     """
     self.check_heads(target, 1)
     return common.with_transform(self, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> FeatureState:
+    """The layer after the prompt, and what the stop rule remembers."""
+    state = super().init(self._layer(params), prompt, prefill_output)
+    if self.stop is None:
+      return state
+    return state.replace(rule=stop_rules.first(self.stop, len(prompt.lengths)))
+
+  def _layer(self, params):
+    """The parameters without those of a stop rule."""
+    own, _ = until.own_params(self.stop, params["drafter"])
+    return {**params, "drafter": own}
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """As of a `FeatureDrafter`; with a stop rule no token is drawn in vain."""
+    if self.stop is None or self.gamma == 0:
+      return super().propose(self._layer(params), coins, state)
+    own = state.drafter
+    draft, _, kept = until.draw_until(
+        self.stop, until.own_params(self.stop, params["drafter"])[1],
+        self.transform, coins, state, own.rule,
+        *features.chaining(self.heads, self._layer(params), own, self.gamma))
+    return features.known_only(draft, own.known), own.replace(rule=kept)
+
+  def commit(self, params: Any, drafter: FeatureState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> FeatureState:
+    """The layer's state after a round, and what the stop rule learns of it."""
+    state = super().commit(self._layer(params), drafter, draft, verdict,
+                           target_output, count)
+    if self.stop is None:
+      return state
+    return state.replace(rule=stop_rules.learned(
+        self.stop, drafter.rule, draft, verdict, count))
 
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `growth.grow` takes them."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import contract
 from specjax import prefill
 from specjax import topology
 from specjax.models.heads import FeatureHeads
@@ -34,12 +35,14 @@ class FeatureState:
     read: `[B, D]` there, what the head reads: its logits are those of the token
       after the root.
     known: `[B]` bool; False: the text has one token, and no position is known.
+    rule: what is kept for a stop rule, see `stop_rules.first`.
   """
 
   cache: Any
   hidden: jax.Array
   read: jax.Array
   known: jax.Array
+  rule: Any = ()
 
 
 class LayerDrafter:
@@ -167,7 +170,7 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
   newest = lambda new, old: jnp.where(
       (count > 0)[:, None],
       jnp.take_along_axis(new, last, axis=1)[:, 0], old)
-  return FeatureState(
+  return state.replace(
       cache=cache, hidden=newest(out.hidden, state.hidden),
       read=newest(out.read, state.read), known=state.known | (count > 0))
 
@@ -192,6 +195,31 @@ def growing(heads: FeatureHeads, params: Any, state: FeatureState):
 
   return (step, (state.cache, state.hidden[:, None]),
           laws(state.read[:, None])[:, 0])
+
+
+def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
+  """What `until.draw_until` draws a chain of the layer from.
+
+  Returns:
+    The first forecast; `read`; and its carry, a cache with room for the tokens
+    of the chain and the hidden states `[B, 1, D]` of the last of them.
+  """
+  own, target = params["drafter"], params["target"]
+
+  def forecast(read, hidden):
+    logits = heads.whole(heads.logits(own, target, read))
+    return logits[:, 0], hidden[:, 0]
+
+  def read(token, carry):
+    cache, hidden = carry
+    out = heads.step(own, target, hidden, token,
+                     visible=jnp.ones((len(token), 1, 1), bool), cache=cache)
+    return forecast(out.read, out.hidden), (
+        out.cache.rollback(cache.lengths + 1), out.hidden)
+
+  hidden = state.hidden[:, None]
+  return forecast(state.read[:, None], hidden), read, (
+      contract.reserved(state.cache, gamma), hidden)
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:

@@ -3,7 +3,6 @@
 Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -20,6 +19,7 @@ from specjax.constraints import base as constraints_lib
 from specjax.drafters import common
 from specjax.drafters import following
 from specjax.drafters import stop_rules
+from specjax.drafters import until
 from specjax.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
@@ -118,14 +118,7 @@ class LanguageModel(common.DrawnChain):
 
   def _split(self, params):
     """The parameters of the model, and those of the stop rule."""
-    own = params["drafter"]
-    if self.stop is None or not self.stop.has_params:
-      return own, None
-    if not (isinstance(own, Mapping) and {"model", "stop"} <= set(own)):
-      raise ValueError(
-          f"the stop rule {type(self.stop).__name__} has parameters; give "
-          "params['drafter'] = {'model': ..., 'stop': ...}")
-    return own["model"], own["stop"]
+    return until.own_params(self.stop, params["drafter"])
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
@@ -184,56 +177,22 @@ class LanguageModel(common.DrawnChain):
     return draft, contract.settled(cache)
 
   def _propose_until(self, params, coins, state):
-    """`propose` with a stop rule: a loop that ends when all rows have."""
+    """`propose` with a stop rule."""
     params, own = self._split(params)
-    rows = jnp.arange(state.lengths.shape[0])
     logits, hidden, cache = common.read_last(
         self.model, params, state, state.drafter.cache, size=2,
         more=self.gamma - 1)
-    u = coins.reshape(len(rows), self.gamma, COINS_A_DRAW)
-    constraints = self.transform.constraints
 
-    def ask(node, law, hidden, token, going, memory):
-      seen = stop_rules.Seen(
-          place=jnp.full_like(token, node - 1), probs=law, hidden=hidden,
-          token=token)
-      return stop_rules.ask(self.stop, own, seen, going, memory)
+    def read(token, cache):
+      out = self.model(params, token, jnp.zeros_like(token),
+                       jnp.ones((len(token), 1, 1), bool), cache)
+      return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
+          cache.lengths + 1)
 
-    def draw(node, logits, hidden, tokens, probs, path, going, memory):
-      logits = constraints_lib.constrained(
-          constraints, path, logits, drafted=True)
-      law = self.transform(logits, state.temperature)
-      if not self.stop.keeps:
-        going, memory = ask(node, law, hidden, tokens[:, node - 1], going,
-                            memory)
-      reported = jnp.where(going[:, None], law, 0)
-      token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
-      if self.stop.keeps:
-        going, memory = ask(node, law, hidden, token, going, memory)
-      return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
-              constraints_lib.advanced(constraints, path, token), going, memory)
-
-    def extend(carry):
-      node, cache, tokens, *drawn = carry
-      last = jax.lax.dynamic_slice_in_dim(tokens, node - 1, 1, axis=1)
-      out = self.model(params, last, jnp.zeros_like(last),
-                       jnp.ones((len(rows), 1, 1), bool), cache)
-      cache = out.cache.rollback(cache.lengths + 1)
-      return (node + 1, cache,
-              *draw(node, out.logits[:, 0], out.hidden[:, 0], tokens, *drawn))
-
-    tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
-    probs = jnp.zeros((len(rows), self.num_nodes, self.model.vocab_size))
-    first = draw(1, logits, hidden, tokens, probs, state.constraints,
-                 *stop_rules.begun(self.stop, state.drafter.rule, ~state.done))
-    _, cache, tokens, probs, *_ = jax.lax.while_loop(
-        lambda carry: (carry[0] <= self.gamma) & jnp.any(carry[-2]), extend,
-        (jnp.full((), 2, jnp.int32), cache, *first))
-    parents = jnp.tile(topology.chain(self.gamma), (len(rows), 1))
-    draft = Draft(tokens=tokens, parents=parents, probs=probs)
-    return draft, Stopping(
-        cache=contract.settled(cache),
-        rule=stop_rules.noted(state.drafter.rule, draft, self.gamma))
+    draft, cache, kept = until.draw_until(
+        self.stop, own, self.transform, coins, state, state.drafter.rule,
+        (logits, hidden), read, cache)
+    return draft, Stopping(cache=contract.settled(cache), rule=kept)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
     """Reads what rounds without a draft added; see `specjax.contract`."""

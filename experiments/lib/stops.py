@@ -1,0 +1,65 @@
+"""Stop rules that a flag names."""
+
+import dataclasses
+
+from absl import flags
+
+from specjax.drafters import stop_rules
+from specjax.strategies import Strategy
+
+_RULES = {
+    "confidence": stop_rules.Confidence, "adaptive": stop_rules.Adaptive,
+    "entropy": stop_rules.Entropy, "threshold": stop_rules.Threshold,
+}
+
+
+def flag():
+  """--stop."""
+  return flags.DEFINE_string(
+      "stop", None, "what ends a chain before --gamma: confidence (of the "
+      "drawn token), adaptive (Draft & Verify), entropy (AdaEDL) or threshold "
+      "(of a confidence head), with its threshold as in confidence:0.4")
+
+
+def named(value: str) -> stop_rules.StopRule:
+  """The rule of a flag's value.
+
+  Raises:
+    ValueError: it names none, or the threshold is out of range.
+  """
+  name, colon, threshold = value.partition(":")
+  if name not in _RULES:
+    raise ValueError(f"--stop is {value}; give one of {', '.join(_RULES)}, and "
+                     "perhaps its threshold, as in confidence:0.4")
+  try:
+    options = {"threshold": float(threshold)} if colon else {}
+  except ValueError:
+    raise ValueError(f"--stop is {value}; {threshold!r} is no number: give a "
+                     "threshold in [0, 1], as in confidence:0.4") from None
+  return _RULES[name](**options)
+
+
+def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
+  """A strategy whose chains a rule ends.
+
+  Args:
+    strategy: of a drafter.
+    value: of --stop; None: the strategy as it is.
+    name: of the drafter.
+
+  Raises:
+    ValueError: no stop rule ends what it drafts, or not this one.
+  """
+  if value is None:
+    return strategy
+  rule, drafter = named(value), strategy.drafter
+  if "stop" not in {field.name for field in dataclasses.fields(drafter)}:
+    raise ValueError(f"--stop is {value}, and no rule ends what {name} drafts "
+                     "here; leave it out, or name a drafter of chains, such as "
+                     "small, or eagle3 with --verifier=block")
+  heads = getattr(drafter, "heads", None)
+  if rule.has_params and getattr(heads, "confidence", "none") == "none":
+    raise ValueError(f"--stop is {value}, which asks a confidence head, and "
+                     f"{name} has none; give confidence, adaptive or entropy, "
+                     "or block-parallel heads that were trained with one")
+  return strategy._replace(drafter=dataclasses.replace(drafter, stop=rule))
