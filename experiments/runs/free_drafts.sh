@@ -25,10 +25,10 @@ python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
   --num_prompts=8 --new_tokens=128 --drafter='ngram,ngram|smol' \
   --prompts="$prompts" --output_dir=results/free_drafts/drafters
 # How near the controller comes to the best length, for drafts of noise as well.
-# Not as messages: so no text ends before its 64 tokens.
+# Not as messages: so no text ends before its 192 tokens.
 python experiments/controller_study.py --target=smollm2 --drafter=noise \
-  --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=64 \
-  --batches=6 --output_dir=results/controller/smollm2
+  --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=192 \
+  --batches=16 --output_dir=results/controller/smollm2
 python experiments/controller_study.py --batches=20 \
   --output_dir=results/controller/bundled
 python experiments/controller_study.py --drafter=small --batch=4 --batches=60 \
