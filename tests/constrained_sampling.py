@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import json
 import re
 
 import jax
+import jsonschema
 import numpy as np
 
 import specjax as sj
 from specjax import constraints
+from specjax import testing
 
 TREE = (-1, 0, 0, 1)
 PROMPT = [1, 0, 2]
@@ -77,6 +80,46 @@ CASES = {
     "automaton": (4, 4, _END, _spelled, (constraints.Automaton.of_table(
         [[1, 0, 2, -1], [-1, 0, -1, -1], [-1, -1, 2, -1]], final=[2]),)),
 }
+
+
+# A JSON schema, spelled with few tokens; the last of them ends a text.
+
+_SCHEMA = {"type": "array", "maxItems": 2,
+           "items": {"enum": [1, 11, [], [1]]}}
+_PIECES = ("[", "1", ",", "]")
+_CLOSED = len(_PIECES)
+
+
+@functools.cache
+def _documents(longest):
+  found = []
+  for n in range(longest + 1):
+    for word in itertools.product(_PIECES, repeat=n):
+      text = "".join(word)
+      try:
+        jsonschema.validate(json.loads(text), _SCHEMA)
+        found.append(text)
+      except (ValueError, jsonschema.ValidationError):
+        continue
+  return found
+
+
+def _followed(prompt, output, logits, horizon):
+  del prompt
+  text, words = "".join(_PIECES[x] for x in output), _documents(horizon)
+  for token, piece in enumerate(_PIECES):
+    if not any(word.startswith(text + piece) for word in words):
+      logits[token] = -np.inf
+  if text not in words:
+    logits[_CLOSED] = -np.inf
+  return logits
+
+
+def schema_case():
+  """As `CASES`; it needs outlines-core."""
+  tokenizer = testing.ListTokenizer((*map(str.encode, _PIECES), b""))
+  return (_CLOSED + 1, 5, _CLOSED, _followed, (
+      constraints.Automaton.from_json_schema(_SCHEMA, tokenizer),))
 
 
 def decoder_of(model, drafter, verifier, case, target=None):
