@@ -195,7 +195,8 @@ def _training(target, params):
   def both_ways(params, carry):
     hidden, drafter, _ = carry
     loss = lambda drafter: objective.loss(
-        {"target": params, "drafter": drafter}, hidden, tokens, False)[0]
+        {"target": params, "drafter": drafter}, hidden, tokens,
+        jnp.ones(tokens[:, 1:].shape), False)[0]
     return hidden, drafter, jax.grad(loss)(drafter)
 
   hidden = jax.jit(forward)(params, None)

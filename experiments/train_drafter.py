@@ -127,6 +127,9 @@ _SELF_DIR = flags.DEFINE_string(
 _SELF_CHAT = flags.DEFINE_bool(
     "self_chat", False, "the source's texts are messages, which the target "
     "answers in its chat template")
+_ANSWERS_ONLY = flags.DEFINE_bool(
+    "answers_only", False, "learn from the tokens of the answers alone, not "
+    "from those of the messages; measured is on all")
 _CONVERSATIONS = flags.DEFINE_string(
     "conversations", None, "JSONL of {prompt, answer}, to train on beside what "
     "the target answers with --self_chat")
@@ -226,7 +229,7 @@ def _source():
       temperature=_SELF_TEMPERATURE.value, chat=_SELF_CHAT.value,
       conversations=_CONVERSATIONS.value, seed=_SEED.value,
       rows_per_file=_SELF_ROWS_PER_FILE.value,
-      keeps_features=_KEEP_FEATURES.value,
+      keeps_features=_KEEP_FEATURES.value, answers_only=_ANSWERS_ONLY.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
@@ -329,7 +332,8 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
-          _WARMUP_STEPS, _DECAY_FRACTION, _SEED)}}, _STEPS.value)
+          _WARMUP_STEPS, _DECAY_FRACTION, _SEED,
+          *([_ANSWERS_ONLY] if _ANSWERS_ONLY.value else []))}}, _STEPS.value)
 
 
 def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
@@ -372,8 +376,9 @@ def main():
   runs.check_claimable(output_dir)
   if source.chat:
     chats = source.answered(target, tokenizer, text, row_tokens, mesh)
-    heads, params = _heads(
-        method, target, tokenizer, chats[0].ravel(), own_text)
+    learned = chats[0].tokens[
+        chats[0].answered if source.answers_only else ...].ravel()
+    heads, params = _heads(method, target, tokenizer, learned, own_text)
     objective = _objective(method, target, heads, options)
     rows = source.rows(target, objective, text, chats, row_tokens, mesh)
   added = common.num_parameters(params)
@@ -385,7 +390,8 @@ def main():
   rate = _rate(method)
   lengths = _claim(
       output_dir, objective, text.corpus,
-      text.streams if chats is None else chats, row_tokens,
+      text.streams if chats is None else tuple(x.tokens for x in chats),
+      row_tokens,
       (target.params, params if _HEADS_FROM.value else ()), rate, own_text)
   batch, held_out = rows()
   evaluate = drafter_report.evaluation_of(

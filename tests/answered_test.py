@@ -52,10 +52,16 @@ def test_conversations_follow_each_other(tmp_path):
   path.write_text('{"prompt": "ab", "answer": "c"}\n'
                   '{"prompt": "d", "answer": "e"}\n')
   given = _CHATS.given(str(path))
-  assert given == [[1, 97, 98, 1, 99, 2], [1, 100, 1, 101, 2]]
-  np.testing.assert_array_equal(_CHATS.rows(given), [given[0]])
+  assert given == [([1, 97, 98, 1, 99, 2], 2), ([1, 100, 1, 101, 2], 2)]
+  tokens, answers = _CHATS.rows(given)
+  np.testing.assert_array_equal(tokens, [given[0].tokens])
+  np.testing.assert_array_equal(answers, [[0, 0, 0, 0, 1, 1]])
+  tokens, answers = _CHATS.rows(
+      [*given, answered.Conversation([7, 8, 9, 9, 9, 9, 9], 7)])
   np.testing.assert_array_equal(
-      _CHATS.rows([*given, [7]]), [given[0], [*given[1], 7]])
+      tokens, [given[0].tokens, [*given[1].tokens, 7], [8, *[9] * 5]])
+  np.testing.assert_array_equal(
+      answers, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [1] * 6])
   with pytest.raises(ValueError, match="5 tokens together.*row 6"):
     _CHATS.rows(given[1:])
   path.write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "d"}\n')

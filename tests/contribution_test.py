@@ -305,11 +305,12 @@ def test_objective(name):
     frozen = {"target": target, "drafter": pair().params["drafter"]}
     trainable = {own: init(jax.random.key(0), target)}
     frozen.pop(own, None)
-  batch = {"tokens": jax.random.randint(jax.random.key(1), (2, 13), 0, VOCAB),
-           "progress": jnp.float32(0.5), **more}
+  tokens = jax.random.randint(jax.random.key(1), (3, 13), 0, VOCAB)
+  batch = {"tokens": tokens[:2], "progress": jnp.float32(0.5),
+           "weights": jnp.ones((2, 12)), **more}
   step = jax.jit(jax.value_and_grad(
-      lambda trainable, key: objective(trainable, frozen, batch, key),
-      has_aux=True))
+      lambda trainable, key, batch=batch: objective(
+          trainable, frozen, batch, key), has_aux=True))
   (loss, metrics), grads = step(trainable, jax.random.key(2))
   again, _ = step(trainable, jax.random.key(2))
   assert loss.shape == () and jnp.isfinite(loss) and loss == again[0]
@@ -320,6 +321,18 @@ def test_objective(name):
   size = 0.01 * abs(loss) / sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
   lower = jax.tree.map(lambda x, g: x - size * g, trainable, grads)
   assert step(lower, jax.random.key(2))[0][0] < loss
+  # Tokens count by their weights, alike where there are none.
+  if not more:
+    plain = {k: x for k, x in batch.items() if k != "weights"}
+    np.testing.assert_allclose(jax.jit(objective)(
+        trainable, frozen, plain, jax.random.key(2))[0], loss, rtol=1e-5)
+  ignored = jnp.asarray(batch["weights"]).at[1].set(0)
+  one, other = (step(trainable, jax.random.key(2), {
+      **batch, "weights": ignored,
+      "tokens": batch["tokens"].at[1].set(row[:batch["tokens"].shape[1]])})
+                for row in tokens[1:])
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+  assert one[0][0] != loss
 
 
 def test_all_are_listed():

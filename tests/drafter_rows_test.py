@@ -10,6 +10,7 @@ from scripts import ROOT
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import answered  # noqa: E402
 from lib import drafter_rows  # noqa: E402
 
 
@@ -26,12 +27,13 @@ _SOURCE = drafter_rows.Source(
     data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
     self_rows=4, prompt_tokens=3, temperature=1.0, chat=False,
     conversations=None, rows_per_file=None, directory=pathlib.Path("self"),
-    keeps_features=False, seed=0)
+    keeps_features=False, answers_only=False, seed=0)
 
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data="texts", chat=True), "--self_chat is for rows that"),
     (dict(data="texts", keeps_features=True), "--keep_features is for rows"),
+    (dict(answers_only=True), "--answers_only is for the conversations"),
     (dict(conversations="a.jsonl"), "--conversations is a.jsonl and is read"),
     (dict(chat=True), "needs a chat template")])
 def test_what_nothing_would_read_is_refused(changes, words):
@@ -59,6 +61,20 @@ def test_rows_of_texts_as_they_are(tmp_path):
   learned = "".join(text.sides[0])
   for row in batch(3)["tokens"]:
     assert "".join(map(chr, row)) in learned
+
+
+def test_tokens_of_answers_alone():
+  # Broken: a weight is that of another row or of the token before.
+  rows = np.arange(6 * 5).reshape(6, 5)
+  chats = answered.Rows(rows, rows % 3 == 0), answered.Rows(rows[:2], None)
+  source = dataclasses.replace(_SOURCE, chat=True, answers_only=True)
+  batch, held_out = source.rows(None, None, None, chats, 5, None)()
+  assert held_out is chats[1].tokens
+  for step in (0, 4):
+    found = batch(step)
+    np.testing.assert_array_equal(
+        found["weights"], found["tokens"][:, 1:] % 3 == 0)
+    assert found["weights"].dtype == np.float32
 
 
 def test_rows_that_the_target_cannot_write_are_refused(tmp_path):

@@ -207,17 +207,17 @@ def test_gradients_taken_head_by_head_are_the_gradients(kind):
   # Broken: the hand-written rule of differentiation.
   heads, params = _heads(kind)
   hidden, lm_head = _normal((2, _S, _D)), _normal((_D, _V))
-  weights = jnp.array([0.5, -2.0])
+  weights, counts = jnp.array([0.5, -2.0]), jnp.abs(_normal((2, _S)))
   number = lambda k: jnp.asarray(k + 1, jnp.int32)
 
   def plain(params, hidden):
     return sum(weights[k] * losses_lib.head_loss(
         heads, jax.tree.map(lambda x, k=k: x[k], params), hidden, number(k),
-        _rows(), lm_head) for k in range(_K))
+        _rows(), counts, lm_head) for k in range(_K))
 
   def sequential(params, hidden, lm_head, tuned):
     return jnp.sum(weights * losses_lib.head_losses(
-        heads, params, hidden, _rows(), lm_head, tuned))
+        heads, params, hidden, _rows(), counts, lm_head, tuned))
 
   want = jax.jit(jax.grad(plain, (0, 1)))(params, hidden)
   grad = jax.jit(jax.grad(sequential, (0, 1, 2)), static_argnums=3)

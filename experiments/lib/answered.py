@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,30 @@ from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.models import Pretrained
 from specjax.training import distillation
+
+
+class Conversation(NamedTuple):
+  """Messages and an answer.
+
+  Attributes:
+    tokens: of all.
+    answer: how many of them, at the end, are the answer's.
+  """
+
+  tokens: Sequence[int]
+  answer: int
+
+
+class Rows(NamedTuple):
+  """Rows to train on or to measure by.
+
+  Attributes:
+    tokens: `[R, row_tokens]` int32.
+    answered: `[R, row_tokens]` bool, which of them are of an answer.
+  """
+
+  tokens: np.ndarray
+  answered: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +86,8 @@ class Conversations:
 
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
-             ) -> list[np.ndarray]:
-    """Token ids of the conversations, which the target ends.
+             ) -> list[Conversation]:
+    """The conversations, which the target ends.
 
     Args:
       prompts: of `prompts`.
@@ -77,11 +102,13 @@ class Conversations:
         max_new_tokens=self.row_tokens - max(map(len, prompts)), top=0,
         directory=pathlib.Path(directory), seed=seed,
         placement=self.placement, **self.files)
-    return [text[:n] for part in answers
-            for text, n in zip(part.tokens, part.lengths)]
+    texts = [text[:n] for part in answers
+             for text, n in zip(part.tokens, part.lengths)]
+    return [Conversation(text, len(text) - len(prompt))
+            for text, prompt in zip(texts, prompts, strict=True)]
 
-  def given(self, path: str) -> list[list[int]]:
-    """Token ids of conversations that others wrote.
+  def given(self, path: str) -> list[Conversation]:
+    """Conversations that others wrote.
 
     Args:
       path: a JSONL file of `{"prompt", "answer"}`.
@@ -98,21 +125,27 @@ class Conversations:
           raise ValueError(f"{path} line {number}: {field!r} is {text!r}; it "
                            "must be a text")
         messages.append({"role": role, "content": text})
-      found.append(self.tokenizer.chat(messages, add_generation_prompt=False))
+      whole = self.tokenizer.chat(messages, add_generation_prompt=False)
+      before = self.tokenizer.chat(messages[:1])
+      found.append(Conversation(whole, max(len(whole) - len(before), 0)))
     return found
 
-  def rows(self, conversations: Iterable[Sequence[int]]) -> np.ndarray:
-    """`[R, row_tokens]` int32, one conversation after the other.
+  def rows(self, conversations: Iterable[Conversation]) -> Rows:
+    """Rows of one conversation after the other.
 
-    They are joined and cut into rows; what fills no row is left out.
+    They are joined and cut; what fills no row is left out.
 
     Raises:
       ValueError: together they fill no row.
     """
-    stream = np.concatenate([np.asarray(x, np.int32) for x in conversations])
+    texts, answers = zip(*conversations)
+    stream = np.concatenate([np.asarray(x, np.int32) for x in texts])
+    answered = np.concatenate([np.arange(len(x)) >= len(x) - n
+                               for x, n in zip(texts, answers)])
     count = len(stream) // self.row_tokens
     if not count:
       raise ValueError(f"the conversations have {len(stream)} tokens together "
                        f"and a row {self.row_tokens}; give more messages, or "
                        "shorter --row_tokens")
-    return stream[:count * self.row_tokens].reshape(count, -1)
+    cut = lambda x: x[:count * self.row_tokens].reshape(count, -1)
+    return Rows(cut(stream), cut(answered))

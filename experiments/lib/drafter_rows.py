@@ -17,6 +17,7 @@ from lib import answered
 from lib import common
 from lib import meshes
 from lib import prompts as prompts_lib
+from lib.answered import Rows
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import Tokenizer
@@ -63,6 +64,7 @@ class Source:
     rows_per_file: how many rows or answers it writes together, or None for the
       number that `training.distillation` takes by itself.
     directory: where what it writes is kept.
+    answers_only: whether the tokens of answers alone are learned from.
     keeps_features: whether what the target says of a row is kept.
     seed: of the shuffle, the choice of texts and what the target writes.
   """
@@ -79,6 +81,7 @@ class Source:
   conversations: str | None
   rows_per_file: int | None
   directory: pathlib.Path
+  answers_only: bool
   keeps_features: bool
   seed: int
 
@@ -105,6 +108,9 @@ class Source:
     if self.conversations is not None and not self.chat:
       raise ValueError(f"--conversations is {self.conversations} and is read "
                        "beside those of --self_chat; give that as well")
+    if self.answers_only and not self.chat:
+      raise ValueError("--answers_only is for the conversations of "
+                       "--self_chat; give that as well")
     prompts_lib.check_chat(tokenizer, self.chat)
 
   def text(self, tokenizer: Tokenizer) -> Text:
@@ -131,7 +137,7 @@ class Source:
 
   def answered(self, target: Pretrained, tokenizer: Tokenizer, text: Text,
                row_tokens: int, mesh: jax.sharding.Mesh | None
-               ) -> tuple[np.ndarray, np.ndarray]:
+               ) -> tuple[Rows, Rows]:
     """`(rows to train on, held-out rows)` of conversations with the target.
 
     Args:
@@ -158,7 +164,7 @@ class Source:
     return chats.rows([*training, *given]), chats.rows(held_out)
 
   def rows(self, target: Pretrained, objective: Objective, text: Text,
-           chats: tuple[np.ndarray, np.ndarray] | None, row_tokens: int,
+           chats: tuple[Rows, Rows] | None, row_tokens: int,
            mesh: jax.sharding.Mesh | None
            ) -> Callable[[], tuple[Batches, np.ndarray]]:
     """`() -> (step -> batch, held-out rows)`; all that can fail is done.
@@ -181,8 +187,11 @@ class Source:
       held_out = batches.spread_rows(held_out, self.held_out_rows, row_tokens)
       return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
     if chats is not None:
-      ready = self._batches(chats[0], objective, target), chats[1]
-      return lambda: ready
+      training, held_out = chats
+      batch = self._batches(training.tokens, objective, target)
+      if self.answers_only:
+        batch = self._weighed(batch, training.answered)
+      return lambda: (batch, held_out.tokens)
     prompts = self._beginnings(text.streams, row_tokens)
     decoder = common.autoregressive(target.model, self.temperature)
 
@@ -205,6 +214,13 @@ class Source:
     return [
         distillation.cut_prompts(tokens, count, self.prompt_tokens, self.seed)
         for tokens, (_, count, _) in zip(streams, self._written)]
+
+  def _weighed(self, batch, answered_tokens):
+    """The batches of `batch`, in which the tokens of answers alone count."""
+    order = distillation.RowBatches(
+        answered_tokens[:, 1:], self.batch_size, self.seed)
+    return lambda step: {
+        **batch(step), "weights": order.batch(step).astype(np.float32)}
 
   def _batches(self, rows, objective, target):
     """`step -> batch` of rows that come again, see `keeps_features`."""

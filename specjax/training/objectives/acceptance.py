@@ -13,6 +13,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import check_same_tokens
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.types import ModelFn
 
 
@@ -70,8 +72,9 @@ class Acceptance:
     sure = logits[..., 1] - logits[..., 0]
     nats = -(accepted * jax.nn.log_sigmoid(sure) + self.rejection_weight
              * (1 - accepted) * jax.nn.log_sigmoid(-sure))
-    return jnp.mean(nats), {"acceptance": jnp.mean(accepted),
-                            "forecast": jnp.mean(jax.nn.sigmoid(sure))}
+    mean = lambda x: weighted_mean(x, weights_of(batch))
+    return mean(nats), {"acceptance": mean(accepted),
+                        "forecast": mean(jax.nn.sigmoid(sure))}
 
   def _mixed(self, drafter, tokens, key):
     """The row, a share of whose tokens are draws given those before them."""

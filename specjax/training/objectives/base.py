@@ -7,6 +7,7 @@ from typing import Protocol
 from typing import runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
@@ -38,7 +39,9 @@ class Objective(Protocol):
       trainable: named trees of parameters that get a gradient.
       frozen: named trees that get none.
       batch: `tokens [B, S + 1]` int32, of which the first S are read, and
-        `progress []` float32, the share of the run that is over.
+        `progress []` float32, the share of the run that is over. It may have
+        `weights [B, S]` float32, how much each token after the first counts
+        where it is forecast; default: all count alike.
       key: a PRNG key of the step.
 
     Returns:
@@ -69,6 +72,19 @@ class DrafterObjective(Objective, Protocol):
       score: called with the logits of forecast k, which predict the tokens at
         `positions + 1 + k`.
     """
+
+
+def weights_of(batch: Batch) -> jax.Array:
+  """`[B, S]` float32, how much each token after the first of a row counts."""
+  shape = batch["tokens"][:, 1:].shape
+  return jnp.asarray(
+      batch.get("weights", jnp.ones(shape, jnp.float32)), jnp.float32)
+
+
+def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
+  """The mean of `x` as its `weights`, of the same shape, count; 0 of none."""
+  total = jnp.sum(weights)
+  return jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
 
 
 def check_same_tokens(model: ModelFn, target: ModelFn) -> None:

@@ -15,6 +15,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 
 
@@ -46,21 +48,24 @@ class Blockwise:
     """The loss, and with all heads each one's as `head_<k>/train_loss`."""
     params = {**frozen, **trainable}
     tokens, tuned = batch["tokens"], "target" in trainable
+    weights = weights_of(batch)
     output = self.model(params["target"], tokens[:, :-1])
     head = lm_head(params["target"])
-    next_token = lambda: jnp.mean(cross_entropy(output.logits, tokens[:, 1:]))
+    next_token = lambda: weighted_mean(
+        cross_entropy(output.logits, tokens[:, 1:]), weights)
     if self.one_head:
       first = 0 if tuned else 1
       k = jax.random.randint(key, (), first, self.heads.num_forecasts + 1)
       chosen = jax.tree.map(lambda x: x[k - 1], params["drafter"])
       forecast = lambda: heads_lib.head_loss(
-          self.heads, chosen, output.hidden, k, tokens,
+          self.heads, chosen, output.hidden, k, tokens, weights,
           jax.lax.stop_gradient(head))
       if not tuned:
         return forecast(), {}
       return jax.lax.cond(k == 0, next_token, forecast), {}
     losses = heads_lib.head_losses(
-        self.heads, params["drafter"], output.hidden, tokens, head, tuned)
+        self.heads, params["drafter"], output.hidden, tokens, weights, head,
+        tuned)
     metrics = heads_lib.by_head(losses)
     if tuned:
       metrics["lm_loss"] = next_token()

@@ -16,6 +16,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import check_same_tokens
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.types import ModelFn
 
 RULES = ("token", "block")
@@ -59,9 +61,6 @@ class Distillation:
                key: jax.Array) -> Loss:
     """The loss of `{"drafter"}` on `tokens [B, S + 1]`, in nats or in 1.
 
-    Where the batch has `weights [B, S]`, the mean is over the tokens that they
-    weigh.
-
     Returns:
       `(loss, {"acceptance": the mean of alpha over all tokens})`.
     """
@@ -70,9 +69,9 @@ class Distillation:
     p = jax.lax.stop_gradient(self.target(params["target"], read).logits)
     q = self.model(params["drafter"], read).logits
     measure = divergences.DIVERGENCES[self.divergence]
-    weights = _weights(batch)
+    weights = weights_of(batch)
     accepted = 1 - divergences.total_variation(p, jax.lax.stop_gradient(q))
-    metrics = {"acceptance": _mean(accepted, weights)}
+    metrics = {"acceptance": weighted_mean(accepted, weights)}
     found = measure(p, q)
     if self.keep < 1:
       reference = self.model(params["reference"], read).logits
@@ -81,7 +80,7 @@ class Distillation:
       least = jnp.nanquantile(
           jnp.where(weights > 0, behind, jnp.nan), 1 - self.keep)
       weights = jnp.where(behind >= least, weights, 0)
-    return _mean(found, weights), metrics
+    return weighted_mean(found, weights), metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,8 +132,7 @@ class AcceptedLength:
                key: jax.Array) -> Loss:
     """The loss of `{"drafter"}` on `tokens [B, S + 1]`, in tokens.
 
-    Where the batch has `weights [B, S]`, only windows count all of whose tokens
-    have weight.
+    A window counts as the token of it that counts least.
 
     Args:
       trainable: see `Objective`.
@@ -162,8 +160,8 @@ class AcceptedLength:
     log_p, log_q = (windows(jax.nn.log_softmax(x)) for x in logits)
     own = windows(tokens[:, 1:])[..., None]
     accepted = accepted_length(self.rule, log_p, log_q, own)
-    weights = jnp.min(windows(_weights(batch)), axis=-1)
-    mean = _mean(accepted, weights)
+    weights = jnp.min(windows(weights_of(batch)), axis=-1)
+    mean = weighted_mean(accepted, weights)
     return -mean, {"accepted": mean}
 
 
@@ -189,13 +187,3 @@ def accepted_length(rule: str, log_p: jax.Array, log_q: jax.Array,
     least = jax.lax.cummin(jnp.minimum(whole, 0), axis=whole.ndim - 1)
     found = jnp.minimum(before(least) + log_p, before(whole) + log_q)
   return jnp.sum(jnp.exp(found), axis=(-2, -1))
-
-
-def _weights(batch):
-  shape = batch["tokens"][:, 1:].shape
-  return batch.get("weights", jnp.ones(shape, jnp.float32))
-
-
-def _mean(x, weights):
-  total = jnp.sum(weights)
-  return jnp.sum(weights * x) / jnp.where(total > 0, total, 1)

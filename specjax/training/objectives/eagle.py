@@ -17,6 +17,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 
 _NOISE_TOKENS = 512  # of a row that the published scale of the noise is for
 _NORMALIZERS = ("rows", "mask")
@@ -128,15 +130,16 @@ class Eagle1(_Unrolled):
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     features, law, _ = self._seen(params, batch)
+    counts = weights_of(batch)[:, 1:]
     noisy = features + uniform_noise(key, features, self.noise)
     out = next(unrolled.forecasts(self.heads, params, noisy, tokens, 1))
     # Nothing is known of the feature after the last one.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
-    feature_loss = jnp.mean(optax.huber_loss(
+    feature_loss = weighted_mean(jnp.mean(optax.huber_loss(
         out.hidden[:, :-1].astype(jnp.float32),
-        features[:, 1:].astype(jnp.float32)))
-    law_loss = -jnp.mean(jnp.sum(law[:, 1:] * log_q, axis=-1))
+        features[:, 1:].astype(jnp.float32)), axis=-1), counts)
+    law_loss = -weighted_mean(jnp.sum(law[:, 1:] * log_q, axis=-1), counts)
     return feature_loss + self.law_weight * law_loss, {
         "feature_loss": feature_loss, "law_loss": law_loss}
 
@@ -181,7 +184,9 @@ class Eagle3(_Unrolled):
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    losses = self._losses(params, *self._seen(params, batch), tokens)
+    features, law, counts = self._seen(params, batch)
+    losses = self._losses(
+        params, features, law, counts * weights_of(batch), tokens)
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}

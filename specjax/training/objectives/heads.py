@@ -13,31 +13,33 @@ import jax.numpy as jnp
 from specjax.models.heads.base import HiddenStateHeads
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
 from specjax.training.objectives.next_token import cross_entropy
 
 
-def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array
-                  ) -> jax.Array:
+def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
+                  weights: jax.Array) -> jax.Array:
   """-mean_t log p^(k)(x_{t+1+k}), over the t that have a label.
 
   Args:
     logits: `[B, S, V]` of head k.
     k: `[]`, from 1.
     tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
 
   Returns:
-    `[]` nats; 0 where no position has a label.
+    `[]` nats; 0 where no label counts.
   """
   size = logits.shape[1]
-  at = jnp.arange(size) + 1 + k
-  labels = jnp.take(tokens, jnp.minimum(at, size), axis=1)
-  nats = jnp.mean(cross_entropy(logits, labels), axis=0)
-  known = at <= size
-  return jnp.sum(nats * known) / jnp.maximum(jnp.sum(known), 1)
+  at = jnp.arange(size) + k
+  label = lambda x: jnp.take(x, jnp.minimum(at, size - 1), axis=1)
+  return weighted_mean(cross_entropy(logits, label(tokens[:, 1:])),
+                       label(weights) * (at < size))
 
 
 def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
-              k: jax.Array, tokens: jax.Array, lm_head: jax.Array) -> jax.Array:
+              k: jax.Array, tokens: jax.Array, weights: jax.Array,
+              lm_head: jax.Array) -> jax.Array:
   """`forecast_loss` of one head, `[]`.
 
   Args:
@@ -46,14 +48,15 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     hidden: `[B, S, D]`.
     k: `[]` int32, from 1.
     tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
     lm_head: `[D, V]`.
   """
-  return forecast_loss(heads.head(params, hidden, lm_head), k, tokens)
+  return forecast_loss(heads.head(params, hidden, lm_head), k, tokens, weights)
 
 
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
-                tokens: jax.Array, lm_head: jax.Array, tuned: bool
-                ) -> jax.Array:
+                tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
+                tuned: bool) -> jax.Array:
   """`head_loss` of every head, `[K]`, with one logits array alive at a time.
 
   The gradient of a head is taken beside its loss and before the next head
@@ -65,23 +68,24 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     params: stacked along K.
     hidden: `[B, S, D]`.
     tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
     lm_head: `[D, V]`.
     tuned: whether the gradient reaches `hidden`.
   """
-  return _one_by_one(heads, tuned, params, hidden, tokens, lm_head)
+  return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _one_by_one(heads, tuned, params, hidden, tokens, lm_head):
+def _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head):
   del tuned
   return jax.lax.map(
-      lambda x: head_loss(heads, x[1], hidden, x[0], tokens, lm_head),
+      lambda x: head_loss(heads, x[1], hidden, x[0], tokens, weights, lm_head),
       (_numbers(params), params))
 
 
-def _forward(heads, tuned, params, hidden, tokens, lm_head):
+def _forward(heads, tuned, params, hidden, tokens, weights, lm_head):
   def loss(params, hidden, k):
-    return head_loss(heads, params, hidden, k, tokens, lm_head)
+    return head_loss(heads, params, hidden, k, tokens, weights, lm_head)
 
   def one(x):
     k, params = x
@@ -100,7 +104,7 @@ def _backward(heads, tuned, residuals, weights):
       -1, *[1] * (x.ndim - 1)) * x
   to_hidden = (jnp.sum(by_head(grads[1]), axis=0) if tuned
                else jnp.zeros_like(hidden))
-  return jax.tree.map(by_head, grads[0]), to_hidden, None, None
+  return jax.tree.map(by_head, grads[0]), to_hidden, None, None, None
 
 
 _one_by_one.defvjp(_forward, _backward)

@@ -15,6 +15,7 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weights_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Hydra:
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
-      return heads_lib.forecast_loss(logits, k, tokens)
+      return heads_lib.forecast_loss(logits, k, tokens, weights_of(batch))
 
     for k in range(1, self.heads.heads + 1):
       losses.append(loss(k, params["drafter"], hidden))

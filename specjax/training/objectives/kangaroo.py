@@ -14,6 +14,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,9 @@ class Kangaroo:
     p = jax.nn.softmax(jax.lax.stop_gradient(p_logits))
     log_q = jax.nn.log_softmax(q_logits)
     accepted = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
-    return -jnp.mean(jnp.sum(p * log_q, axis=-1)), {
-        "acceptance": jnp.mean(jax.lax.stop_gradient(accepted))}
+    weights = weights_of(batch)
+    return -weighted_mean(jnp.sum(p * log_q, axis=-1), weights), {
+        "acceptance": weighted_mean(jax.lax.stop_gradient(accepted), weights)}
 
   def _logits(self, params, tokens):
     """`[B, S, V]` of the target, and of the adapter."""

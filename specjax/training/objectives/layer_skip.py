@@ -11,6 +11,8 @@ from specjax.models.transformer import Transformer
 from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 
 CURRICULA = ("rotational", "gradual", "constant")
@@ -130,7 +132,8 @@ class LayerSkip:
 
     def loss(hidden):
       out = self.model.run(params, Sublayers.between(0, 0), hidden=hidden)
-      return jnp.mean(cross_entropy(out.logits, tokens[:, 1:]))
+      return weighted_mean(
+          cross_entropy(out.logits, tokens[:, 1:]), weights_of(batch))
 
     weights = self.exit_weights(progress)
     exits = jnp.stack(self._exits(progress))

@@ -16,6 +16,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 
 
@@ -49,9 +51,14 @@ class Lookahead:
     """The loss, and each token's own as `head_<t>/train_loss`."""
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    losses = self.score(params, tokens, key, lambda k, logits, positions:
-                        jnp.mean(cross_entropy(logits, jnp.take_along_axis(
-                            tokens, positions + 1 + k, axis=1))))
+    weights = weights_of(batch)
+
+    def loss(k, logits, positions):
+      label = lambda x: jnp.take_along_axis(x, positions + k, axis=1)
+      return weighted_mean(
+          cross_entropy(logits, label(tokens[:, 1:])), label(weights))
+
+    losses = self.score(params, tokens, key, loss)
     return jnp.sum(losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 

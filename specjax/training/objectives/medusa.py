@@ -15,6 +15,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 from specjax.training.objectives.next_token import kl_divergence
 
@@ -51,20 +53,22 @@ class Medusa:
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
-    return self.loss(params, hidden, tokens, "target" in trainable)
+    return self.loss(params, hidden, tokens, weights_of(batch),
+                     "target" in trainable)
 
   def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
-           tuned: bool) -> Loss:
+           weights: jax.Array, tuned: bool) -> Loss:
     """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
 
     Args:
       params: `{"target", "drafter"}`.
       hidden: the target's.
       tokens: `[B, S + 1]`.
+      weights: `[B, S]`, of the tokens after the first.
       tuned: whether the gradient reaches `hidden`.
     """
     losses = heads_lib.head_losses(
-        self.heads, params["drafter"], hidden, tokens,
+        self.heads, params["drafter"], hidden, tokens, weights,
         lm_head(params["target"]), tuned)
     numbers = jnp.arange(1, len(losses) + 1)
     return jnp.sum(self.decay**numbers * losses), heads_lib.by_head(losses)
@@ -123,16 +127,17 @@ class MedusaJoint:
     """The loss, `lm_loss`, `heads_weight` and each head's loss."""
     del key
     params = {**frozen, **trainable}
-    tokens = batch["tokens"]
+    tokens, weights = batch["tokens"], weights_of(batch)
     output = self.model(params["target"], tokens[:, :-1])
     if self.distill:
       teacher = self.model(
           jax.lax.stop_gradient(params["teacher"]), tokens[:, :-1])
-      lm_loss = jnp.mean(kl_divergence(teacher.logits, output.logits))
+      nats = kl_divergence(teacher.logits, output.logits)
     else:
-      lm_loss = jnp.mean(cross_entropy(output.logits, tokens[:, 1:]))
+      nats = cross_entropy(output.logits, tokens[:, 1:])
+    lm_loss = weighted_mean(nats, weights)
     loss, metrics = self.medusa.loss(
-        params, output.hidden, tokens, "target" in trainable)
+        params, output.hidden, tokens, weights, "target" in trainable)
     weight = self.heads_weight(batch["progress"])
     return lm_loss + weight * loss, {
         "lm_loss": lm_loss, "heads_weight": weight, **metrics}

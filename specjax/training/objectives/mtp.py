@@ -13,6 +13,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 
 
@@ -50,18 +52,19 @@ class MTP:
     tokens = batch["tokens"]
     unrolled.check_rows(tokens, self.heads)
     seen = unrolled.read(self.model, self.heads, params, tokens[:, :-1])
-    losses = self.losses(params, seen.features, tokens)
+    losses = self.losses(params, seen.features, tokens, weights_of(batch))
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses) / jnp.sum(weights), _by_head(losses)
 
-  def losses(self, params: Params, features: jax.Array, tokens: jax.Array
-             ) -> jax.Array:
+  def losses(self, params: Params, features: jax.Array, tokens: jax.Array,
+             weights: jax.Array) -> jax.Array:
     """`[K]` nats, of the depths.
 
     Args:
       params: `{"target", "drafter"}`.
       features: `[B, S, F]`, the target's.
       tokens: `[B, S + 1]` int32.
+      weights: `[B, S]`, of the tokens after the first.
     """
     found = []
     for k, out in enumerate(unrolled.forecasts(
@@ -70,7 +73,8 @@ class MTP:
       labels = tokens[:, 1 + k:]
       logits = self.heads.logits(params["drafter"], params["target"],
                                  out.read[:, :labels.shape[1]])
-      found.append(jnp.mean(cross_entropy(logits, labels)))
+      found.append(weighted_mean(
+          cross_entropy(logits, labels), weights[:, k:]))
     return jnp.stack(found)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
@@ -111,8 +115,9 @@ class MTPJoint:
     tokens = batch["tokens"]
     unrolled.check_rows(tokens, self.mtp.heads)
     seen = unrolled.read(self.model, self.mtp.heads, params, tokens[:, :-1])
-    lm_loss = jnp.mean(cross_entropy(seen.logits, tokens[:, 1:]))
-    losses = self.mtp.losses(params, seen.features, tokens)
+    weights = weights_of(batch)
+    lm_loss = weighted_mean(cross_entropy(seen.logits, tokens[:, 1:]), weights)
+    losses = self.mtp.losses(params, seen.features, tokens, weights)
     return lm_loss + self.weight * jnp.mean(losses), {
         "lm_loss": lm_loss, **_by_head(losses)}
 

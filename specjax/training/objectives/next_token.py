@@ -9,6 +9,8 @@ import optax
 from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.types import ModelFn
 
 
@@ -27,9 +29,6 @@ def kl_divergence(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 class NextToken:
   """-mean_t log p(x_{t+1} | x_1..x_t): the target is trained on the data.
 
-  Where the batch has `weights [B, S]`, the mean is over the tokens that they
-  weigh; a batch that weighs none has loss 0.
-
   Attributes:
     model: the `ModelFn`, called without a cache.
   """
@@ -46,8 +45,4 @@ class NextToken:
     tokens = batch["tokens"]
     logits = self.model(params["target"], tokens[:, :-1]).logits
     nats = cross_entropy(logits, tokens[:, 1:])
-    if "weights" not in batch:
-      return jnp.mean(nats), {}
-    total = jnp.sum(batch["weights"])
-    return jnp.sum(batch["weights"] * nats) / jnp.where(
-        total > 0, total, 1), {}
+    return weighted_mean(nats, weights_of(batch)), {}

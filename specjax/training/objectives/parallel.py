@@ -28,6 +28,8 @@ from specjax.training.objectives.base import Batch
 from specjax.training.objectives.base import Loss
 from specjax.training.objectives.base import Params
 from specjax.training.objectives.base import Score
+from specjax.training.objectives.base import weighted_mean
+from specjax.training.objectives.base import weights_of
 from specjax.training.objectives.next_token import cross_entropy
 
 POSITION_WEIGHTS = ("decay", "dpace")
@@ -112,21 +114,24 @@ class Parallel:
     accepts along the text: the mean of sum_k prod_{i<=k} (1 - TV_i).
     """
     params, tokens = {**frozen, **trainable}, batch["tokens"]
-    found = self.blocks(params, tokens, self.draw(key, *tokens.shape))
+    anchors = self.draw(key, *tokens.shape)
+    found = self.blocks(params, tokens, anchors)
     nats = cross_entropy(found.logits, found.labels)
-    weights = self.weights(nats)
-    known = self._known(found.labels)
-    nats = jnp.where(known, nats, 0)
+    counts = _at(weights_of(batch), anchors, nats.shape[-1])
+    weights = counts * self.weights(nats)
+    known = counts * self._known(found.labels)
+    nats = jnp.where(self._known(found.labels), nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
-    mean = lambda x: jnp.sum(weights * x) / self._total(weights)
+    total = jnp.sum(
+        weights if self.position_weights == "decay" else counts)
+    mean = lambda x: jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
-    by_slot = jnp.sum(nats, axis=(0, 1)) / jnp.maximum(
-        jnp.sum(known, axis=(0, 1)), 1)
+    by_slot = jax.vmap(weighted_mean, (-1, -1))(nats, known)
     metrics = {f"head_{k}/train_loss": x for k, x in enumerate(by_slot, 1)}
-    metrics["acceptance"] = jnp.mean(accepted)
-    metrics["accepted"] = jnp.mean(
-        jnp.sum(jnp.cumprod(accepted, axis=-1), axis=-1))
+    metrics["acceptance"] = weighted_mean(accepted, counts)
+    metrics["accepted"] = weighted_mean(
+        jnp.sum(jnp.cumprod(accepted, axis=-1), axis=-1), counts[..., 0])
     if self.heads.confidence != "none":
       sure = self.heads.confidences(
           params["drafter"], found.hidden, found.before)
@@ -150,11 +155,6 @@ class Parallel:
     place = jnp.arange(nats.shape[-1])
     return jnp.broadcast_to(
         jnp.exp(-place / self.position_decay), nats.shape)
-
-  def _total(self, weights):
-    """What a sum over slots is divided by."""
-    return jnp.sum(weights) if self.position_weights == "decay" else (
-        weights.size)
 
   def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
     """`[B, n]` int32, different anchors whose block lies in the row.
@@ -188,15 +188,15 @@ class Parallel:
         anchors))
     batch, count, size, _ = hidden.shape
     at = anchors[..., None] + jnp.arange(size)
-    take = lambda places: jnp.take_along_axis(
-        tokens, places.reshape(batch, -1), axis=1).reshape(places.shape)
-    logits, before = heads.logits(target_params, hidden), take(at)
+    logits, before = heads.logits(target_params, hidden), _at(
+        tokens, anchors, size)
     if heads.markov != "none":
       logits = logits + heads.coupled(own, hidden, before)
     logits = heads.whole(logits)
     target = model.logits_at(target_params, read, at.reshape(batch, -1))
     return Blocks(
-        hidden=hidden, logits=logits, before=before, labels=take(at + 1),
+        hidden=hidden, logits=logits, before=before,
+        labels=_at(tokens[:, 1:], anchors, size),
         target=target.reshape(batch, count, size, -1))
 
   def _hidden(self, own, target_params, features, tokens, anchors):
@@ -272,3 +272,10 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
   slots = masks.blocks(anchors, size, one_document)
   return masks.visible(
       slots, masks.joined(masks.text(one_document), slots), causal=False)
+
+
+def _at(x, anchors, size):
+  """`[B, n, size]`: of each row of `x [B, S]` what is there from anchors on."""
+  at = anchors[..., None] + jnp.arange(size)
+  return jnp.take_along_axis(
+      x, at.reshape(len(x), -1), axis=1).reshape(at.shape)
