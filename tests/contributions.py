@@ -145,6 +145,12 @@ DRAFTERS = {
         Suffix, sj.verifiers.TargetWalk(), max_depth=6),
     "Suffix sampled": lambda: texts.counted(
         Suffix, sj.verifiers.Block(), max_depth=6, proposal="sampled"),
+    "Suffix tree of draws": lambda: texts.counted(
+        Suffix, sj.verifiers.Traversal(), max_depth=6, proposal="sampled",
+        parents=(-1, 0, 0, 0, 1, 1, 2, 4)),
+    "Retrieval tree of draws": lambda: texts.counted(
+        Retrieval, sj.verifiers.Traversal(), max_match=4, proposal="sampled",
+        parents=(-1, 0, 0, 1, 1)),
     "Retrieval tree": lambda: texts.counted(
         Retrieval, sj.verifiers.TargetWalk(), max_match=4, nodes=8),
     "Retrieval sampled": lambda: texts.counted(

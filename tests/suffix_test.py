@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import testing
 from specjax.data import datastores
 from specjax.drafters import continuations
+from specjax.drafters import count_trees
 from specjax.drafters import matches
 from specjax.drafters import Suffix
 
@@ -293,3 +295,54 @@ def test_bad_settings_are_refused_in_one_line():
   with pytest.raises(ValueError, match="autoregressive"):
     sj.Decoder(target=model, drafter=Suffix(gamma=2),
                verifier=sj.verifiers.GreedyBlock())
+
+
+def test_a_drawn_tree_has_the_laws_of_the_counts():
+  # Broken: a node's children are counted in the matches of another path, an
+  # elder sibling is drawn again, or what is not there is drafted.
+  rng, batch, matches, size, vocab = np.random.default_rng(0), 24, 9, 3, 6
+  following = rng.integers(vocab - 1, size=(batch, matches, size))
+  ended = rng.integers(1, 5, size=(batch, matches))
+  following[np.arange(size) >= ended[..., None]] = -1
+  alive = rng.random((batch, matches)) < 0.8
+  alive[0] = False
+  steps = rng.integers(1, size + 1, size=batch)
+  parents = (-1, 0, 0, 0, 1, 1, 2, 4)
+  tokens, probs = map(np.asarray, count_trees.draw(
+      *map(jnp.asarray, (following, alive, steps)),
+      jax.random.uniform(jax.random.key(0), (batch, 14)), parents,
+      sj.LogitsTransform(banned=(3,)), jnp.ones(batch), vocab))
+  drafted = 0
+  for b in range(batch):
+    paths, drawn = {0: ()}, {}
+    for node, parent in enumerate(parents[1:], 1):
+      law = np.zeros(vocab)
+      if parent in paths and len(paths[parent]) < steps[b]:
+        path = paths[parent]
+        for match in following[b][alive[b]]:
+          if (*match[:len(path)],) == path and match[len(path)] >= 0:
+            law[match[len(path)]] += 1
+      law[[3, *drawn.get(parent, ())]] = 0
+      np.testing.assert_allclose(
+          probs[b, node - 1], law / max(law.sum(), 1), atol=1e-6)
+      token = tokens[b, node - 1]
+      if not law.any():
+        assert token == 0
+        continue
+      assert law[token] > 0
+      drawn.setdefault(parent, []).append(token)
+      paths[node] = (*paths[parent], token)
+      drafted += 1
+  assert 20 < drafted < batch * (len(parents) - 1) - 20
+
+
+@pytest.mark.parametrize("changed,words", [
+    (dict(parents=(-1, 0)), "parents is a tree and proposal 'certain'"),
+    (dict(parents=(-1, 0, 1, 2), proposal="sampled"), "is 3 levels deep"),
+    (dict(parents=(-1, 2), proposal="sampled"), "parent of node 1 is 2"),
+    (dict(parents=(-1, 0, 0, 0), proposal="sampled"), "has 3 children and")])
+def test_trees_that_cannot_be_drawn_are_refused(changed, words):
+  # Broken: a tree is cut short in silence, or siblings are equal.
+  with pytest.raises(ValueError, match=words):
+    Suffix(gamma=2, **changed).bind(
+        testing.MarkovModel(2), sj.LogitsTransform())

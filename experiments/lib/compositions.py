@@ -3,6 +3,7 @@
   ngram           copies of the row's own text (prompt lookup)
   suffix          the most frequent continuations of its suffixes
   sampled_suffix  drawn from the counts of these continuations
+  suffix_tree     a tree that is drawn so, without replacement
   recycling       a tree of what the target found likely before
   rest            a tree of frequent continuations in a datastore
   noise           tokens of equal probability, to see what drafts cost
@@ -33,17 +34,20 @@ from specjax.models import Pretrained
 from specjax.strategies import Strategy
 
 _NODES = 16  # of trees
+_TREE = sj.trees.sequoia_tree([0.5, 0.15, 0.08], nodes=_NODES)
 _FREE = {
     "ngram": strategies.prompt_lookup,
     "suffix": strategies.suffix_decoding,
     "sampled_suffix": lambda gamma: strategies.suffix_decoding(
         gamma, proposal="sampled"),
+    "suffix_tree": lambda gamma: strategies.suffix_decoding(
+        max(sj.trees.depths(_TREE)), proposal="sampled", parents=_TREE),
     "recycling": lambda gamma: strategies.token_recycling(),
     "rest": lambda gamma: strategies.rest(nodes=_NODES, gamma=gamma),
     "noise": lambda gamma: Strategy(Noise(gamma=gamma), verifiers.Block()),
 }
-_TREES = ("recycling", "rest")
-_LOOK_UP = ("rest", "suffix", "sampled_suffix")  # in a datastore
+_TREES = ("recycling", "rest", "suffix_tree")
+_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # in a datastore
 FREE = tuple(_FREE)
 HELP = (f"{', '.join(FREE)} (which need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (a, or b where a has no draft)")

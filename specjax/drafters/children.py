@@ -36,7 +36,7 @@ def without_replacement(logits, counts, coins, transform):
   the vocabulary and a top-k of it.
   """
   first, nodes = _first_children(counts), np.arange(len(counts))
-  rest, scores = transform(logits), _allowed(logits, transform)
+  rest, scores = transform(logits), allowed(logits, transform)
   tokens, probs, places = [], [], []
   for rank in range(max(counts)):
     more = np.flatnonzero(np.array(counts)[nodes] > rank)
@@ -56,7 +56,7 @@ def without_replacement(logits, counts, coins, transform):
 def top_k(logits, counts, coins, transform):
   """The likeliest tokens, with certainty; the temperature does not matter."""
   del coins
-  best, likeliest = jax.lax.top_k(_allowed(logits, transform), max(counts))
+  best, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
@@ -73,7 +73,7 @@ def hybrid(logits, counts, coins, transform):
   any verification of this draft can reach.
   """
   nodes, ranks = _parents(counts), _ranks(counts)
-  _, likeliest = jax.lax.top_k(_allowed(logits, transform), max(counts))
+  _, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   certain = ranks < np.array(counts)[nodes] - 1
   at = (nodes[certain], likeliest[nodes[certain], ranks[certain]])
   outside = transform(logits).at[at].set(0)
@@ -103,7 +103,7 @@ def _ranks(counts):
   return np.arange(sum(counts)) - _first_children(counts)[_parents(counts)]
 
 
-def _allowed(logits, transform):
+def allowed(logits: jax.Array, transform: LogitsTransform) -> jax.Array:
   """The logits by which tokens are ranked: those of banned ones are -inf."""
   if not transform.banned:
     return logits

@@ -24,8 +24,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import fields
+from specjax import trees
 from specjax.data.datastores import Datastore
 from specjax.drafters import common
+from specjax.drafters import count_trees
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
@@ -51,6 +53,8 @@ class CountDrafter:
     gamma: S, tokens of a path, at least 1.
     proposal: "certain", the most frequent tokens, or "sampled", tokens drawn
       from the law of the counts.
+    parents: a tree to draw, see `specjax.trees`, at most gamma deep, where
+      siblings differ; it is put in breadth-first order. None: a chain.
     max_matches: K, places that are counted for a row, 1 to 4095. Each is
       compared with each, so that a drafted token costs K^2 comparisons.
     transform: of the law of the counts, whose logits are their logarithms;
@@ -61,12 +65,11 @@ class CountDrafter:
 
   gamma: int
   proposal: str = "certain"
+  parents: tuple[int, ...] | None = None
   max_matches: int = 64
   transform: LogitsTransform | None = None
   vocab_size: int | None = None
 
-  chain = True
-  iid = True
   conditional = True
   autoregressive = False  # which match counts is decided where a draft begins
 
@@ -78,6 +81,28 @@ class CountDrafter:
     if self.proposal not in _PROPOSALS:
       raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
                        f"{', '.join(_PROPOSALS)}")
+    if self.parents is None:
+      return
+    if self.proposal != "sampled":
+      raise ValueError(f"parents is a tree and proposal {self.proposal!r}; "
+                       "trees of counts are drawn: give proposal='sampled'")
+    object.__setattr__(self, "parents", trees.breadth_first(self.parents))
+    deepest = max(trees.depths(self.parents))
+    if deepest > self.gamma:
+      raise ValueError(f"parents is {deepest} levels deep and gamma is "
+                       f"{self.gamma}; give a gamma of at least that, or a "
+                       "shallower tree")
+
+  @property
+  def chain(self) -> bool:
+    return self.parents is None or self._most_children < 2
+
+  iid = chain
+
+  @property
+  def _most_children(self) -> int:
+    return int(np.bincount(np.array(self.parents[1:], np.int64),
+                           minlength=1).max())
 
   @property
   def certain(self) -> bool:
@@ -85,20 +110,27 @@ class CountDrafter:
 
   @property
   def num_nodes(self) -> int:
-    return self.gamma + 1
+    return self.gamma + 1 if self.parents is None else len(self.parents)
 
   @property
   def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma if self.proposal == "sampled" else 0
+    drawn = self.proposal == "sampled"
+    return COINS_A_DRAW * (self.num_nodes - 1) if drawn else 0
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.
 
     Raises:
-      ValueError: it was made for another vocabulary.
+      ValueError: it was made for another vocabulary, or a node of its tree has
+        more children than there are tokens.
     """
     if self.vocab_size is not None:
       common.check_target_size(self.vocab_size, target)
+    if self.parents is not None and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
     return dataclasses.replace(self, vocab_size=target.vocab_size,
                                transform=self.transform or transform)
 
@@ -129,7 +161,15 @@ class CountDrafter:
   def _drawn(self, state: DecodeState, coins: jax.Array, following: jax.Array,
              alive: jax.Array, ended: jax.Array, steps: jax.Array,
              least: float) -> Draft:
-    """Chains out of one set of matches for each row, see `draw`."""
+    """What is drawn out of one set of matches for each row.
+
+    A chain by `draw`, or a tree by `count_trees.draw`, whose paths `ended` and
+    `least` do not end.
+    """
+    if self.parents is not None:
+      return common.tree_drafts(state, self.parents, *count_trees.draw(
+          following, alive, steps, coins, self.parents, self.transform,
+          state.temperature, self.vocab_size))
     plain = dataclasses.replace(self.transform, banned=())
 
     def one(root, coins, temperature, *matches):

@@ -40,10 +40,12 @@ class Retrieval(continuations.CountDrafter):
   With `nodes`, the draft is a tree of the most frequent prefixes, for a walk of
   the target. Without, it is a chain: "certain", the most frequent next token
   again and again, or "sampled", tokens drawn from the law of the counts under
-  the row's temperature, of which block verification makes use.
+  the row's temperature, of which block verification makes use; with `parents` a
+  tree of such tokens, of which traversal verification does.
 
   What is declared, and why:
-    chain, iid: without `nodes`, where there is one child below each node.
+    chain, iid: without `nodes` and `parents`, where there is one child below
+      each node.
     conditional: the match is a function of the committed text, and so is all of
       a certain draft. A drawn token follows its row of `probs`, given those
       before it; a chain ends where no match goes on, which depends on the
@@ -53,6 +55,7 @@ class Retrieval(continuations.CountDrafter):
   Attributes:
     gamma: tokens of a path, at least 1.
     proposal: "certain" or "sampled".
+    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
     nodes: N, of a tree with its root, at least 2; None drafts a chain.
     min_match: tokens of the shortest match, at least 1.
     max_match: of the longest, at most the datastore's depth.
@@ -77,18 +80,18 @@ class Retrieval(continuations.CountDrafter):
     fields.check_at_least("nodes", self.nodes, 2)
     if self.proposal != "certain":
       raise ValueError(f"nodes is {self.nodes} and proposal "
-                       f"{self.proposal!r}; a tree is certain: leave nodes out "
-                       "for a sampled chain")
+                       f"{self.proposal!r}; such a tree is certain: leave "
+                       "nodes out, and give parents for a drawn tree")
 
   @property
   def chain(self) -> bool:
-    return self.nodes is None
+    return self.nodes is None and super().chain
 
   iid = chain
 
   @property
   def num_nodes(self) -> int:
-    return self.nodes or self.gamma + 1
+    return self.nodes or super().num_nodes
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:

@@ -78,9 +78,12 @@ class Suffix(continuations.CountDrafter):
   which no published drafter does: block verification makes use of such a q. At
   temperature 0 the two are the same, unless the likeliest child is one that the
   transform bans: "sampled" takes the next one, "certain" proposes it in vain.
+  With `parents`, "sampled" draws a tree whose siblings differ, for traversal
+  verification; its paths end where no match goes on, and not for
+  `min_token_prob`.
 
   What is declared, and why:
-    chain, iid: there is one child below each node.
+    chain, iid: there is one child below each node, without `parents`.
     conditional: which match is used, and where a certain path goes and ends, is
       a function of the committed text. A drawn token follows its row of
       `probs`, given those before it; whether there is a token k depends on the
@@ -99,6 +102,7 @@ class Suffix(continuations.CountDrafter):
   Attributes:
     gamma: tokens of a draft at most, at least 1.
     proposal: "certain" or "sampled".
+    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
     max_matches: K, see above.
     max_spec_factor: drafted tokens for each token of a match.
     max_spec_offset: drafted tokens besides.
@@ -141,7 +145,7 @@ class Suffix(continuations.CountDrafter):
 
   def propose(self, params: Any, coins: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts a chain for every row; one without a match is padding.
+    """Drafts for every row; one without a match is padding.
 
     Args:
       params: see above.

@@ -7,6 +7,7 @@ from specjax import verifiers
 from specjax.strategies.base import BLOCK
 from specjax.strategies.base import Strategy
 from specjax.strategies.base import TOKEN
+from specjax.strategies.base import TRAVERSAL
 from specjax.types import Verifier
 
 
@@ -83,12 +84,13 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
 
 
 def suffix_decoding(gamma: int, proposal: str = "certain",
-                    verifier: Verifier = BLOCK) -> Strategy:
+                    verifier: Verifier | None = None,
+                    parents: Sequence[int] | None = None) -> Strategy:
   """What followed the last tokens where they stood before, by its counts.
 
   SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
-  is not in the paper: of certain drafts all rules accept as much, and of drawn
-  ones block verification accepts most.
+  is not in the paper: of certain drafts all rules accept as much, of drawn
+  chains block verification accepts most, and of drawn trees traversal.
 
   >>> suffix_decoding(gamma=8).drafter.num_coins  # certain
   0
@@ -98,9 +100,14 @@ def suffix_decoding(gamma: int, proposal: str = "certain",
   Args:
     gamma: drafted tokens of a round, at most.
     proposal: "certain" or "sampled".
-    verifier: a rule for chains.
+    verifier: the rule; default: block for chains, traversal for trees.
+    parents: of a tree to draw, for "sampled"; None: a chain.
   """
-  return Strategy(drafters.Suffix(gamma=gamma, proposal=proposal), verifier)
+  if verifier is None:
+    verifier = BLOCK if parents is None else TRAVERSAL
+  return Strategy(drafters.Suffix(
+      gamma=gamma, proposal=proposal,
+      parents=None if parents is None else tuple(parents)), verifier)
 
 
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
