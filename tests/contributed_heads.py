@@ -36,6 +36,10 @@ PARALLEL = heads_lib.ParallelHeads(
     mlp_width=8, context_length=512, block_size=HEADS, taps=(0, 1),
     markov="plain", markov_rank=4, confidence="markov")
 
+# The laws of a block of its own convention, whatever was drawn before.
+DFLASH = {"markov": "none", "confidence": "none", "from_anchor": False,
+          "block_size": HEADS + 1}
+
 
 def acceptance_head(key, target):
   """The parameters of a stop rule for the pair's drafter."""

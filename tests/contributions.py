@@ -7,7 +7,6 @@ examples of CONTRIBUTING.md, short and correct.
 
 from contributed import CHAIN
 from contributed import Contributed
-from contributed import HEADS
 from contributed import pair
 from contributed import part_of_target
 from contributed import paths
@@ -100,6 +99,9 @@ DRAFTERS = {
     "EAGLE-1 tree of independent draws": lambda: heads.layer(
         heads_lib.Eagle1Heads, Eagle, sj.verifiers.KSeq(),
         drafts=dict(parents=UNEVEN, proposal="iid")),
+    "EAGLE tree of the likeliest": lambda: heads.layer(
+        heads_lib.Eagle1Heads, Eagle, sj.verifiers.TargetWalk(),
+        drafts=dict(parents=UNEVEN, proposal="top_k")),
     "EAGLE-2 tree": lambda: heads.layer(
         heads_lib.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
         drafts=dict(depth=3, top_k=2, num_nodes=7)),
@@ -111,6 +113,11 @@ DRAFTERS = {
     "MTP modules, a tree": lambda: heads.layer(
         heads_lib.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
         drafts=dict(parents=UNEVEN)),
+    "MTP, one module used again": lambda: heads.layer(
+        heads_lib.MTPHeads, EagleChain, sj.verifiers.Block(), reuse=True,
+        drafts=dict(gamma=3)),
+    "layers beside the last one": lambda: heads.layer(
+        heads_lib.ParallelLayers, MTP, sj.verifiers.Block()),
     "Lookahead as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
     "Lookahead folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
@@ -118,14 +125,20 @@ DRAFTERS = {
         Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
         stop=stop_rules.Threshold(threshold=0.4),
         controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
+    "Parallel chain, DSpark's": lambda: heads.parallel(
+        Parallel, sj.verifiers.Block(), {}, parents=CHAIN),
+    "Parallel chain, DFlash's": lambda: heads.parallel(
+        Parallel, sj.verifiers.Block(), heads.DFLASH, parents=CHAIN),
+    "Parallel tree of independent draws": lambda: heads.parallel(
+        Parallel, sj.verifiers.KSeq(), {"markov": "gated"}, parents=UNEVEN),
     "Parallel without_replacement": lambda: heads.parallel(
         Parallel, sj.verifiers.Traversal(), {"markov": "rnn", "ids": (
             0, 2, 3)}, parents=UNEVEN,
         proposal="without_replacement"),
     "ParallelTree": lambda: heads.parallel(
-        ParallelTree, sj.verifiers.TargetWalk(), {
-            "markov": "none", "confidence": "none", "from_anchor": False,
-            "block_size": HEADS + 1}, num_nodes=8),
+        ParallelTree, sj.verifiers.TargetWalk(), heads.DFLASH, num_nodes=8),
+    "ParallelTree of a Markov head": lambda: heads.parallel(
+        ParallelTree, sj.verifiers.TargetWalk(), {}, num_nodes=8, top_k=2),
     "TokenIntersection": texts.token_intersection,
     "StringMatch": texts.string_match,
     "NGram": lambda: Contributed(

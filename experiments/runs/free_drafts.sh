@@ -29,6 +29,9 @@ python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
 python experiments/controller_study.py --target=smollm2 --drafter=noise \
   --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=192 \
   --batches=16 --output_dir=results/controller/smollm2
+python experiments/controller_study.py --target=smollm2 --chat \
+  --drafter=ngram --prompts=rename,summarise --batch=1 --lengths=2,4,8 \
+  --output_dir=results/controller/smollm2_ngram
 python experiments/controller_study.py --batches=20 \
   --output_dir=results/controller/bundled
 python experiments/controller_study.py --drafter=small --batch=4 --batches=60 \

@@ -12,6 +12,12 @@ Every query and key is an *element*: it has read the true text up to its
   DFlash, DSpark       a block is (anchor first - 1, depths 1..size), and its
                        slots see each other in both directions
 
+The objective `Parallel` takes its mask from here. `Eagle3` has no mask to
+build, for each step goes over the whole row (`FeatureHeads.step` with `keys`);
+tests show what this rule makes of its steps, of PARD's copies and of P-EAGLE's
+depths. Rows of several documents are for objectives of your own: those of
+specjax train on rows of one text each.
+
 EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
 DFlash (arXiv:2602.06036). Everything here is of one row: `jax.vmap` for more.
 """

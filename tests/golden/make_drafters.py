@@ -14,8 +14,10 @@ Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
 computed in float32. The weights are numbers that float16 holds.
 
-No public code here has DeepSeek-V3's module; the case of its names is computed
-by the layer of speculators, which is the same but for what is fed back.
+No public code here has DeepSeek-V3's module; the cases of its names are
+computed by the layer of speculators, which is the same. A step is fed what the
+head read at the one before, as vLLM, SGLang and Megatron-LM do
+(`multi_token_prediction.py`).
 """
 
 import ast
@@ -427,9 +429,8 @@ _QWEN_NEXT = {
     "hidden_layernorm": "mtp.pre_fc_norm_hidden", "final_layernorm": "mtp.norm"}
 
 
-@torch.no_grad()
-def _mtp(public, kind):
-  """A module for multi-token prediction, with the names of three makers."""
+def _mtp_model(public, seed=50):
+  """A module of speculators, its configuration, and that of the layer."""
   _speculators(public)
   from speculators.models.mtp import MTPSpeculatorConfig
   from speculators.models.mtp.core import MTPDraftModel
@@ -437,10 +438,14 @@ def _mtp(public, kind):
   del plain["num_target_layers"]
   config = MTPSpeculatorConfig(**_speculators_config(
       transformers.Qwen3Config(**plain, attn_implementation="eager"), "mtp"))
-  model = _randomise(MTPDraftModel(config), 50)
+  return _randomise(MTPDraftModel(config), seed), config, plain
+
+
+def _mtp_run(model):
+  """What a module's head reads, at the next tokens."""
   [layer], made = model.mtp_layers, []
   layer.final_layernorm.register_forward_hook(
-      lambda _, given, normed: made.append((given[0], normed)))
+      lambda _, given, normed: made.append(normed))
 
   def run(states, tokens, past):
     past = DynamicCache() if past is None else past
@@ -451,37 +456,131 @@ def _mtp(public, kind):
           attention_mask=hidden[None, None] if rows > 1 else None,
           position_ids=at, position_embeddings=model.rotary_emb(states, at),
           past_key_values=past)
-    return made[-1][kind != "deepseek"], past
+    return made[-1], past
 
+  return run
+
+
+def _in_deepseek(models, plain):
+  """Configuration and weights of a target's files with these modules."""
+  weights = {"model.norm.weight": torch.ones(_WIDTH)}
+  for i, model in enumerate(models, _LAYERS):
+    for name, x in model.mtp_layers[0].state_dict().items():
+      module, _, rest = name.partition(".")
+      weights[f"model.layers.{i}.{_DEEPSEEK.get(module, module)}.{rest}"] = x
+    weights |= {f"model.layers.{i}.{name}.weight": module.weight
+                for name, module in (
+                    ("embed_tokens", models[0].embed_tokens),
+                    ("shared_head.head", models[0].lm_head))}
+  return _mtp_target(plain, len(models)), weights
+
+
+def _mtp_target(plain, modules):
+  return plain | dict(
+      num_hidden_layers=_LAYERS, num_nextn_predict_layers=modules,
+      layer_types=["full_attention"] * _LAYERS)
+
+
+@torch.no_grad()
+def _mtp(public, kind):
+  """A module for multi-token prediction, with the names of three makers."""
+  model, config, plain = _mtp_model(public)
   features, tokens = _draw(51, _ROWS, _WIDTH), _tokens(52, _ROWS + _STEPS)
-  hidden = _steps(run, features, tokens)
-  logits = torch.cat([model.lm_head(normed[0]) for _, normed in made])
-  weights, names = {}, {"deepseek": _DEEPSEEK, "qwen": _QWEN_NEXT}.get(kind)
-  for name, x in layer.state_dict().items():
-    module, _, rest = name.partition(".")
-    if kind == "deepseek":
-      name = f"model.layers.{_LAYERS}.{names.get(module, module)}.{rest}"
-    elif kind == "qwen":
-      name = (f"{names[module]}.{rest}" if module in names
-              else f"mtp.layers.0.{name}")
-    else:
-      name = f"mtp_layers.0.{name}"
-    weights[name] = x
-  whole = plain | dict(num_hidden_layers=_LAYERS, num_nextn_predict_layers=1,
-                       layer_types=["full_attention"] * _LAYERS)
+  hidden = _steps(_mtp_run(model), features, tokens)
+  state = model.mtp_layers[0].state_dict()
   if kind == "deepseek":
-    copies = {"embed_tokens": model.embed_tokens, "shared_head.head": (
-        model.lm_head)}
-    weights |= {f"model.layers.{_LAYERS}.{name}.weight": module.weight
-                for name, module in copies.items()}
-  if kind != "speculators":  # modules lie in the target's own files
-    weights["model.norm.weight"] = torch.ones(_WIDTH)
-  config = json.loads(config.to_json_string()) if kind == "speculators" else (
-      whole)
+    config, weights = _in_deepseek([model], plain)
+  elif kind == "qwen":
+    weights = {"model.norm.weight": torch.ones(_WIDTH)}
+    for name, x in state.items():
+      module, _, rest = name.partition(".")
+      weights[f"{_QWEN_NEXT[module]}.{rest}" if module in _QWEN_NEXT
+              else f"mtp.layers.0.{name}"] = x
+    config = _mtp_target(plain, 1)
+  else:
+    weights = {f"mtp_layers.0.{name}": x for name, x in state.items()}
+    config = json.loads(config.to_json_string())
   return config, weights, dict(
-      features=features, tokens=tokens, hidden=hidden, logits=logits,
-      embedding=_embedding(53, model), head=model.lm_head.weight), (
-          "model.safetensors")
+      features=features, tokens=tokens, hidden=hidden,
+      logits=model.lm_head(hidden), embedding=_embedding(53, model),
+      head=model.lm_head.weight), "model.safetensors"
+
+
+@torch.no_grad()
+def _mtp_chained(public):
+  """Two modules of DeepSeek's; the second is fed what the first's head read."""
+  made = [_mtp_model(public, seed) for seed in (50, 54)]
+  models, plain = [model for model, *_ in made], made[0][2]
+  features, tokens = _draw(55, _ROWS, _WIDTH), _tokens(56, _ROWS + 1)
+  hidden, every = features[None], []
+  for k, model in enumerate(models):
+    model.embed_tokens.weight.copy_(models[0].embed_tokens.weight)
+    hidden, _ = _mtp_run(model)(hidden, tokens[None, k:k + _ROWS], None)
+    every.append(hidden[0])
+  config, weights = _in_deepseek(models, plain)
+  hidden = torch.stack(every)
+  return config, weights, dict(
+      features=features, tokens=tokens, hidden=hidden,
+      logits=models[0].lm_head(hidden), embedding=_embedding(53, models[0]),
+      head=models[0].lm_head.weight), "model.safetensors"
+
+
+@torch.no_grad()
+def _speculators_block(public, kind):
+  """DFlash over the whole vocabulary and DSpark over a part of it.
+
+  The block is that of one anchor, which sees what is before it; speculators
+  has no code that decodes, so that DSpark's tokens are those of the text.
+  """
+  _speculators(public)
+  core = importlib.import_module(f"speculators.models.{kind}.core")
+  anchored = importlib.import_module("speculators.models.dflash.core")
+  spark, size = kind == "dspark", 5
+  layer = _QWEN.copy()
+  del layer["num_target_layers"]
+  more = dict(draft_vocab_size=len(_USED), markov_rank=4) if spark else dict(
+      draft_vocab_size=_VOCAB)
+  [make] = [x for x in vars(core).values() if getattr(
+      x, "__name__", "") == ("DSparkDraftModel" if spark else
+                             "DFlashDraftModel")]
+  config = make.config_class(**_speculators_config(
+      transformers.Qwen3Config(**layer, attn_implementation="eager"), kind),
+      block_size=size, mask_token_id=40, aux_hidden_state_layer_ids=[2, 6, 9],
+      **more)
+  model = _randomise(make(config), 75)
+  head, used = _draw(76, _VOCAB, _WIDTH), range(_VOCAB)
+  if spark:
+    d2t, t2d = _offsets()
+    model.load_vocab_mappings(t2d, d2t)
+    used = _USED
+  model.lm_head.weight.copy_(head[torch.tensor(list(used))])
+  anchored.select_anchors = lambda *_: (
+      torch.tensor([_ROWS]), torch.tensor([True]))
+  total = _ROWS + 2 * size
+  features, tokens = _draw(77, total, 3 * _WIDTH), _tokens(78, total)
+  given = dict(
+      hidden_states=features[None], input_ids=tokens[None],
+      loss_mask=torch.ones(1, total), max_anchors=1,
+      verifier_last_hidden_states=torch.zeros(1, total, _WIDTH),
+      document_ids=torch.zeros(1, total, dtype=torch.long))
+  hidden, base, *_ = model._backbone_forward(**given)
+  expected = dict(
+      features=features[:_ROWS], anchor=tokens[_ROWS:_ROWS + 1],
+      hidden=hidden[0], logits=base[0], embedding=_embedding(79, model),
+      head=head)
+  if spark:
+    seen = []
+    core.compute_metrics = lambda logits, targets, confidence, *_, **__: (
+        seen.append((logits, confidence)), {})
+    model(**given)
+    [(logits, confidence)] = seen
+    expected |= dict(
+        base=base[0], logits=logits[0], confidence=confidence[0],
+        drafted=tokens[_ROWS + 1:_ROWS + 1 + size])
+  weights = {name: x for name, x in model.state_dict().items()
+             if not name.startswith("verifier_")}
+  return json.loads(config.to_json_string()), weights, expected, (
+      "model.safetensors")
 
 
 @torch.no_grad()
@@ -568,10 +667,13 @@ CASES = {
     "mtp_deepseek": lambda public: _mtp(public, "deepseek"),
     "mtp_qwen": lambda public: _mtp(public, "qwen"),
     "mtp_speculators": lambda public: _mtp(public, "speculators"),
+    "mtp_chained": _mtp_chained,
     "dflash": _dflash,
+    "dflash_speculators": lambda public: _speculators_block(public, "dflash"),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),
     "dspark_rnn": lambda public: _dspark(public, "rnn"),
+    "dspark_speculators": lambda public: _speculators_block(public, "dspark"),
 }
 
 

@@ -39,8 +39,9 @@ class Option:
 
 # Of every method whose layers read the target's hidden states.
 TAPS = Option(
-    "taps", "", "eagle3, parallel: the target's hidden states that are read, "
-    "such as 2,4,final; default: three, from low to high")
+    "taps", "", "eagle3, mtp, parallel: the target's hidden states that are "
+    "read, such as 2,4,final; default: three, from low to high, and what the "
+    "last layer returns for mtp")
 MLP_WIDTH = Option(
     "mlp_width", 512, "eagle1, eagle3, mtp, parallel: inner width of a layer's "
     "MLP")

@@ -21,6 +21,9 @@ from specjax.training.methods.base import suited
 from specjax.training.methods.base import TAPS
 from specjax.types import Verifier
 
+_FEED_NORMED = Option(
+    "feed_normed", False, "eagle3, mtp: a step is fed what the head read at "
+    "the one before, after the norm (EAGLE-3.1, published MTP modules)")
 _TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
 _DRAWN = 4  # children of an expanded node, where they are drawn
 
@@ -92,9 +95,7 @@ EAGLE_3 = dataclasses.replace(
             model=target, heads=heads, decay=step_decay, normalizer=normalizer,
             drop_outside=drop_outside),
     measure=lambda target, heads: objectives.Eagle3(model=target, heads=heads),
-    head_options=(MLP_WIDTH, TAPS, Option(
-        "feed_normed", False, "eagle3: a step is fed what the head read at the "
-        "one before, after the norm (EAGLE-3.1)")),
+    head_options=(MLP_WIDTH, TAPS, _FEED_NORMED),
     options=(
         Option("step_decay", 0.8, "eagle3: weight of a step over the one "
                "before"),
@@ -109,7 +110,7 @@ MTP = dataclasses.replace(
         model=target, heads=heads, decay=depth_decay),
     measure=lambda target, heads: objectives.MTP(model=target, heads=heads),
     head_options=(
-        MLP_WIDTH,
+        MLP_WIDTH, TAPS, _FEED_NORMED,
         Option("reuse", False, "mtp: one module, used again on its own output "
                "(FastMTP), not one for every token"),
         Option("chained", True, "mtp: a module reads the one before, not the "

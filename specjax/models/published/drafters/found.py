@@ -97,6 +97,14 @@ class Found:
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
     return fields
 
+  def target_config(self, keys: Keys) -> None:
+    """Looks at the keys of a configuration that are the target's.
+
+    Raises:
+      ValueError: it is of an architecture that specjax does not have.
+    """
+    keys.choice("model_type", ARCHITECTURES).read(keys)
+
   def check(self, name: str, value: int, wanted: int) -> None:
     """Raises a `ValueError` where a size is not the target's."""
     if value != wanted:

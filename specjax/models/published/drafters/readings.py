@@ -28,6 +28,10 @@ _MARKOV = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
 
 def medusa(found: Found) -> Heads:
   """Heads on the last hidden state; some uploaded configurations say 2 of 5."""
+  keys = found.keys()
+  if keys("model_type"):  # the target's configuration, which has the others
+    found.target_config(keys)
+  keys.refuse_others()
   blocks = found.count(r"0\.(\d+)\.linear\.")
   if not blocks:
     found.shape("0.0.linear.weight")
@@ -229,39 +233,41 @@ def _steps(keys):
 def mtp_deepseek(found: Found) -> Heads:
   """Modules after the target's layers, each with copies of its matrices.
 
-  Serving feeds the first one what the target's head reads. One module is used
-  again on its own output. More of them are chained, as DeepSeek trains them;
-  where each reads the target's state (MiMo-V2), set `chained=False` with
-  `dataclasses.replace`.
+  The first one reads what the target's head reads, after the final norm, and
+  each further step what the module's own head read, as vLLM, SGLang and
+  Megatron do. One module is used again on its own output. More of them are
+  chained, as DeepSeek trains them; where each reads the target's state
+  (MiMo-V2), set `chained=False` with `dataclasses.replace`.
   """
   first = found.target.config.layers
   modules = found.count(r"model\.layers\.(\d+)\.") - first
   for i in range(first, first + modules):
     for name, part in MTP_DEEPSEEK_COPIES.items():
       found.copy(name.format(i=i), part)
-  return _mtp_of_target(found, modules, False)
+  return _mtp_of_target(found, modules)
 
 
 def mtp_qwen(found: Found) -> Heads:
-  """The module beside a Qwen3-Next; its next step reads its normed state."""
+  """The module in the files of a Qwen, which reads as DeepSeek's does."""
   modules = found.count(r"mtp\.layers\.(\d+)\.")
   if modules != 1:
     found.fail(f"has {modules} modules with one final norm; specjax reads one "
                "such module")
-  return _mtp_of_target(found, modules, True)
+  return _mtp_of_target(found, modules)
 
 
-def _mtp_of_target(found, modules, normed):
+def _mtp_of_target(found, modules):
   """Modules made as the target is, whose configuration has all other keys."""
   keys, config = found.keys(), found.target.config
   if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
     found.fail("has attention with an output gate, which specjax does not "
                "have; take a drafter without it")
   fields = found.layer(keys)
+  keys.refuse_others()
   found.check("width", fields["width"], config.width)
   return heads_lib.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
-      reuse=modules == 1, feed_normed=normed))
+      reuse=modules == 1, feed_normed=True))
 
 
 def mtp_speculators(found: Found) -> Heads:
