@@ -141,6 +141,7 @@ class FeatureModule(nn.Module):
         x = layers.Linear((c.width,), c.fusion_bias, name="fusion")(both)
     if read is None and not c.attention_norm:
       read = x
-    x, cache = layers.decoder_layer(c, 0, x, positions, visible, cache, read)
+    turns = layers.Turns.of(c, positions, x.dtype)
+    x, cache = layers.decoder_layer(c, 0, x, turns, visible, cache, read)
     out = layers.Norm(c, name="final_norm")(x) if c.final_norm == "own" else x
     return x, out, cache

@@ -6,6 +6,8 @@
 
 import math
 from typing import Any
+from typing import NamedTuple
+from typing import Self
 
 from flax import linen as nn
 import jax
@@ -89,6 +91,36 @@ class Norm(nn.Module):
     return (out + bias.astype(wide.dtype)).astype(dtype)
 
 
+class Turns(NamedTuple):
+  """What the layers of a pass turn queries and keys by.
+
+  Attributes:
+    whole: `[2, B, S, half]`, of layers that see the whole text, see
+      `rotary.cosines_and_sines`; None where positions are not rotary.
+    window: of the layers with a window.
+  """
+
+  whole: jax.Array | None
+  window: jax.Array | None
+
+  @classmethod
+  def of(cls, config: TransformerConfig, positions: jax.Array, dtype: Any
+         ) -> Self:
+    """Those of tokens at `positions [B, S]`, in `dtype` or float32."""
+    c, wide = config, jnp.promote_types(dtype, jnp.float32)
+    if not c.rotated:
+      return cls(None, None)
+
+    def turns(theta, scaling):
+      return rotary.cosines_and_sines(
+          positions, rotary.frequencies(c.rotated, theta, scaling),
+          scaling.attention_factor if scaling else 1.0, wide)
+
+    whole = turns(c.rope_theta, c.rope_scaling)
+    return cls(whole, whole if c.local_rope_theta is None else
+               turns(c.local_rope_theta, None))
+
+
 class Attention(nn.Module):
   """Query, key and value are one product with a kernel `[D, K, G + 2, H]`.
 
@@ -101,7 +133,7 @@ class Attention(nn.Module):
   slot: int | None = None  # the layer of the cache; None: the same number
 
   @nn.compact
-  def __call__(self, x, positions, ancestors, cache):
+  def __call__(self, x, turns, ancestors, cache):
     c, window = self.config, self.config.window(self.layer)
     slot = self.layer if self.slot is None else self.slot
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
@@ -113,8 +145,9 @@ class Attention(nn.Module):
       query, key = (
           self._normed(name, part)
           for name, part in (("query_norm", query), ("key_norm", key)))
-    if c.rotated:
-      query, key = (self._rotated(part, positions) for part in (query, key))
+    turn = turns.window if window else turns.whole
+    if turn is not None:
+      query, key = (rotary.rotate(part, turn) for part in (query, key))
     if c.query_scale is not None:
       # In float32 at least: bfloat16 would round the factor itself.
       wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
@@ -140,15 +173,6 @@ class Attention(nn.Module):
       return norm(x)
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-  def _rotated(self, x, positions):
-    c = self.config
-    theta, scaling = c.rope_theta, c.rope_scaling
-    if c.window(self.layer) and c.local_rope_theta is not None:
-      theta, scaling = c.local_rope_theta, None
-    return rotary.rotate(
-        x, positions, rotary.frequencies(c.rotated, theta, scaling),
-        scaling.attention_factor if scaling else 1.0)
-
 
 class MLP(nn.Module):
   """Gate and up are one product with a kernel `[D, 2, F]`."""
@@ -169,7 +193,7 @@ class MLP(nn.Module):
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
-                  positions: jax.Array, ancestors: jax.Array, cache: Any,
+                  turns: Turns, ancestors: jax.Array, cache: Any,
                   read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
@@ -181,7 +205,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     config: of the decoder.
     i: which of its layers.
     x: `[B, S, D]`, the residual stream before it.
-    positions: `[B, S]` int32.
+    turns: of the pass.
     ancestors: as `Cache.attend` takes them.
     cache: a `Cache` of the decoder's layers; None: the tokens have no past.
     read: `[B, S, ...]`, what attention reads in place of the stream, normed if
@@ -208,7 +232,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
       read = norm(c.pre_norm, f"attention_norm_{i}", x)
     slot = sublayers and sublayers.slot(i)
     out, cache = Attention(c, i, slot, name=f"attention_{i}")(
-        read, positions, ancestors, cache)
+        read, turns, ancestors, cache)
     out = kept(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out
