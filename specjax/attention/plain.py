@@ -145,7 +145,10 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
   capacity = k.shape[2]
   room = block_k.shape[2] if table is None and size < _PROMPT else 0
-  blocks = [x.swapaxes(1, 2) for x in (block_k, block_v)]  # as layers make them
+  # As layers make them, and with no axis of size 1, for which XLA might choose
+  # an order of its own in each place where it is used.
+  form = block_k.swapaxes(1, 2).shape
+  blocks = [x.swapaxes(1, 2).reshape(batch, -1) for x in (block_k, block_v)]
 
   def over(bucket):
     def attention(rows, k, v, table, lengths, positions, block_k, block_v,
@@ -154,8 +157,9 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       joined = bucket < capacity and room > 0
       # Without the barrier XLA takes the transposition out of the branch, and
       # what was part of the join is then two copies of each.
-      block_k, block_v = (jax.lax.optimization_barrier(x).swapaxes(1, 2)
-                          for x in (block_k, block_v))
+      block_k, block_v = (
+          jax.lax.optimization_barrier(x).reshape(form).swapaxes(1, 2)
+          for x in (block_k, block_v))
       slots = max(bucket - room, 0) if joined else bucket
       k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
       # One mask over both: no row has a length beyond the slots.
