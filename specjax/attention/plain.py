@@ -71,7 +71,8 @@ def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
   """The first slots of every row, default all: `[B, H, slots, D]`.
 
   Args:
-    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
+    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given; of a
+      lone row `[H, C, D]`.
     table: `[B, C / T]` int32, the pages of each row, or None.
     lengths: `[B]` int32, slots that count. In pages those after them are set to
       0: a row that had the page before may have left a NaN there, and a weight
@@ -79,7 +80,7 @@ def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
     slots: how many.
   """
   if table is None:
-    return cache[:, :, :slots]
+    return cache[..., :slots, :]
   size = cache.shape[2]
   pages = cache[table if slots is None else table[:, :-(-slots // size)]]
   rows, count, heads, _, dim = pages.shape
@@ -146,21 +147,25 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   capacity = k.shape[2]
   room = block_k.shape[2] if table is None and size < _PROMPT else 0
   # As layers make them, and with no axis of size 1, for which XLA might choose
-  # an order of its own in each place where it is used.
-  form = block_k.swapaxes(1, 2).shape
+  # an order of its own in each place where it is used. For one it copies the
+  # slots of a lone row twice.
+  lone = batch == 1 and table is None
+  form = block_k.swapaxes(1, 2).shape[lone:]
   blocks = [x.swapaxes(1, 2).reshape(batch, -1) for x in (block_k, block_v)]
+  if lone:
+    rows, k, v = rows[0], k[0], v[0]
 
   def over(bucket):
     def attention(rows, k, v, table, lengths, positions, block_k, block_v,
                   visible):
       # All slots are read where they lie: to join a block would copy them.
-      joined = bucket < capacity and room > 0
+      joined = 0 < room <= bucket < capacity
       # Without the barrier XLA takes the transposition out of the branch, and
       # what was part of the join is then two copies of each.
       block_k, block_v = (
-          jax.lax.optimization_barrier(x).reshape(form).swapaxes(1, 2)
+          jax.lax.optimization_barrier(x).reshape(form).swapaxes(-3, -2)
           for x in (block_k, block_v))
-      slots = max(bucket - room, 0) if joined else bucket
+      slots = bucket - room if joined else bucket
       k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
       # One mask over both: no row has a length beyond the slots.
       slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
@@ -171,21 +176,22 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
       keys, values = (k, block_k), (v, block_v)
       if joined:  # into the last slots of the copy, which no row has in use
         keys, values = (
-            [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=2)]
+            [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=-2)]
             for x in (keys, values))
       scores = jnp.concatenate(
-          [product("bhqd,bhtd->bhqt", rows, x) for x in keys], axis=-1)
+          [product("...qd,...td->...qt", rows, x) for x in keys], axis=-1)
       scores = scores.reshape(batch, heads, count // size, size, -1)
       if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
       scores = jnp.where(seen[:, None, None], scores, MASKED)
       weights = jax.nn.softmax(scores).astype(v.dtype)
-      weights = weights.reshape(batch, heads, count, -1)
+      weights = weights.reshape(*rows.shape[:-1], -1)
       weights = jnp.split(weights, [] if joined else [slots], axis=-1)
-      first, *more = [product("bhqt,bhtd->bhqd", *one)
+      first, *more = [product("...qt,...td->...qd", *one)
                       for one in zip(weights, values)]
+      out = sum(more, first).reshape(batch, heads, count, -1)
       # Here and not after the switch, whose result would be copied once more.
-      return unfolded(sum(more, first), size)
+      return unfolded(out, size)
 
     return attention
 
@@ -196,7 +202,7 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 def _switch(over, size, query, k, v, table, lengths, *more, room=0):
   """`over(slots)(...)` of the fewest slots that hold the longest row and room.
   """
-  capacity = k.shape[2] * (1 if table is None else table.shape[1])
+  capacity = k.shape[-2] * (1 if table is None else table.shape[1])
   buckets = _buckets(capacity, size)
   longest = jnp.max(lengths) + room
   index = sum(((longest > b).astype(jnp.int32) for b in buckets[:-1]),
