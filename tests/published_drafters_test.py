@@ -22,6 +22,7 @@ import specjax as sj
 from specjax.models import export_drafter
 from specjax.models import load_drafter
 from specjax.models.published.drafters import drafter_layout
+from specjax.models.published.drafters import hosts
 from specjax.models.published.drafters import LAYOUTS
 
 sys.path.append(str(ROOT / "experiments"))
@@ -415,30 +416,87 @@ def test_a_drafter_in_the_files_of_its_target(layout, target, tmp_path):
     assert mine == theirs
 
 
-def test_a_drafter_beside_the_shards_of_its_target(target, tmp_path):
-  # Broken: the index does not name the drafter's file, or forgets another.
-  model, own = target
-  sj.models.export_pretrained(tmp_path, model, own)
-  names = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
-  index = tmp_path / "model.safetensors.index.json"
+def _in_shards(directory):
+  """Names the weights of a model as if they were the first of its shards."""
+  names = safetensors.numpy.load_file(directory / "model.safetensors")
+  (directory / "model.safetensors").rename(directory / "first.safetensors")
+  index = directory / "model.safetensors.index.json"
   index.write_text(json.dumps({"weight_map": dict.fromkeys(
       names, "first.safetensors")}))
-  heads, params = _loaded("mtp_deepseek")
-  for _ in range(2):
-    export_drafter(tmp_path, heads, params, model, layout="mtp of deepseek")
-    again, read = load_drafter(tmp_path, model, own, dtype=jnp.float32)
-    assert again == heads
-    jax.tree.map(np.testing.assert_array_equal, read, params)
+  return index
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_drafter_takes_the_place_of_another(target, tmp_path, sharded):
+  # Broken: a module or a head of the earlier drafter is left and is read as one
+  # of the new one, another layout's goes with it, or the target is lost.
+  model, own = target
+  sj.models.export_pretrained(tmp_path, model, own)
+  if sharded:
+    _in_shards(tmp_path)
+  for name, layout in (
+      ("medusa", "medusa in its target"), ("mtp_chained", "mtp of deepseek"),
+      ("mtp_deepseek", "mtp of deepseek"), ("mtp_chained", "mtp of deepseek")):
+    heads, params = _loaded(name)
+    export_drafter(tmp_path, heads, params, model, layout=layout)
+    for kept in {"medusa in its target": "medusa", layout: name}.items():
+      want = _loaded(kept[1])
+      again, read = load_drafter(tmp_path, model, own, layout=kept[0],
+                                 dtype=jnp.float32)
+      assert again == want[0]
+      jax.tree.map(np.testing.assert_array_equal, read, want[1])
     found = sj.models.load_pretrained(tmp_path, dtype=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, found.params, own)
+  assert len([*tmp_path.glob("*.safetensors")]) == (3 if sharded else 1)
+
+
+def test_a_drafter_that_is_not_written_whole(target, tmp_path, monkeypatch):
+  # Broken: a run that is killed while it writes leaves a target that cannot be
+  # read, or an index that names half a drafter.
+  model, own = target
+  sj.models.export_pretrained(tmp_path, model, own)
+  index = _in_shards(tmp_path)
+  heads, params = _loaded("mtp_deepseek")
+  write = lambda name: export_drafter(
+      tmp_path, *_loaded(name), model, layout="mtp of deepseek")
+  write("mtp_deepseek")
+  whole = hosts.write_json
+
+  def killed(path, *args, **options):
+    if path == index:
+      raise KeyboardInterrupt
+    whole(path, *args, **options)
+
+  monkeypatch.setattr(hosts, "write_json", killed)
+  with pytest.raises(KeyboardInterrupt):
+    write("mtp_chained")
+  again, read = load_drafter(tmp_path, model, own, dtype=jnp.float32)
+  assert again == heads
+  jax.tree.map(np.testing.assert_array_equal, read, params)
+  found = sj.models.load_pretrained(tmp_path, dtype=jnp.float32)
+  jax.tree.map(np.testing.assert_array_equal, found.params, own)
+  monkeypatch.undo()
   # One that came with its target is not replaced within a shard.
-  (tmp_path / "model-drafter.safetensors").rename(tmp_path / "second")
-  text = index.read_text().replace("model-drafter.safetensors", "second")
-  index.write_text(text)
-  with pytest.raises(ValueError, match="in second, of a drafter that it came"):
-    export_drafter(tmp_path, heads, params, model, layout="mtp of deepseek")
+  held = [safetensors.numpy.load_file(tmp_path / name)
+          for name in ("first.safetensors", "model-drafter-1.safetensors")]
+  safetensors.numpy.save_file(held[0] | held[1], tmp_path / "first.safetensors")
+  index.write_text(text := json.dumps({"weight_map": dict.fromkeys(
+      held[0] | held[1], "first.safetensors")}))
+  with pytest.raises(ValueError, match="in first.safetensors, of a drafter th"):
+    write("mtp_chained")
   assert index.read_text() == text
+
+
+def test_a_drafter_in_the_files_of_another_target(target, tmp_path):
+  # Broken: the layers of a deeper target are overwritten by a module.
+  model, own = target
+  deeper = sj.models.Transformer(dataclasses.replace(model.config, layers=13))
+  sj.models.export_pretrained(tmp_path, deeper, deeper.init(jax.random.key(0)))
+  before = (tmp_path / "model.safetensors").read_bytes()
+  for layout, name in _IN_TARGET.items():
+    with pytest.raises(ValueError, match="has layers 13 and the target 12"):
+      export_drafter(tmp_path, *_loaded(name), model, layout=layout)
+  assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
 def test_all_layouts_are_known(tmp_path):

@@ -174,7 +174,7 @@ def _medusa(public, layers, full):
   if full:
     config = _LLAMA | dict(
         architectures=["MedusaLlamaForCausalLM"], medusa_num_heads=5,
-        medusa_num_layers=layers)
+        medusa_num_layers=layers, num_hidden_layers=_LAYERS)
     weights = {f"medusa_head.{name}": x for name, x in weights.items()}
     weights["model.embed_tokens.weight"] = _embedding(3)
   return config, weights, dict(hidden=hidden, logits=logits), (

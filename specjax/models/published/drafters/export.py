@@ -14,6 +14,7 @@ from specjax.models.heads import Heads
 from specjax.models.published.drafters.found import Found
 from specjax.models.published.drafters.hosts import Host
 from specjax.models.published.drafters.layouts import LAYOUTS
+from specjax.models.published.drafters.load import names_of
 from specjax.models.published.drafters.load import places
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
@@ -36,7 +37,8 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 
   Drafters of some layouts lie in the files of their target. These are written
   where they are asked for by name, into the directory in which
-  `export_pretrained` has written the target.
+  `export_pretrained` has written the target. What was there of another drafter
+  in this layout goes.
 
   Args:
     directory: created if needed, or the target's, see above.
@@ -52,7 +54,8 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 
   Raises:
     ValueError: no layout, or not the one that is asked for, holds these heads,
-      `dtype` does not hold their weights, or the target is not there.
+      `dtype` does not hold their weights, or the target is not there, or
+      another one is.
   """
   if layout is not None and layout not in LAYOUTS:
     raise ValueError(f"layout is {layout!r}; it must be one of "
@@ -90,7 +93,8 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
                              (x.read() for x in copies.values()))
     if host is not None:
       host.write(config, {record.prefix + key: x
-                          for key, x in tensors.items()}, arrays)
+                          for key, x in tensors.items()}, arrays,
+                 replaces=names_of(record, host.tensors, target))
       return name
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(

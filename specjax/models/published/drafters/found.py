@@ -97,13 +97,19 @@ class Found:
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
     return fields
 
-  def target_config(self, keys: Keys) -> None:
+  def check_target(self, keys: Keys) -> None:
     """Looks at the keys of a configuration that are the target's.
 
     Raises:
-      ValueError: it is of an architecture that specjax does not have.
+      ValueError: it is of an architecture that specjax does not have, or of
+        another target.
     """
-    keys.choice("model_type", ARCHITECTURES).read(keys)
+    self.check_sizes(keys.choice("model_type", ARCHITECTURES).read(keys))
+
+  def check_sizes(self, fields: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` where these fields are not the target's."""
+    for name in ("layers", "width", "vocab_size"):
+      self.check(name, fields[name], getattr(self.target.config, name))
 
   def check(self, name: str, value: int, wanted: int) -> None:
     """Raises a `ValueError` where a size is not the target's."""

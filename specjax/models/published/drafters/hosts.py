@@ -1,5 +1,6 @@
 """Targets whose own files hold their drafter, as some are published."""
 
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
@@ -16,7 +17,7 @@ from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
 
 _AGAIN = "write the target again, with export_pretrained"
-_SHARD = "model-drafter.safetensors"  # beside those of a target in shards
+_SHARD = "model-drafter-{}.safetensors"  # beside those of a target in shards
 # Where the architectures that drafters are made of have them; a model whose
 # head is its embedding has no other.
 _MATRICES = {
@@ -66,36 +67,49 @@ class Host:
                      "of which drafters of this layout have a copy")
 
   def write(self, config: Mapping[str, Any],
-            own: Mapping[str, StoredTensor], arrays: Iterable[np.ndarray]
-            ) -> None:
+            own: Mapping[str, StoredTensor], arrays: Iterable[np.ndarray],
+            replaces: Collection[str]) -> None:
     """Writes a drafter beside the target, each file whole or not at all.
 
-    Until the configuration, which is last, says that there is a drafter, the
-    directory is that of the target alone for whoever asks it.
+    Whenever it is interrupted, the directory holds the target, and with it the
+    drafter that was there or the new one. The configuration is first: of a
+    drafter that is not there it says nothing that changes the target.
 
     Args:
       config: the target's, with what is said of the drafter.
-      own: the drafter's tensors by name; of a drafter in its place, these are
-        replaced.
+      own: the drafter's tensors by name.
       arrays: what is in them, in this order.
+      replaces: tensors of an earlier drafter in its place.
+
+    Raises:
+      ValueError: the earlier drafter lies in a shard with other tensors.
     """
-    kinds = lambda tensors: {
-        name: (x.shape, x.dtype) for name, x in tensors.items()}
-    index = self.directory / readers.INDEX
+    kept = {k: x for k, x in self.tensors.items() if k not in replaces}
     if (self.directory / readers.WEIGHTS).is_file():
-      kept = {k: x for k, x in self.tensors.items() if k not in own}
+      write_json(self.directory / "config.json", config, indent=2)
       write_safetensors(
-          self.directory / readers.WEIGHTS, {**kinds(kept), **kinds(own)},
+          self.directory / readers.WEIGHTS, {**_kinds(kept), **_kinds(own)},
           itertools.chain((x.read() for x in kept.values()), arrays))
-    else:
-      content = read_json(index, _AGAIN)
-      places = content["weight_map"]
-      elsewhere = [k for k in own if places.get(k, _SHARD) != _SHARD]
-      if elsewhere:
-        raise ValueError(f"{self.directory} has the tensor {elsewhere[0]} in "
-                         f"{places[elsewhere[0]]}, of a drafter that it came "
-                         "with; write the target without it first")
-      write_safetensors(self.directory / _SHARD, kinds(own), arrays)
-      write_json(index, {**content, "weight_map": {
-          **places, **dict.fromkeys(own, _SHARD)}}, indent=2)
+      return
+    index = self.directory / readers.INDEX
+    content = read_json(index, _AGAIN)
+    places = content["weight_map"]
+    rest = {k: places[k] for k in kept}
+    for name in replaces:
+      if places[name] in rest.values():
+        raise ValueError(f"{self.directory} has the tensor {name} in "
+                         f"{places[name]}, of a drafter that it came with; "
+                         "write the target without it first")
+    # A file of its own, so that the index holds until it names the new one.
+    new = next(name for name in (_SHARD.format(i) for i in itertools.count(1))
+               if name not in places.values())
     write_json(self.directory / "config.json", config, indent=2)
+    write_safetensors(self.directory / new, _kinds(own), arrays)
+    write_json(index, {**content, "weight_map": rest | dict.fromkeys(own, new)},
+               indent=2)
+    for old in {places[name] for name in replaces}:
+      (self.directory / old).unlink()
+
+
+def _kinds(tensors):
+  return {name: (x.shape, x.dtype) for name, x in tensors.items()}

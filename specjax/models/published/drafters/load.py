@@ -130,16 +130,21 @@ def _recognised(directory, config, tensors) -> Layout:
       f"{', '.join(LAYOUTS)}")
 
 
-def _own(layout, tensors, target):
-  """The drafter's tensors among those of the files, by their own names."""
+def names_of(layout: Layout, tensors: Mapping[str, Any], target: Transformer
+             ) -> list[str]:
+  """Which tensors of the files of a layout are the drafter's."""
   layers = target.config.layers
   # Numbers of layers that the target does not have.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
-  return {
-      name.removeprefix(layout.prefix).removeprefix(_OLD): tensor
-      for name, tensor in tensors.items() if name.startswith(layout.prefix)
-      and re.match(within, name) and not _COMPUTED.search(name)}
+  return [name for name in tensors if name.startswith(layout.prefix)
+          and re.match(within, name) and not _COMPUTED.search(name)]
+
+
+def _own(layout, tensors, target):
+  """The drafter's tensors, by the names that they have without a target."""
+  return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
+          for name in names_of(layout, tensors, target)}
 
 
 def places(layout: Layout, heads: Heads, target: Transformer) -> tuple[

@@ -30,7 +30,7 @@ def medusa(found: Found) -> Heads:
   """Heads on the last hidden state; some uploaded configurations say 2 of 5."""
   keys = found.keys()
   if keys("model_type"):  # the target's configuration, which has the others
-    found.target_config(keys)
+    found.check_target(keys)
   keys.refuse_others()
   blocks = found.count(r"0\.(\d+)\.linear\.")
   if not blocks:
@@ -264,7 +264,7 @@ def _mtp_of_target(found, modules):
                "have; take a drafter without it")
   fields = found.layer(keys)
   keys.refuse_others()
-  found.check("width", fields["width"], config.width)
+  found.check_sizes(fields)
   return heads_lib.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
       reuse=modules == 1, feed_normed=True))
