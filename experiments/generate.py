@@ -212,8 +212,7 @@ def _check_flags():
   if _COMPARE.value:
     _check_compare()
   constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
-  if _STOP.value is not None:
-    stops.named(_STOP.value)
+  stops.check_flags(_STOP.value, _drafter(), _TEMPERATURE.value)
   _check_drafter(_drafter())
   _check_mesh()
   if _OUTPUT.value is not None:
@@ -280,7 +279,8 @@ def _check_form(name, drafter):
     raise ValueError(f"--nodes is {_NODES.value}, and the trees of {name} have "
                      f"{drafter.num_nodes} here; leave it out")
   if not chain and _GAMMA.present and (
-      name == "recycling" or models.drafts_for_itself(name, _TARGET.value)):
+      name in compositions.OWN_DEPTH
+      or models.drafts_for_itself(name, _TARGET.value)):
     raise ValueError(f"--gamma is {_GAMMA.value}, of a chain, and {name} "
                      "drafts a tree here; give --nodes, or a --verifier of "
                      "chains")

@@ -53,6 +53,16 @@ def test_conversations_follow_each_other(tmp_path):
                   '{"prompt": "d", "answer": "e"}\n')
   given = _CHATS.given(str(path))
   assert given == [([1, 97, 98, 1, 99, 2], 2), ([1, 100, 1, 101, 2], 2)]
+
+  class Thinks(_Letters):
+    """Ends a question with what stands in no conversation."""
+
+    def chat(self, messages, add_generation_prompt=True):
+      ids = super().chat(messages, add_generation_prompt)
+      return ids + [9, 9, 9] if add_generation_prompt else ids
+
+  assert dataclasses.replace(_CHATS, tokenizer=Thinks()).given(
+      str(path)) == given
   tokens, answers = _CHATS.rows(given)
   np.testing.assert_array_equal(tokens, [given[0].tokens])
   np.testing.assert_array_equal(answers, [[0, 0, 0, 0, 1, 1]])

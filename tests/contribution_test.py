@@ -14,7 +14,9 @@ from contributed import deep
 from contributed import pair
 from contributed import UNEVEN
 from contributed import VOCAB
+from contributions import COUNTED
 from contributions import DRAFTERS
+from contributions import LAST_READ
 from contributions import OBJECTIVES
 from contributions import RULES
 import jax
@@ -333,6 +335,14 @@ def test_objective(name):
                 for row in tokens[1:])
   jax.tree.map(np.testing.assert_array_equal, one, other)
   assert one[0][0] != loss
+  # A loss reads no token after the last one that counts.
+  batch["weights"] = (jnp.arange(batch["weights"].shape[1]) < COUNTED
+                      ) * jnp.ones_like(batch["weights"])
+  last = max(t for t in range(batch["tokens"].shape[1]) if step(
+      trainable, jax.random.key(2), {**batch, "tokens": (
+          batch["tokens"].at[:, t].add(1) % VOCAB)})[0][0] != step(
+              trainable, jax.random.key(2), batch)[0][0])
+  assert last == LAST_READ.get(name, COUNTED)
 
 
 def test_all_are_listed():

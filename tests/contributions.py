@@ -205,6 +205,14 @@ def _drafter(key, target):
   return pair().drafter.init(key)
 
 
+# Where the first 7 tokens after the first of a row count, the last one that a
+# loss reads is the 7th, or before it where labels are laws: the law of a token
+# does not read the token. Windows of 3 tokens count whole or not at all.
+COUNTED = 7
+LAST_READ = {"AcceptedLength": 4} | dict.fromkeys(
+    ("Eagle1", "Eagle3", "Kangaroo", "Distillation", "Acceptance",
+     "StoredLaws"), 6)
+
 # `model -> (objective, (key, target's parameters) -> what it trains, or None
 # for the target, and what a batch has besides its tokens)`.
 OBJECTIVES = {

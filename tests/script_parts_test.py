@@ -567,6 +567,15 @@ def test_a_stop_rule_by_its_flag():
     stops.stopped(strategies.prompt_lookup(3), "entropy", "ngram")
   with pytest.raises(ValueError, match="a confidence head, and small has none"):
     stops.stopped(small, "threshold:0.5", "small")
+  for value, name, temperature, message in (
+      ("entropy", "ngram", 1.0, "no rule ends what ngram drafts"),
+      ("entropy", "none", 1.0, "no rule ends what none drafts"),
+      ("confidence:0.4", "small", 0.0, "no draft ends at --temperature=0"),
+      ("sometimes", "small", 1.0, "--stop is sometimes; give one of")):
+    with pytest.raises(ValueError, match=message):
+      stops.check_flags(value, name, temperature)
+  for value, temperature in ((None, 0.0), ("threshold", 0.0), ("entropy", 0.5)):
+    stops.check_flags(value, "parallel", temperature)
 
 
 @pytest.mark.parametrize("given,words", [

@@ -126,8 +126,11 @@ class Conversations:
                            "must be a text")
         messages.append({"role": role, "content": text})
       whole = self.tokenizer.chat(messages, add_generation_prompt=False)
-      before = self.tokenizer.chat(messages[:1])
-      found.append(Conversation(whole, max(len(whole) - len(before), 0)))
+      asked = self.tokenizer.chat(messages[:1])
+      # Some templates end a question with what no answer keeps.
+      shared = next((i for i, (a, b) in enumerate(zip(whole, asked)) if a != b),
+                    min(len(whole), len(asked)))
+      found.append(Conversation(whole, len(whole) - shared))
     return found
 
   def rows(self, conversations: Iterable[Conversation]) -> Rows:

@@ -46,7 +46,8 @@ _FREE = {
     "rest": lambda gamma: strategies.rest(nodes=_NODES, gamma=gamma),
     "noise": lambda gamma: Strategy(Noise(gamma=gamma), verifiers.Block()),
 }
-_TREES = ("recycling", "rest", "suffix_tree")
+OWN_DEPTH = ("recycling", "suffix_tree")  # trees that no length changes
+_TREES = ("rest", *OWN_DEPTH)
 _LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # in a datastore
 FREE = tuple(_FREE)
 HELP = (f"{', '.join(FREE)} (which need no model), a+b (a cascade: a drafts "

@@ -4,6 +4,7 @@ import dataclasses
 
 from absl import flags
 
+from lib import compositions
 from specjax.drafters import stop_rules
 from specjax.strategies import Strategy
 
@@ -19,6 +20,31 @@ def flag():
       "stop", None, "what ends a chain before --gamma: confidence (of the "
       "drawn token), adaptive (Draft & Verify), entropy (AdaEDL) or threshold "
       "(of a confidence head), with its threshold as in confidence:0.4")
+
+
+def check_flags(value: str | None, drafter: str, temperature: float) -> None:
+  """Refuses a rule that no chain would feel, before a model is read.
+
+  Args:
+    value: of --stop.
+    drafter: its name.
+    temperature: of the texts.
+
+  Raises:
+    ValueError: there is no such rule, or it would end nothing.
+  """
+  if value is None:
+    return
+  rule = named(value)
+  if drafter == "none" or drafter in compositions.FREE:
+    raise ValueError(f"--stop is {value}, and no rule ends what {drafter} "
+                     "drafts; leave it out, or name a drafter of chains, such "
+                     "as small")
+  if not rule.has_params and temperature == 0:
+    raise ValueError(f"--stop is {value}, by which no draft ends at "
+                     "--temperature=0, where each has all probability; give "
+                     "threshold, with heads that have a confidence head, or a "
+                     "higher temperature")
 
 
 def named(value: str) -> stop_rules.StopRule:

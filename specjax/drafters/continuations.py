@@ -87,6 +87,7 @@ class CountDrafter:
       raise ValueError(f"parents is a tree and proposal {self.proposal!r}; "
                        "trees of counts are drawn: give proposal='sampled'")
     object.__setattr__(self, "parents", trees.breadth_first(self.parents))
+    fields.check_at_least("nodes of `parents`", len(self.parents), 2)
     deepest = max(trees.depths(self.parents))
     if deepest > self.gamma:
       raise ValueError(f"parents is {deepest} levels deep and gamma is "

@@ -76,14 +76,14 @@ class Suffix(continuations.CountDrafter):
   frequent path, as published. "sampled" draws each token from the law
   count(child) / (the counts of all children) under the row's temperature,
   which no published drafter does: block verification makes use of such a q. At
-  temperature 0 the two are the same, unless the likeliest child is one that the
-  transform bans: "sampled" takes the next one, "certain" proposes it in vain.
-  With `parents`, "sampled" draws a tree whose siblings differ, for traversal
-  verification; its paths end where no match goes on, and not for
+  temperature 0 chains of the two are the same, unless the likeliest child is
+  one that the transform bans: "sampled" takes the next one, "certain" proposes
+  it in vain. With `parents`, "sampled" draws a tree whose siblings differ, for
+  traversal verification; its paths end where no match goes on, and not for
   `min_token_prob`.
 
   What is declared, and why:
-    chain, iid: there is one child below each node, without `parents`.
+    chain, iid: there is one child below each node, unless `parents` has more.
     conditional: which match is used, and where a certain path goes and ends, is
       a function of the committed text. A drawn token follows its row of
       `probs`, given those before it; whether there is a token k depends on the
@@ -96,8 +96,8 @@ class Suffix(continuations.CountDrafter):
   The counts are exact where a match has at most `max_matches` occurrences. Of
   more, the own text counts those with the longest matches, then the latest, and
   the datastore as many, evenly out of all. In a datastore the longest match is
-  its `depth`. Equally frequent children are tried in that order, too; the
-  published code leaves it open.
+  its `depth`. Equally frequent children of a chain are tried in that order, too
+  (the published code leaves it open), and of a tree by their ids.
 
   Attributes:
     gamma: tokens of a draft at most, at least 1.

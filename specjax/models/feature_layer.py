@@ -141,7 +141,7 @@ class FeatureModule(nn.Module):
         x = layers.Linear((c.width,), c.fusion_bias, name="fusion")(both)
     if read is None and not c.attention_norm:
       read = x
-    turns = layers.Turns.of(c, positions, x.dtype)
-    x, cache = layers.decoder_layer(c, 0, x, turns, visible, cache, read)
+    tables = layers.RotaryTables.of(c, positions, x.dtype)
+    x, cache = layers.decoder_layer(c, 0, x, tables, visible, cache, read)
     out = layers.Norm(c, name="final_norm")(x) if c.final_norm == "own" else x
     return x, out, cache

@@ -91,17 +91,17 @@ class Norm(nn.Module):
     return (out + bias.astype(wide.dtype)).astype(dtype)
 
 
-class Turns(NamedTuple):
-  """What the layers of a pass turn queries and keys by.
+class RotaryTables(NamedTuple):
+  """The cosines and sines by which a pass rotates queries and keys.
 
   Attributes:
-    whole: `[2, B, S, half]`, of layers that see the whole text, see
+    full: `[2, B, S, half]`, of layers that see the whole text, see
       `rotary.cosines_and_sines`; None where positions are not rotary.
-    window: of the layers with a window.
+    local: of layers with a window, which may have a base of their own.
   """
 
-  whole: jax.Array | None
-  window: jax.Array | None
+  full: jax.Array | None
+  local: jax.Array | None
 
   @classmethod
   def of(cls, config: TransformerConfig, positions: jax.Array, dtype: Any
@@ -111,14 +111,14 @@ class Turns(NamedTuple):
     if not c.rotated:
       return cls(None, None)
 
-    def turns(theta, scaling):
+    def table(theta, scaling):
       return rotary.cosines_and_sines(
           positions, rotary.frequencies(c.rotated, theta, scaling),
           scaling.attention_factor if scaling else 1.0, wide)
 
-    whole = turns(c.rope_theta, c.rope_scaling)
-    return cls(whole, whole if c.local_rope_theta is None else
-               turns(c.local_rope_theta, None))
+    full = table(c.rope_theta, c.rope_scaling)
+    return cls(full, full if c.local_rope_theta is None else
+               table(c.local_rope_theta, None))
 
 
 class Attention(nn.Module):
@@ -133,7 +133,7 @@ class Attention(nn.Module):
   slot: int | None = None  # the layer of the cache; None: the same number
 
   @nn.compact
-  def __call__(self, x, turns, ancestors, cache):
+  def __call__(self, x, tables, ancestors, cache):
     c, window = self.config, self.config.window(self.layer)
     slot = self.layer if self.slot is None else self.slot
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
@@ -145,9 +145,9 @@ class Attention(nn.Module):
       query, key = (
           self._normed(name, part)
           for name, part in (("query_norm", query), ("key_norm", key)))
-    turn = turns.window if window else turns.whole
-    if turn is not None:
-      query, key = (rotary.rotate(part, turn) for part in (query, key))
+    table = tables.local if window else tables.full
+    if table is not None:
+      query, key = (rotary.rotate(part, table) for part in (query, key))
     if c.query_scale is not None:
       # In float32 at least: bfloat16 would round the factor itself.
       wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
@@ -193,7 +193,7 @@ class MLP(nn.Module):
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
-                  turns: Turns, ancestors: jax.Array, cache: Any,
+                  tables: RotaryTables, ancestors: jax.Array, cache: Any,
                   read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
@@ -205,7 +205,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     config: of the decoder.
     i: which of its layers.
     x: `[B, S, D]`, the residual stream before it.
-    turns: of the pass.
+    tables: of the tokens' positions.
     ancestors: as `Cache.attend` takes them.
     cache: a `Cache` of the decoder's layers; None: the tokens have no past.
     read: `[B, S, ...]`, what attention reads in place of the stream, normed if
@@ -232,7 +232,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
       read = norm(c.pre_norm, f"attention_norm_{i}", x)
     slot = sublayers and sublayers.slot(i)
     out, cache = Attention(c, i, slot, name=f"attention_{i}")(
-        read, turns, ancestors, cache)
+        read, tables, ancestors, cache)
     out = kept(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out

@@ -110,7 +110,7 @@ def _yarn_ramp(dims, theta, scaling):
 def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
                       scale: float = 1.0, dtype: Any = jnp.float32
                       ) -> jax.Array:
-  """`[2, B, S, half]`, by which `rotate` turns: for all layers of a pass.
+  """`[2, B, S, half]`, of the angles of some positions: for a whole pass.
 
   Args:
     positions: `[B, S]`.
@@ -127,16 +127,16 @@ def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
                        precision=jax.lax.Precision.HIGHEST)
 
 
-def rotate(x: jax.Array, turns: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
   """Turns the first dimensions of every head, pair (i, i + half) together.
 
   Args:
     x: `[B, S, H, D]`.
-    turns: `[2, B, S, half]`, of `cosines_and_sines`; dimensions from 2 * half
+    table: `[2, B, S, half]`, of `cosines_and_sines`; dimensions from 2 * half
       on stay.
   """
-  dtype, half = turns.dtype, turns.shape[-1]
-  cos, sin = turns[:, :, :, None]
+  dtype, half = table.dtype, table.shape[-1]
+  cos, sin = table[:, :, :, None]
   first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
   first, second = first.astype(dtype), second.astype(dtype)
   turned = [first * cos - second * sin, second * cos + first * sin]

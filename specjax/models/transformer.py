@@ -53,10 +53,10 @@ class TransformerModule(nn.Module):
                        (c.vocab_size, c.width), jnp.float32)
 
     x = self._embedded(table, tokens, positions) if x is None else x
-    turns, states = layers.Turns.of(c, positions, x.dtype), {0: x}
+    tables, states = layers.RotaryTables.of(c, positions, x.dtype), {0: x}
     for i in range(c.layers) if part is None else part.layers:
       x, cache = layers.decoder_layer(
-          c, i, x, turns, ancestors, cache, sublayers=part,
+          c, i, x, tables, ancestors, cache, sublayers=part,
           keep=None if keep is None else keep[i])
       states[i + 1] = x
     last, x = x, layers.Norm(c, name="final_norm")(x)

@@ -263,7 +263,10 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
 
 
 def _averaged(grad, accumulate, trainable, batch, key, layout):
-  """`((loss, metrics), gradients)`, averaged over the parts of a batch."""
+  """`((loss, metrics), gradients)`, averaged over the parts of a batch.
+
+  Where its tokens have weights, a part counts as its tokens do together.
+  """
   if accumulate == 1:
     return grad(trainable, batch, key)
   parts = jax.tree.map(
@@ -272,15 +275,21 @@ def _averaged(grad, accumulate, trainable, batch, key, layout):
   if layout:
     parts = layout.pin_parts(parts)
   keys = jax.random.split(key, accumulate)
+  shares = jnp.full(accumulate, 1 / accumulate)
+  if "weights" in batch:
+    sums = jnp.sum(parts["weights"], axis=(1, 2), dtype=shares.dtype)
+    total = jnp.sum(sums)
+    shares = jnp.where(total > 0, sums / jnp.where(total > 0, total, 1), shares)
 
   def add(total, part):
-    return jax.tree.map(jnp.add, total, grad(trainable, *part)), None
+    *given, share = part
+    return jax.tree.map(lambda x, new: x + (share * new).astype(x.dtype),
+                        total, grad(trainable, *given)), None
 
   shapes = jax.eval_shape(
       grad, trainable, *jax.tree.map(lambda x: x[0], (parts, keys)))
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  total, _ = jax.lax.scan(add, zero, (parts, keys))
-  return jax.tree.map(lambda x: x / accumulate, total)
+  return jax.lax.scan(add, zero, (parts, keys, shares))[0]
 
 
 def _check_finite(params, step):

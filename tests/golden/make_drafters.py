@@ -14,9 +14,9 @@ Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
 computed in float32. The weights are numbers that float16 holds.
 
-No public code here has DeepSeek-V3's module; the cases of its names are
-computed by the layer of speculators, which is the same. A step is fed what the
-head read at the one before, as vLLM, SGLang and Megatron-LM do
+No public code here has the modules of DeepSeek-V3 and Qwen; the cases of their
+names are computed by the layer of speculators, which is the same. A step is fed
+what the head read at the one before, as vLLM, SGLang and Megatron-LM do
 (`multi_token_prediction.py`).
 """
 

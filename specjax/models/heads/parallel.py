@@ -262,10 +262,10 @@ class ParallelHeads(TransformerConfig):
       positions: `[B, S]` int32.
     """
     alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
-    turns = layers_lib.Turns.of(self, positions, context.dtype)
+    tables = layers_lib.RotaryTables.of(self, positions, context.dtype)
     for i in range(self.layers):
       _, kept = layers_lib.Attention(self, i).apply(
-          {"params": params[f"attention_{i}"]}, context, turns, alone,
+          {"params": params[f"attention_{i}"]}, context, tables, alone,
           _Kept(cache))
       cache = kept.cache
     return cache
@@ -382,10 +382,10 @@ class _Layers(nn.Module):
 
   @nn.compact
   def __call__(self, x, positions, visible, cache):
-    turns = layers_lib.Turns.of(self.config, positions, x.dtype)
+    tables = layers_lib.RotaryTables.of(self.config, positions, x.dtype)
     for i in range(self.config.layers):
       x, cache = layers_lib.decoder_layer(
-          self.config, i, x, turns, visible, cache)
+          self.config, i, x, tables, visible, cache)
     return layers_lib.Norm(self.config, name="final_norm")(x)
 
 

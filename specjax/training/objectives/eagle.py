@@ -157,8 +157,9 @@ class Eagle3(_Unrolled):
     model: the target.
     heads: `models.heads.Eagle3Heads`, or others with one module.
     decay: of the steps' weights, 0.8 in the published code.
-    normalizer: what a step's sum is divided by: "rows", all places of all rows
-      (SafeAILab/EAGLE), or "mask", the places that count (vLLM's speculators).
+    normalizer: what a step's sum is divided by: "rows", the weights of all
+      places of all rows (SafeAILab/EAGLE), or "mask", of the places that count
+      (vLLM's speculators).
     drop_outside: whether places do not count whose likeliest token cannot be
       drafted (SafeAILab/EAGLE).
   """
@@ -186,7 +187,7 @@ class Eagle3(_Unrolled):
     tokens = batch["tokens"]
     features, law, counts = self._seen(params, batch)
     losses = self._losses(
-        params, features, law, counts * weights_of(batch), tokens)
+        params, features, law, counts, weights_of(batch), tokens)
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
@@ -201,8 +202,9 @@ class Eagle3(_Unrolled):
       logits: `[B, S, V]`, the target's.
       tokens: `[B, >= S]` int32.
     """
-    return self._losses(
-        params, features, self._law(logits), self._counts(logits), tokens)
+    counts = self._counts(logits)
+    return self._losses(params, features, self._law(logits), counts,
+                        jnp.ones_like(counts), tokens)
 
   def _counts(self, logits):
     """`[B, S]`: 1 where what follows counts, and 0 elsewhere."""
@@ -212,16 +214,17 @@ class Eagle3(_Unrolled):
     drafted[np.array(self.heads.ids)] = 1
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
-  def _losses(self, params, features, law, counts, tokens):
+  def _losses(self, params, features, law, counts, weights, tokens):
     """`[K]`, as `losses`, of the law `[B, S, Vd]` of what can be drafted."""
-    heads, found = self.heads, []
+    heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(unrolled.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
       # Row t forecasts token t + 1 + k, whose law is known after t + k.
       log_q = jax.nn.log_softmax(heads.logits(
           params["drafter"], params["target"], out.read[:, :-k]))
       nats = -jnp.sum(law[:, k:] * log_q, axis=-1)
-      total = (counts.size if self.normalizer == "rows"
-               else jnp.maximum(jnp.sum(counts[:, k:]), 1))
-      found.append(jnp.sum(counts[:, k:] * nats) / total)
+      total = jnp.sum(
+          weights if self.normalizer == "rows" else counts[:, k:])
+      found.append(jnp.sum(counts[:, k:] * nats)
+                   / jnp.where(total > 0, total, 1))
     return jnp.stack(found)
