@@ -151,7 +151,7 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   # slots of a lone row twice.
   lone = batch == 1 and table is None
   form = block_k.swapaxes(1, 2).shape[lone:]
-  blocks = [x.swapaxes(1, 2).reshape(batch, -1) for x in (block_k, block_v)]
+  blocks = [x.swapaxes(1, 2).squeeze() for x in (block_k, block_v)]
   if lone:
     rows, k, v = rows[0], k[0], v[0]
 
