@@ -499,7 +499,7 @@ def test_a_drafter_in_the_files_of_another_target(target, tmp_path):
   assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_all_layouts_are_known(tmp_path):
+def test_all_layouts_are_known():
   # Broken: a layout is offered that nothing was compared with, or files are
   # taken for those of another.
   found = {drafter_layout(_DRAFTERS / name) for name in CASES}
