@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,20 @@ def test_cache_changes_nothing(shape):
   assert whole.hidden.shape == (3, 12, c.width * max(1, len(c.features)))
   np.testing.assert_allclose(parts.logits, whole.logits, rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(parts.hidden, whole.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_of_another_model_are_refused():
+  # Broken: a matrix of another shape is broadcast, or fails without a name.
+  params = _pair().params["target"]
+  wide = Transformer(dataclasses.replace(
+      _pair().target.config, mlp_width=2 * _pair().target.config.mlp_width))
+  with pytest.raises(ValueError, match=(
+      r"parameter mlp_0/gate_up/kernel has shape \(16, 2, 16\) and the model "
+      r"needs \(16, 2, 32\); give")):
+    jax.eval_shape(wide, params, jnp.zeros((1, 1), jnp.int32))
+  missing = {k: x for k, x in params.items() if k != "embedding"}
+  with pytest.raises(flax.errors.ScopeParamNotFoundError, match="embedding"):
+    jax.eval_shape(wide, missing, jnp.zeros((1, 1), jnp.int32))
 
 
 def test_features_are_the_layers_asked_for():

@@ -7,6 +7,8 @@ answers are kept with the compiled code of the other tests, for it takes half a
 minute.
 """
 
+import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -17,7 +19,6 @@ import pathlib
 import re
 import sys
 import tempfile
-import time
 
 import pytest
 import tpu_processes
@@ -27,9 +28,7 @@ _HBM = 16e9  # bytes of one v5e chip
 _BATCH = 8
 _GAMMA = 4
 _CAPACITY = 256
-_SHARE = 8  # layers are alike: an eighth of a deep model's is compiled
-_DEEP = 16  # layers
-_LAYERS = 2  # of the rounds that are read, as many as show what travels
+_LAYERS = 2  # of Llama's: they are alike, and two show what travels
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|"
     r"collective-permute)(?:-start)?\(")
@@ -87,29 +86,32 @@ def _readers():
           for name in ("hlo.py", "tpu_rounds.py")]
 
 
-def _report(traced, held, state_bytes):
-  """Compiles, and answers what the tests ask about the program.
+def _answered(name, lowered, answer):
+  """`answer(compiled, StableHLO)` about a program, as JSON holds it.
 
-  Or answers what it did before: of the same program, by the same compiler, to
-  the same questions.
+  Or what it was before: of the same program, by the same compiler, to the same
+  questions.
   """
   from specjax import files
-  lowered = traced.lower()
   stable = lowered.as_text()
-  kept = _kept("tpu-report", stable, *_readers())
+  kept = _kept(name, stable, *_readers())
   if not kept.exists():
-    files.write_json(
-        kept, _compiled_report(lowered, stable, held, state_bytes))
+    files.write_json(kept, answer(lowered.compile(), stable))
   return json.loads(kept.read_text("utf-8"))
 
 
-def _compiled_report(lowered, stable, held, state_bytes):
-  """What the tests ask about a program, `stable` in StableHLO."""
+def _report(compiled, stable, arguments, state):
+  """What the tests ask about a program.
+
+  Args:
+    compiled: the program.
+    stable: it in StableHLO.
+    arguments: shapes of the matrices and caches that are to stay in place.
+    state: shapes of what is updated.
+  """
   from lib import hlo as hlo_lib
   from lib import tpu_rounds
-  start = time.time()
-  compiled = lowered.compile()
-  hlo = compiled.as_text()
+  hlo, held = compiled.as_text(), _shapes(arguments)
   program = hlo_lib.Program(hlo)
   moved, offending = {}, []
   for result, kind in _COLLECTIVE.findall(hlo):
@@ -123,13 +125,12 @@ def _compiled_report(lowered, stable, held, state_bytes):
   targets = (re.findall(r"custom_call @(\w+)", stable)
              + re.findall(r'custom_call_target="([^"]+)"', hlo))
   return {
-      "seconds": round(time.time() - start, 1),
       "arguments": memory.argument_size_in_bytes,
       "temporaries": memory.temp_size_in_bytes,
       "outputs": memory.output_size_in_bytes,
       "aliased": memory.alias_size_in_bytes,
       "code": memory.generated_code_size_in_bytes,
-      "state": state_bytes,
+      "state": _shard_bytes(state),
       "bytes_accessed": compiled.cost_analysis()["bytes accessed"],
       "traffic": program.total + tpu_rounds.caches_read(program),
       "float64": bool(re.search(r"xf64|<f64|f64\[", stable + hlo)),
@@ -195,18 +196,18 @@ def _compile(name):
         x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(put, (params, state), shardings), shardings[1]
 
-  share = _SHARE if target["layers"] > _DEEP else 1
-  held, _ = placed(*parts(1), _CAPACITY)
+  share = target["layers"] // _LAYERS if name == "llama" else 1
   decoder, params = parts(share)
   (placed_params, state), state_sharding = placed(decoder, params, _CAPACITY)
-  caches = (state.target_cache, state.drafter)
-  traced = jax.jit(
-      decoder.decode_round, donate_argnames="state",
-      out_shardings=(state_sharding, None)).trace(placed_params, state)
-  report = {"round": _report(traced, _shapes((placed_params, caches)),
-                             _shard_bytes(state))}
-  report["round"]["held"] = _shard_bytes(held)
-  report["round"]["share"] = share
+  report = {}
+  if name != "llama":  # its round is `_round`'s
+    lowered = jax.jit(
+        decoder.decode_round, donate_argnames="state",
+        out_shardings=(state_sharding, None)).lower(placed_params, state)
+    report["round"] = _answered("tpu-report", lowered, functools.partial(
+        _report, arguments=(placed_params, state.target_cache, state.drafter),
+        state=state))
+    report["round"]["held"] = _shard_bytes((placed_params, state))
 
   cache, rows = state.target_cache, state.lengths.sharding
   block = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
@@ -216,67 +217,69 @@ def _compile(name):
     out = decoder.target(params, tokens, depths, ancestors, cache)
     return out.logits, out.cache.rollback(cache.lengths + tokens.shape[1])
 
-  traced = jax.jit(
+  lowered = jax.jit(
       verify, donate_argnames="cache",
-      out_shardings=(None, state_sharding.target_cache)).trace(
+      out_shardings=(None, state_sharding.target_cache)).lower(
           placed_params["target"], block(), block(),
           block(_GAMMA + 1, dtype=jnp.bool_), cache)
-  report["verify"] = _report(traced, _shapes((placed_params, cache)),
-                             _shard_bytes(cache))
+  report["verify"] = _answered("tpu-report", lowered, functools.partial(
+      _report, arguments=(placed_params, cache), state=cache))
   read = dict(placed_params["target"])
   if not decoder.target.config.tie_embeddings:
     del read["embedding"]  # a few of its rows are gathered, it is not read
   report["verify"]["needed"] = _shard_bytes(read) + _shard_bytes(cache)
+  for part in report.values():
+    part["share"] = share
   print(json.dumps(report))
 
 
 def _round(capacity):
-  """Compiles the round of two layers each; prints what it moves and holds.
-
-  The answer is kept as in `_report`.
-  """
+  """Compiles the round of two layers each; prints what it moves and holds."""
   from lib import llama
   from lib import tpu_rounds
-
-  from specjax import files
 
   setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=int(capacity))
   lowered, params, state = tpu_rounds.lowered(setting)
-  kept = _kept("tpu-round", lowered.as_text(), *_readers())
-  if not kept.exists():
-    compiled = lowered.compile()
-    files.write_json(kept, tpu_rounds.figures(
-        setting, compiled.as_text(), compiled.memory_analysis(), params, state))
-  print(kept.read_text("utf-8").strip())
+
+  def answer(compiled, stable):
+    return tpu_rounds.figures(
+        setting, compiled.as_text(), compiled.memory_analysis(), params, state
+    ) | _report(compiled, stable, (params, state.target_cache, state.drafter),
+                state)
+
+  found = _answered("tpu-round", lowered, answer)
+  found["held"] = _shard_bytes(tpu_rounds.placed(
+      dataclasses.replace(setting, layers=llama.LAYERS)))
+  found["share"] = max(llama.LAYERS) // _LAYERS
+  print(json.dumps(found))
 
 
 def _replicated():
-  """Compiles a round whose drafter every chip has; prints what travels.
-
-  The answer, of one array a line, is kept as in `_report`.
-  """
+  """Compiles a round whose drafter every chip has; prints what travels."""
   from lib import llama
   from lib import tpu_rounds
-
-  from specjax import files
 
   setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=_CAPACITY, drafter="replicate")
   lowered, *_ = tpu_rounds.lowered(setting)
-  kept = _kept("tpu-replicated", lowered.as_text(), *_readers())
-  if not kept.exists():
-    text = lowered.compile().as_text()
-    files.write_json(kept, [
-        (kind, [int(n) for n in re.findall(r"\d+", sizes)])
-        for result, kind in _COLLECTIVE.findall(text)
-        for sizes in re.findall(r"\w+\[([\d,]*)\]", result)])
-  print(kept.read_text("utf-8").strip())
+  print(json.dumps(_answered("tpu-replicated", lowered, lambda compiled, _: [
+      (kind, [int(n) for n in re.findall(r"\d+", sizes)])
+      for result, kind in _COLLECTIVE.findall(compiled.as_text())
+      for sizes in re.findall(r"\w+\[([\d,]*)\]", result)])))
+
+
+@functools.cache
+def _answer(question):
+  """What this file, run as a script, prints in answer."""
+  return tpu_processes.answer(__file__, question)
 
 
 @pytest.fixture(scope="module", params=list(_PAIRS))
 def report(request):
-  return tpu_processes.answer(__file__, request.param)
+  found = _answer(request.param)
+  return found if "round" in found else {"round": _answer("round:2048"),
+                                         **found}
 
 
 @pytest.mark.timeout(600)
@@ -285,7 +288,7 @@ def test_a_round_reads_its_caches_and_writes_what_is_new(capacity):
   # Broken: a pass writes to the cache, whose layers are then copied to another
   # layout and back for each of them, or reads the slots that are not in use; or
   # rows are written or laws are made in loops of their own.
-  found = tpu_processes.answer(__file__, f"round:{capacity}")
+  found = _answer(f"round:{capacity}")
   assert not found["copied"], found["copied"]
   # All slots are in use, or few. Then what is fetched is a block of each row.
   for moved, floor, most in zip(found["moved"], found["floor"], (1.1, 1.15)):
@@ -301,7 +304,7 @@ def test_a_replicated_drafter_sends_no_weights_caches_or_laws():
   # Broken: chips that have all of a drafter exchange parts of it, or laws, or
   # what its attention returns; or the target beside it is split in another way
   # than alone. What does travel is of a few tokens.
-  found = tpu_processes.answer(__file__, "replicated")
+  found = _answer("replicated")
   width = _PAIRS["llama"][0]["width"]
   streams = [kind for kind, sizes in found
              if sizes == [_BATCH, _GAMMA + 1, width]]
@@ -323,7 +326,7 @@ def test_round_fits_a_chip_and_updates_its_state_in_place(report):
   """
   for part in report.values():
     assert part["aliased"] >= part["state"], part
-    assert part["temporaries"] < 0.1 * _HBM / part.get("share", 1), part
+    assert part["temporaries"] < 0.1 * _HBM / part["share"], part
   whole = report["round"]
   rest = (whole["temporaries"] + whole["outputs"] - whole["aliased"]
           + whole["code"])

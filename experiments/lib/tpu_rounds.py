@@ -24,12 +24,8 @@ _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # all of them split the models
 
 
-def lowered(setting: llama.Setting):
-  """The round, lowered for the chips, and its arguments' shapes there.
-
-  Returns:
-    `(lowered, params, state)`, the last two with shardings.
-  """
+def placed(setting: llama.Setting):
+  """The parameters and the state of a round: shapes with shardings."""
   decoder, rows = setting.decoder(), setting.batch
   weights = lambda model: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
@@ -48,10 +44,20 @@ def lowered(setting: llama.Setting):
   shardings = sharding.decode_shardings(decoder, params, state, mesh,
                                         drafter=setting.drafter)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  params, state = jax.tree.map(place, (params, state), shardings)
+  return jax.tree.map(place, (params, state), shardings)
+
+
+def lowered(setting: llama.Setting):
+  """The round, lowered for the chips, and its arguments' shapes there.
+
+  Returns:
+    `(lowered, params, state)`, the last two with shardings.
+  """
+  params, state = placed(setting)
+  same = jax.tree.map(lambda x: x.sharding, state)
   traced = jax.jit(
-      decoder.decode_round, donate_argnames="state",
-      out_shardings=(shardings[1], None)).trace(params, state)
+      setting.decoder().decode_round, donate_argnames="state",
+      out_shardings=(same, None)).trace(params, state)
   return traced.lower(), params, state
 
 

@@ -43,6 +43,26 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return out[:, :1] if lone else out
 
 
+def parameter(module: nn.Module, name: str, initial: Any,
+              shape: tuple[int, ...]) -> Any:
+  """A parameter of a module in a compact method, made in float32.
+
+  As `module.param`, which would trace the initialiser in every pass again, to
+  learn the shape: a seventh of the time that it takes to trace a round.
+
+  Raises:
+    ValueError: the parameter that is there has another shape.
+  """
+  if not module.has_variable("params", name):
+    return module.param(name, initial, shape, jnp.float32)
+  value = module.get_variable("params", name)
+  if value.shape != shape:
+    raise ValueError(
+        f"parameter {'/'.join((*module.path, name))} has shape {value.shape} "
+        f"and the model needs {shape}; give the parameters of this model")
+  return value
+
+
 class Linear(nn.Module):
   """A product with a kernel `[D, *outputs]`; the bias is flat.
 
@@ -58,12 +78,12 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    kernel = self.param("kernel", nn.initializers.normal(self.scale),
-                        (x.shape[-1], *self.outputs), jnp.float32)
+    kernel = parameter(self, "kernel", nn.initializers.normal(self.scale),
+                       (x.shape[-1], *self.outputs))
     out = product(x, kernel)
     if self.bias:
-      bias = self.param("bias", nn.initializers.zeros,
-                        (math.prod(self.outputs),), jnp.float32)
+      bias = parameter(self, "bias", nn.initializers.zeros,
+                       (math.prod(self.outputs),))
       out = out + bias.reshape(self.outputs)
     return out.astype(x.dtype)
 
@@ -79,12 +99,12 @@ class Norm(nn.Module):
     c, size = self.config, x.shape[-1:]
     dtype, wide = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
     plain = nn.initializers.zeros if c.norm_plus_one else nn.initializers.ones
-    scale = self.param("scale", plain, size, jnp.float32).astype(wide.dtype)
+    scale = parameter(self, "scale", plain, size).astype(wide.dtype)
     scale = scale + c.norm_plus_one
     if self.rms or c.norm == "rms":
       mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
       return (wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale).astype(dtype)
-    bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
+    bias = parameter(self, "bias", nn.initializers.zeros, size)
     wide = wide - wide.mean(-1, keepdims=True)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     out = wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale

@@ -49,8 +49,9 @@ class TransformerModule(nn.Module):
     if ancestors is None:
       _, ancestors = topology.causal(rows, size)
     positions = depths if cache is None else cache.lengths[:, None] + depths
-    table = self.param("embedding", nn.initializers.normal(0.02),
-                       (c.vocab_size, c.width), jnp.float32)
+    table = layers.parameter(
+        self, "embedding", nn.initializers.normal(0.02),
+        (c.vocab_size, c.width))
 
     x = self._embedded(table, tokens, positions) if x is None else x
     tables, states = layers.RotaryTables.of(c, positions, x.dtype), {0: x}
@@ -65,8 +66,8 @@ class TransformerModule(nn.Module):
       cache = cache.after(x)
 
     head = (table.T if c.tie_embeddings else
-            self.param("head", nn.initializers.normal(0.02),
-                       (c.width, c.vocab_size), jnp.float32))
+            layers.parameter(self, "head", nn.initializers.normal(0.02),
+                             (c.width, c.vocab_size)))
     hidden = last if part else jnp.concatenate(
         [states[name] for name in c.features or (FINAL,)], axis=-1)
     return ModelOutput(
@@ -77,8 +78,9 @@ class TransformerModule(nn.Module):
     c = self.config
     if c.lookahead:
       # A table of its own: nothing of the large one is copied.
-      extra = self.param("lookahead", nn.initializers.normal(0.02),
-                         (c.lookahead, c.width), jnp.float32)
+      extra = layers.parameter(
+          self, "lookahead", nn.initializers.normal(0.02),
+          (c.lookahead, c.width))
       beyond = tokens - c.vocab_size
       x = jnp.where(beyond[..., None] >= 0, extra[jnp.maximum(beyond, 0)],
                     table[jnp.minimum(tokens, c.vocab_size - 1)])
@@ -87,8 +89,9 @@ class TransformerModule(nn.Module):
     if c.embedding_scale != 1:
       x = x * jnp.asarray(c.embedding_scale, x.dtype)
     if c.learned_positions:
-      x = x + self.param("positions", nn.initializers.normal(0.02),
-                         (c.context_length, c.width), jnp.float32)[positions]
+      x = x + layers.parameter(
+          self, "positions", nn.initializers.normal(0.02),
+          (c.context_length, c.width))[positions]
     return x
 
 
