@@ -142,11 +142,15 @@ def _report(compiled, stable, arguments, state):
 
 
 def _compile(name):
-  """Compiles the round and a verify pass of one pair; prints the report."""
+  """Compiles a verify pass of one pair and its round; prints the report.
+
+  Of Llama's it is the pass alone: its round is `_round`'s.
+  """
   import jax
   from jax.experimental import topologies
   import jax.numpy as jnp
   from jax.sharding import Mesh
+  from lib import llama
   import numpy as np
 
   import specjax as sj
@@ -154,60 +158,39 @@ def _compile(name):
   from specjax.models.configuration import TransformerConfig
   from specjax.models.transformer import Transformer
 
-  target, drafter, dtype, mesh_shape = _PAIRS[name]
-  devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-  mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
+  *configs, dtype, mesh_shape = _PAIRS[name]
+  share = configs[0]["layers"] // _LAYERS if name == "llama" else 1
+  target, drafter = (
+      Transformer(TransformerConfig(
+          **config | {"layers": config["layers"] // share}))
+      for config in configs)
+  decoder = sj.Decoder(
+      target=target, verifier=sj.verifiers.Block(),
+      drafter=sj.drafters.LanguageModel(model=drafter, gamma=_GAMMA))
 
   key = jax.random.key(0, impl="threefry2x32")
-  weights = lambda model: jax.tree.map(
+  params = {role: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)),
       jax.eval_shape(model.init, key))
+            for role, model in (("target", target), ("drafter", drafter))}
+  state = jax.eval_shape(
+      functools.partial(llama.state, decoder, capacity=_CAPACITY), params,
+      jax.random.split(key, _BATCH))
+  devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+  mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
+  shardings = sharding.decode_shardings(decoder, params, state, mesh)
+  params, state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=at), (params, state), shardings)
 
-  def parts(share):
-    target_model, drafter_model = (
-        Transformer(TransformerConfig(
-            **config | {"layers": config["layers"] // share}))
-        for config in (target, drafter))
-    decoder = sj.Decoder(
-        target=target_model, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.LanguageModel(model=drafter_model, gamma=_GAMMA))
-    return decoder, {"target": weights(target_model),
-                     "drafter": weights(drafter_model)}
-
-  def state_shapes(decoder, params, capacity):
-    def start(params, key):
-      rows = jnp.ones((_BATCH,), jnp.int32)
-      return sj.DecodeState(
-          tokens=jnp.zeros((_BATCH, capacity), jnp.int32), lengths=rows,
-          limits=rows, done=rows > 0, keys=jax.random.split(key, _BATCH),
-          rounds=rows, temperature=jnp.ones((_BATCH,), jnp.float32),
-          eos=jnp.full((_BATCH, 1), -1, jnp.int32),
-          target_cache=decoder.target.init_cache(
-              params["target"], _BATCH, capacity),
-          drafter=decoder.drafter.model.init_cache(
-              params["drafter"], _BATCH, capacity))
-
-    return jax.eval_shape(start, params, key)
-
-  def placed(decoder, params, capacity):
-    state = state_shapes(decoder, params, capacity)
-    shardings = sharding.decode_shardings(decoder, params, state, mesh)
-    put = lambda x, sharding: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(put, (params, state), shardings), shardings[1]
-
-  share = target["layers"] // _LAYERS if name == "llama" else 1
-  decoder, params = parts(share)
-  (placed_params, state), state_sharding = placed(decoder, params, _CAPACITY)
   report = {}
-  if name != "llama":  # its round is `_round`'s
+  if name != "llama":
     lowered = jax.jit(
         decoder.decode_round, donate_argnames="state",
-        out_shardings=(state_sharding, None)).lower(placed_params, state)
+        out_shardings=(shardings[1], None)).lower(params, state)
     report["round"] = _answered("tpu-report", lowered, functools.partial(
-        _report, arguments=(placed_params, state.target_cache, state.drafter),
+        _report, arguments=(params, state.target_cache, state.drafter),
         state=state))
-    report["round"]["held"] = _shard_bytes((placed_params, state))
+    report["round"]["held"] = _shard_bytes((params, state))
 
   cache, rows = state.target_cache, state.lengths.sharding
   block = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
@@ -219,12 +202,12 @@ def _compile(name):
 
   lowered = jax.jit(
       verify, donate_argnames="cache",
-      out_shardings=(None, state_sharding.target_cache)).lower(
-          placed_params["target"], block(), block(),
+      out_shardings=(None, shardings[1].target_cache)).lower(
+          params["target"], block(), block(),
           block(_GAMMA + 1, dtype=jnp.bool_), cache)
   report["verify"] = _answered("tpu-report", lowered, functools.partial(
-      _report, arguments=(placed_params, cache), state=cache))
-  read = dict(placed_params["target"])
+      _report, arguments=(params, cache), state=cache))
+  read = dict(params["target"])
   if not decoder.target.config.tie_embeddings:
     del read["embedding"]  # a few of its rows are gathered, it is not read
   report["verify"]["needed"] = _shard_bytes(read) + _shard_bytes(cache)

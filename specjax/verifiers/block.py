@@ -57,8 +57,11 @@ class Block(RuleByRows):
       q = residual.next_draft_row(draft, node, p.dtype)
       return residual.normalised(rest(survive[node], p, q), p)
 
-    q = residual.next_draft_probs(draft, target_probs)
-    mass = jnp.sum(rest(survive[:, None], target_probs, q), axis=-1)
+    # The end apart, where q is 0: to join a row of zeros to q would copy it.
+    q = draft.probs[1:].astype(target_probs.dtype)
+    mass = jnp.append(
+        rest(survive[:-1, None], target_probs[:-1], q).sum(-1),
+        rest(survive[-1], target_probs[-1], 0).sum())
     return LawByRow(stop=residual.last_heads(mass, survive), next_row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
