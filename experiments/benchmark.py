@@ -217,10 +217,12 @@ def _training(target, params):
 
 
 def _interleaved(progress, *timed):
-  """Seconds `[pairs][timed]`, taken in turn."""
+  """Seconds `[pairs][timed]`, taken in turn, forwards and backwards."""
   rows = []
-  for _ in range(_PAIRS.value):
-    rows.append([t() for t in timed])
+  for i in range(_PAIRS.value):
+    order = timed[::-1] if i % 2 else timed
+    seconds = [t() for t in order]
+    rows.append(seconds[::-1] if i % 2 else seconds)
     progress.update()
   return rows
 
