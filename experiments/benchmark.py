@@ -220,9 +220,8 @@ def _interleaved(progress, *timed):
   """Seconds `[pairs][timed]`, taken in turn, forwards and backwards."""
   rows = []
   for i in range(_PAIRS.value):
-    order = timed[::-1] if i % 2 else timed
-    seconds = [t() for t in order]
-    rows.append(seconds[::-1] if i % 2 else seconds)
+    way = -1 if i % 2 else 1
+    rows.append([t() for t in timed[::way]][::way])
     progress.update()
   return rows
 

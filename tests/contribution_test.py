@@ -181,7 +181,8 @@ def test_greedy_rows_ends_and_limits(tried):
     tokens, lengths, stats = tried.decode(tried.prefill(rows, i))
     got = [row[:n].tolist() for row, n in zip(tokens, lengths)]
     assert got[:len(want)] == want, rule
-    assert (lengths[len(want):] == 1).all()  # finished rows stay
+    # Finished rows stay.
+    assert (lengths[len(want):] == len(_FILLER["prompt"])).all()
     assert (np.asarray(stats.emitted)[len(want):] == 0).all()
     accepted = np.asarray(stats.accepted)[:len(want)].sum()
     assert accepted > 0 or tried.decoder.drafter.num_nodes == 1
