@@ -14,7 +14,7 @@ _EXPERIMENTS = ["matplotlib", "tensorboardX"]
 setuptools.setup(
     name="specjax",
     version=_VERSION,
-    description="Speculative decoding as probability laws, in JAX and Flax",
+    description="Speculative decoding in JAX and Flax, proved by enumeration",
     long_description=(_ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,4 @@
-"""Short and correct examples; CONTRIBUTING.md has most of them."""
+"""Examples of components; docs/extending.md shows most of them."""
 
 import dataclasses
 

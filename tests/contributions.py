@@ -2,7 +2,7 @@
 
 A newcomer is listed here, and `contribution_test.py` does the rest; a cache is
 listed as that of the models of a drafter. The last entries of each list are
-examples of CONTRIBUTING.md, short and correct.
+examples of docs/extending.md, short and correct.
 """
 
 from contributed import CHAIN

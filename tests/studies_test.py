@@ -99,7 +99,7 @@ def test_optimality(tmp_path):
 
 
 def test_benchmark(tmp_path):
-  """Every ratio that the README quotes is there."""
+  """Every ratio that docs/results/costs.md quotes is there."""
   study = last_line(*run_all("benchmark.py", [
       "--models=bundled", "--pairs=3", "--made=1",
       "--nodes=8", "--sum_megabytes=1"], cwd=tmp_path))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's "What a round costs", while nothing else runs: both pairs, and the
+# docs/results/costs.md, while nothing else runs: both pairs, and the
 # bundled pair in a process of its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

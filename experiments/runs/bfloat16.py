@@ -3,7 +3,7 @@
 The layers of SmolLM2's shape (134M parameters, 106M of them here), as
 `models.Transformer` multiplies them. Prints milliseconds, medians of 11, for
 float32 and for bfloat16 with products in bfloat16, in float32, and in float32
-with a lone row fed twice (README, "Published models"; run it alone):
+with a lone row fed twice (docs/guides/published_models.md; run it alone):
 
   python experiments/runs/bfloat16.py
 """

