@@ -1,32 +1,44 @@
-"""Text in, text streamed out, by speculative decoding.
+"""Generates text by speculative decoding: continues a prompt, or chats.
 
-Tokens that the drafter proposed and the target accepted are green, the
-target's own (corrections and bonus tokens) red; a line of statistics follows.
+A drafter proposes several tokens, and the target model verifies them in one
+pass. The script prints the text as it is decoded. On a terminal, accepted draft
+tokens are green. The target's own tokens (corrections and bonus tokens) are
+red. The last line gives the number of tokens and rounds, the tokens per round,
+and the tokens per second.
+
+Example, with the bundled models (the target continues Python code):
 
   python experiments/generate.py --prompt='def fibonacci(n):'
-  cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
-  python experiments/generate.py --drafter=medusa        # the target's heads
-  python experiments/generate.py --drafter=eagle3        # a layer that reads it
-  python experiments/generate.py --drafter=pass          # look-ahead tokens
-  python experiments/generate.py --draft_vocabulary=1024 # a smaller head
-  python experiments/generate.py --drafter=ngram         # copies of the text
-  python experiments/generate.py --drafter=ngram+small   # which small judges
-  python experiments/generate.py '--drafter=ngram|small' # small where none fit
-  python experiments/generate.py --drafter=none          # autoregressive
 
-A published model answers, or chats on the terminal until /quit or Ctrl-D
-(Ctrl-C stops an answer, /reset forgets what was said):
+Add --compare to measure the speed with and without the drafter. More drafters:
+
+  --drafter=tiny             smaller draft model (default: small)
+  --drafter=medusa           Medusa heads of the bundled target
+  --drafter=eagle3           EAGLE-3 layer of the bundled target
+  --drafter=parallel         block-parallel network of the bundled target
+  --drafter=pass             look-ahead tokens of the bundled target (PaSS)
+  --drafter=ngram            copies from the text so far (prompt lookup)
+  --drafter=ngram+small      ngram drafts for small, small for the target
+  '--drafter=ngram|small'    small drafts where ngram finds no match
+  --drafter=none             no drafter: autoregressive decoding
+
+A prompt can also be piped in:
+
+  cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
+
+A published model answers a question, or chats on the terminal. In a chat,
+Ctrl-C stops an answer, /reset starts again, and /quit or Ctrl-D ends:
 
   python experiments/generate.py --target=smollm2 --chat --prompt='Why me?'
   python experiments/generate.py --target=smollm2 --interactive
 
---compare then decodes again, in turn with the target alone, and prints the
-speed of both. The output has exactly the target's law, whatever the drafter and
-the verifier, unless that is one of the lossy rules. --regex, --json_schema and
-the penalties change that law for target and drafter alike:
+The output has exactly the target's distribution for every drafter and every
+verifier except typical and top_2, which are lossy. Sampling flags, --regex,
+--json_schema and the penalties change this distribution for target and drafter
+in the same way:
 
-  python experiments/generate.py --target=smollm2 --chat --prompt='Yes or no?' \
-      --regex='(Yes|No)[.]'
+  python experiments/generate.py --target=smollm2 --chat \\
+    --prompt='Yes or no?' --regex='(Yes|No)[.]'
 """
 
 import dataclasses
@@ -52,102 +64,119 @@ from specjax import strategies
 from specjax.models import sharding
 
 _PROMPT = flags.DEFINE_string(
-    "prompt", None, "the text to continue; default: standard input, or a few "
-    "lines of code where that is a terminal or empty")
+    "prompt", None, "Text to continue. Default: standard input, or a few lines "
+    "of Python if standard input is a terminal or empty")
 _SPECIAL = flags.DEFINE_bool(
-    "special", False, "read special tokens such as <|endoftext|> in the prompt "
-    "as tokens, and not as text")
+    "special", False, "Parse special tokens such as <|endoftext|> in the "
+    "prompt. Default: treat them as ordinary text")
 _KEEP_LAST = flags.DEFINE_bool(
-    "keep_last", False, "a prompt that is too long keeps its last tokens, and "
-    "a chat its last exchanges")
-_CHAT = shared.chat("the prompt is a user's message, in the target's chat "
-                    "template; the answer alone is printed")
+    "keep_last", False, "Truncate input that exceeds the context length: a "
+    "prompt keeps its last tokens, a chat its last exchanges. Default: an "
+    "error")
+_CHAT = shared.chat("Format the prompt as a user message in the target's chat "
+                    "template, and print only the answer")
 _SYSTEM = flags.DEFINE_string(
-    "system", None, "message of the system that a chat begins with")
+    "system", None, "System message at the start of a chat; requires --chat or "
+    "--interactive. Default: the chat template's own")
 _INTERACTIVE = flags.DEFINE_bool(
-    "interactive", False, "chat on the terminal, or with the lines of standard "
-    "input, --prompt the first of them")
+    "interactive", False, "Chat: each line of the terminal or of standard "
+    "input is a user message. --prompt, if given, is the first message")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"small, tiny, smol, {', '.join(models.HEADS)}, none, "
-    f"{shared.PUBLISHED}, itself (the target, with --quantize or "
-    "--draft_cache), heads of "
-    "train_drafter.py, a directory of a published drafter (Medusa, Hydra, "
-    "EAGLE, MTP, DFlash, DSpark), "
-    f"{compositions.HELP}; default: small for the bundled "
-    "target, smol for smollm2, none for others",
+    "Drafter. Bundled: small, tiny (draft models), "
+    f"{', '.join(sj.zoo.HEADS)} for the bundled target; "
+    f"{', '.join((*sj.zoo.FOR_SMOLLM2, *sj.zoo.HEADS_FOR_SMOLLM2))} for "
+    f"smollm2. Other models: {shared.PUBLISHED}, or itself (the target, with "
+    "--quantize or --draft_cache). Trained for a target: an --output_dir of "
+    "train_drafter.py, or a directory of a published drafter (Medusa, Hydra, "
+    "EAGLE, MTP, DFlash, DSpark). Without training: "
+    f"{compositions.HELP}. none: no drafter. Default: small for the bundled "
+    "target, smol for smollm2, otherwise none",
     None)
 _TAIL = flags.DEFINE_bool(
-    "tail", False, "the inner drafter of a cascade drafts on after the tokens "
-    "of the model that it drafts for, as many as it can")
+    "tail", False, "For a cascade a+b: append a's own draft after the tokens "
+    "of b, so that the target verifies a longer draft")
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
-    "how a language model with another vocabulary drafts: intersection, by "
-    "its law of the tokens that both have; strings, by its text, which is "
-    "tokenised again; auto: intersection where the vocabularies differ")
+    "Method for a draft model whose vocabulary differs from the target's. "
+    "intersection: it drafts only tokens that both vocabularies contain. "
+    "strings: its text is tokenised again with the target's tokenizer. auto: "
+    "intersection if the vocabularies differ")
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, list(copies.BITS), "bits of the weights of the language "
-    "model that drafts")
+    "quantize", None, list(copies.BITS), "Quantise the weights of the draft "
+    "model to 8 or 4 bits. Default: not quantised")
 _QUANTIZE_TARGET = flags.DEFINE_enum(
-    "quantize_target", None, list(copies.BITS), "bits of the target's weights; "
-    "the output follows the law of that copy")
+    "quantize_target", None, list(copies.BITS), "Quantise the target's weights "
+    "to 8 or 4 bits; the output then follows the quantised model. Default: not "
+    "quantised")
 _QUANTIZE_GROUP = flags.DEFINE_integer(
-    "quantize_group", None, "inputs of a matrix that share a scale, such as "
-    "64; default: all of an output", 1)
+    "quantize_group", None, "Number of consecutive inputs that share a "
+    "quantisation scale, such as 64. Default: one scale per output", 1)
 _DRAFT_CACHE = flags.DEFINE_string(
-    "draft_cache", None, "what the language model that drafts keeps of the "
-    f"text: {copies.CACHES}; default: all of it")
+    "draft_cache", None, "Smaller KV cache for the draft model: "
+    f"{copies.CACHES}. int8 and int4 quantise it; streaming keeps the first "
+    "tokens (sinks) and a window of the last ones. Default: a full cache")
 _VERIFIER = flags.DEFINE_enum(
-    "verifier", None, sorted(common.ALL_VERIFIERS), "the verification rule; "
-    "default: that of the drafter's strategy, such as block for a language "
-    "model and target_walk for a tree of the likeliest tokens")
-_GAMMA = shared.gamma(6, "drafted tokens of a chain, as far as there are heads "
-                      "or look-ahead tokens for it")
+    "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule. For "
+    "chains: token, block, greedy_block, top_2. For trees: recursive, k_seq, "
+    "traversal, target_walk, typical. typical and top_2 are lossy. Default: "
+    "the usual rule of the drafter, such as block for a draft model and "
+    "target_walk for a tree of the most likely tokens")
+_GAMMA = shared.gamma(6, "Draft length of a chain in tokens; fewer if the "
+                      "drafter has fewer heads or look-ahead tokens")
 _NODES = shared.nodes(16)
 _STOP = stops.flag()
 _DATASTORE = shared.datastore()
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", False, "choose the length of the drafts before every round, "
-    "up to --gamma or --nodes and down to none, by what rounds cost here; the "
-    "first time this is measured")
+    "controller", False, "Choose the draft length before every round, from 0 "
+    "to --gamma or --nodes, by the acceptance so far and the cost of a round. "
+    "Costs are measured once per machine, which takes some seconds")
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "with --controller, measure again what rounds cost here")
+    "measure", False, "With --controller: measure the cost of rounds again")
 _TEMPERATURE = shared.temperature(0.8)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "likeliest tokens kept; 0: all")
+_TOP_K = flags.DEFINE_integer(
+    "top_k", 0, "Top-k sampling: keep the k most likely tokens; 0 keeps all")
 _TOP_P = shared.top_p()
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "least share of the likeliest")
+_MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "Min-p sampling: keep tokens at least min_p times as likely "
+    "as the most likely token, in [0, 1]; 0 keeps all")
 _REGEX = flags.DEFINE_string(
-    "regex", None, "a regular expression that the whole output matches")
+    "regex", None, "Regular expression that the whole output must match, such "
+    "as '(Yes|No)[.]'")
 _JSON_SCHEMA = flags.DEFINE_string(
-    "json_schema", None, "a file with a JSON schema that the output follows")
+    "json_schema", None, "File with a JSON schema that the output must match; "
+    "excludes --regex")
 _REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", 1.0, "by which the logits of tokens of the text are "
-    "divided, or multiplied where they are negative; 1: none")
+    "repetition_penalty", 1.0, "Repetition penalty (CTRL), above 0: positive "
+    "logits of tokens already in the prompt or output are divided by it, "
+    "negative ones multiplied. 1 disables it")
 _FREQUENCY_PENALTY = flags.DEFINE_float(
-    "frequency_penalty", 0.0, "subtracted from a token's logit for each time "
-    "that the output has it")
+    "frequency_penalty", 0.0, "Amount subtracted from a token's logit for each "
+    "occurrence in the output; 0 disables it")
 _PRESENCE_PENALTY = flags.DEFINE_float(
-    "presence_penalty", 0.0, "subtracted from a token's logit once, if the "
-    "output has it")
+    "presence_penalty", 0.0, "Amount subtracted once from the logit of every "
+    "token already in the output; 0 disables it")
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 256, "tokens of the text, at most", 1)
-_SEED = shared.seed("of the sampling")
+    "max_new_tokens", 256, "Maximum number of generated tokens; in a chat, per "
+    "answer", 1)
+_SEED = shared.seed("Random seed for sampling")
 _COLOR = flags.DEFINE_enum(
-    "color", "auto", ["auto", "always", "never"], "colour the tokens")
+    "color", "auto", ["auto", "always", "never"], "Colour the generated tokens "
+    "by origin; auto: only on a terminal")
 _COMPARE = flags.DEFINE_bool(
-    "compare", False, "also decode without the drafter, in turn, and print the "
-    "tokens per second of both")
+    "compare", False, "Afterwards decode the prompt again with and without the "
+    "drafter, in alternation, and print the tokens per second of both")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "a file for the text as well, written when it is complete "
-    "or Ctrl-C ends it, and of a chat after every answer")
+    "output", None, "Also write the output to this file, at the end or after "
+    "Ctrl-C, and in a chat after every answer")
 
 _MESH = shared.mesh()
 _SPLIT_DRAFTER = flags.DEFINE_bool(
-    "split_drafter", False, "with --mesh, split the drafter over the devices "
-    "too; default: each has the whole of it")
+    "split_drafter", False, "With --mesh: split the drafter's weights over the "
+    "devices too. Default: a full copy on each device")
 
 _DEFAULT_PROMPT = (
     '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
@@ -157,20 +186,20 @@ def _read_prompt():
   if _PROMPT.value is not None:
     return _PROMPT.value
   piped = "" if sys.stdin.isatty() else sys.stdin.read()
-  # The newline at a file's end would be half of the token that begins the
-  # next line, after which the model expects the end of the text.
+  # A file ends with a newline, which the tokenizer usually merges with the
+  # start of the next line. Alone it makes the model expect the end of the text.
   return piped.removesuffix("\n") or _DEFAULT_PROMPT
 
 
 def _drafter():
-  """What --drafter names."""
+  """Returns --drafter, or the default drafter of the target."""
   if _DRAFTER.value is None:
     return {"bundled": "small", "smollm2": "smol"}.get(_TARGET.value, "none")
   return _DRAFTER.value
 
 
 def _speculation():
-  """`(target, its model, params, strategy, tokenizer)` of the flags."""
+  """Returns `(target, its model, params, strategy, tokenizer)`."""
   name = _drafter()
   itself = models.drafts_for_itself(name, _TARGET.value)
   composed = compositions.composes(name)
@@ -207,7 +236,7 @@ def _speculation():
 
 
 def _check_flags():
-  """Refuses what does not go together, before a model is read."""
+  """Rejects incompatible flags before any model is loaded."""
   _check_prompt()
   if _COMPARE.value:
     _check_compare()
@@ -222,11 +251,11 @@ def _check_flags():
 def _check_prompt():
   chats = _CHAT.value or _INTERACTIVE.value
   if _SYSTEM.value is not None and not chats:
-    raise ValueError("--system is the beginning of a chat; add --chat or "
-                     "--interactive, or leave it out")
+    raise ValueError("--system requires a chat; add --chat or --interactive, "
+                     "or leave it out")
   if _SPECIAL.value and chats:
-    raise ValueError("--special is about a plain prompt, and a chat template "
-                     "has special tokens of its own; leave one of the two out")
+    raise ValueError("--special applies to a plain prompt, and a chat template "
+                     "adds its own special tokens; leave one of the two out")
 
 
 def _check_drafter(name):
@@ -259,13 +288,13 @@ def _check_drafter(name):
   if _DRAFT_CACHE.value is not None:
     copies.cache("--draft_cache", _DRAFT_CACHE.value)
   if _QUANTIZE_GROUP.value and not (_QUANTIZE.value or _QUANTIZE_TARGET.value):
-    raise ValueError(f"--quantize_group={_QUANTIZE_GROUP.value} is of "
-                     "--quantize and --quantize_target; give one of them, or "
+    raise ValueError(f"--quantize_group={_QUANTIZE_GROUP.value} requires "
+                     "--quantize or --quantize_target; add one of them, or "
                      "leave it out")
 
 
 def _check_form(name, drafter):
-  """Refuses what is said of a draft of another form than the one here."""
+  """Rejects chain flags for a tree drafter, and tree flags for a chain."""
   for flag in (_GAMMA, _NODES, _VERIFIER):
     if flag.present and name == "none":
       raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
@@ -288,15 +317,16 @@ def _check_form(name, drafter):
 
 def _check_mesh():
   if _SPLIT_DRAFTER.value and _MESH.mesh.value is None:
-    raise ValueError("--split_drafter is about the devices of --mesh, which is "
-                     "not given; give it, or leave --split_drafter out")
+    raise ValueError("--split_drafter requires --mesh; add it, or leave "
+                     "--split_drafter out")
   if _MESH.mesh.value is not None and (
       _QUANTIZE_TARGET.value or _QUANTIZE.value and _SPLIT_DRAFTER.value):
-    raise ValueError("weights of few bits are not split over the devices of "
-                     "--mesh; leave one of the two out")
+    raise ValueError("--mesh cannot split quantised weights; leave out --mesh, "
+                     "--quantize_target, or --quantize with --split_drafter")
   if _CONTROLLER.value and _MESH.mesh.value is not None:
-    raise ValueError("--controller goes by what rounds cost on one device, and "
-                     f"--mesh is {_MESH.mesh.value}; leave one of the two out")
+    raise ValueError("--controller measures the cost of rounds on one device, "
+                     f"and --mesh is {_MESH.mesh.value}; leave one of the two "
+                     "out")
   if _MESH.coordinator.value is not None and (
       _INTERACTIVE.value or _PROMPT.value is None):
     raise ValueError("each process of --coordinator needs the whole prompt; "
@@ -318,7 +348,7 @@ def _check_compare():
 
 
 def _keep(text):
-  """Writes what was said so far to --output, if it is given."""
+  """Writes the text so far to --output, if the flag is set."""
   if _OUTPUT.value is not None:
     with files.atomically(
         common.output_file("--output", _OUTPUT.value)) as f:
@@ -326,7 +356,7 @@ def _keep(text):
 
 
 def _ids(tokenizer, room):
-  """The prompt's tokens, at most `room`."""
+  """Returns the token ids of the prompt, at most `room`."""
   text = _read_prompt()
   if not text:
     raise ValueError("the prompt is empty; give a text with --prompt or on "
@@ -343,7 +373,7 @@ def _ids(tokenizer, room):
 
 
 def _continue(writer, ids, printer):
-  """Prints the text after a prompt, and statistics, also on Ctrl-C."""
+  """Generates after a prompt and prints statistics, even after Ctrl-C."""
   answer, state = streaming.Answer(), writer.start(ids, _MAX_NEW_TOKENS.value)
   try:
     if not _CHAT.value:

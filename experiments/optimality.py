@@ -1,39 +1,51 @@
-"""Is block verification optimal, and how much can it gain?
+"""Tests whether block verification is optimal, and how much it can gain.
 
-Checks the theorems of "Block Verification Accelerates Speculative Decoding"
-(Sun et al. 2024, arXiv:2403.10444) on the code that ships, without a sample:
+The theorems of "Block Verification Accelerates Speculative Decoding" (Sun et
+al. 2024, arXiv:2403.10444) are checked on the shipped code. All expectations
+are computed exactly by enumeration of drafts, without sampling.
 
-  rounds     expected tokens after 1, 2, ... rounds of the paper's Bernoulli
-             example: greedy block verification wins the first round and block
-             verification the game
-  theorems   on random context-dependent pairs: no valid verifier accepts more
-             than block verification (Theorem 2, a linear program over all of
-             them), no prefix more often (Lemma 4, the same program under
-             random weights of the prefixes), and one round of greedy block
-             verification equals the full-information optimum (Theorem 3),
-             which equals that of a transport problem (Lemma 8)
-  extremal   how large (1 + E[tau_block]) / (1 + E[tau_token]) can get: a law
-             is differentiable, so optax ascends the ratio over the models
-
-The supremum over all models. Let s and t be the survival of the draft so far
-under the two rules, and r = p(x)/q(x) of the next token. Block goes to
-min(1, s r), token to t min(1, r), and all that q and p can choose is the law
-of r with E_q[r] <= 1: one linear constraint, so a law on two points, that is
-a vocabulary of TWO tokens, suffices if the models see their context. The best
-ratio is the largest lambda for which the game with pay-off s - lambda t has a
-positive value, which dynamic programming over (s, t) finds. A simple play: the
-first token is certain under q and has probability d under p, the second
-restores s = 1 with probability d and else ends the block, and from there on
-p = q. That gives (1 + gamma d) / (1 + d + (gamma - 1) d^2), which is largest,
-(1 + w)^2 / (3 + 2 w) with w = sqrt(1 + gamma), at d = 1 / (1 + w). Up to
-gamma = 4 the program finds nothing better; beyond, restoring s in several
-steps is. As w / 2 grows without bound, so does the supremum.
+Example (no model is loaded):
 
   python experiments/optimality.py
 
-Writes optimality.csv and .json, which the last line of stdout names, and the
-figures optimality_rounds.png, optimality_pairs.png and optimality_extremal.png
-to --output_dir.
+Output: three tables on stdout. optimality.csv, optimality.json and three plots
+go to --output_dir. The tables are:
+
+  rounds     Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
+             example. Greedy block verification is ahead after the first round,
+             block verification after several.
+  theorems   Largest deviation of the code from each theorem, on random pairs of
+             a target and a drafter that depend on the context. It should be
+             zero up to rounding. In one round, no valid verifier accepts more tokens than block
+             verification (Theorem 2, a linear program over all valid
+             verifiers), and none accepts a prefix more often (Lemma 4, the same
+             program with random weights of the prefixes). One round of greedy
+             block verification equals the full-information optimum (Theorem 3),
+             which equals the optimum of a transport problem (Lemma 8).
+  extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) over all
+             models, where tau is the number of accepted tokens: by gradient
+             ascent over the models, and as a supremum by dynamic programming.
+
+The supremum: let s and t be the probabilities that the draft so far survives
+block and token verification, and r = p(x)/q(x) the ratio of the next token x.
+Block verification updates s to min(1, s r); token verification multiplies t by
+min(1, r). The models control only the distribution of r, under one linear
+constraint, E_q[r] <= 1. A distribution on two points is therefore sufficient,
+and so is a vocabulary of two tokens if the models see their context. The
+supremum is the largest lambda for which the game with payoff s - lambda t has a
+positive value. Dynamic programming over (s, t) computes it.
+
+A simple pair of models comes close. The first token has probability 1 under q
+and d under p. The second token restores s = 1 with probability d and otherwise
+ends the block. After that, p = q. Its ratio is
+(1 + gamma d) / (1 + d + (gamma - 1) d^2). The best d is 1 / (1 + w) with
+w = sqrt(1 + gamma), and the ratio is then (1 + w)^2 / (3 + 2 w). Up to
+gamma = 4 the dynamic program finds no better pair. For larger gamma, restoring
+s in several steps is better. The ratio grows like w / 2, so the supremum is
+unbounded in gamma.
+
+The last line of stdout names optimality.json. The plots are
+optimality_rounds.png, optimality_pairs.png and optimality_extremal.png.
 """
 
 import itertools
@@ -54,26 +66,30 @@ import tqdm
 import specjax as sj
 
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 8, "random pairs of every size and kind for the theorems", 1)
+    "seeds", 8, "Table theorems: number of random pairs of models for every "
+    "vocabulary size, draft length and kind of pair", 1)
 _SIZES = flags.DEFINE_integer(
-    "largest", 4, "largest V and gamma of those pairs", 2, 4)
+    "largest", 4, "Table theorems: largest vocabulary size V and largest draft "
+    "length gamma of the pairs; both start at 2", 2, 4)
 _GAMMAS = shared.gammas(
-    "2,4,8", "draft lengths of the extremal pairs, in tokens")
-_STEPS = shared.steps(4000, "of the ascent")
-_STARTS = flags.DEFINE_integer("starts", 16, "random starts of the ascent", 1)
-_OUTPUT_DIR = shared.output_dir(
-    "results/optimality", "for the table and the plot")
+    "2,4,8", "Table extremal: draft lengths gamma in tokens, comma-separated; "
+    "at most 12")
+_STEPS = shared.steps(4000, "Table extremal: steps of gradient ascent")
+_STARTS = flags.DEFINE_integer(
+    "starts", 16, "Table extremal: random starting points of gradient ascent; "
+    "large cases use a quarter of them", 1)
+_OUTPUT_DIR = shared.output_dir("results/optimality")
 
 _KINDS = ("dense", "zeros", "mixed")
 _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
           "greedy_block": sj.verifiers.GreedyBlock()}
 _COMPILED = {name: sj.exact.Compiled(rule) for name, rule in _RULES.items()}
 _ROUNDS = 4
-_LEAVES = 7000  # drafts of a pair that the ascent can enumerate
+_LEAVES = 7000  # limit for the drafts of a pair in gradient ascent
 
 
 def _bernoulli():
-  """Expected tokens after 1..4 rounds of the paper's example."""
+  """Prints and returns expected tokens after 1 to 4 rounds of the example."""
   gamma = 2
   pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3),
                            _ROUNDS * (gamma + 1))
@@ -88,7 +104,7 @@ def _bernoulli():
 
 
 def _block_value(pair, gamma, weights):
-  """E[sum_{i<=tau} w_i(X^i)] of block verification, from its survival."""
+  """Returns E[sum_{i<=tau} w_i(X^i)] of block verification."""
   digits, rows = _drafts(pair.vocab_size, gamma)
   p, q = (np.stack([tables[i][rows[:, i]] for i in range(gamma)], axis=1)
           for tables in (pair.p, pair.q))
@@ -101,7 +117,7 @@ def _block_value(pair, gamma, weights):
 
 
 def _theorems():
-  """One row for every random pair: its figures and gaps."""
+  """Returns one row per random pair: expected tokens and gaps."""
   sizes = range(2, _SIZES.value + 1)
   cases = list(itertools.product(sizes, sizes, _KINDS, range(_SEEDS.value)))
   rows = []
@@ -147,7 +163,10 @@ def _print_theorems(rows):
 
 
 def _drafts(vocab, gamma):
-  """All drafts `[V**gamma, gamma]` and their prefixes' rows in the tables."""
+  """Returns all drafts and the table rows of their prefixes.
+
+  Both have shape `[V**gamma, gamma]`.
+  """
   drafts = np.arange(vocab**gamma)
   rows = np.stack([drafts // vocab**(gamma - i) for i in range(gamma)], axis=1)
   last = [*rows.T[1:], drafts]
@@ -155,14 +174,19 @@ def _drafts(vocab, gamma):
 
 
 def _survival(name, digits, p, q):
-  """`survival [drafts, gamma + 1]` of a rule and q(x) of every draft.
+  """Returns a rule's survival and the probability of every draft under q.
 
   Args:
-    name: of a rule.
-    digits: `[drafts, gamma]`.
-    p, q: `[drafts, gamma, V]`, the laws along each of them.
+    name: rule name, a key of `_RULES`.
+    digits: `[drafts, gamma]` tokens of every draft.
+    p: `[drafts, gamma, V]` target distributions along every draft.
+    q: `[drafts, gamma, V]` draft distributions along every draft.
+
+  Returns:
+    `(survival [drafts, gamma + 1], q [drafts])`.
   """
-  p = jnp.concatenate([p, p[:, -1:]], axis=1)  # no rule looks at the last row
+  # Rules expect one more target row (bonus token). Survival ignores its values.
+  p = jnp.concatenate([p, p[:, -1:]], axis=1)
   survive = jax.vmap(lambda tokens, p, q: _RULES[name].survival(
       sj.Draft.chain(0, tokens, q), p))(digits, p, q)
   drawn = jnp.take_along_axis(q, digits[..., None], axis=2)[..., 0]
@@ -170,7 +194,7 @@ def _survival(name, digits, p, q):
 
 
 def _ascend(vocab, gamma, iid):
-  """The largest ratio that gradient ascent finds, in float64."""
+  """Returns the largest ratio found by gradient ascent, in float64."""
   digits, rows = _drafts(vocab, gamma)
   starts = np.cumsum([0, *(vocab**d for d in range(gamma))])
   rows = np.zeros_like(rows) if iid else rows + starts[:-1]
@@ -206,24 +230,30 @@ def _ascend(vocab, gamma, iid):
 
 
 def _two_phase(gamma):
-  """The best of the simple plays, in closed form (see the module)."""
+  """Returns the ratio of the simple pair of models (module docstring)."""
   w = math.sqrt(1 + gamma)
   return (1 + w)**2 / (3 + 2 * w)
 
 
 def _supremum(gamma, points=96):
-  """The supremum over all models, by dynamic programming on a grid.
+  """Returns the supremum over all models, by dynamic programming on a grid.
 
-  The state is s and u = t / s in [0, 1]; a move takes s to a law of s' with
-  mean at most s: to one point below, or to two points around s. t follows s'
-  below s, so u stays, and stays itself above. Values between the grid's u are
-  interpolated; the error falls with the square of the grid's width.
+  The state is s and u = t / s, both in [0, 1]. A move replaces s by a random s'
+  with mean at most s: either one point below s, or two points around it. For
+  s' < s, t shrinks in proportion and u is unchanged. For s' > s, t is
+  unchanged. Values between grid points of u are interpolated; the error
+  decreases with the square of the grid spacing.
+
+  Args:
+    gamma: draft length.
+    points: number of grid intervals of s; u has twice as many.
   """
   s = jnp.linspace(0, 1, points + 1)
   u = jnp.linspace(0, 1, 2 * points + 1)
 
   def improve(value, lam):
-    # gain[i, j, k]: to go from s_i, u_k to s_j, and what follows.
+    # gain[i, j, k]: payoff of the move from (s_i, u_k) to s_j, and of all later
+    # moves.
     up = jnp.minimum(1, s[:, None] / jnp.maximum(s, 1e-9))  # u' / u
     new_u = up[..., None] * u
     after = jax.vmap(lambda row, at: jnp.interp(at.reshape(-1), u, row),
@@ -234,7 +264,7 @@ def _supremum(gamma, points=96):
     best = jnp.max(jnp.where(below[..., None], gain, -jnp.inf), axis=1)
 
     def split(best, high):
-      # Weight of s_high in a law on (s_low, s_high) with mean s.
+      # Weight of s_high in a distribution on (s_low, s_high) with mean s.
       weight = (s[:, None] - s) / jnp.maximum(s[high] - s, 1e-9)
       both = (1 - weight[..., None]) * gain + (
           weight[..., None] * gain[:, high, None])
@@ -275,7 +305,7 @@ def _extremal(gammas):
 
 
 def _plot_rounds(bernoulli, path):
-  """Which rule is ahead after how many rounds?"""
+  """Plots expected tokens per round of every rule over the rounds."""
   figure, [[axes]] = style.panels()
   rounds = np.arange(1, _ROUNDS + 1)
   for name, totals in bernoulli.items():
@@ -286,7 +316,7 @@ def _plot_rounds(bernoulli, path):
 
 
 def _plot_pairs(rows, path):
-  """How far is a rule from what knows everything?"""
+  """Plots the accepted tokens of each rule against full information."""
   figure, grid = style.panels(1, 2, sharex=True, sharey=True)
   top = max(r["full_information"] for r in rows)
   for axes, name in zip(grid[0], ("token", "block")):
@@ -301,7 +331,7 @@ def _plot_pairs(rows, path):
 
 
 def _plot_extremal(rows, path):
-  """How much can block verification gain?"""
+  """Plots the largest ratio of block to token verification over gamma."""
   figure, [[axes]] = style.panels()
   gammas = sorted({r["gamma"] for r in rows})
   kinds = ("i.i.d.", "context")
@@ -320,8 +350,8 @@ def _plot_extremal(rows, path):
 def main():
   gammas = common.draft_lengths("--gammas", _GAMMAS.value)
   if 2**max(gammas) > _LEAVES:
-    raise ValueError(f"--gammas has {max(gammas)}; the ascent goes over all "
-                     f"drafts, of which there may be {_LEAVES}: give lengths "
+    raise ValueError(f"--gammas contains {max(gammas)}; gradient ascent "
+                     f"enumerates all drafts, at most {_LEAVES}: give lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   bernoulli = _bernoulli()

@@ -1,51 +1,63 @@
-"""Trains what a target drafts for itself with.
+"""Trains self-drafting heads: small modules that draft for a target model.
 
-  --method=pass       look-ahead embeddings; the target stays as it is
-  --method=blockwise  residual feed-forward heads (Stern et al. 2018)
-  --method=medusa     Medusa heads; the target stays as it is (Medusa-1)
-  --method=medusa2    Medusa heads and the target, jointly
-  --method=eagle1     a layer that forecasts the target's next feature
-  --method=eagle3     a layer on three of the target's states, trained on its
-                      own forecasts (the training-time test)
-  --method=mtp        modules for the tokens after the next one, of a target
-                      that stays as it is, one after the other
-  --method=parallel_layers   layers beside the target's last one
-  --method=parallel   a network that forecasts a whole block (DFlash, DSpark)
-  --method=hydra      Medusa's heads, which read the drafted tokens as well
-  --method=kangaroo   a layer after the target's first ones
+The target drafts for itself with these modules, without a second language
+model. The script trains them, and then measures their quality on held-out text:
+how often a head predicts the target's token, and the block efficiency (tokens
+per target call) of greedy decoding with the heads. It reports both before and
+after training.
 
-Leaves in --output_dir:
-
-  heads.safetensors, heads.json      the heads or embeddings
-  model.safetensors, config.json, tokenizer.json   the target, if it was trained
-  training.json        what it was trained on, the stages before included,
-                       and how good it was in between
-  run.json             what the run is of, so that no other goes on with it
-  metrics.csv, events.out.tfevents.*   losses; accuracy by head and block
-                       efficiency on held-out text
-  checkpoints/                                     for an exact resume
-  train_drafter.json   how good it is, beside what it was before training; the
-                       last line of stdout names this file
-
-Killed and started again with the same flags it ends with the same weights,
-bit for bit. A finished run goes on when it is given more --steps: from its end
-on it has the learning rate of a run of the new length, which may rise before it
-falls to 0 again. Heads for the bundled target, on Python's standard library and
-on text that the target writes itself:
+Example, Medusa heads for the bundled target (they learn from the Python
+standard library):
 
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/medusa
-  python experiments/train_drafter.py --method=medusa --output_dir=/tmp/self \\
-    --data=self
 
-A layer that drafts the 1024 tokens that the text has most often:
+Then decode with them:
 
-  python experiments/train_drafter.py --method=eagle3 \\
-    --output_dir=/tmp/eagle --draft_vocabulary=1024
+  python experiments/generate.py --drafter=/tmp/medusa
 
-A joint run that begins with trained heads (the paper's two stages):
+Methods:
 
-  python experiments/train_drafter.py --method=medusa2 \\
-    --output_dir=/tmp/joint --heads_from=/tmp/medusa
+  --method=medusa     Medusa-1 heads; the target is frozen
+  --method=medusa2    Medusa-2: heads and target are trained jointly
+  --method=hydra      Medusa heads with the drafted tokens as inputs
+  --method=blockwise  residual feed-forward heads (Stern et al. 2018)
+  --method=eagle1     a layer for predicting the target's next feature (EAGLE)
+  --method=eagle3     a layer on three hidden states of the target, trained on
+                      its own predictions (EAGLE-3)
+  --method=mtp        multi-token prediction modules, applied in sequence
+  --method=parallel_layers   layers parallel to the target's last layer
+  --method=parallel   a network for a whole block of tokens (DFlash, DSpark)
+  --method=pass       embeddings of look-ahead tokens (PaSS)
+  --method=kangaroo   an adapter after the first layers of the target
+
+The target is frozen, except with medusa2 and with --train_target. A flag whose
+help begins with method names applies to these methods only. More examples:
+
+  Train on samples from the target itself:
+    python experiments/train_drafter.py --method=medusa --data=self \\
+      --output_dir=/tmp/self
+  Draft only the 1024 most frequent tokens:
+    python experiments/train_drafter.py --method=eagle3 \\
+      --draft_vocabulary=1024 --output_dir=/tmp/eagle
+  Start a joint run from trained heads (the two stages of the Medusa paper):
+    python experiments/train_drafter.py --method=medusa2 \\
+      --heads_from=/tmp/medusa --output_dir=/tmp/joint
+
+Files in --output_dir:
+
+  heads.safetensors, heads.json   the trained heads
+  model.safetensors, config.json, tokenizer.json   the target, if trained
+  train_drafter.json   results before and after training; the last line of
+                       stdout names this file
+  training.json        tokens, minutes and learning curve, including earlier
+                       stages (--heads_from); generate.py reads it
+  metrics.csv, events.out.tfevents.*   losses and evaluations by step
+  checkpoints/, run.json   state and settings, for resuming
+
+A killed run resumes if started again with the same flags, and ends with
+bit-identical weights. A finished run continues if --steps is larger. It then
+follows the learning-rate schedule of the longer run, so the rate may rise
+again before it falls to 0.
 """
 
 import dataclasses
@@ -75,84 +87,104 @@ from specjax.training import optimizers
 from specjax.training import runs
 
 _METHODS = {method.name: method for method in methods.METHODS}
-_ROW_TOKENS_DEFAULT = 512  # published contexts would not fit memory
-_MOST_BYTES = 2**31  # of the logits that a step holds at once
+_ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory
+_MOST_BYTES = 2**31  # limit for the float32 logits of one pass
 
 _METHOD = flags.DEFINE_enum(
-    "method", None, list(_METHODS), "what to train", required=True)
+    "method", None, list(_METHODS), "Training method, see the list above",
+    required=True)
 _TARGET = shared.target()
-_DTYPE = shared.dtype()
+_DTYPE = shared.dtype(
+    "Precision of the target's weights as loaded. It applies to the sampling "
+    "of --data=self and to --keep_features. Training steps and their "
+    "evaluations always compute in float32 on CPU and in bfloat16 on GPU and "
+    "TPU. Default: the same")
 _DATA = shared.data(
-    "what to train on, or self[:SOURCE], continuations that the target samples "
-    "after beginnings of the source (default: stdlib)")
+    "Training text. With self or self:SOURCE the target samples it: it "
+    "continues the beginnings of documents in SOURCE (default: stdlib). Values "
+    "of SOURCE, and values without self")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
-    None, "directory for the result and its checkpoints")
+    None, "Directory for the trained heads and checkpoints, required; it is "
+    "created if needed")
 _HEADS = flags.DEFINE_integer(
-    "heads", 4, "K, heads or look-ahead tokens", 1)
+    "heads", 4, "K, the number of tokens beyond the next one that are "
+    "predicted: heads, modules, draft steps or look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
-    "heads_from", None, "directory of heads to begin with; default: new ones")
+    "heads_from", None, "Directory of trained heads to start from; excludes "
+    "--heads, --draft_vocabulary and the flags for the form of heads. Default: "
+    "new heads")
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
-    "draft_vocabulary", None, "tokens that eagle3 or parallel can draft: those "
-    "that the text has most often, and the ends of a text; default: all", 1)
+    "draft_vocabulary", None, "eagle3, parallel (eagle1 with --narrow_head): "
+    "number of tokens that can be drafted, the most frequent ones in the "
+    "training text and the end-of-text tokens. Default: all", 1)
 _NARROW_HEAD = flags.DEFINE_bool(
-    "narrow_head", False, "draft with the target's own head of "
-    "--draft_vocabulary, which is neither trained nor stored")
+    "narrow_head", False, "eagle1, eagle3: draft with the columns of the "
+    "target's LM head for --draft_vocabulary, which are neither trained nor "
+    "stored. Requires --draft_vocabulary")
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
-    "row_tokens", None, "tokens of a row; default: the target's context, at "
-    f"most {_ROW_TOKENS_DEFAULT}", 3)
+    "row_tokens", None, "Length of a training row in tokens. Default: the "
+    f"target's context length, at most {_ROW_TOKENS_DEFAULT}", 3)
 _BATCH_SIZE = shared.batch_size()
 _ACCUMULATE = flags.DEFINE_integer(
-    "accumulate", 1, "parts that a step is cut into, to save memory", 1)
+    "accumulate", 1, "Gradient accumulation: number of equal parts of a batch "
+    "that are processed in turn, to save memory; must divide --batch_size", 1)
 _STEPS = shared.steps()
 _LEARNING_RATE = shared.learning_rate(
-    None, "peak, of heads or embeddings; default: " + ", ".join(
+    None, "Peak learning rate of the heads. Default: " + ", ".join(
         f"{m.learning_rate:g} ({m.name})" for m in methods.METHODS))
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "adamw", ["adamw", "muon"], "of the heads; Muon takes a "
-    "--learning_rate of about 0.02")
+    "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. Muon "
+    "needs a --learning_rate of about 0.02. A target in training uses AdamW")
 _KEEP_FEATURES = flags.DEFINE_bool(
-    "keep_features", False, "eagle1, eagle3 with --data=self: keep in memory "
-    "what the target says of a row, so that it reads each once")
+    "keep_features", False, "eagle1, eagle3 with --data=self: keep the "
+    "target's hidden states of every row in memory, so that the target reads "
+    "each row only once. Default: it reads a row in every epoch")
 _RATE_RATIO = flags.DEFINE_float(
-    "rate_ratio", 4.0, "learning rate of the heads over that of the target, "
-    "where it is trained", 0.01)
+    "rate_ratio", 4.0, "Learning rate of the heads divided by the target's, if "
+    "the target is trained (medusa2, --train_target)", 0.01)
 _WARMUP_STEPS = shared.warmup_steps()
 _DECAY_FRACTION = shared.decay_fraction()
 _SELF_DIR = flags.DEFINE_string(
-    "self_dir", None, "where sampled rows are kept, for several runs to share; "
-    "default: self/ in --output_dir")
+    "self_dir", None, "With --data=self: directory of the sampled rows, which "
+    "several runs can share. Default: self/ in --output_dir")
 _SELF_CHAT = flags.DEFINE_bool(
-    "self_chat", False, "the source's texts are messages, which the target "
-    "answers in its chat template")
+    "self_chat", False, "With --data=self:SOURCE: each document of SOURCE is "
+    "a user message, which the target answers in its chat template")
 _ANSWERS_ONLY = flags.DEFINE_bool(
-    "answers_only", False, "learn from the tokens of the answers alone, not "
-    "from those of the messages; measured is on all")
+    "answers_only", False, "With --self_chat: train only on the tokens of the "
+    "answers. Evaluation uses all tokens")
 _CONVERSATIONS = flags.DEFINE_string(
-    "conversations", None, "JSONL of {prompt, answer}, to train on beside what "
-    "the target answers with --self_chat")
-_SELF_ROWS = flags.DEFINE_integer("self_rows", 2048, "rows to sample", 1)
+    "conversations", None, "With --self_chat: .jsonl file of records with the "
+    "fields prompt and answer, as additional training data")
+_SELF_ROWS = flags.DEFINE_integer(
+    "self_rows", 2048, "With --data=self: number of rows (with --self_chat: of "
+    "messages) to sample for training; --held_out_rows more are sampled for "
+    "evaluation", 1)
 _SELF_PROMPT_TOKENS = flags.DEFINE_integer(
-    "self_prompt_tokens", 32, "tokens of a row that are the source's", 1)
+    "self_prompt_tokens", 32, "With --data=self: tokens at the start of a row "
+    "that come from SOURCE; with --self_chat the maximum length of a message",
+    1)
 _SELF_TEMPERATURE = flags.DEFINE_float(
-    "self_temperature", 1.0, "of the sampling; 0 is greedy", 0.0)
+    "self_temperature", 1.0, "With --data=self: sampling temperature; 0 is "
+    "greedy", 0.0)
 _SELF_ROWS_PER_FILE = flags.DEFINE_integer(
-    "self_rows_per_file", None, "rows that are sampled together, of which an "
-    "accelerator takes hundreds; default: 32, answers 64", 1)
+    "self_rows_per_file", None, "With --data=self: rows sampled in one batch; "
+    "an accelerator can take hundreds. Default: 32, with --self_chat 64", 1)
 _HELD_OUT_ROWS = shared.held_out_rows()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _SAVE_DTYPE = shared.save_dtype()
-_SEED = shared.seed("of the weights and of the shuffle")
+_SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
 
 
 def _frequent(target, tokenizer, tokens):
-  """The ids that --draft_vocabulary keeps, counted in `tokens [T]`.
+  """Returns the token ids of the draft vocabulary, counted in `tokens [T]`.
 
-  If there are none yet, as many ids as there will be.
+  If `tokens` is None, placeholder ids of the same number are returned.
   """
   size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
   always = [end for end in models.ends(target, tokenizer) or ()
@@ -171,14 +203,14 @@ def _frequent(target, tokenizer, tokens):
 
 
 def _heads(method, target, tokenizer, tokens, own_text):
-  """The heads or embeddings to begin with, and their float32 parameters.
+  """Returns the initial heads or embeddings and their float32 parameters.
 
   Args:
-    method: of the run.
-    target: the one that they draft for.
-    tokenizer: the target's.
-    tokens: `[T]`, the text to train on; None: it is not written yet.
-    own_text: whether the target wrote it.
+    method: the training method.
+    target: the target model of the heads.
+    tokenizer: the target's tokenizer.
+    tokens: `[T]`, the training text; None if it is not sampled yet.
+    own_text: True if the target samples the training text itself.
   """
   for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
     if _HEADS_FROM.value is not None and flag.present:
@@ -217,7 +249,7 @@ def _heads(method, target, tokenizer, tokens, own_text):
 
 
 def _source():
-  """Where the rows come from."""
+  """Returns the source of the training and evaluation rows."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
     raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
                      f"{_ACCUMULATE.value}; it must divide the batch")
@@ -241,7 +273,7 @@ def _check_rate_ratio(tuned):
 
 
 def _row_length(target):
-  """--row_tokens, or its default."""
+  """Returns --row_tokens, or its default."""
   return _ROW_TOKENS.value or min(
       target.model.context_length, _ROW_TOKENS_DEFAULT)
 
@@ -267,7 +299,7 @@ def _row_tokens(target, heads):
 
 
 def _objective(method, target, heads, options):
-  """What the heads learn by."""
+  """Returns the training objective."""
   objective = method.objective(target.model, heads, **options)
   if _KEEP_FEATURES.value and not hasattr(objective, "read"):
     raise ValueError(f"--keep_features is set and --method={method.name} "
@@ -294,7 +326,7 @@ def _optimizer(rate, tuned, lengths):
 
 
 def _save(output_dir, heads, trained, target, tokenizer):
-  """Writes the trained parameters; returns them as they are read again."""
+  """Saves the trained parameters; returns them rounded to --save_dtype."""
   saved = loop.cast(trained, _SAVE_DTYPE.value)
   heads_lib.save_heads(output_dir, heads, saved["drafter"], target.model)
   if "target" in saved:
@@ -304,9 +336,9 @@ def _save(output_dir, heads, trained, target, tokenizer):
 
 
 def _weights(method, options, objective, target, params):
-  """`{name: parameters}` that are trained, and those that stay.
+  """Returns the trainable and the frozen parameters, `{name: tree}` each.
 
-  What is trained is float32. A teacher is the target as it was before.
+  Trainable parameters are float32. The teacher is the target before training.
   """
   trainable, frozen = {"drafter": params}, {"target": target.params}
   if method.trains_target(options):
@@ -318,11 +350,11 @@ def _weights(method, options, objective, target, params):
 
 def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
            own_text):
-  """Makes the directory that of this run; all lengths that it has had.
+  """Assigns the output directory to this run; returns all its lengths so far.
 
-  New heads are told by `objective` and the seed and not by their numbers: they
-  begin at means over the target's embeddings, whose last bits depend on how
-  many cores add them up, and a run may go on on another machine.
+  New heads are identified by `objective` and the seed, not by their values.
+  Their initial values contain means over the target's embeddings, whose last
+  bits depend on the number of CPU cores. A run can resume on another machine.
   """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": corpus,
@@ -337,7 +369,7 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
 
 
 def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
-  """The run of these lengths, on batches that know how far it is."""
+  """Returns a trainer whose batches include the progress of the run."""
   progress = lambda step: np.float32(step / runs.part_length(lengths, step))
   return loop.Trainer(
       objective=objective, optimizer=optimizer,
@@ -364,8 +396,9 @@ def main():
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
   text = source.text(tokenizer)
-  # Which tokens can be drafted is counted in what the target writes; the rest
-  # of what can be wrong is refused before it writes for hours.
+  # The draft vocabulary is counted in the training text. With --self_chat the
+  # target samples this text, which can take hours. All other settings are
+  # checked before.
   tokens, chats = None if source.chat else text.streams[0], None
   heads, params = _heads(method, target, tokenizer, tokens, own_text)
   objective = _objective(method, target, heads, options)

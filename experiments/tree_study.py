@@ -1,35 +1,52 @@
-"""What do token trees gain over chains, for the same number of nodes?
+"""Compares draft trees with draft chains of the same number of nodes.
 
-Decodes prompts with every method of drafting and verifying at every node budget
-N, the root included, and prints tokens per pass of the target and tokens per
-second. --methods calls them:
+A draft tree offers the target several continuations, all verified in one pass.
+This script answers how many tokens per target pass a tree gains over a chain,
+and whether the gain pays in time. It prints a table of tokens per pass, tokens
+per second and speed-up over autoregressive decoding, with one row per method,
+node budget N (including the root) and temperature. The same figures go to
+trees.csv, trees.json and two plots in --output_dir.
 
-  chain_token, chain_block   one chain of N - 1 tokens
-  specinfer                  i.i.d. children, multi-round rejection
-  k_seq                      the same drafts, SpecTr's K-SEQ
-  without_replacement        Sequoia's drafts, recursive rejection sampling
-  traversal                  the same drafts, traversal verification
-  hybrid                     one draw outside the top K - 1, then those
-  top_k                      the likeliest children, sampled from the target
+Example, with the bundled models:
 
-Every tree has the shape that Sequoia's dynamic program finds best for the
-acceptance by rank that the first method with its drafts measured on other
-prompts, under a root with 8 children; for `hybrid`, whose first draw is
-accepted more often with fewer children beside it, under roots with 1 to 8.
-Tokens per pass toss no coin: given the draft, the expected number of accepted
-tokens is known; and rules with the same drafts are judged on the same rollouts
-(those of the first of them), so that they are paired. The last row of a
-temperature is the tree, chain or plain decoding that the dynamic program
-predicts to be fastest here, from the measured costs of passes, of draft levels
-and of a round.
+  python experiments/tree_study.py --budgets=8,64 --temperature=1
+
+Methods (--methods selects some of them):
+
+  chain_token          one chain of N - 1 tokens, token verification
+  chain_block          the same chain, block verification
+  specinfer            tree with i.i.d. children, multi-round rejection
+  k_seq                the same trees, K-SEQ verification (SpecTr)
+  without_replacement  tree with children drawn without replacement, recursive
+                       rejection sampling (Sequoia)
+  traversal            the same trees, traversal verification
+  hybrid               K children per node: the K - 1 most likely tokens and one
+                       sampled from the others; recursive rejection sampling
+  top_k                the most likely children; the target samples its own
+                       token and accepts a child that matches
+
+Tree shapes: Sequoia's dynamic program computes the best shape for N nodes from
+the acceptance rate of a node's first, second, ... child. These rates are
+measured on separate prompts, for trees below a root with 8 children. Methods
+with the same drafts share the rates and the shapes of the first of them. The
+rates of hybrid are measured below roots with 1 to 8 children, because its first
+child is accepted more often if it has fewer siblings.
+
+Tokens per pass: the expected number of accepted tokens is computed exactly for
+every draft, without sampling noise. The column "same drafts" evaluates methods
+with the same drafts on the rollouts of the first of them, so their comparison
+is paired. The last row of a temperature (dynamic program's choice) is the
+tree, chain or plain decoding with the highest predicted speed on this machine.
+The prediction uses measured costs of passes, draft levels and rounds.
+
+More examples:
 
   python experiments/tree_study.py
-  python experiments/tree_study.py --budgets=8,64 --temperature=1
   python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
 
-Every prompt's results are appended to runs.jsonl in --output_dir; killed and
-started again the study goes on there. Writes trees.csv and .json, which the
-last line of stdout names, and the figures trees_tokens.png and trees_speed.png.
+Results of each prompt are appended to runs.jsonl in --output_dir. A killed
+study resumes from there if started again. The last line of stdout names
+trees.json. The plots are trees_tokens.png and trees_speed.png.
 """
 
 import statistics
@@ -53,9 +70,12 @@ from specjax import files
 from specjax import strategies
 
 _BUDGETS = flags.DEFINE_list(
-    "budgets", "4,8,16,32,64", "nodes of a pass, the root included")
+    "budgets", "4,8,16,32,64", "Node budgets N, comma-separated: number of "
+    "nodes that the target verifies in one pass, including the root; at least "
+    "2")
 _METHODS_WANTED = flags.DEFINE_list(
-    "methods", None, "such as chain_block,specinfer,traversal; default: all")
+    "methods", None, "Methods to compare, comma-separated, such as "
+    "chain_block,specinfer,traversal; see the list above. Default: all")
 _TEMPERATURE = shared.temperatures("0,0.6,1")
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
@@ -69,21 +89,21 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
-_CHILDREN = 8  # ranks whose acceptance is measured
-_DEPTH = 12  # of a tree, in tokens
+_CHILDREN = 8  # children of the root when acceptance rates are measured
+_DEPTH = 12  # maximum depth of a tree in tokens
 _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
-_TRACED_BYTES = 2**28  # of laws that are kept at a time
+_TRACED_BYTES = 2**28  # limit for the distributions of one traced call
 _BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
 def _chain(strategy):
-  """A method of chains, of as many nodes as the tree that it is given."""
+  """Makes a method that drafts a chain with as many nodes as a given tree."""
   return lambda model, parents: strategy(model, len(parents) - 1)
 
 
-# `(model, parents) -> Strategy` by name; a group has the same drafts, and the
-# rollouts of its first method are shared.
+# `(model, parents) -> Strategy` by method name. Methods of one group have the
+# same drafts, and are evaluated on the rollouts of the first one.
 _CHAINS = {"chain_token": _chain(strategies.speculative_sampling),
            "chain_block": _chain(strategies.block_verification)}
 _GROUPS = (
@@ -94,15 +114,15 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
-_BY_CHILDREN = ("hybrid",)  # acceptance depends on how many children there are
+_BY_CHILDREN = ("hybrid",)  # acceptance depends on the number of siblings
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 
 
 def _groups():
-  """The names in `_GROUPS`, or those of them that the flag names."""
+  """Returns the method names of `_GROUPS`, restricted to --methods."""
   wanted = _METHODS_WANTED.value
   if wanted == []:
-    raise ValueError("--methods is empty; name one at least, or leave it out")
+    raise ValueError("--methods is empty; name at least one, or leave it out")
   for name in wanted or ():
     if name not in _METHODS:
       raise ValueError(f"--methods holds {name!r}; choose among "
@@ -113,7 +133,7 @@ def _groups():
 
 
 class _Setting:
-  """The models, and how they accept and what they cost at a temperature."""
+  """The models, with methods to measure their acceptance and their costs."""
 
   def __init__(self, target, drafter, calibration, budgets, longest, eos):
     self.target, self.drafter, self._eos = target, drafter, eos
@@ -128,13 +148,13 @@ class _Setting:
     self.level_seconds = seconds(drafter, 4)
 
   def decoder(self, temperature, name, parents, observers=()):
-    """A method's decoder; the root alone is not speculated on.
+    """Returns the decoder of a method, or an autoregressive one.
 
     Args:
-      temperature: of both models.
-      name: of the method, or None.
-      parents: of its tree.
-      observers: names of other methods, whose rules judge the same drafts.
+      temperature: sampling temperature of both models.
+      name: method name; None for autoregressive decoding.
+      parents: parent of every node of the draft tree.
+      observers: names of methods whose rules are evaluated on the same drafts.
     """
     make = lambda name: _METHODS[name](self.drafter.model, parents)
     strategy = make(name) if name else strategies.autoregressive()
@@ -144,7 +164,7 @@ class _Setting:
         transform=sj.LogitsTransform(temperature=temperature))
 
   def acceptance(self, temperature, name):
-    """How often children are accepted, as `trees.sequoia_tree` takes it."""
+    """Returns acceptance rates in the form that `trees.sequoia_tree` takes."""
     if name not in _BY_CHILDREN:
       return self._below_root(temperature, name,
                               1 if name in _CHAINS else _CHILDREN)
@@ -153,10 +173,10 @@ class _Setting:
     return np.stack([np.pad(row, (0, _CHILDREN - len(row))) for row in rows])
 
   def _below_root(self, temperature, name, children):
-    """`[K]`, how often each of K children of the root is accepted.
+    """Returns `[K]`, the acceptance rate of each of K children of the root.
 
-    Measured without a coin on other prompts: the mean probability that a star
-    of K children stops at each of them.
+    The rate of a child is the mean probability, over the calibration prompts,
+    that verification of a root with K children ends at this child.
     """
     star = sj.trees.full_tree((children,))
     decoder = self.decoder(temperature, name, star)
@@ -172,8 +192,8 @@ class _Setting:
     return np.concatenate(stops).mean(0)[1:]
 
   def _traced_rounds(self, decoder):
-    """A divisor of the calibration's rounds whose laws do not fill memory."""
-    laws = 3 * decoder.num_nodes * len(self._calibration)  # p, q, and a rule's
+    """Returns the rounds per traced call: few enough to limit memory use."""
+    laws = 3 * decoder.num_nodes * len(self._calibration)  # p, q and residual
     size = 4 * laws * self.target.model.vocab_size
     rounds = _CALIBRATION_ROUNDS
     while rounds > 1 and rounds * size > _TRACED_BYTES:
@@ -181,7 +201,7 @@ class _Setting:
     return rounds
 
   def round_seconds(self, temperature, name, parents):
-    """What a round takes besides its passes."""
+    """Returns the seconds of a round, without its passes."""
     arm = rollouts.Arm(self.decoder(temperature, name, parents), self.params,
                        _NEW_TOKENS.value, self.capacity)
     first, *others = self._calibration
@@ -194,7 +214,8 @@ class _Setting:
 
 
 def _plan(setting, temperature, budgets):
-  """{arm: (parents, method)}: the trees of a temperature."""
+  """Returns the trees of a temperature, `{configuration: (parents, method)}`.
+  """
   plan = {_BASELINE: ((-1,), None)}
   fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
   for group in _groups():
@@ -202,7 +223,7 @@ def _plan(setting, temperature, budgets):
     trees = None
     for name in group:
       acceptance = setting.acceptance(temperature, name)
-      if trees is None:  # methods with the same drafts share trees
+      if trees is None:  # methods of one group share their trees
         trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
                  for n in budgets}
         overhead = setting.round_seconds(
@@ -221,7 +242,7 @@ def _plan(setting, temperature, budgets):
 
 
 def _plans(setting, temperatures, budgets, path):
-  """The plan of every temperature; `path` keeps them for a study resumed."""
+  """Returns the plan of every temperature; `path` stores them for a resume."""
   plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     if f"{temperature:g}" not in plans:
@@ -233,7 +254,10 @@ def _plans(setting, temperatures, budgets, path):
 
 
 def _arms(setting, plans, temperature, budget):
-  """{arm: `rollouts.Arm`} of a budget, with both arms that have none."""
+  """Returns `{configuration: rollouts.Arm}` of a node budget.
+
+  The baseline and the dynamic program's choice are part of every budget.
+  """
   observers = {group[0]: group[1:] for group in _groups()}
   arms = {}
   for arm, (parents, name) in plans[f"{temperature:g}"].items():
@@ -246,11 +270,18 @@ def _arms(setting, plans, temperature, budget):
 
 
 def _row(runs, num_prompts, arm, shared, law):
-  """Figures of an arm: its own, and those of a law on the shared rollouts.
+  """Returns the figures of a configuration, on its own and shared rollouts.
 
-  The baseline and the choice of the dynamic program have no budget of their
-  own: the runs of every budget decode them again, to the same text. All of
-  these runs are timed, and the tokens of one budget's are counted.
+  The baseline and the dynamic program's choice have no budget. The runs of
+  every budget decode them again, with identical output. Speeds use all these
+  runs; token counts use the runs of the first budget.
+
+  Args:
+    runs: results of all prompts, `{configuration: run}` each.
+    num_prompts: number of prompts per budget.
+    arm: name of the configuration.
+    shared: name of the configuration whose rollouts are shared.
+    law: index of the method's rule among the rules of the shared rollouts.
   """
   once = runs[:num_prompts]
   others = [arms[shared] for arms in once]
@@ -290,8 +321,8 @@ def _rows(runs, num_prompts, plans, temperatures, budgets):
 def main():
   budgets = common.draft_lengths("--budgets", _BUDGETS.value)
   if budgets[0] < 2:
-    raise ValueError("--budgets holds 1; a draft has at least one node besides "
-                     "the root")
+    raise ValueError("--budgets contains 1; a draft needs a node below the "
+                     "root: give budgets of at least 2")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
@@ -308,7 +339,7 @@ def main():
   print(f"timing passes over {', '.join(map(str, budgets))} nodes",
         file=sys.stderr)
   setting = _Setting(target, drafter, read.extra, budgets, read.longest, eos)
-  for temperature in temperatures:  # a bad one is refused early
+  for temperature in temperatures:  # rejects invalid values early
     setting.decoder(temperature, "chain_token", (-1, 0))
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

@@ -1,35 +1,42 @@
-"""What does block verification gain over token verification?
+"""Measures the gain of block verification over token verification.
 
-The tables and figures of "Block Verification Accelerates Speculative Decoding"
+Token verification, the usual rule of speculative decoding, accepts or rejects
+drafted tokens one by one. Block verification decides on the whole draft in one
+step, and never accepts fewer tokens of a draft in expectation. This script
+answers how many more it accepts, and whether the gain pays in time. It produces
+the tables and figures of "Block Verification Accelerates Speculative Decoding"
 (Sun et al. 2024, arXiv:2403.10444) for any pair of models and any prompts.
-Decodes every prompt with every drafter, temperature, draft length and verifier
-and prints for each
 
-  own rollouts       tokens of a round (block efficiency) where the verifier
-                     decoded itself
-  same drafts        the same on shared drafts at shared round starts: one
-                     rollout at the largest gamma, driven by token
-                     verification, on which all laws are evaluated (greedy
-                     block verification from a fresh state)
-  gain               in tokens of a round over token verification, on the same
-                     drafts
-  speed-up           over autoregressive decoding of the same prompt, taken in
-                     turn; the median over prompts
-  predicted          a prompt's own tokens of a round over what a round cost,
-                     in autoregressive steps, on the other half of the prompts:
-                     costs are predicted, acceptance is not
-
-The CSV says of these costs what passes timed alone explain (verify_ms, gamma
-times draft_ms) and what they do not (overhead_ms). None of the first three
-figures tosses a coin: given the draft, the expected number of accepted tokens
-is known exactly (Rao-Blackwell). Errors treat a prompt, over all its seeds, as
-one observation; intervals are of 95 %. Prompts are decoded, as many of every
-set, until the interval of block verification's paired gain is narrower than
---error. (Stopping when an estimated error is small makes the intervals a little
-too narrow: they hold in 93 to 94 % of the cases in a simulation with normal
-numbers. --error=0 decodes all prompts.)
+Example, with the bundled models (one to two minutes on two CPU cores):
 
   python experiments/verification_study.py
+
+Output: a table with one row per drafter, temperature, draft length gamma and
+verifier. The same figures go to verification.md, verification.csv and three
+plots in --output_dir. Columns of the table:
+
+  tokens of a round  block efficiency: tokens per target call
+    own rollouts       the verifier itself generates the text
+    same drafts        all verifiers are evaluated on the same drafts, from one
+                       rollout by token verification at the largest gamma;
+                       greedy block verification starts from a fresh state
+  gain over token    relative gain in block efficiency over token verification,
+                     on the same drafts
+  speed-up           speed relative to autoregressive decoding of the same
+                     prompt, both timed in alternation; median over prompts
+  predicted          speed-up predicted from the prompt's own block efficiency
+                     and the cost of a round on the other half of the prompts
+
+Accuracy: given a draft, the expected number of accepted tokens is computed
+exactly (Rao-Blackwell), so block efficiency and gain have no noise from accept
+and reject decisions. Intervals are 95 % intervals over prompts; all seeds of a
+prompt count as one observation. Prompts are decoded, equally many of every set,
+until the interval of the gain of block verification is narrower than --error.
+This stopping rule makes the intervals slightly too narrow: they covered 93 to
+94 % in a simulation with normal data. --error=0 decodes all prompts.
+
+More examples:
+
   python experiments/verification_study.py --error=0
   python experiments/verification_study.py --gammas=4,6,8,16 \\
     --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
@@ -37,11 +44,12 @@ numbers. --error=0 decodes all prompts.)
   python experiments/verification_study.py --target=smollm2 \\
     --drafter=mine.gguf --prompts=mt_bench=question.jsonl --chat
 
-Every prompt's results are appended to runs.jsonl in --output_dir; killed and
-started again with the same models, prompts and flags, the study goes on there,
-also with more temperatures, seeds or prompt sets than before. Writes
-verification.md, .csv and .json, which the last line of stdout names, and the
-figures verification_tokens.png, verification_gain.png and
+Results of each prompt are appended to runs.jsonl in --output_dir. A killed
+study resumes from there if started again with the same models, prompts and
+flags. Temperatures, seeds and prompt sets may be added. The CSV also splits the
+cost of a round into passes timed alone (verify_ms, gamma times draft_ms) and
+the rest (overhead_ms). The last line of stdout names verification.json. The
+plots are verification_tokens.png, verification_gain.png and
 verification_speed.png.
 """
 
@@ -66,15 +74,18 @@ _TEMPERATURE = shared.temperatures("1")
 _TOP_P = shared.top_p()
 _VERIFIERS = flags.DEFINE_list(
     "verifiers", "token,block,greedy_block",
-    f"of {', '.join(common.VERIFIERS)}; token must be among them")
+    "Verification rules to compare, comma-separated: "
+    f"{', '.join(common.VERIFIERS)}. token is required; typical and top_2 are "
+    "lossy")
 _PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
-    "error", 3.5, "half width, in percentage points, of the 95 % interval of "
-    "block verification's paired gain over token verification; prompts are "
-    "decoded until it is reached at every draft length; 0: all of them", 0.0)
+    "error", 3.5, "Required accuracy of the gain of block verification: half "
+    "width of its 95 % interval in percentage points. Decoding at a "
+    "temperature stops when every drafter and draft length reaches it, after 12 "
+    "prompts at the earliest. 0 decodes all prompts", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
@@ -83,16 +94,27 @@ _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
-_SEEDS = flags.DEFINE_integer("seeds", 1, "rollouts of every prompt", 1)
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 1, "Rollouts per prompt; at temperature 0 always one", 1)
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 
 def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
-  """The baseline, and an arm for every drafter, gamma and verifier.
+  """Returns `{name: rollouts.Arm}`: the baseline and all configurations.
 
-  One more for every drafter has the drafts that all verifiers are judged on.
-  `chains` is what `models.chain` says of every drafter.
-  The rules of a draft length share a program, and all arms a reader of prompts.
+  There is one configuration per drafter, gamma and verifier. One more per
+  drafter produces the shared drafts for the evaluation of all verifiers. All
+  rules of a draft length share one compiled program, and all configurations of
+  a drafter share the prefill of a prompt.
+
+  Args:
+    target: the target model.
+    chains: result of `models.chain` for every drafter, by name.
+    temperature: sampling temperature of both models.
+    gammas: draft lengths.
+    verifiers: names of the verification rules.
+    capacity: cache slots per row.
+    eos: token ids that end a row, or None.
   """
   rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
   decoder = functools.partial(
@@ -102,7 +124,7 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
   for name, (chain, drafter_params) in chains.items():
     params = {"target": target.params, "drafter": drafter_params}
     draft = lambda gamma, chain=chain: chain(gamma).drafter
-    # What it reads does not depend on the draft length, nor on the rule.
+    # The prefill depends neither on the draft length nor on the rule.
     reader = rollouts.Reader(
         decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
         params, capacity)
@@ -118,7 +140,8 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
       for verifier in verifiers:
         arms[report.key(name, gamma, verifier)] = arm(
             own, change=_acting(rules, verifier, gamma))
-    # Judging the other rules takes time, which no verifier is charged with.
+    # Evaluating all rules takes time, so these rollouts are a configuration of
+    # their own and do not count in any verifier's speed.
     arms[report.shared_key(name)] = arm(
         dataclasses.replace(own, observers=rules.rules),
         change=_acting(rules, "token", max(gammas)))
@@ -126,14 +149,14 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
 
 
 def _acting(rules, verifier, gamma):
-  """Makes a state's rows follow one of the rules."""
+  """Returns a function that selects one rule for all rows of a state."""
   rule = common.VERIFIERS[verifier]
   return lambda state: state.replace(
       verifier=rules.start(rule, gamma, len(state.lengths)))
 
 
 class _Costs:
-  """Seconds of the passes that a round is made of, timed alone."""
+  """Times the passes of a round separately, in seconds."""
 
   def __init__(self, target, drafters, gammas, capacity, longest):
     used = longest + _NEW_TOKENS.value // 2
@@ -145,21 +168,21 @@ class _Costs:
 
   @property
   def compiled(self):
-    """Functions that compile the passes."""
+    """Functions for compiling the passes."""
     return [*self._verify.values(), *self._draft.values()]
 
   def seconds(self):
-    """{"verify": {gamma: ...}, "draft": {drafter: ...}}."""
+    """Returns `{"verify": {gamma: seconds}, "draft": {drafter: seconds}}`."""
     measured = lambda calls: {
         name: timing.median(call()) for name, call in calls.items()}
     return {"verify": measured(self._verify), "draft": measured(self._draft)}
 
 
 def _units(fingerprint, temperatures, prompts):
-  """What is decoded, in this order.
+  """Returns the rollouts to decode, in order.
 
-  The sets take turns, so that the first prompts are as many of each. At
-  temperature 0 all seeds give the same rollout.
+  The prompt sets alternate, so that early stopping decodes equally many of
+  each. At temperature 0 there is one seed, because all give the same rollout.
   """
   longest = max(map(len, prompts.values()))
   return [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(rows[i]))
@@ -212,7 +235,7 @@ def main():
   capacity = read.longest + _NEW_TOKENS.value + max(gammas) + 1
   make_arms = lambda t: _arms(
       target, chains, t, gammas, verifiers, capacity, eos)
-  # Decoders refuse what does not fit together when they are made.
+  # Decoders check their configuration when they are created.
   context = min(arm.decoder.context_length for t in temperatures
                 for arm in make_arms(t).values())
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, context)
@@ -228,7 +251,7 @@ def main():
       runs, list(drafters), gammas, verifiers, seconds)
 
   def enough(runs, unit):
-    turn_ends = next(reversed(runs))[4] != unit[4]  # as many of every set
+    turn_ends = next(reversed(runs))[4] != unit[4]  # sets have equal counts
     if not turn_ends or "block" not in verifiers:
       return False
     reached = study_of(runs).interval("block")

@@ -13,8 +13,9 @@ from absl import flags
 import jax
 
 CACHE = flags.DEFINE_bool(
-    "compilation_cache", True, "keep compiled code for the next run, in "
-    "~/.cache/specjax or in the directory JAX_COMPILATION_CACHE_DIR")
+    "compilation_cache", True, "Keep compiled code for the next run, in "
+    "~/.cache/specjax or in the directory that the environment variable "
+    "JAX_COMPILATION_CACHE_DIR names")
 _LARGEST = 2**30  # bytes of the directory at the start of a script
 
 

@@ -50,8 +50,8 @@ OWN_DEPTH = ("recycling", "suffix_tree")  # trees that no length changes
 _TREES = ("rest", *OWN_DEPTH)
 _LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # in a datastore
 FREE = tuple(_FREE)
-HELP = (f"{', '.join(FREE)} (which need no model), a+b (a cascade: a drafts "
-        "for b, half as many tokens) or a|b (a, or b where a has no draft)")
+HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
+        "for b, half as many tokens) or a|b (b drafts if a has no draft)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

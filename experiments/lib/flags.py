@@ -1,11 +1,11 @@
-"""Flags that several scripts take: each has one name and one help.
+"""Flags that several scripts share, each with one name and one help text.
 
-A script calls the functions of those that it takes, with its own defaults:
+A script calls one function per flag, with its own default:
 
   _TARGET = shared.target()
-  _NUM_PROMPTS = shared.num_prompts(12, "prompts of every set")
+  _NUM_PROMPTS = shared.num_prompts(12)
 
-What only one script takes is defined there.
+A flag of a single script is defined in that script.
 """
 
 from typing import NamedTuple
@@ -14,52 +14,65 @@ from absl import flags
 
 from specjax.data import prompt_sets
 
-# All nodes of a draft, the root included, are verified in one pass, for which
-# each of N nodes has a list of N ancestors and a law of V numbers.
+# One pass verifies all N nodes of a draft, root included. It needs N x N
+# ancestor masks and N x V probabilities, so N is bounded.
 MOST_NODES = 512
 TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
             "draft at once and compares each with each")
 
-PUBLISHED = ("a directory (Hugging Face's or specjax's own), a .gguf file, "
-             "smollm2, or OWNER/NAME on the Hugging Face hub")
+PUBLISHED = ("a model directory (Hugging Face or specjax format), a .gguf "
+             "file, smollm2, or OWNER/NAME on the Hugging Face hub")
+_DATA = ("stdlib, stdlib-no-tests, a text file, a .jsonl file, a directory of "
+         "text files, or hf:NAME[:SPLIT] for a Hugging Face dataset")
+_SHIPPED = [s.name for s in prompt_sets.PROMPT_SETS.values() if s.shipped]
+_HOSTED = [s.name for s in prompt_sets.PROMPT_SETS.values() if s.hf_id]
+_LOCAL = [name for name in prompt_sets.PROMPT_SETS
+          if name not in (*_SHIPPED, *_HOSTED)]
 
-# `--help` lists a flag with the script that asked for it, not with this file.
+# `--help` lists a flag under the script that defines it, not under this file.
 flags.disclaim_key_flags()
 
 
 def target():
-  """The model whose law the output follows."""
-  return flags.DEFINE_string("target", "bundled", f"bundled, {PUBLISHED}")
+  """The target model."""
+  return flags.DEFINE_string(
+      "target", "bundled", "Target model: bundled (a small model of Python "
+      f"code), {PUBLISHED}")
 
 
-def drafter(help_=f"small, tiny, smol, {PUBLISHED}", default="small"):
-  """The one language model that drafts."""
+def drafter(help_="Draft model: small or tiny (bundled, for the bundled "
+            f"target), smol (bundled, for smollm2), {PUBLISHED}",
+            default="small"):
+  """The draft model, exactly one."""
   return flags.DEFINE_string("drafter", default, help_)
 
 
-def drafters(name="drafter", default="small", help_=""):
-  """The language models that draft, each for itself."""
+def drafters(name="drafter", default="small",
+             help_="Draft models to compare, comma-separated: "):
+  """Draft models that a study compares."""
   return flags.DEFINE_list(
-      name, default, f"{help_}small, tiny, smol, or what --target takes")
+      name, default, f"{help_}small, tiny, smol, or any value of --target "
+      "except bundled")
 
 
 def draft_vocabulary():
-  """FR-Spec's smaller head; `models.narrowed` makes it."""
+  """Size of FR-Spec's reduced draft vocabulary; see `models.narrowed`."""
   return flags.DEFINE_integer(
-      "draft_vocabulary", None, "tokens that a language model drafts, the most "
-      "frequent of --vocabulary_data; default: all", 1)
+      "draft_vocabulary", None, "Number of tokens that a draft model can "
+      "propose (FR-Spec): the most frequent ones in --vocabulary_data, such as "
+      "1024. Default: its whole vocabulary", 1)
 
 
 def vocabulary_data():
-  """Text that tokens are counted in."""
+  """Text in which token frequencies are counted."""
   return flags.DEFINE_string(
-      "vocabulary_data", "stdlib-no-tests", "texts that say which tokens are "
-      "frequent, 2 million characters of them: what --data of train_lm.py "
-      "takes")
+      "vocabulary_data", "stdlib-no-tests", "Text in which --draft_vocabulary "
+      "counts tokens, at most 2 million characters of a sample of its "
+      f"documents: {_DATA}")
 
 
 def check_vocabulary_data(draft_vocabulary, vocabulary_data):
-  """Refuses texts that nothing is counted in, see the two flags above."""
+  """Rejects --vocabulary_data without --draft_vocabulary."""
   if vocabulary_data.present and draft_vocabulary.value is None:
     raise ValueError(f"--vocabulary_data={vocabulary_data.value} says which "
                      "tokens --draft_vocabulary keeps, which is not given; "
@@ -67,43 +80,44 @@ def check_vocabulary_data(draft_vocabulary, vocabulary_data):
                      "--vocabulary_data out")
 
 
-def dtype():
-  """Of the weights that are read."""
-  return flags.DEFINE_enum(
-      "dtype", None, ["float32", "bfloat16"],
-      "of the weights as they are computed with; default: what suits the "
-      "machine")
+def dtype(help_="Precision of weights and computation. Default: float32 on "
+          "CPU, bfloat16 on GPU and TPU"):
+  """Precision in which models are loaded."""
+  return flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_)
 
 
 def prompts(default: str | None = "code"):
-  """Prompt sets; `prompts.read` reads them. Without a default one is needed."""
+  """Prompt sets, see `prompts.read`; required if `default` is None."""
   return flags.DEFINE_list(
-      "prompts", default, "prompt sets: of the running Python "
-      f"({', '.join(prompt_sets.EMBEDDED)}), NAME=PATH for a published file or "
-      f"NAME for its Hugging Face copy ({', '.join(prompt_sets.PROMPT_SETS)}; "
-      "copy needs none), or a .txt (prompts between blank lines) or .jsonl "
-      "file of your own")
+      "prompts", default, "Prompt sets, comma-separated. From the standard "
+      f"library of the running Python: {', '.join(prompt_sets.EMBEDDED)}. "
+      f"Shipped with specjax: {', '.join(_SHIPPED)}. Published sets, as NAME "
+      "(downloaded from Hugging Face) or NAME=FILE (a local copy): "
+      f"{', '.join(_HOSTED)}. As NAME=FILE only: {', '.join(_LOCAL)}. Your own "
+      "files: .txt or .md (prompts separated by blank lines) or .jsonl (see "
+      "--field). Example: code,gsm8k=test.jsonl,mine.txt")
 
 
 def prompt_field():
-  """Which part of a record is the prompt."""
-  return field("prompt", "of a JSONL file of your own")
+  """Field of a JSONL record that contains the prompt."""
+  return field("prompt", "Field that contains the prompt in your own .jsonl "
+               "files")
 
 
-def chat(help_="each prompt is a user's message, in the target's chat "
-         "template; texts end where the model ends them"):
-  """Prompts as messages."""
+def chat(help_="Format each prompt as a user message in the target's chat "
+         "template, and stop at the model's end-of-text tokens"):
+  """Chat format of prompts."""
   return flags.DEFINE_bool("chat", False, help_)
 
 
 def datastore():
-  """What drafters without a model copy from."""
+  """Text index for retrieval drafters."""
   return flags.DEFINE_string(
-      "datastore", None, "file of build_datastore.py, which rest needs and "
-      "suffix uses")
+      "datastore", None, "File written by build_datastore.py. The drafter rest "
+      "requires it; suffix, sampled_suffix and suffix_tree can use it")
 
 
-def gamma(default, help_="drafted tokens of a round"):
+def gamma(default, help_="Draft length: tokens drafted per round"):
   """One draft length."""
   flag = flags.DEFINE_integer("gamma", default, help_, 1)
   flags.register_validator(
@@ -111,41 +125,46 @@ def gamma(default, help_="drafted tokens of a round"):
   return flag
 
 
-def nodes(default, help_="nodes of a tree, the root included"):
-  """Of a tree."""
+def nodes(default, help_="Size of a draft tree in nodes, including the root"):
+  """One size of a draft tree."""
   flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
       flag, lambda nodes: nodes < MOST_NODES, f"give {TOO_LONG}")
   return flag
 
 
-def gammas(default, help_="draft lengths, in tokens"):
+def gammas(default, help_="Draft lengths gamma in tokens, comma-separated"):
   """Several draft lengths; `common.draft_lengths` reads them."""
   return flags.DEFINE_list("gammas", default, help_)
 
 
-def temperature(default=1.0, help_="of both models"):
+def temperature(default=1.0, help_="Sampling temperature of target and "
+                "drafter"):
   """One temperature."""
   return flags.DEFINE_float("temperature", default, f"{help_}; 0 is greedy", 0)
 
 
-def temperatures(default, help_="of both models"):
+def temperatures(default, help_="Sampling temperatures of target and "
+                 "drafter, comma-separated"):
   """Several temperatures; `common.numbers` reads them."""
   return flags.DEFINE_list("temperature", default, f"{help_}; 0 is greedy")
 
 
 def top_p():
-  """Of the transform that both models share."""
-  return flags.DEFINE_float("top_p", 1.0, "nucleus mass, in (0, 1]")
+  """Nucleus sampling of target and drafter."""
+  return flags.DEFINE_float(
+      "top_p", 1.0, "Nucleus sampling: keep the most likely tokens until their "
+      "total probability reaches top_p, in (0, 1]. 1 keeps all tokens")
 
 
-def num_prompts(default, help_="prompts of every set, at most"):
-  """A standard error over prompts needs two."""
+def num_prompts(default, help_="Maximum number of prompts per set"):
+  """Number of prompts; at least 2, for a standard error."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
-def prompt_tokens(default=96, help_="longer prompts keep their last tokens; "
-                  "a chat template comes on top"):
+def prompt_tokens(default=96, help_="Maximum prompt length in tokens; longer "
+                  "prompts keep their last tokens. A chat template is not "
+                  "counted"):
   """Length of a prompt."""
   return flags.DEFINE_integer("prompt_tokens", default, help_, 1)
 
@@ -153,47 +172,47 @@ def prompt_tokens(default=96, help_="longer prompts keep their last tokens; "
 def new_tokens(default):
   """Length of a continuation."""
   return flags.DEFINE_integer(
-      "new_tokens", default, "tokens generated for every prompt", 1)
+      "new_tokens", default, "Tokens generated per prompt; fewer if --chat is "
+      "set and the model ends its answer", 1)
 
 
-def seed(help_="of the prompts and of sampling"):
-  """Of all that a script draws: what a PRNG key tells apart."""
+def seed(help_="Random seed for choosing prompts and for sampling"):
+  """Seed of every random choice of a script, within the range of PRNG keys."""
   return flags.DEFINE_integer("seed", 0, help_, 0, 2**32 - 1)
 
 
-def output_dir(default, help_="for results, tables and plots"):
-  """Where a script writes; `default=None` makes the user choose."""
+def output_dir(default, help_="Directory for results, tables and figures; it "
+               "is created if needed"):
+  """Output directory; the flag is required if `default` is None."""
   return directory("output_dir", default, help_)
 
 
 def directory(name, default, help_):
-  """A place to write to, which must be said in words: "" is the current one."""
+  """A directory to write to. An empty value is rejected, "." is allowed."""
   flag = flags.DEFINE_string(name, default, help_, required=default is None)
   flags.register_validator(flag, lambda path: path != "",
                            "give a directory, such as results/mine")
   return flag
 
 
-def data(help_="what to train on"):
-  """Text, for `corpora.read_documents`."""
-  return flags.DEFINE_string(
-      "data", "stdlib", f"{help_}: stdlib, stdlib-no-tests, a text file, a "
-      ".jsonl file, a directory of text files, or hf:NAME[:SPLIT] (Hugging "
-      "Face datasets)")
+def data(help_="Training text"):
+  """Text, see `corpora.read_documents`."""
+  return flags.DEFINE_string("data", "stdlib", f"{help_}: {_DATA}")
 
 
-def field(default="text", help_="that holds the text in JSONL and datasets"):
-  """Which part of a record is the text."""
+def field(default="text", help_="Field that contains the text in .jsonl files "
+          "and Hugging Face datasets"):
+  """Field of a record that contains the text."""
   return flags.DEFINE_string("field", default, help_)
 
 
-def steps(default=1000, help_="training steps"):
+def steps(default=1000, help_="Number of training steps"):
   """Length of a training run."""
   return flags.DEFINE_integer("steps", default, help_, 1)
 
 
-def batch_size(help_="rows of a step"):
-  """Rows of a training step."""
+def batch_size(help_="Rows per training step"):
+  """Batch size of training."""
   return flags.DEFINE_integer("batch_size", 8, help_, 1)
 
 
@@ -203,44 +222,47 @@ def learning_rate(default, help_):
 
 
 def warmup_steps(default=40):
-  """First part of the schedule."""
+  """Length of the learning rate's warm-up."""
   return flags.DEFINE_integer(
-      "warmup_steps", default, "steps in which the learning rate rises", 0)
+      "warmup_steps", default, "Steps of the linear learning-rate warm-up at "
+      "the start", 0)
 
 
 def decay_fraction():
-  """Last part of the schedule."""
+  """Length of the learning rate's decay."""
   return flags.DEFINE_float(
-      "decay_fraction", 0.5, "share of the run, at its end, in which the "
-      "learning rate falls linearly to 0", 0.0, 1.0)
+      "decay_fraction", 0.5, "Fraction of the steps, at the end of the run, in "
+      "which the learning rate falls linearly to 0", 0.0, 1.0)
 
 
-def held_out_rows(default=32, help_="rows to measure with"):
-  """Of held-out text."""
+def held_out_rows(default=32, help_="Rows of held-out text for evaluation"):
+  """Size of the evaluation set."""
   return flags.DEFINE_integer("held_out_rows", default, help_, 1)
 
 
 def evaluate_every(default=250):
-  """Of a training run; 0 measures at its end alone."""
+  """Interval between evaluations of a training run."""
   return flags.DEFINE_integer(
-      "evaluate_every", default, "steps between held-out measurements", 0)
+      "evaluate_every", default, "Steps between evaluations on held-out text; "
+      "0 evaluates only at the end", 0)
 
 
 def checkpoint_every():
-  """Of a training run, which goes on there if it is killed."""
+  """Interval between checkpoints; a killed run resumes from the last one."""
   return flags.DEFINE_integer(
-      "checkpoint_every", 200, "steps between checkpoints", 1)
+      "checkpoint_every", 200, "Steps between checkpoints; a killed run "
+      "resumes from the last one", 1)
 
 
 def save_dtype():
-  """Of what a training run writes in the end."""
+  """Precision of the saved weights."""
   return flags.DEFINE_enum(
       "save_dtype", "bfloat16", ["bfloat16", "float32"],
-      "of the weights saved")
+      "Precision of the final weights on disk")
 
 
 class MeshFlags(NamedTuple):
-  """Of the devices that a script runs on; `meshes.join` reads them."""
+  """Flags for several devices and processes; see `meshes.join`."""
 
   mesh: flags.FlagHolder
   coordinator: flags.FlagHolder
@@ -249,16 +271,20 @@ class MeshFlags(NamedTuple):
 
 
 def mesh():
-  """Devices, and processes that have them together."""
+  """Device mesh, and the processes that share it."""
   return MeshFlags(
       mesh=flags.DEFINE_string(
-          "mesh", None, "devices by axis, such as data:2,model:4: rows are "
-          "split over data and models over model; default: one device"),
+          "mesh", None, "Number of devices per mesh axis, such as "
+          "data:2,model:4. The data axis splits the rows, the model axis "
+          "splits the weights. Default: one device"),
       coordinator=flags.DEFINE_string(
-          "coordinator", None, "HOST:PORT of process 0, where the same command "
-          "runs in several processes, each with its --process_id; auto where "
-          "the cluster says all that"),
+          "coordinator", None, "HOST:PORT of process 0, to run the same "
+          "command in several processes; also set --mesh, --process_id and "
+          "--num_processes. The value auto reads all but --mesh from the "
+          "cluster. Default: one process"),
       process_id=flags.DEFINE_integer(
-          "process_id", None, "number of this process, from 0", 0),
+          "process_id", None, "Index of this process, starting at 0; requires "
+          "--coordinator", 0),
       num_processes=flags.DEFINE_integer(
-          "num_processes", None, "processes in all", 1))
+          "num_processes", None, "Total number of processes; requires "
+          "--coordinator", 1))

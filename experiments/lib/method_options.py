@@ -1,8 +1,7 @@
-"""The options of all training methods, each as one flag.
+"""Flags for the options of all training methods.
 
-What a method may set is told by its record, see `specjax.training.methods`: a
-flag is there for every `Option`, and one that the chosen method does not have
-is refused.
+Each `Option` of a method's record in `specjax.training.methods` defines one
+flag. A flag is rejected if the chosen method does not have this option.
 """
 
 from typing import Any
@@ -11,18 +10,18 @@ from absl import flags
 
 from specjax.training import methods
 
-# `--help` lists a flag with the script that asked for it, not with this file.
+# `--help` lists a flag under the script that defines it, not under this file.
 flags.disclaim_key_flags()
 
 
 class Options:
-  """The flags of the options that one field of the records holds."""
+  """Flags for one group of options: of the objectives or of the heads."""
 
   def __init__(self, field: str):
     """Defines the flags.
 
     Args:
-      field: "options", those of the objectives, or "head_options".
+      field: "options" for the objectives, "head_options" for the heads.
     """
     self._field = field
     options = dict.fromkeys(
@@ -31,7 +30,7 @@ class Options:
     self.flags = {option.name: _flag(option) for option in options}
 
   def check(self, method: methods.Method) -> None:
-    """Raises a `ValueError` where one is given that only others have."""
+    """Raises `ValueError` if a flag of another method is set."""
     taken = {option.name for option in getattr(method, self._field)}
     for name, flag in self.flags.items():
       if name not in taken and flag.present:
@@ -41,12 +40,12 @@ class Options:
             "that have it")
 
   def values(self, method: methods.Method, own_text: bool) -> dict[str, Any]:
-    """`{name: value}` of a method's own.
+    """Returns `{name: value}` of the options of a method.
 
     Args:
-      method: of the run.
-      own_text: whether the target wrote the text to train on, for options that
-        follow it.
+      method: the training method.
+      own_text: True if the target samples the training text itself; it is the
+        value of options whose default is None.
     """
     values = {option.name: self.flags[option.name].value
               for option in getattr(method, self._field)}
@@ -55,7 +54,7 @@ class Options:
 
 
 def _flag(option):
-  """The flag of a method's `Option`."""
+  """Defines the flag for an `Option`."""
   kinds = {bool: flags.DEFINE_bool, type(None): flags.DEFINE_bool,
            int: lambda *x: flags.DEFINE_integer(*x, 1),
            str: flags.DEFINE_string,

@@ -15,11 +15,14 @@ _RULES = {
 
 
 def flag():
-  """--stop."""
+  """Rule that ends a chain early."""
   return flags.DEFINE_string(
-      "stop", None, "what ends a chain before --gamma: confidence (of the "
-      "drawn token), adaptive (Draft & Verify), entropy (AdaEDL) or threshold "
-      "(of a confidence head), with its threshold as in confidence:0.4")
+      "stop", None, "Rule that ends a drafted chain before --gamma tokens, "
+      "with an optional threshold in [0, 1]. confidence:0.4: the drafter's "
+      "probability of its token is below 0.4. adaptive: the same, with a "
+      "threshold that adapts to the acceptance rate (Draft & Verify). entropy: "
+      "the drafter's entropy is high (AdaEDL). threshold: a confidence head "
+      "expects a rejection. Default: no rule")
 
 
 def check_flags(value: str | None, drafter: str, temperature: float) -> None:

@@ -39,12 +39,13 @@ class Option:
 
 # Of every method whose layers read the target's hidden states.
 TAPS = Option(
-    "taps", "", "eagle3, mtp, parallel: the target's hidden states that are "
-    "read, such as 2,4,final; default: three, from low to high, and what the "
-    "last layer returns for mtp")
+    "taps", "", "eagle3, mtp, parallel: hidden states of the target that the "
+    "drafter reads, such as 2,4,final (after layers 2 and 4, and after the "
+    "final norm). Default: three layers from low to high; for mtp the last "
+    "layer")
 MLP_WIDTH = Option(
-    "mlp_width", 512, "eagle1, eagle3, mtp, parallel: inner width of a layer's "
-    "MLP")
+    "mlp_width", 512, "eagle1, eagle3, mtp, parallel_layers, parallel: inner "
+    "width of a layer's MLP")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

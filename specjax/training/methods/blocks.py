@@ -59,22 +59,29 @@ PARALLEL = Method(
         heads, proposal="top_k", verifier=TOKEN),
     strategy=_parallel_strategy, compared=_parallel_compared,
     head_options=(
-        Option("layers", 1, "parallel: draft layers"),
+        Option("layers", 1, "parallel: number of draft layers"),
         MLP_WIDTH, TAPS,
-        Option("from_anchor", True, "parallel: whether the anchor's slot "
-               "predicts as well (DSpark), or the masks alone (DFlash)"),
-        Option("markov", "plain", "parallel: the Markov head",
-               ("none", "plain", "gated", "rnn")),
-        Option("markov_rank", 32, "parallel: of the Markov head"),
-        Option("confidence", "markov", "parallel: what the confidence head "
-               "reads", ("none", "hidden", "markov"))),
+        Option("from_anchor", True, "parallel: predict a token at the last "
+               "known token too (DSpark); with --nofrom_anchor only at the "
+               "mask tokens (DFlash)"),
+        Option("markov", "plain", "parallel: type of the Markov head, which "
+               "conditions a token on the token before it; none: tokens of a "
+               "block are independent", ("none", "plain", "gated", "rnn")),
+        Option("markov_rank", 32, "parallel: rank of the Markov head"),
+        Option("confidence", "markov", "parallel: input of the head that "
+               "predicts acceptance: hidden, the hidden state; markov, also "
+               "the token before; none: no such head",
+               ("none", "hidden", "markov"))),
     options=(
-        Option("anchors", 32, "parallel: blocks of a row that is trained on"),
-        Option("position_weights", "decay", "parallel: by which the slots of "
-               "a block count", ("decay", "dpace")),
-        Option("position_decay", 4.0, "parallel: slots after which a weight is "
-               "1/e"),
-        Option("ce_share", 0.1, "parallel: share of the data's cross-entropy "
-               "beside the distance from the target's law"),
-        Option("confidence_weight", 1.0, "parallel: of the confidence head's "
-               "loss")))
+        Option("anchors", 32, "parallel: blocks drawn per training row, at "
+               "most"),
+        Option("position_weights", "decay", "parallel: loss weights of the "
+               "tokens of a block: decay, exponential; dpace, from the "
+               "drafter's probabilities (D-PACE)", ("decay", "dpace")),
+        Option("position_decay", 4.0, "parallel: number of tokens after which "
+               "the weight of --position_weights=decay falls to 1/e"),
+        Option("ce_share", 0.1, "parallel: share of the cross-entropy on the "
+               "data in the loss, in [0, 1]; the rest is the L1 distance to "
+               "the target's distribution"),
+        Option("confidence_weight", 1.0, "parallel: loss weight of the "
+               "confidence head, with --confidence")))

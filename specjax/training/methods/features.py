@@ -22,8 +22,9 @@ from specjax.training.methods.base import TAPS
 from specjax.types import Verifier
 
 _FEED_NORMED = Option(
-    "feed_normed", False, "eagle3, mtp: a step is fed what the head read at "
-    "the one before, after the norm (EAGLE-3.1, published MTP modules)")
+    "feed_normed", False, "eagle3, mtp: feed the next draft step with the "
+    "hidden state after the final norm (EAGLE-3.1, published MTP modules), not "
+    "before it")
 _TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
 _DRAWN = 4  # children of an expanded node, where they are drawn
 
@@ -80,13 +81,14 @@ EAGLE_1 = Method(
     measure=lambda target, heads: objectives.Eagle1(model=target, heads=heads),
     chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
     head_options=(MLP_WIDTH, Option(
-        "fusion_norms", False, "eagle1: norm the embedding and the feature "
-        "before they are joined (DeepSeek-V3)")),
+        "fusion_norms", False, "eagle1: normalise the token embedding and "
+        "the feature before they are joined (DeepSeek-V3)")),
     options=(
-        Option("noise", 0.2, "eagle1: width of the noise on features, in rows "
-               "of 512 tokens"),
-        Option("law_weight", 0.1, "eagle1: of the law's loss, beside the "
-               "feature's")))
+        Option("noise", 0.2, "eagle1: width of the uniform noise added to the "
+               "features that the layer reads, for rows of 512 tokens; it is "
+               "scaled by 512 / row length"),
+        Option("law_weight", 0.1, "eagle1: weight of the cross-entropy with "
+               "the target's distribution; the feature loss has weight 1")))
 
 EAGLE_3 = dataclasses.replace(
     EAGLE_1, name="eagle3", heads=heads_lib.Eagle3Heads,
@@ -97,12 +99,14 @@ EAGLE_3 = dataclasses.replace(
     measure=lambda target, heads: objectives.Eagle3(model=target, heads=heads),
     head_options=(MLP_WIDTH, TAPS, _FEED_NORMED),
     options=(
-        Option("step_decay", 0.8, "eagle3: weight of a step over the one "
-               "before"),
-        Option("normalizer", "rows", "eagle3: what sums are divided by, all "
-               "places or those that count", ("rows", "mask")),
-        Option("drop_outside", True, "eagle3: leave out places whose likeliest "
-               "token cannot be drafted")))
+        Option("step_decay", 0.8, "eagle3: factor by which the loss weight "
+               "falls from one draft step to the next"),
+        Option("normalizer", "rows", "eagle3: number by which each step's loss "
+               "is divided: rows, all positions; mask, only the positions that "
+               "contribute", ("rows", "mask")),
+        Option("drop_outside", True, "eagle3: exclude positions whose most "
+               "likely token under the target is not in the draft "
+               "vocabulary")))
 
 MTP = dataclasses.replace(
     EAGLE_1, name="mtp", heads=heads_lib.MTPHeads,
@@ -111,12 +115,13 @@ MTP = dataclasses.replace(
     measure=lambda target, heads: objectives.MTP(model=target, heads=heads),
     head_options=(
         MLP_WIDTH, TAPS, _FEED_NORMED,
-        Option("reuse", False, "mtp: one module, used again on its own output "
-               "(FastMTP), not one for every token"),
-        Option("chained", True, "mtp: a module reads the one before, not the "
-               "target")),
+        Option("reuse", False, "mtp: train one module that is applied again to "
+               "its own output (FastMTP). Default: one module per draft token"),
+        Option("chained", True, "mtp: each module reads the output of the "
+               "module before it; with --nochained all read the target")),
     options=(Option("depth_decay", 0.6,
-                    "mtp: weight of a depth over the one before"),))
+                    "mtp, parallel_layers: factor by which the loss weight "
+                    "falls from one draft token to the next"),))
 
 PARALLEL_LAYERS = dataclasses.replace(
     MTP, name="parallel_layers", heads=heads_lib.ParallelLayers,

@@ -78,7 +78,8 @@ PASS = Method(
                     for rule in (BLOCK, TOKEN))
         for name, folded in (("two passes", False), ("folded", True))},
     options=(Option("cuts", 32,
-                    "PaSS: cut points of a row that is trained on"),))
+                    "pass: positions per training row at which look-ahead "
+                    "tokens are inserted"),))
 
 BLOCKWISE = Method(
     name="blockwise", heads=heads_lib.BlockwiseHeads, learning_rate=3e-3,
@@ -93,13 +94,15 @@ BLOCKWISE = Method(
     compared=lambda heads, tree: {"": tuple(
         strategies.blockwise(heads, top_k=k) for k in (None, 2))},
     head_options=(Option("hidden_width", 512,
-                         "blockwise: of a head's inner layer"),),
+                         "blockwise: width of a head's hidden layer"),),
     options=(Option("all_heads", False,
-                    "blockwise: train all heads in every step, not one"),
+                    "blockwise: train all heads in every step. Default: one "
+                    "randomly chosen head per step"),
              Option("train_target", False,
-                    "blockwise: train the target with its heads")))
+                    "blockwise: train the target jointly with its heads")))
 
-_BLOCKS = Option("blocks", 1, "Medusa and Hydra: residual blocks a head")
+_BLOCKS = Option(
+    "blocks", 1, "medusa, medusa2, hydra: residual blocks per head")
 
 MEDUSA = Method(
     name="medusa", heads=heads_lib.MedusaHeads, learning_rate=6e-3,
@@ -111,9 +114,11 @@ MEDUSA = Method(
     compared=_medusa_compared,
     head_options=(
         Option("output", "low_rank",
-               "Medusa: a head's output matrix, its own, the LM head plus a "
-               "low rank, or the LM head", ("own", "low_rank", "shared")),
-        Option("rank", 64, "Medusa: of that low rank"),
+               "medusa, medusa2: output matrix of a head: own, a separate "
+               "matrix; low_rank, the LM head plus a low-rank matrix; shared, "
+               "the LM head", ("own", "low_rank", "shared")),
+        Option("rank", 64, "medusa, medusa2: rank of the matrix of "
+               "--output=low_rank"),
         _BLOCKS))
 
 MEDUSA_2 = dataclasses.replace(
@@ -123,11 +128,13 @@ MEDUSA_2 = dataclasses.replace(
             medusa=objectives.Medusa(model=target, heads=heads), ramp=ramp,
             weight=heads_weight, distill=distill),
     options=(
-        Option("ramp", "sine", "medusa2: how the weight of the heads' loss "
-               "rises over the run", ("sine", "linear", "constant")),
-        Option("heads_weight", 0.2, "medusa2: peak of that weight"),
-        Option("distill", None, "medusa2: hold the target to its own laws "
-               "before training, not to the data; default: with --data=self")))
+        Option("ramp", "sine", "medusa2: shape of the increase of the heads' "
+               "loss weight over the run", ("sine", "linear", "constant")),
+        Option("heads_weight", 0.2, "medusa2: largest weight of the heads' "
+               "loss"),
+        Option("distill", None, "medusa2: train the target on its own "
+               "distributions from before the run (KL divergence), not on the "
+               "data. Default: true with --data=self, else false")))
 
 HYDRA = Method(
     name="hydra", heads=heads_lib.HydraHeads, learning_rate=6e-3,

@@ -22,5 +22,5 @@ KANGAROO = Method(
     compared=lambda heads, tree: {"": tuple(
         strategies.kangaroo(heads, heads.num_forecasts, None, rule)
         for rule in (BLOCK, TOKEN, verifiers.GreedyBlock()))},
-    head_options=(Option("exit", 1, "kangaroo: layers of the target before "
-                         "the adapter"),))
+    head_options=(Option("exit", 1, "kangaroo: number of target layers that "
+                         "run before the adapter"),))
