@@ -15,13 +15,14 @@ go to --output_dir. The tables are:
              example. Greedy block verification is ahead after the first round,
              block verification after several.
   theorems   Largest deviation of the code from each theorem, on random pairs of
-             a target and a drafter that depend on the context. It should be
-             zero up to rounding. In one round, no valid verifier accepts more tokens than block
-             verification (Theorem 2, a linear program over all valid
-             verifiers), and none accepts a prefix more often (Lemma 4, the same
-             program with random weights of the prefixes). One round of greedy
-             block verification equals the full-information optimum (Theorem 3),
-             which equals the optimum of a transport problem (Lemma 8).
+             a target and a drafter that depend on the context; zero up to
+             rounding if the theorem holds. In one round, no valid verifier
+             accepts more tokens than block verification (Theorem 2, a linear
+             program over all valid verifiers), and none accepts a prefix more
+             often (Lemma 4, the same program with random weights of the
+             prefixes). One round of greedy block verification equals the
+             full-information optimum (Theorem 3), which equals the optimum of a
+             transport problem (Lemma 8).
   extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) over all
              models, where tau is the number of accepted tokens: by gradient
              ascent over the models, and as a supremum by dynamic programming.

@@ -84,8 +84,8 @@ _NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
     "error", 3.5, "Required accuracy of the gain of block verification: half "
     "width of its 95 % interval in percentage points. Decoding at a "
-    "temperature stops when every drafter and draft length reaches it, after 12 "
-    "prompts at the earliest. 0 decodes all prompts", 0.0)
+    "temperature stops when every drafter and draft length reaches it, after "
+    "12 prompts at the earliest. 0 decodes all prompts", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
