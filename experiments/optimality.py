@@ -4,16 +4,20 @@ The theorems of "Block Verification Accelerates Speculative Decoding" (Sun et
 al. 2024, arXiv:2403.10444) are checked on the shipped code. All expectations
 are computed exactly by enumeration of drafts, without sampling.
 
-Example (no model is loaded):
+Example (no model is loaded; several minutes on two CPU cores):
 
   python experiments/optimality.py
+
+A smaller and faster run:
+
+  python experiments/optimality.py --largest=3 --seeds=1 --gammas=2
 
 Output: three tables on stdout. optimality.csv, optimality.json and three plots
 go to --output_dir. The tables are:
 
   rounds     Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
              example. Greedy block verification is ahead after the first round,
-             block verification after several.
+             block verification from the third round on.
   theorems   Largest deviation of the code from each theorem, on random pairs of
              a target and a drafter that depend on the context; zero up to
              rounding if the theorem holds. In one round, no valid verifier

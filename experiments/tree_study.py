@@ -269,7 +269,7 @@ def _arms(setting, plans, temperature, budget):
   return arms
 
 
-def _row(runs, num_prompts, arm, shared, law):
+def _row(runs, num_prompts, own, shared, law):
   """Returns the figures of a configuration, on its own and shared rollouts.
 
   The baseline and the dynamic program's choice have no budget. The runs of
@@ -279,22 +279,22 @@ def _row(runs, num_prompts, arm, shared, law):
   Args:
     runs: results of all prompts, `{configuration: run}` each.
     num_prompts: number of prompts per budget.
-    arm: name of the configuration.
+    own: name of the configuration.
     shared: name of the configuration whose rollouts are shared.
     law: index of the method's rule among the rules of the shared rollouts.
   """
   once = runs[:num_prompts]
   others = [arms[shared] for arms in once]
-  mine = [arms[arm] for arms in once]
-  pace = np.array([arms[arm]["seconds"] / arms[arm]["tokens"] for arms in runs])
+  mine = [arms[own] for arms in once]
+  pace = np.array([arms[own]["seconds"] / arms[own]["tokens"] for arms in runs])
   baseline = np.array([arms[_BASELINE]["seconds"] / arms[_BASELINE]["tokens"]
                        for arms in runs])
   tokens, error = analysis.ratio_estimate(
       [r["expected"][law] for r in others], [r["rounds"] for r in others])
-  own, own_error = analysis.ratio_estimate(
+  alone, alone_error = analysis.ratio_estimate(
       [r["expected"][0] for r in mine], [r["rounds"] for r in mine])
   return {"tokens_per_pass": 1 + tokens, "stderr": error,
-          "own_tokens_per_pass": 1 + own, "own_stderr": own_error,
+          "own_tokens_per_pass": 1 + alone, "own_stderr": alone_error,
           "tokens_per_second": 1 / statistics.median(pace),
           "speedup": statistics.median(baseline / pace)}
 
