@@ -188,7 +188,8 @@ def _read_prompt():
   piped = "" if sys.stdin.isatty() else sys.stdin.read()
   # A file ends with a newline, which the tokenizer usually merges with the
   # start of the next line. Alone it makes the model expect the end of the text.
-  return piped.removesuffix("\n") or _DEFAULT_PROMPT
+  # A byte-order mark is not text.
+  return piped.removeprefix("\ufeff").removesuffix("\n") or _DEFAULT_PROMPT
 
 
 def _drafter():

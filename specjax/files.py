@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from specjax import processes
+from specjax import text_files
 
 try:
   import fcntl
@@ -200,12 +201,21 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
     fix: what the user may do about a file that holds none.
 
   Raises:
-    ValueError: the file is not UTF-8, not JSON, or holds no object.
+    ValueError: the file is not UTF-8, not JSON, or holds no object, or half of
+      a character.
   """
   try:
-    found = json.loads(pathlib.Path(path).read_bytes())
+    text = text_files.decoded(pathlib.Path(path).read_bytes())
   except ValueError as e:
-    raise ValueError(f"{path} is not JSON ({e}); {fix}") from None
+    raise ValueError(f"{path} is not JSON: {e}; {fix}") from None
+  try:
+    found = text_files.parse_json(text, path)
+  except ValueError as e:
+    raise ValueError(f"{e}; {fix}") from None
+  half = text_files.half_of_a_character(text)
+  if half:
+    raise ValueError(f"{path} line {half} has half of a character (a lone "
+                     f"surrogate, such as \\ud83d); {fix}")
   if not isinstance(found, dict):
     raise ValueError(f"{path} holds a JSON {type(found).__name__} and no "
                      f"object; {fix}")

@@ -120,13 +120,14 @@ class Conversations:
     for number, record in corpora.json_lines(path):
       messages = []
       for role, field in (("user", "prompt"), ("assistant", "answer")):
-        text = corpora.field_of(path, number, record, field)
-        if not isinstance(text, str):
-          raise ValueError(f"{path} line {number}: {field!r} is {text!r}; it "
-                           "must be a text")
-        messages.append({"role": role, "content": text})
-      whole = self.tokenizer.chat(messages, add_generation_prompt=False)
-      asked = self.tokenizer.chat(messages[:1])
+        messages.append({"role": role, "content": corpora.text_of(
+            f"{path} line {number}", field,
+            corpora.field_of(path, number, record, field))})
+      try:
+        whole = self.tokenizer.chat(messages, add_generation_prompt=False)
+        asked = self.tokenizer.chat(messages[:1])
+      except ValueError as e:
+        raise ValueError(f"{path} line {number}: {e}") from None
       # Some templates end a question with what no answer keeps.
       shared = next((i for i, (a, b) in enumerate(zip(whole, asked)) if a != b),
                     min(len(whole), len(asked)))

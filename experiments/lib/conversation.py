@@ -78,6 +78,7 @@ def lines(first=None):
         line = sys.stdin.readline()
         if not line:
           return
+        line = line.removeprefix("\ufeff")  # a byte-order mark
     except EOFError:
       print()  # the shell's prompt gets a line of its own
       return

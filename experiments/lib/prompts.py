@@ -61,11 +61,16 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   """
   common.given("--prompts", items, "one set at least, or leave it out")
   check_chat(tokenizer, chat)
-  if chat:
-    encode = lambda text: tokenizer.chat([user(tokenizer, text, tokens)])
-  else:
-    encode = lambda text: last_tokens(
-        tokenizer, tokenizer.encode(text), tokens)
+
+  def encode(item, text):
+    try:
+      if chat:
+        return tokenizer.chat([user(tokenizer, text, tokens)])
+      return last_tokens(tokenizer, tokenizer.encode(text), tokens)
+    except ValueError as e:
+      raise ValueError(f"--prompts={item}, in the prompt that begins "
+                       f"{text[:40]!r}: {e}") from None
+
   sets, others, sources = {}, [], {}
   share = -(-extra // len(items))
   for item in items:
@@ -73,10 +78,10 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     if name in sets:
       raise ValueError(f"--prompts holds two sets named {name!r}; give each "
                        "once")
+    sets[name] = [encode(item, text) for text in texts]
+    others += [encode(item, text) for text in more]
     if chat and name not in prompt_sets.EMBEDDED:
       _tell_of_cuts(tokenizer, name, texts, tokens)
-    sets[name] = [encode(text) for text in texts]
-    others += [encode(text) for text in more]
     sources[name] = where
   return Prompts(sets, others, {
       "python": platform.python_version(), "hash": files.fingerprint(sets),

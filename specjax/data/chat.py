@@ -27,6 +27,7 @@ import functools
 import importlib.metadata
 import json
 import re
+import reprlib
 from typing import Any
 
 from specjax.data import token_bytes
@@ -41,7 +42,8 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
-    messages: each with a "role" and a "content".
+    messages: each with a "role" and a "content", or with "tool_calls". A key
+      whose value is None counts as missing.
     add_generation_prompt: end where the model's answer begins.
 
   Raises:
@@ -51,7 +53,11 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
     raise ValueError("the tokenizer has no chat template; give a model that "
                      "was trained to chat, or the prompt as plain text")
   messages = _checked(messages)
-  _changed(messages, token_bytes.check_text)
+  try:
+    _changed(messages, token_bytes.check_text)
+  except RecursionError:
+    raise ValueError("a message holds lists or dicts that are nested deeper "
+                     "than Python's stack; take them out") from None
   names = {name: tokenizer.special_tokens[token]
            for name, token in (("bos_token", tokenizer.bos),
                                ("eos_token", tokenizer.eos))
@@ -94,13 +100,21 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
 
 def _checked(messages) -> list[dict[str, Any]]:
-  """The messages, if they are such."""
+  """The messages without their nulls, which transformers drops as well.
+
+  Most templates would write one as "None".
+  """
+  found = []
   for message in messages:
-    if not (isinstance(message, Mapping) and "content" in message
-            and isinstance(message.get("role"), str)):
-      raise ValueError(f"a message is {message!r}; it must be a dict with a "
-                       "'role' and a 'content'")
-  return [dict(message) for message in messages]
+    if not (isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and ("content" in message or message.get("tool_calls"))):
+      raise ValueError(f"a message is {reprlib.repr(message)}; it must be a "
+                       "dict with a 'role' and a 'content', or 'tool_calls' in "
+                       "its place")
+    found.append({key: value for key, value in message.items()
+                  if value is not None})
+  return found
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -9,16 +9,18 @@ in every other one too.
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import gzip
 import hashlib
-import json
 import os
 import pathlib
+import reprlib
 import sysconfig
 from typing import Any
-import zlib
+
+from specjax import text_files
+from specjax.data import token_bytes
 
 _HELD_OUT_OF = 20  # one document in twenty
+_ONE_A_LINE = "a .jsonl file holds one JSON object a line"
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
@@ -130,12 +132,12 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
                        "'hf:NAME', or the path of a text or JSONL file")
     if path.is_dir():
       files = sorted(p for p in path.rglob("*") if p.is_file())
-      documents = [Document(p.relative_to(path).as_posix(), read_text(p))
-                   for p in files]
+      documents = [Document(p.relative_to(path).as_posix(),
+                            text_files.read_text(p)) for p in files]
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
       documents = list(_jsonl_documents(path, field))
     else:
-      text = read_text(path)
+      text = text_files.read_text(path)
       starts = range(0, len(text), _CHUNK_CHARACTERS)
       documents = [Document(f"{path.name}:{i}", text[i:i + _CHUNK_CHARACTERS])
                    for i in starts]
@@ -146,16 +148,6 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
   return documents
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-  """The text of a UTF-8 file, or a `ValueError` that names it."""
-  path = pathlib.Path(path)
-  try:
-    return path.read_text("utf-8")
-  except UnicodeDecodeError as e:
-    raise ValueError(f"{path} is not UTF-8 text (byte {e.start}); convert it, "
-                     "or give another file") from None
-
-
 def json_lines(path: str | os.PathLike[str]
                ) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields `(line number, object)` of a JSONL file, gzipped or not.
@@ -163,27 +155,38 @@ def json_lines(path: str | os.PathLike[str]
   Raises:
     ValueError: the file is not UTF-8, or a line is no JSON object.
   """
-  path = pathlib.Path(path)
-  if path.suffix == ".gz":
-    try:
-      text = gzip.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
-      raise ValueError(f"{path} is not gzipped UTF-8 text: {e}") from None
-  else:
-    text = read_text(path)
-  for number, line in enumerate(text.split("\n"), 1):
+  for number, line in enumerate(text_files.read_text(path).split("\n"), 1):
     if not line.strip():
       continue
     try:
-      record = json.loads(line)
-    except json.JSONDecodeError as e:
-      raise ValueError(f"{path} line {number} is not JSON ({e.msg}); a .jsonl "
-                       "file holds one JSON object a line") from None
+      record = text_files.parse_json(line, path, number)
+    except ValueError as e:
+      raise ValueError(f"{e}; {_ONE_A_LINE}") from None
     if not isinstance(record, dict):
       raise ValueError(f"{path} line {number} is a JSON "
-                       f"{type(record).__name__}; a .jsonl file holds one "
-                       "JSON object a line")
+                       f"{type(record).__name__}; {_ONE_A_LINE}")
     yield number, record
+
+
+def text_of(place: str, field: str, value: Any) -> str:
+  """The text in a field of a user's file.
+
+  Args:
+    place: of the record, for errors, such as "data.jsonl line 3".
+    field: its name.
+    value: what is in it.
+
+  Raises:
+    ValueError: it is no text, or has half of a character.
+  """
+  if not isinstance(value, str):
+    raise ValueError(f"{place}: {field!r} is {reprlib.repr(value)}; it must be "
+                     "a text: name the field that holds one")
+  try:
+    token_bytes.check_text(value)
+  except ValueError as e:
+    raise ValueError(f"{place}: {field!r}: {e}") from None
+  return value
 
 
 def field_of(path: str | os.PathLike[str], number: int,
@@ -198,16 +201,8 @@ def field_of(path: str | os.PathLike[str], number: int,
 
 def _jsonl_documents(path, field):
   for number, record in json_lines(path):
-    yield _text_document(
-        f"{path.name}:{number}", f"{path} line {number}", field,
-        field_of(path, number, record, field))
-
-
-def _text_document(name, place, field, text):
-  if not isinstance(text, str):
-    raise ValueError(f"{place}: {field!r} is a {type(text).__name__}; it must "
-                     "be a text")
-  return Document(name, text)
+    yield Document(f"{path.name}:{number}", text_of(
+        f"{path} line {number}", field, field_of(path, number, record, field)))
 
 
 def _huggingface_documents(source, field):
@@ -221,5 +216,6 @@ def _huggingface_documents(source, field):
   if field not in rows.column_names:
     raise ValueError(f"dataset {name} has no field {field!r}; it has "
                      f"{', '.join(rows.column_names)}")
-  return [_text_document(f"{name}:{i}", f"dataset {name} row {i}", field, text)
+  return [Document(f"{name}:{i}", text_of(f"dataset {name} row {i}", field,
+                                          text))
           for i, text in enumerate(rows[field])]

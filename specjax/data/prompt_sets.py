@@ -12,12 +12,12 @@ import csv
 import dataclasses
 import functools
 import io
-import json
 import os
 import pathlib
 import platform
 import re
 
+from specjax import text_files
 from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
@@ -38,7 +38,7 @@ class PromptSet:
     name: its key in `PROMPT_SETS`.
     title: its name in papers.
     fields: of a record, in order of preference. A dot leads into an object; of
-      a list of turns the user's first is taken.
+      a list of turns the user's first is taken, see `prompts.users_turn`.
     endings: of its files. JSON is one list of records or a record a line, CSV
       has a header, and of other text a line is a prompt.
     hf_id: of the Hugging Face dataset, with its `hf_config`, `hf_split` and
@@ -72,7 +72,9 @@ PROMPT_SETS = {s.name: s for s in (
     PromptSet(name="piqa", title="PIQA", fields=("goal",), hf_id="ybisk/piqa",
               hf_split="validation", hf_revision=_PARQUET),
     PromptSet(name="sharegpt", title="ShareGPT",
-              fields=("conversations.value", "turns.content"),
+              fields=("conversations.value", "conversations.content",
+                      "messages.content", "messages.value", "turns.content",
+                      "turns.value"),
               published="ShareGPT_V3_unfiltered_cleaned_split.json of "
                         "huggingface.co/datasets/anon8231489123/"
                         "ShareGPT_Vicuna_unfiltered"),
@@ -205,44 +207,59 @@ def _file_records(spec, path):
   try:
     if path.name.endswith(_JSON):
       return _json_records(path)
-    text = corpora.read_text(path)
+    text = text_files.read_text(path)
     if path.suffix == ".csv":
-      rows = csv.DictReader(io.StringIO(text), strict=True)
-      return [(f"row {i}", row) for i, row in enumerate(rows, 1)]
+      return _csv_records(path, text)
     lines = enumerate(text.split("\n"), 1)
     return [(f"line {i}", {spec.fields[0]: line}) for i, line in lines]
-  except csv.Error as e:
-    raise ValueError(f"{path} is not CSV ({e}); {_expected(spec)}") from None
   except ValueError as e:
     raise ValueError(f"{e}; {_expected(spec)}") from None
 
 
+def _csv_records(path, text):
+  """Rows that are not blank; fields may be as long as the file."""
+  found, limit = [], csv.field_size_limit()
+  rows = csv.DictReader(io.StringIO(text), strict=True)
+  try:
+    # The limit is the process's; a C long holds it on every system.
+    csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
+    line = 1 + bool(rows.fieldnames) * rows.line_num
+    for i, row in enumerate(rows, 1):
+      if any(isinstance(x, list) or (x or "").strip() for x in row.values()):
+        found.append((f"row {i} (line {line})", row))
+      line = rows.line_num + 1
+  except csv.Error as e:
+    raise ValueError(f"{path} line {rows.line_num} is not CSV ({e})") from None
+  finally:
+    csv.field_size_limit(limit)
+  return found
+
+
 def _json_records(path):
-  text = "" if path.suffix == ".gz" else corpora.read_text(path)
+  text = text_files.read_text(path)
   if not text.lstrip().startswith("["):
     return [(f"line {i}", record) for i, record in corpora.json_lines(path)]
-  try:
-    items = json.loads(text)
-  except json.JSONDecodeError as e:
-    raise ValueError(f"{path} line {e.lineno} is not JSON ({e.msg})") from None
-  for i, item in enumerate(items, 1):
+  found = []
+  for i, (line, item) in enumerate(text_files.json_items(text, path), 1):
     if not isinstance(item, dict):
-      raise ValueError(f"{path} item {i} is a JSON {type(item).__name__}, not "
-                       "an object")
-  return [(f"item {i}", item) for i, item in enumerate(items, 1)]
+      raise ValueError(f"{path} line {line}, item {i} is a JSON "
+                       f"{type(item).__name__}, not an object")
+    found.append((f"line {line}, item {i}", item))
+  return found
 
 
 def _prompt(spec, source, where, record):
+  place = f"{source} {where}"
   for field in spec.fields:
-    prompt = _follow(record, field)
+    prompt = _follow(place, record, field)
     if prompt is not None:
-      return prompt
-  raise ValueError(f"{source} {where} is not {spec.title}: it has fields "
+      return corpora.text_of(place, field, prompt)
+  raise ValueError(f"{place} is not {spec.title}: it has fields "
                    f"{', '.join(map(repr, record)) or 'none'}; expected text "
                    f"in {' or '.join(map(repr, spec.fields))}")
 
 
-def _follow(value, field):
+def _follow(place, value, field):
   """The text at a dotted path, "" if the user has no turn, None if missing."""
   for key in field.split("."):
     if not isinstance(value, dict) or key not in value:
@@ -250,11 +267,9 @@ def _follow(value, field):
     value = value[key]
     if isinstance(value, list):
       # ShareGPT cuts long conversations: a piece may open with the model.
-      value = [turn for turn in value if not isinstance(turn, dict)
-               or turn.get("from", "user") in ("human", "user")]
-      if not value:
+      value = prompts_lib.users_turn(place, value)
+      if value is None:
         return ""
-      value = value[0]
   return value if isinstance(value, str) else None
 
 

@@ -4,10 +4,21 @@ from collections.abc import Sequence
 import os
 import pathlib
 import random
+import re
+import sys
+from typing import Any
 
+from specjax import text_files
 from specjax.data import corpora
 
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
+_OUTER_LINES = re.compile(r"\A(?:[^\S\n]*\n)+|(?:\n[^\S\n]*)+\Z")
+_TURN = ("from", "value", "role", "content")  # keys of a turn
+_USERS = ("human", "user")
+_OTHERS = ("system", "developer", "assistant", "model", "gpt", "chatgpt",
+           "bing", "bard", "tool", "function", "function_call",
+           "function_response", "observation")
 
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
@@ -43,9 +54,9 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
                  ) -> list[str]:
   """Prompts of a user's own file.
 
-  A text file holds prompts separated by blank lines; a JSONL file one JSON
-  object a line, whose `field` is a text or a list of turns, the first of which
-  is taken.
+  A text file holds prompts separated by blank lines. If it has none, all its
+  lines are one prompt, which stderr says. A JSONL file holds one JSON object a
+  line, whose `field` is a text or a list of turns, see `users_turn`.
 
   Args:
     path: of a `.txt`, `.md`, `.jsonl` or `.jsonl.gz` file.
@@ -58,25 +69,90 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
   if not path.is_file():
     raise ValueError(f"no prompts file at {path}; give a {_ENDINGS} file")
   if path.name.endswith((".jsonl", ".jsonl.gz")):
-    prompts = [_first_turn(path, number, record, field)
+    prompts = [_of_record(path, number, record, field)
                for number, record in corpora.json_lines(path)]
   elif path.suffix in (".txt", ".md"):
-    prompts = corpora.read_text(path).split("\n\n")
+    text = _OUTER_LINES.sub("", text_files.read_text(path))
+    prompts = _BLANK_LINES.split(text)
   else:
     raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a prompts "
                      f"file is a {_ENDINGS} file")
   prompts = [p for p in prompts if p.strip()]
   if not prompts:
     raise ValueError(f"{path} holds no prompt; at least one is needed")
+  if path.suffix in (".txt", ".md") and len(prompts) == 1 and (
+      "\n" in prompts[0]):
+    print(f"{path} has no blank line between prompts, so its "
+          f"{prompts[0].count(chr(10)) + 1} lines are one prompt; if each line "
+          "is a prompt, put blank lines between them", file=sys.stderr)
   return prompts
 
 
-def _first_turn(path, number, record, field):
+def users_turn(place: str, turns: Sequence[Any]) -> Any:
+  """Returns the user's first turn of a conversation.
+
+  A turn is a text, or an object with "from" and "value" or with "role" and
+  "content". Of texts, and of objects that name no speaker, the first is the
+  user's. A speaker may be called "human" or "user".
+
+  Args:
+    place: of the conversation, for errors, such as "data.jsonl line 3".
+    turns: the turns.
+
+  Returns:
+    The text or the object; None if the user has no turn.
+
+  Raises:
+    ValueError: a turn has neither pair of keys, some turns name a speaker and
+      others do not, or the speakers are unknown.
+  """
+  speakers = [_speaker(place, i, turn) for i, turn in enumerate(turns, 1)]
+  if None in speakers and any(speakers):
+    raise ValueError(f"{place}: turn {1 + speakers.index(None)} does not say "
+                     "who speaks, and others do; add its 'role'")
+  for turn, speaker in zip(turns, speakers):
+    if speaker is None or speaker in _USERS:
+      return turn
+  unknown = [x for x in speakers if x not in _OTHERS]
+  if unknown:
+    raise ValueError(f"{place}: no turn is the user's, and {unknown[0]!r} is "
+                     "an unknown speaker; call the user 'user' or 'human'")
+  return None
+
+
+def turn_text(place: str, field: str, turn: Any) -> str:
+  """The text of a turn that `users_turn` returned.
+
+  Raises:
+    ValueError: it has none.
+  """
+  if isinstance(turn, dict):
+    key = "value" if "value" in turn else "content"
+    field, turn = f"{field}.{key}", turn.get(key)
+  return corpora.text_of(place, field, turn)
+
+
+def _speaker(place, number, turn):
+  """The name in a turn, in lower case; None: it has none."""
+  if isinstance(turn, str):
+    return None
+  if not isinstance(turn, dict) or turn.keys().isdisjoint(_TURN):
+    what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
+            if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
+    raise ValueError(f"{place}: turn {number} has {what}; a turn has 'from' "
+                     "and 'value', or 'role' and 'content'")
+  name = turn.get("from") or turn.get("role")
+  if name is not None and not isinstance(name, str):
+    raise ValueError(f"{place}: turn {number} has {name!r} for its speaker; "
+                     "give a text, such as 'user'")
+  return name.lower() if name else None
+
+
+def _of_record(path, number, record, field):
+  place = f"{path} line {number}"
   value = corpora.field_of(path, number, record, field)
-  if isinstance(value, list) and value:
-    value = value[0]
-  if not isinstance(value, str):
-    raise ValueError(f"{path} line {number}: {field!r} is no text but a "
-                     f"{type(value).__name__}; name the field that holds the "
-                     "prompt")
-  return value
+  if isinstance(value, list):
+    value = users_turn(place, value)
+    if value is None:
+      return ""
+  return turn_text(place, field, value)

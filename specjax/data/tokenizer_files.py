@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from specjax import text_files
 from specjax.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -42,7 +43,7 @@ def read(path: str | os.PathLike[str]
     raise ValueError(f"no tokenizer at {file}; it should be a tokenizer.json, "
                      "which transformers' save_pretrained writes of others")
   try:
-    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend = tokenizers.Tokenizer.from_str(text_files.read_text(file))
   except Exception as e:  # the library raises bare Exception
     raise ValueError(f"{file} is not a tokenizer: {e}") from None
   backend.no_truncation()  # some files were made for short texts
@@ -164,7 +165,7 @@ def _chat_template(directory, config) -> str | None:
   """That of a file of its own, else that of tokenizer_config.json."""
   path = directory / _TEMPLATE
   if path.is_file():
-    return path.read_text("utf-8")
+    return text_files.read_text(path)
   template = config.get("chat_template") or _json(
       directory / _TEMPLATE_JSON).get("chat_template")
   if isinstance(template, list):  # several, by name

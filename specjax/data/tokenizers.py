@@ -204,7 +204,8 @@ class Tokenizer:
     whatever it looks like (`specjax.data.chat` says how).
 
     Args:
-      messages: each with a "role" and a "content".
+      messages: each with a "role" and a "content", or with "tool_calls". A
+        key whose value is None counts as missing.
       add_generation_prompt: end where the model's answer begins.
 
     Raises:
