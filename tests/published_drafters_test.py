@@ -562,7 +562,10 @@ _REFUSED = {
     "another tensor's shape": (
         "medusa", dict(tensors={"1.0.linear.bias": np.ones(3, np.float32)}),
         r"has the tensor 1.0.linear.bias \(3,\) where \(16,\)"),
-    "two layers": ("eagle1", dict(num_hidden_layers=2), "has 2 layers"),
+    "two layers": (
+        "eagle1", dict(tensors={
+            "layers.1.mlp.up_proj.weight": np.ones((2, 2), np.float32)}),
+        "has 2 layers"),
     "experts": (
         "mtp_deepseek", dict(tensors={
             "model.layers.12.mlp.gate.weight": np.ones((2, 2), np.float32)}),

@@ -248,14 +248,14 @@ def _refuses(path, *words, **options):
      ["rope_theta", "a number"]),
     ("llama_tied", dict(rope_scaling=[1]), ["rope_scaling", "[1]"]),
     ("llama_tied", dict(rope_scaling="yarn"), ["rope_scaling", "'yarn'"]),
-    ("llama_tied", dict(rope_scaling=dict(rope_type="linear", factor=None)),
-     ["no factor"]),
-    ("llama_tied", dict(rope_scaling=dict(rope_type="linear", factor="2")),
-     ["factor", "'2'"]),
-    ("llama_tied", dict(rope_scaling=dict(
+    ("llama_tied", dict(rope_parameters=None, rope_scaling=dict(
+        rope_type="linear", factor=None)), ["no factor"]),
+    ("llama_tied", dict(rope_parameters=None, rope_scaling=dict(
+        rope_type="linear", factor="2")), ["factor", "'2'"]),
+    ("llama_tied", dict(rope_parameters=None, rope_scaling=dict(
         rope_type="longrope", short_factor=[1], long_factor=None)),
      ["no long_factor"]),
-    ("llama_tied", dict(rope_scaling=dict(
+    ("llama_tied", dict(rope_parameters=None, rope_scaling=dict(
         rope_type="longrope", short_factor=[1], long_factor=3)),
      ["long_factor", "3"]),
     ("llama_tied", dict(model_type=["llama"]), ["architecture ['llama']"]),

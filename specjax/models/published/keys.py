@@ -1,7 +1,9 @@
 """The keys of a published configuration, of which none may be overlooked."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 import math
+import re
 from typing import Any
 
 # What training, generation, other tasks and other libraries note in it. It
@@ -36,23 +38,45 @@ _OFF = (None, False, 0, "", [], {})
 _PLAIN = {"is_causal": True, "attention.causal": True,
           "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
-_TWINS = {"sliding_window_size": "sliding_window"}
-_ADVICE = {"quantization_config": "take weights that are not quantised, or a "
-                                  "GGUF file"}
+# Names of one thing. A file that uses two of them must give one value.
+_NAMES = (
+    ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "n_head"), ("intermediate_size", "n_inner"),
+    ("max_position_embeddings", "n_positions"),
+    ("layer_norm_eps", "layer_norm_epsilon"), ("rope_type", "type"),
+    ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"),
+    ("sliding_window", "sliding_window_size"),
+    ("sliding_window_pattern", "_sliding_window_pattern"),
+)
+_SYNONYMS = {name: names for names in _NAMES for name in names}
+_OFF_BY_NULL = ("sliding_window",)  # elsewhere null says nothing
+_ADVICE = {
+    "quantization_config": "take weights that are not quantised, or a GGUF "
+                           "file",
+    # Without these numbers layers would be guessed.
+    "layers": "if it numbers the target's layers that a drafter reads, write "
+              "it as eagle_aux_hidden_state_layer_ids, where i is the state "
+              "that layer i reads; do not take it out",
+}
+_NUMBERS = re.compile(r"layers?_(ids|ind|num|to_)|aux_hidden|capture")
 
 
 class Keys:
   """A configuration that remembers which of its keys were asked for.
 
+  A key may have several names, and lie in several places (see `outer` and
+  `merged`). Equal values are one value, different ones are refused.
+
   Attributes:
     source: what errors call it.
     context_length: the tokens that the caller wants to be possible, or None.
-    asked: the keys that were asked for.
+    asked: the keys that were asked for, by the names that were asked.
   """
 
   def __init__(self, given: Mapping[str, Any], source: str,
                defaults: Mapping[str, Any] | None = None,
-               context_length: int | None = None) -> None:
+               context_length: int | None = None, place: str = "",
+               outer: "Keys | None" = None) -> None:
     """Takes a configuration.
 
     Args:
@@ -60,17 +84,95 @@ class Keys:
       source: see the class.
       defaults: values of keys that it may leave out.
       context_length: see the class.
+      place: the key under which it lies in `outer`.
+      outer: the configuration around it, in which its keys may lie as well.
     """
     self._given, self._defaults = given, defaults or {}
     self.source = source
     self.context_length = context_length
     self.asked: set[str] = set()
+    self._trusted: dict[str, Any] = {}
+    self._known: set[str] = set()  # names that need not be asked for
+    self._place, self._outer = place, outer
 
   def __call__(self, name: str, otherwise: Any = None) -> Any:
-    """A value, that of the architecture, or `otherwise` where it is None."""
+    """A value, that of the architecture, or `otherwise` where it is None.
+
+    Raises:
+      ValueError: the file has two values for it.
+    """
     self.asked.add(name)
-    value = self._given.get(name, self._defaults.get(name))
+    values, names = self.said(name), _SYNONYMS.get(name, (name,))
+    if name in self._trusted:
+      value = self._trusted[name]
+    elif values:
+      value = self.agreed(values)
+    elif any(x in self._given for x in names):
+      value = None
+    else:
+      value = next((self._defaults[x] for x in names if x in self._defaults),
+                   None)
     return otherwise if value is None else value
+
+  def said(self, name: str) -> dict[str, Any]:
+    """The values of a key in the file, by its names and places."""
+    names = _SYNONYMS.get(name, (name,))
+    self._known.update(names)
+    before = f"{self._place}." if self._place else ""
+    values = {before + x: self._given[x] for x in names
+              if x in self._given and (
+                  self._given[x] is not None or x in _OFF_BY_NULL)}
+    return values if self._outer is None else self._outer.said(name) | values
+
+  def agreed(self, values: Mapping[str, Any]) -> Any:
+    """The one value of a key.
+
+    Args:
+      values: by names and places, at least one.
+
+    Raises:
+      ValueError: they differ.
+    """
+    (name, value), *others = values.items()
+    for other, another in others:
+      if another != value:
+        raise ValueError(
+            f"{self.source} has {_short(value)} for {name} and "
+            f"{_short(another)} {'in' if '.' in other else 'for'} {other}; the "
+            "two must be equal: take out the wrong one")
+    return value
+
+  def merged(self, parts: Mapping[str, Mapping[str, Any]],
+             beside: Iterable[str] = ()) -> dict[str, Any]:
+    """The keys of several objects, each by the first of its names.
+
+    Args:
+      parts: the objects, by their places. Keys that are null are left out.
+      beside: keys that may lie beside the objects, too.
+
+    Raises:
+      ValueError: a key has two values.
+    """
+    first = lambda name: _SYNONYMS.get(name, (name,))[0]
+    found = {}
+    for name in beside:
+      self.asked.add(name)
+      found.setdefault(first(name), {}).update(self.said(name))
+    for place, part in parts.items():
+      for name, value in part.items():
+        if value is not None:
+          found.setdefault(first(name), {})[f"{place}.{name}"] = value
+    return {name: self.agreed(values) for name, values in found.items()
+            if values}
+
+  def ignore(self, *names: str) -> None:
+    """Lets keys pass whose values change nothing here."""
+    self._known.update(names)
+
+  def trust(self, name: str, value: Any) -> None:
+    """Takes a value from the tensors, whatever the file says."""
+    self._trusted[name] = value
+    self.said(name)
 
   def size(self, name: str, otherwise: int | None = None) -> int:
     """A whole number that must be there, unless there is another one.
@@ -124,15 +226,10 @@ class Keys:
     Raises:
       ValueError: it is something else.
     """
-    value = self(name)
-    if value is not None and not (isinstance(value, list) and all(
-        isinstance(x, int) and not isinstance(x, bool) for x in value)):
-      self._needs(name, value, "a list of whole numbers")
-    return value and tuple(value)
+    return whole_numbers(self.source, name, self(name))
 
   def _needs(self, name, value, what):
-    raise ValueError(f"{self.source} has {_short(value)} for {name}; {what} is "
-                     "needed")
+    _needs(self.source, name, value, what)
 
   def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
     """What a value stands for.
@@ -149,7 +246,8 @@ class Keys:
   def refuse(self, name: str, value: Any) -> None:
     """Raises a `ValueError` about a value that is not understood."""
     advice = _ADVICE.get(
-        name, "use another model, or take the key out if it does not")
+        "layers" if _NUMBERS.search(name) else name,
+        "use another model, or take the key out if it does not")
     raise ValueError(
         f"{self.source} has {_short(value)} for {name}, which specjax does not "
         "know for this architecture and which may change what the model "
@@ -162,15 +260,36 @@ class Keys:
     that must be on.
     """
     for name, value in self._given.items():
-      if name in self.asked or name in _HARMLESS:
+      if name in self._known or name in _HARMLESS:
         continue
       if name in _PLAIN:
         plain = value is None or value == _PLAIN[name]
       else:
-        plain = value in _OFF or (
-            name in _TWINS and value == self(_TWINS[name]))
+        plain = value in _OFF
       if not plain:
         self.refuse(name, value)
+
+
+def whole_numbers(source: str, name: str, value: Any
+                  ) -> tuple[int, ...] | None:
+  """A list of whole numbers, or None where there is none.
+
+  Args:
+    source: what errors call the configuration.
+    name: of the key.
+    value: what it has.
+
+  Raises:
+    ValueError: it is something else.
+  """
+  if value is not None and not (isinstance(value, list) and all(
+      isinstance(x, int) and not isinstance(x, bool) for x in value)):
+    _needs(source, name, value, "a list of whole numbers")
+  return value and tuple(value)
+
+
+def _needs(source, name, value, what):
+  raise ValueError(f"{source} has {_short(value)} for {name}; {what} is needed")
 
 
 def is_number(value: Any) -> bool:

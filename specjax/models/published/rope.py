@@ -13,6 +13,8 @@ from specjax.models.published.keys import is_number
 from specjax.models.published.keys import Keys
 from specjax.models.rotary import RopeScaling
 
+_ORIGINAL = "original_max_position_embeddings"
+
 
 def read(keys: Keys, theta: str = "rope_theta",
          fraction: str | None = None) -> dict[str, Any]:
@@ -20,15 +22,17 @@ def read(keys: Keys, theta: str = "rope_theta",
 
   Args:
     keys: of the configuration; those of transformers 5 (`rope_parameters`) and
-      before (`rope_scaling`).
+      before (`rope_scaling`), or both where they agree.
     theta: the key of the base beside them.
     fraction: that of the rotated share of a head, where there is one.
 
   Raises:
-    ValueError: a kind of scaling or one of its keys is not known.
+    ValueError: a kind of scaling or one of its keys is not known, or a key has
+      two values.
   """
-  given = keys.mapping("rope_parameters")
-  given = _checked(keys, keys.mapping("rope_scaling") or given)
+  given = _merged(keys, {name: keys.mapping(name) for name in (
+      "rope_parameters", "rope_scaling")}, _ORIGINAL, theta,
+                  *([fraction] if fraction else []))
   base = given.pop("rope_theta", None) or keys.number(theta, positive=True)
   share = given.pop("partial_rotary_factor", None)
   if fraction:
@@ -42,29 +46,37 @@ def read(keys: Keys, theta: str = "rope_theta",
 
 def read_two(keys: Keys) -> dict[str, Any]:
   """Like `read`, of a model whose layers with a window have their own base."""
+  place, local_place = (f"rope_parameters.{name}" for name in (
+      "full_attention", "sliding_attention"))
   given = keys.mapping("rope_parameters")
   for name in given.keys() - {"full_attention", "sliding_attention"}:
     keys.refuse(f"rope_parameters.{name}", given[name])
   parts = Keys(given, keys.source)
-  full, local = (_checked(keys, part) for part in (
-      parts.mapping("full_attention") | keys.mapping("rope_scaling"),
-      parts.mapping("sliding_attention")))
+  full = _merged(keys, {place: parts.mapping("full_attention"),
+                        "rope_scaling": keys.mapping("rope_scaling")},
+                 _ORIGINAL, "rope_theta")
+  local = _merged(keys, {local_place: parts.mapping("sliding_attention")})
   base = full.pop("rope_theta", None) or keys.number(
       "rope_theta", positive=True)
-  local_base = local.pop("rope_theta", None) or keys.number(
-      "rope_local_base_freq", positive=True)
+  local_base = local.pop("rope_theta", None)
+  beside = keys.number("rope_local_base_freq", local_base, positive=True)
+  if local_base is not None and keys.said("rope_local_base_freq"):
+    keys.agreed({"rope_local_base_freq": beside,
+                 f"{local_place}.rope_theta": local_base})
   if _kind(local) != "default" or local:
     keys.refuse("rope_parameters.sliding_attention", local)
   scaling, length = _scaling(keys, full)
-  return dict(rope_theta=float(base), local_rope_theta=float(local_base),
+  return dict(rope_theta=float(base),
+              local_rope_theta=float(local_base or beside),
               rope_scaling=scaling, context_length=length)
 
 
-def _checked(keys, given):
-  """A dict of rope scaling without its nulls, if its values are of a kind."""
-  given = {name: value for name, value in given.items() if value is not None}
+def _merged(keys, parts, *beside):
+  """One dict of rope scaling, if its values are of a kind."""
+  given = keys.merged({place: _spelled(part) for place, part in parts.items()},
+                      beside)
   for name, value in given.items():
-    if name in ("type", "rope_type"):
+    if name == "rope_type":
       good = isinstance(value, str)
     elif name in ("short_factor", "long_factor"):
       good = isinstance(value, list) and all(
@@ -78,19 +90,22 @@ def _checked(keys, given):
   return given
 
 
+def _spelled(part):
+  """With the name that the kind of Phi-3 has had since its first files."""
+  old = ("su", "yarn") if "short_factor" in part else ("su",)
+  return {name: "longrope" if name in ("type", "rope_type") and value in old
+          else value for name, value in part.items()}
+
+
 def _kind(given):
-  kind = given.pop("type", None)
-  return given.pop("rope_type", None) or kind or "default"
+  return given.pop("rope_type", "default")
 
 
 def _scaling(keys, given):
   """`(RopeScaling or None, context length)` of a dict, which it empties."""
   kind = _kind(given)
   length = keys.size("max_position_embeddings")
-  original = given.pop("original_max_position_embeddings", None)
-  original = keys.size("original_max_position_embeddings", original or length)
-  if kind in ("su", "yarn") and "short_factor" in given:  # early Phi-3
-    kind = "longrope"
+  original = given.pop(_ORIGINAL, None) or keys.size(_ORIGINAL, length)
   if kind not in _KINDS:
     keys.refuse("rope scaling", kind)
   long = (keys.context_length or 0) > original

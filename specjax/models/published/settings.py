@@ -135,8 +135,7 @@ def gemma2(keys: Keys) -> Fields:
 
 
 def gemma3(keys: Keys) -> Fields:
-  period = keys.size("sliding_window_pattern",
-                     keys.size("_sliding_window_pattern", 6))
+  period = keys.size("sliding_window_pattern", 6)
   types = [SLIDING if (i + 1) % period else FULL
            for i in range(keys.size("num_hidden_layers"))]
   return (_parts(keys) | rope.read_two(keys) | _windows(keys, types)
@@ -160,10 +159,6 @@ def gpt2(keys: Keys) -> Fields:
 
 
 def gpt_neox(keys: Keys) -> Fields:
-  for name, older in (("rope_theta", "rotary_emb_base"),
-                      ("partial_rotary_factor", "rotary_pct")):
-    if keys(name, keys(older)) != keys(older):  # some files hold both
-      keys.refuse(name, keys(name))
   return (_sizes(keys, epsilon="layer_norm_eps")
           | rope.read(keys, theta="rotary_emb_base", fraction="rotary_pct")
           | _biases(keys) | dict(

@@ -38,6 +38,7 @@ class Found:
     tensors: by name, those of the drafter alone.
     target: the model that is drafted for.
     target_params: its parameters, or None.
+    layout: the name of the layout that it is read by.
     used: the tensors that the reading has accounted for, beside parameters.
   """
 
@@ -46,24 +47,38 @@ class Found:
   tensors: Mapping[str, StoredTensor]
   target: Transformer
   target_params: Any = None
+  layout: str = ""
   used: set[str] = dataclasses.field(default_factory=set)
 
-  def keys(self, config: Mapping[str, Any] | None = None) -> Keys:
-    """The configuration, or a part of it, with an architecture's defaults."""
-    config = self.config if config is None else config
+  def keys(self, outer: Keys | None = None, place: str = "") -> Keys:
+    """The configuration, or a part of it, with an architecture's defaults.
+
+    Args:
+      outer: the configuration, for a part in it. A key of the part may lie
+        beside it as well.
+      place: the part's key.
+    """
+    config = self.config if outer is None else outer.mapping(place)
     model_type = config.get("model_type")
-    known = ARCHITECTURES.get(model_type)
+    known = ARCHITECTURES.get(model_type) if isinstance(
+        model_type, str) else None
     keys = Keys(config, f"the configuration of {self.source}",
-                known.defaults if known else {})
-    for name in (*_NOTES, "tie_word_embeddings"):
-      keys(name)
+                known.defaults if known else {}, place=place, outer=outer)
+    keys.ignore(*_NOTES, "tie_word_embeddings")
+    if outer is not None:  # says there of which project the file is
+      keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
                        ("target_hidden_size", self.target.config.width)):
       self.check(name, keys(name, size), size)
     return keys
 
-  def layer(self, keys: Keys) -> dict[str, Any]:
+  def layer(self, keys: Keys, layers: int | None = None) -> dict[str, Any]:
     """The fields of `TransformerConfig` of the drafter's layers.
+
+    Args:
+      keys: of the configuration.
+      layers: how many the tensors have. The number in the configuration may be
+        that of the target. None: that number is taken.
 
     Raises:
       ValueError: the layers are of a kind that specjax does not have, or for
@@ -80,6 +95,12 @@ class Found:
     if model_type not in _LAYERS:
       self.fail(f"is made of layers of the architecture {model_type!r}; "
                 f"specjax reads drafters of {', '.join(_LAYERS)}")
+    if layers is not None:
+      keys.trust("num_hidden_layers", layers)
+      types = keys("layer_types")
+      if isinstance(types, list) and len(types) != layers and (
+          types[1:] == types[:-1]):
+        keys.trust("layer_types", types[:1] * layers)
     if not keys("use_sliding_window"):
       keys("sliding_window")  # what the target has; plain layers have none
     fields = ARCHITECTURES[model_type].read(keys)
@@ -133,7 +154,9 @@ class Found:
   def shape(self, name: str) -> tuple[int, ...]:
     """The sizes of a tensor that must be there."""
     if name not in self.tensors:
-      self.fail(f"has no tensor {name}; download it again")
+      self.fail(f"has no tensor {name}, which the layout {self.layout!r} asks "
+                "for; name another layout if it is of another, or download it "
+                "again")
     return self.tensors[name].shape
 
   def own(self, name: str, part: str, ids: Sequence[int] = ()) -> bool:

@@ -93,11 +93,11 @@ LAYOUTS = {
         write=writings.specforge, architectures=("LlamaForCausalLMEagle3",)),
     "eagle3 of deepspec": Layout(
         kind="eagle3",
-        read=readings.deepspec, names=tables.EAGLE_3_LAYERS,
+        read=readings.eagle3, names=tables.EAGLE_3_LAYERS,
         write=writings.deepspec, architectures=("Qwen3Eagle3Model",)),
     "eagle3": Layout(
         kind="eagle3",
-        read=readings.safeailab, names=tables.EAGLE_3, write=writings.safeailab,
+        read=readings.eagle3, names=tables.EAGLE_3, write=writings.safeailab,
         sign=r"midlayer\."),
     "dspark of deepspec": Layout(
         kind="parallel",

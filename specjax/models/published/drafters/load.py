@@ -72,11 +72,11 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   config_path = directory / "config.json"
   config = (read_json(config_path, _AGAIN) if config_path.is_file() else {})
   tensors = _open(directory)
-  record = LAYOUTS[layout] if layout else _recognised(
-      directory, config, tensors)
+  layout = layout or _recognised(directory, config, tensors)
+  record = LAYOUTS[layout]
   found = Found(source=str(directory), config=config, target=target,
                 tensors=_own(record, tensors, target),
-                target_params=target_params)
+                target_params=target_params, layout=layout)
   heads = record.read(found)
   return heads, _fill(found, record, heads, float_dtype(
       dtype or default_dtype()))
@@ -120,10 +120,10 @@ def _pickled(path):
           f"weights_only=True).items()}}, {str(new)!r})")
 
 
-def _recognised(directory, config, tensors) -> Layout:
-  for layout in LAYOUTS.values():
+def _recognised(directory, config, tensors) -> str:
+  for name, layout in LAYOUTS.items():
     if layout.known_by(config, tensors):
-      return layout
+      return name
   raise ValueError(
       f"{directory} holds no drafter that specjax knows: neither its "
       "configuration nor the names of its tensors are those of "

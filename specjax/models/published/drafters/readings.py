@@ -4,7 +4,6 @@ Where the two differ the tensors are trusted, unless what a key says outright
 contradicts them.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 
@@ -13,6 +12,7 @@ import numpy as np
 from specjax.models import heads as heads_lib
 from specjax.models.configuration import FINAL
 from specjax.models.heads import Heads
+from specjax.models.published.drafters import taps as taps_lib
 from specjax.models.published.drafters.found import Found
 from specjax.models.published.keys import Keys
 
@@ -73,11 +73,12 @@ def _check_target(found, heads):
 
 def _one_layer(found, keys):
   """The fields of a feature layer that are its decoder layer's."""
-  fields = found.layer(keys)
-  if fields["layers"] != 1:
-    found.fail(f"has {fields['layers']} layers; a feature layer is one here: "
-               "take a drafter of one layer")
-  return fields | dict(target_width=found.target.config.width)
+  layers = max(1, found.count(r"layers\.(\d+)\."))
+  if layers != 1:
+    found.fail(f"has {layers} layers; a feature layer is one here: take a "
+               "drafter of one layer")
+  return found.layer(keys, layers) | dict(
+      target_width=found.target.config.width)
 
 
 def eagle1(found: Found) -> Heads:
@@ -96,16 +97,13 @@ def eagle1(found: Found) -> Heads:
       own_embedding=found.own("embed_tokens.weight", "embedding"))
 
 
-def eagle3(found: Found, *, ids: Callable[[Found, Keys], list[int] | None],
-           bare: bool = False) -> Heads:
+def eagle3(found: Found, *, bare: bool = False) -> Heads:
   """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
 
   All feed back what was before the final norm.
 
   Args:
     found: the files.
-    ids: from the keys to the numbers of the layers whose outputs are read, if
-      they name any.
     bare: whether there is a key `norm_output`, which if false says that the
       head reads a state without the final norm.
   """
@@ -117,13 +115,13 @@ def eagle3(found: Found, *, ids: Callable[[Found, Keys], list[int] | None],
                "layout='eagle3 of specforge'")
   if not head_norm:
     found.used.add("norm.weight")
-  fields = _eagle3(found, keys, keys, ids(found, keys), 1)
+  fields = _eagle3(found, keys, keys)
   keys.refuse_others()
   return heads_lib.Eagle3Heads(
       **fields, forecasts=_DEPTH, final_norm="own" if head_norm else None)
 
 
-def _eagle3(found, keys, outer, ids, shift):
+def _eagle3(found, keys, outer):
   """The fields that all EAGLE-3 files have in common."""
   fields = _one_layer(found, keys)
   norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
@@ -131,32 +129,18 @@ def _eagle3(found, keys, outer, ids, shift):
   if len(norms) > 1:
     found.fail("has both fc_norm and norm_before_fc; one of them is meant")
   target = found.target.config
-  taps = heads_lib.Eagle3Heads.default_taps(target.layers) if ids is None else (
-      tuple(i + shift for i in ids))
   columns = found.columns("fc.weight")
+  taps = taps_lib.of_eagle3(found, outer, columns // target.width)
   if columns != len(taps) * target.width:
     found.fail(f"has {columns} columns in fc.weight; {len(taps)} hidden states "
                f"of a target of width {target.width} have "
                f"{len(taps) * target.width}: give the target that it was made "
                "for")
-  _check_taps(found, taps)
+  taps_lib.check(found, taps)
   return fields | dict(
       taps=taps, entry_norm=norms[0] if norms else None,
       ids=_ids(found, outer, found.shape("lm_head.weight")[0]),
       own_embedding=found.own("embed_tokens.weight", "embedding"))
-
-
-def _check_taps(found, taps, normed=False):
-  """Refuses what the target has not, or not as the drafter was trained on."""
-  layers = found.target.config.layers
-  for tap in taps:
-    if tap not in range(layers + 1):
-      found.fail(f"reads the hidden state before layer {tap}; the target has "
-                 f"{layers} layers")
-    if normed and tap == layers:
-      found.fail(f"reads the output of layer {layers - 1}, the target's last, "
-                 "which transformers returns normed; specjax joins states "
-                 "before the final norm: take another drafter")
 
 
 def _ids(found, keys, size):
@@ -207,9 +191,8 @@ def eagle3_speculators(found: Found) -> Heads:
   """EAGLE-3 and 3.1 of speculators, where `norm_output` says what is fed."""
   outer = found.keys()
   found.used.update(_OF_VERIFIER)
-  keys = found.keys(outer.mapping("transformer_layer_config"))
-  fields = _eagle3(found, keys, outer,
-                   outer.whole_numbers("eagle_aux_hidden_state_layer_ids"), 0)
+  keys = found.keys(outer, "transformer_layer_config")
+  fields = _eagle3(found, keys, outer)
   heads = heads_lib.Eagle3Heads(
       **fields, forecasts=_steps(outer),
       norm_before_residual=outer.switch("norm_before_residual", False),
@@ -276,13 +259,11 @@ def mtp_speculators(found: Found) -> Heads:
   Its first one is trained on the target's state before the final norm.
   """
   outer = found.keys()
-  keys = found.keys(outer.mapping("transformer_layer_config"))
-  fields = found.layer(keys)
+  keys = found.keys(outer, "transformer_layer_config")
+  fields = found.layer(keys, 1)
   for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
     found.copy(f"{name}.weight", part)
-  outer("num_nextn_predict_layers")
-  for name in ("num_nextn_predict_layers", "layer_types"):
-    keys(name)
+  keys.ignore("layer_types")
   for given in (keys, outer):
     given.refuse_others()
   config = found.target.config
@@ -298,24 +279,16 @@ def parallel(found: Found, *, from_anchor: bool) -> Heads:
   lie in `dflash_config`, beside it, or in both places.
   """
   keys = found.keys()
-  inner = found.keys(keys.mapping("dflash_config"))
-
-  def own(name, otherwise=None):
-    outside, inside = keys(name), inner(name)
-    if None not in (outside, inside) and outside != inside:
-      found.fail(f"has {outside!r} for {name} and {inside!r} in dflash_config; "
-                 "correct one of the two")
-    return next((x for x in (inside, outside) if x is not None), otherwise)
-
+  own = found.keys(keys, "dflash_config")
   for name, plain in (("projector_type", "dspark" if from_anchor else "dflash"),
                       ("sample_from_anchor", from_anchor)):
     if own(name, plain) != plain:
       found.fail(f"has {own(name)!r} for {name}, and drafters of this layout "
                  f"{plain!r}; specjax does not know what is meant")
-  ids = own("target_layer_ids")
-  heads = _parallel(found, keys, own, ids and [i + 1 for i in ids],
-                    own("block_size"), from_anchor, True)
-  for given in (keys, inner):
+  taps = taps_lib.named(found, keys, own, "dflash_config")
+  heads = _parallel(found, keys, own, taps, own("block_size"), from_anchor,
+                    True)
+  for given in (keys, own):
     given.refuse_others()
   return heads
 
@@ -323,35 +296,36 @@ def parallel(found: Found, *, from_anchor: bool) -> Heads:
 def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
   """DFlash and DSpark of speculators."""
   outer = found.keys()
-  keys = found.keys(outer.mapping("transformer_layer_config"))
+  keys = found.keys(outer, "transformer_layer_config")
   found.used.update(_OF_VERIFIER)
   outer("sliding_window_non_causal")  # there are no windows
   size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
           else outer.size("draft_vocab_size"))
   from_anchor = outer.switch("sample_from_anchor", from_anchor)
+  part = found.keys(outer, "dflash_config")
   heads = _parallel(
-      found, keys, outer, outer.whole_numbers("aux_hidden_state_layer_ids"),
+      found, keys, outer, taps_lib.named(found, outer, part, "dflash_config"),
       outer("block_size"), from_anchor, False,
       _ids(found, outer, size))
   if heads.markov == "rnn" and not from_anchor:
     found.fail("has markov_head_type 'rnn' and sample_from_anchor False; there "
                "the recurrence begins at the anchor's slot, and here after it: "
                "take another drafter")
-  for given in (keys, outer):
+  for given in (keys, outer, part):
     given.refuse_others()
   return heads
 
 
 def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
-  fields = found.layer(keys)
+  fields = found.layer(keys, max(1, found.count(r"layers\.(\d+)\.")))
   config = found.target.config
   found.check("width", fields["width"], config.width)
   found.copy("embed_tokens.weight", "embedding")
   found.copy("lm_head.weight", "head", ids)
   if not taps:
-    found.fail("does not name the target's layers that it reads; put their "
-               "numbers into its configuration")
-  _check_taps(found, taps, normed)
+    found.fail("does not name the target's layers whose input it reads; "
+               f"{taps_lib.NAME_THEM}")
+  taps_lib.check(found, taps, normed)
   rank = own("markov_rank", 0)
   kind = own("markov_head_type", "vanilla")
   if kind not in _MARKOV:
@@ -371,20 +345,4 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
       embedding_scale=config.embedding_scale))
 
 
-def _ids_specforge(found, keys):
-  """Of `eagle_config`, in which other trainers say how a layer is built."""
-  inner = found.keys(keys.mapping("eagle_config"))
-  for name in ("use_aux_hidden_state", "use_last_layernorm",
-               "use_input_layernorm_in_first_layer"):
-    if not inner(name, True):
-      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
-                 "it: take another drafter")
-  given = inner.whole_numbers("eagle_aux_hidden_state_layer_ids")
-  inner.refuse_others()
-  return given or None
-
-
-safeailab = functools.partial(eagle3, ids=lambda found, keys: None)
-specforge = functools.partial(eagle3, ids=_ids_specforge, bare=True)
-deepspec = functools.partial(
-    eagle3, ids=lambda found, keys: keys.whole_numbers("target_layer_ids"))
+specforge = functools.partial(eagle3, bare=True)
