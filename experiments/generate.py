@@ -411,7 +411,8 @@ def main():
   room = decoder.context_length - _MAX_NEW_TOKENS.value
   if room < 1:
     raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value} and the "
-                     f"context length {decoder.context_length}; ask for fewer")
+                     f"context length {decoder.context_length}, the "
+                     f"{decoder.context_owner}'s; ask for fewer")
   if _CONTROLLER.value:
     decoder = dataclasses.replace(
         decoder, controller=sj.costs.measured(

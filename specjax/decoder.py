@@ -153,6 +153,12 @@ class Decoder:
                contract.context_length(self.parts.drafter))
 
   @property
+  def context_owner(self) -> str:
+    """The model that `context_length` is of: "target" or "drafter"."""
+    return ("target" if self.context_length == self.target.context_length
+            else "drafter")
+
+  @property
   def changes_law(self) -> tuple[str, ...]:
     """Class names of the parts that change the law of the output.
 
@@ -206,7 +212,8 @@ class Decoder:
         should; a mesh does not divide the rows or a cache.
     """
     tokens, lengths = inputs.prompts(prompts, self.target.vocab_size)
-    limits = inputs.limits(limits, lengths, self.context_length)
+    limits = inputs.limits(limits, lengths, self.context_length,
+                           self.context_owner)
     keys = inputs.row_keys(key, request_ids, len(lengths))
     context = inputs.context(context, len(lengths))
     inputs.parameters(params)

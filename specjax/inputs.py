@@ -64,13 +64,15 @@ def parameters(given: Any) -> None:
                      '{"target": ..., "drafter": ...}, the parameters of both')
 
 
-def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
+def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
+           ) -> np.ndarray:
   """`[B]` int32, the lengths at which rows are done.
 
   Args:
     given: `[B]` or one number; None: the context length.
     lengths: `[B]` of the prompts.
     context_length: of the models.
+    owner: the model that it is of, for errors.
   """
   found = np.asarray(context_length if given is None else given)
   if found.shape not in ((), lengths.shape):
@@ -81,8 +83,8 @@ def limits(given: Any, lengths: np.ndarray, context_length: int) -> np.ndarray:
     if not limit <= context_length:
       raise ValueError(
           f"row {i} may grow to {limit} tokens, prompt included; the "
-          f"context length is {context_length}: ask for fewer tokens "
-          "or shorten the prompt")
+          f"context length is {context_length}, the {owner}'s: ask for fewer "
+          "tokens or shorten the prompt")
     if limit != limit // 1:
       raise ValueError(f"row {i} has a limit of {limit} tokens; give a whole "
                        "number")

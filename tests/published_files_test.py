@@ -441,7 +441,7 @@ def _with_tokenizer(target, *added, **conventions):
 def test_special_tokens_beyond_the_embeddings(copy):
   # Broken: Gemma 3, whose token for images has no embedding in the models of
   # text, is refused; or so is not what a text can give.
-  target = copy("llama_tied")
+  target = copy("llama_tied", bos_token_id=None, eos_token_id=None)
   _with_tokenizer(target, ("<image_soft_token>", True))
   assert load_pretrained(target).tokenizer.vocab_size == 49
   _with_tokenizer(target, ("<image_soft_token>", True), ("<tool>", False))

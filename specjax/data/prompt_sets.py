@@ -229,7 +229,8 @@ def _csv_records(path, text):
         found.append((f"row {i} (line {line})", row))
       line = rows.line_num + 1
   except csv.Error as e:
-    raise ValueError(f"{path} line {rows.line_num} is not CSV ({e})") from None
+    raise ValueError(f"{path} line {rows.reader.line_num} is not CSV ({e})"
+                     ) from None
   finally:
     csv.field_size_limit(limit)
   return found

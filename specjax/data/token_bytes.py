@@ -5,6 +5,7 @@ from collections.abc import Container
 import json
 import re
 from typing import Any
+import unicodedata
 
 import tokenizers
 
@@ -38,6 +39,27 @@ def check_text(text: str) -> None:
     raise ValueError(
         f"the text is not UTF-8: character {e.start} is {text[e.start]!r}, "
         "which is half of one; save it as UTF-8, or take that out") from None
+
+
+_OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # as Unicode has them
+
+
+def is_mark(text: str) -> bool:
+  """Whether a token looks like one for models: `<|im_end|>`, `</s>`, `[SEP]`.
+
+  It has a letter or a digit between a sign that opens and one that closes.
+  """
+  return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
+          and unicodedata.category(text[-1]) in _CLOSE
+          and any(character.isalnum() for character in text))
+
+
+def marks_in(text: str) -> list[str]:
+  """All pieces of a text that `is_mark`, of at most 64 characters each."""
+  starts = [i for i, x in enumerate(text) if unicodedata.category(x) in _OPEN]
+  return list(dict.fromkeys(
+      piece for start in starts for size in range(3, 65)
+      if is_mark(piece := text[start:start + size])))
 
 
 def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]

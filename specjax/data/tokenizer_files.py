@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from specjax import text_files
+from specjax.data import token_bytes
 from specjax.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -55,7 +56,10 @@ def read(path: str | os.PathLike[str]
     return backend, own | {"chat_template": template}
   _mark_special(backend, named)
   before, after = _template_tokens(backend)
-  tokens = _last_resort(backend, file.with_name("config.json"))
+  wanted = [name for name, token in (("bos_token", before),
+                                     ("eos_token", after))
+            if token is None and name not in named]
+  tokens = _last_resort(backend, file.with_name("config.json"), wanted)
   tokens |= {"bos_token": before} if before is not None else {}
   tokens |= {"eos_token": after} if after is not None else {}
   for name in ("bos_token", "eos_token"):
@@ -134,7 +138,7 @@ def _template_tokens(backend) -> tuple[int | None, int | None]:
           encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
 
 
-def _last_resort(backend, path) -> dict[str, int]:
+def _last_resort(backend, path, wanted) -> dict[str, int]:
   """Ids of the model's configuration, else of a token known to be an end."""
   config = _json(path)
   found = {}
@@ -143,11 +147,38 @@ def _last_resort(backend, path) -> dict[str, int]:
     value = value[0] if isinstance(value, list) and value else value
     if (isinstance(value, int) and 0 <= value < _IDS  # some write -1 for none
         and backend.id_to_token(value) is not None):
+      if name in wanted:
+        check_not_ordinary(backend, value, f"{name}_id", path)
       found[name] = value
   end = backend.token_to_id(END_OF_TEXT)
   if not found and end is not None:
     found = {"bos_token": end, "eos_token": end}
   return found
+
+
+def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
+                       path: str | os.PathLike[str]) -> None:
+  """Refuses a beginning or an end of texts that is a token of their words.
+
+  Configurations get such ids from the defaults of their library.
+
+  Args:
+    backend: the tokenizer.
+    token: the id.
+    key: that gives it.
+    path: of the file with the key.
+
+  Raises:
+    ValueError: the token has no mark of a special one, and texts have it.
+  """
+  text = backend.decode([token], skip_special_tokens=False)
+  if (token not in backend.get_added_tokens_decoder()
+      and not token_bytes.is_mark(backend.id_to_token(token) or "")
+      and token in backend.encode(text, add_special_tokens=False).ids):
+    raise ValueError(
+        f"{path} has {token} for {key}, which is {text!r} in tokenizer.json, a "
+        "token of ordinary texts; write the id of the token that "
+        f"{'begins' if key.startswith('bos') else 'ends'} a text, or null")
 
 
 def _id(backend, file, name, value) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import functools
 import os
 import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Tokenizer:
     self.eos = eos
     self.adds_bos = adds_bos and bos is not None
     self.chat_template = chat_template
+    _mark_those_of_template(backend, chat_template)
     known = backend.get_added_tokens_decoder()
     backend.add_special_tokens([
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
@@ -279,6 +281,24 @@ class Tokenizer:
         cuts.append(start + 1)
     return [token for start, end in zip(cuts, [*cuts[1:], len(text)])
             for token in self.encode(text[start:end], bos=False)]
+
+
+def _mark_those_of_template(backend, template):
+  """Makes special what a chat template writes and the files call a text.
+
+  Some GGUF files type `<|im_start|>` as a normal token, and it would be split.
+  """
+  split = []
+  for text in token_bytes.marks_in(template or ""):
+    token = backend.token_to_id(text)
+    if (token is not None and token not in backend.get_added_tokens_decoder()
+        and token not in backend.encode(text, add_special_tokens=False).ids):
+      split.append(text)
+  if split:
+    backend.add_special_tokens(split)
+    print(f"the chat template writes {', '.join(split)}, which the files of "
+          "the tokenizer do not mark as special; each is read as one special "
+          "token, and not in pieces", file=sys.stderr)
 
 
 def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:

@@ -62,7 +62,6 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 # Control tokens that end a text in llama.cpp, whatever else the file says.
 _ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|im_end|>",
          "<|endoftext|>", "<|end_of_text|>")
-_CONTROL = 3  # type of a token
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight",
             "rope_factors_long.weight")
 
@@ -133,15 +132,17 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
   return GGUFFile(model_type, table, config, metadata, tensors)
 
 
-def ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-  """The tokens that end a text: those that are named so, and those of chats."""
-  key = "tokenizer.ggml."
-  named = [metadata.get(f"{key}{kind}_token_id")
+def ends(metadata: Mapping[str, Any], control: Mapping[int, str]
+         ) -> tuple[int, ...]:
+  """The tokens that end a text: those that are named so, and those of chats.
+
+  Args:
+    metadata: of the file.
+    control: the control tokens of its tokenizer, by id.
+  """
+  named = [metadata.get(f"tokenizer.ggml.{kind}_token_id")
            for kind in ("eos", "eot", "eom")]
-  tokens, types = (metadata.get(key + name, ())
-                   for name in ("tokens", "token_type"))
-  chats = [i for i, (token, kind) in enumerate(zip(tokens, types))
-           if kind == _CONTROL and token in _ENDS]
+  chats = [token for token, text in control.items() if text in _ENDS]
   return tuple(dict.fromkeys(
       token for token in (*named, *chats) if token is not None))
 

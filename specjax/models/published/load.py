@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.data.tokenizer_files import check_not_ordinary
 from specjax.data.tokenizers import Tokenizer
 from specjax.files import read_json
 from specjax.models.checkpoint import load_model
@@ -26,6 +27,10 @@ _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 # What a target drafts for itself with, which `load_drafter` reads.
 _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
+# What stands in the place of the LM head in models that judge texts.
+_OTHER_TASK = re.compile(
+    r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Gemma 3 with images: its text is read, the rest is not.
 _WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -94,6 +99,8 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
   else:
     found = _from_directory(place, dtype, context_length)
   _check_tokenizer(place, found)
+  if place.is_dir():
+    _check_end(place, found)
   return _shortened(place, found, context_length)
 
 
@@ -126,9 +133,11 @@ def _from_gguf(path, dtype, context_length):
   keys = Keys(file.config, str(path), architecture.defaults, context_length)
   model = Transformer(architecture.config(
       keys, "output.weight" in file.tensors))
-  params = fill(model, file.table, file.tensors, dtype, str(path))
+  params = fill(model, file.table, file.tensors, dtype, str(path),
+                architecture.transformers)
   meta = file.metadata
-  ends = gguf.ends(meta)
+  tokenizer = _tokenizer(path, meta)
+  ends = gguf.ends(meta, tokenizer.control_tokens if tokenizer else {})
   for token in ends:
     if not 0 <= token < model.vocab_size:
       raise ValueError(f"{path} has {token} for the id that ends a text; the "
@@ -136,7 +145,7 @@ def _from_gguf(path, dtype, context_length):
   sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
       ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
   given = ends or any(value is not None for value in sampling.values())
-  return Pretrained(model, params, _tokenizer(path, meta), GenerationDefaults(
+  return Pretrained(model, params, tokenizer, GenerationDefaults(
       eos=ends, **sampling) if given else None)
 
 
@@ -169,14 +178,48 @@ def _from_directory(directory, dtype, context_length):
   if "lm_head.weight" in tensors:  # what transformers 5 calls all heads
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
   keys = Keys(text, str(config_path), architecture.defaults, context_length)
-  model = Transformer(architecture.config(keys, f"{head}.weight" in tensors))
+  source = readers.weights_file(directory)
+  has_head = f"{head}.weight" in tensors
+  # A model without a head that is made for another task is not tied.
+  model = Transformer(architecture.config(
+      keys, has_head or not _writes_texts(config)))
+  _check_task(source, config, architecture, tensors,
+              None if has_head or model.config.tie_embeddings else head)
   if model.config.tie_embeddings and f"{head}.weight" in tensors:
     [embedding] = architecture.names["embedding"].names
     _check_copy(directory, tensors.pop(f"{head}.weight"),
                 tensors.get(f"{embedding}.weight"))
-  params = fill(model, architecture.names, tensors, dtype, str(directory))
+  params = fill(model, architecture.names, tensors, dtype, source,
+                architecture.transformers)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
+
+
+def _classes(config):
+  """The classes of transformers that a configuration names."""
+  kinds = config.get("architectures")
+  return [x for x in kinds if isinstance(x, str)] if isinstance(
+      kinds, list) else []
+
+
+def _writes_texts(config):
+  """Whether the classes of a configuration have an LM head, if it names any."""
+  kinds = _classes(config)
+  return not kinds or any(kind.endswith(_WITH_HEAD) for kind in kinds)
+
+
+def _check_task(source, config, architecture, tensors, missing):
+  """Refuses a model that writes no text; `missing` is the head it lacks."""
+  other = next((name for name in sorted(tensors) if _OTHER_TASK.match(name)),
+               None)
+  if not other and not missing:
+    return
+  lacks = f"no tensor {missing}.weight" if missing else f"the tensor {other}"
+  said = ", ".join(_classes(config)) or "of no class"
+  raise ValueError(
+      f"{source} has {lacks}, so it is not a {architecture.transformers} with "
+      f"an LM head; config.json says that it is {said}: give a model that "
+      "writes texts, such as the one that this was trained from")
 
 
 def _check_copy(directory, head, embedding):
@@ -208,7 +251,7 @@ def _generation(directory, config, vocab_size):
     return None
   ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
   for token in ends:
-    if not isinstance(token, int) or not 0 <= token < vocab_size:
+    if type(token) is not int or not 0 <= token < vocab_size:
       raise ValueError(
           f"{path if 'eos_token_id' in given else directory / 'config.json'} "
           f"has {token!r} for eos_token_id; give token ids in "
@@ -232,6 +275,20 @@ def _check_tokenizer(place, found):
     raise ValueError(
         f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its "
         f"weights have embeddings for {size}; the two do not belong together")
+
+
+def _check_end(directory, found):
+  """Refuses an end that ordinary texts have.
+
+  Beside another one it is meant to be an end.
+  """
+  ends = found.generation.eos if found.generation else ()
+  if found.tokenizer is None or len(ends) != 1:
+    return
+  path = directory / "generation_config.json"
+  if not path.is_file() or "eos_token_id" not in read_json(path, ""):
+    path = directory / "config.json"
+  check_not_ordinary(found.tokenizer.backend, *ends, "eos_token_id", path)
 
 
 def _shortened(place, found, context_length):

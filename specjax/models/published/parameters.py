@@ -12,12 +12,10 @@ from specjax.models.published import names
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import Transformer
 
-_AGAIN = "download it again"
-
 
 def fill(model: Transformer, table: names.Table,
-         tensors: Mapping[str, StoredTensor], dtype: np.dtype, source: str
-         ) -> dict[str, Any]:
+         tensors: Mapping[str, StoredTensor], dtype: np.dtype, source: str,
+         kind: str) -> dict[str, Any]:
   """The parameters of a model, from tensors that are all used.
 
   Args:
@@ -26,10 +24,11 @@ def fill(model: Transformer, table: names.Table,
     tensors: by name.
     dtype: of the parameters.
     source: what errors call the file.
+    kind: what errors call the architecture.
 
   Raises:
-    ValueError: a tensor is missing, of another shape, or left over. Nothing
-      has been read then.
+    ValueError: a tensor is missing, of another shape, left over, or of whole
+      numbers. Nothing has been read then.
   """
   expected = flax.traverse_util.flatten_dict(
       jax.eval_shape(model.init, jax.random.key(0)), sep=".")
@@ -39,17 +38,19 @@ def fill(model: Transformer, table: names.Table,
     shapes = stored.shapes(model.config, expected[path].shape)
     for name, shape in zip(parts, shapes):
       if name not in tensors:
-        raise ValueError(f"{source} has no tensor {name} {shape}, which its "
-                         f"configuration asks for; {_AGAIN}")
+        raise ValueError(f"{source} has no tensor {name} {shape}, which a "
+                         f"{kind} of its configuration has; download the file "
+                         "again, or give the model that it is of")
       if tensors[name].shape != shape:
         raise ValueError(f"{source} has the tensor {name} "
                          f"{tensors[name].shape} where its configuration asks "
                          f"for {shape}; the two do not belong together")
+      check_float(source, name, tensors[name])
       used.add(name)
   for name in sorted(tensors.keys() - used):
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
-                     "which specjax does not know for this architecture; the "
-                     "model computes something else")
+                     f"which specjax does not know in a {kind}; the model "
+                     "computes something else")
   params = {}
   for path, (stored, parts) in places.items():
     read = stored.join(model.config, expected[path].shape,
@@ -57,3 +58,20 @@ def fill(model: Transformer, table: names.Table,
     # A copy that is waited for: the file's pages and `read` are given back.
     params[path] = jnp.array(read).block_until_ready()
   return flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def check_float(source: str, name: str, tensor: StoredTensor) -> None:
+  """Refuses weights of whole numbers, whose scales nobody would apply.
+
+  Args:
+    source: what errors call the file.
+    name: of the tensor.
+    tensor: the weights.
+
+  Raises:
+    ValueError: they are such.
+  """
+  if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
+                     "which are whole numbers; take weights that are not "
+                     "quantised, or a GGUF file")

@@ -46,6 +46,16 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   return {name: shards[file][name] for name, file in places.items()}
 
 
+def weights_file(directory: pathlib.Path) -> str:
+  """What errors call the file that `open_directory` reads."""
+  if not (directory / WEIGHTS).is_file():
+    return str(directory / INDEX)
+  if not (directory / INDEX).is_file():
+    return str(directory / WEIGHTS)
+  return (f"{directory / WEIGHTS} (which was read, and not the shards of "
+          f"{INDEX} beside it; one of the two is left over)")
+
+
 def _no_weights(directory):
   for pattern in _PICKLES:
     for path in sorted(directory.glob(pattern)):

@@ -18,6 +18,7 @@ from specjax.models.published.drafters.layouts import Layout
 from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.layouts import WEIGHTS
 from specjax.models.published.layouts import Stored
+from specjax.models.published.parameters import check_float
 from specjax.models.published.places import find
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
@@ -188,6 +189,7 @@ def _fill(found, layout, heads, dtype):
         found.fail(f"has the tensor {name} {found.shape(name)} where "
                    f"{tuple(wanted)} is asked for; it was made for another "
                    "target, or its files do not belong together")
+      check_float(found.source, name, found.tensors[name])
       used.add(name)
   for name in sorted(found.tensors.keys() - used):
     found.fail(f"has the tensor {name} {found.tensors[name].shape}, which "
