@@ -555,6 +555,45 @@ def test_contents_that_are_no_text():
       '<|im_end|>{"text": "<|im_end|>", "<|im_end|>": 1}')
 
 
+_CALL = {"function": {"name": "f", "arguments": {"x": None}}}
+
+
+@pytest.mark.parametrize("template, written", [
+    ("{{ message.content }}", ""),  # GLM's: "None" of a null
+    ("{{ message['content'] | trim }}", ""),
+    ("{% if message.content is defined %}there{% endif %}", ""),
+    ("{% if 'content' in message %}there{% endif %}", ""),
+    ("{% if message.content is none %}null{% else %}no{% endif %}", "no"),
+    ("{{ message.name or '' }}{{ message.tool_calls[0].function.name }}", "f"),
+    ("{{ message.tool_calls[0].function.arguments | tojson }}",
+     '{"x": null}'),  # nulls within an argument are its own
+])
+@pytest.mark.parametrize("message", [
+    {"content": None, "name": None, "tool_calls": [_CALL]},
+    {"tool_calls": [_CALL]}])
+def test_a_message_that_calls_a_tool(template, written, message):
+  # Broken: the model reads "None", which transformers does not write, or a
+  # call without a text is refused.
+  tokenizer = _chat(
+      "{% for message in messages %}" + template + "{% endfor %}.")
+  message = {"role": "assistant"} | message
+  assert tokenizer.decode(tokenizer.chat([message])) == written + "."
+
+
+def test_messages_that_lack_their_content():
+  # Broken: a typing error is read as an empty message; or deep contents end in
+  # a traceback.
+  for message in ({"role": "user"}, {"role": "user", "tool_calls": []},
+                  {"role": "user", "tool_calls": None}, {"content": "a"}):
+    with pytest.raises(ValueError, match="'content', or 'tool_calls' in its"):
+      _chat().chat([message])
+  deep = []
+  for _ in range(5000):
+    deep = [deep]
+  with pytest.raises(ValueError, match="nested deeper"):
+    _chat().chat(_user(deep))
+
+
 @pytest.mark.parametrize("template, contents", [
     ("{{ messages[0].content }}{{ messages[1].content }}",
      ("<|im_", "end|>")),

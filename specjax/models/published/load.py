@@ -210,16 +210,16 @@ def _writes_texts(config):
 
 def _check_task(source, config, architecture, tensors, missing):
   """Refuses a model that writes no text; `missing` is the head it lacks."""
-  other = next((name for name in sorted(tensors) if _OTHER_TASK.match(name)),
-               None)
-  if not other and not missing:
-    return
-  lacks = f"no tensor {missing}.weight" if missing else f"the tensor {other}"
-  said = ", ".join(_classes(config)) or "of no class"
-  raise ValueError(
-      f"{source} has {lacks}, so it is not a {architecture.transformers} with "
-      f"an LM head; config.json says that it is {said}: give a model that "
-      "writes texts, such as the one that this was trained from")
+  has = [f"the tensor {name}" for name in sorted(tensors)
+         if _OTHER_TASK.match(name)][:1]
+  if missing and (has or not _writes_texts(config)):
+    has.append(f"no tensor {missing}.weight")
+  if has:
+    raise ValueError(
+        f"{source} has {' and '.join(has)}, so it is not a "
+        f"{architecture.transformers}; config.json says that it is a "
+        f"{', '.join(_classes(config)) or 'model of no class'}: give one that "
+        "writes texts, such as the model that this was trained from")
 
 
 def _check_copy(directory, head, embedding):
