@@ -1,28 +1,34 @@
 """Whole files, directories that belong to one run, and fingerprints of both.
 
+Text and JSON of users are read in one way: a byte-order mark belongs to the
+encoding and is dropped, lines end in LF, CR or both, and errors name the line.
+
 A file that is written `atomically` is either complete or absent. A directory
 that a run has made its own by `claim` is refused to a run of other data or
 settings, and `fingerprint` is how such a run is told from this one. While a
 process has it `locked`, it is refused to every other one.
 """
 
+import codecs
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import gzip
 import hashlib
 import io
 import json
 import os
 import pathlib
+import re
 from typing import Any
 from typing import BinaryIO
 import uuid
+import zlib
 
 import jax
 import numpy as np
 
 from specjax import processes
-from specjax import text_files
 
 try:
   import fcntl
@@ -34,6 +40,13 @@ except ImportError:  # Windows has no such locks
 _FORMAT = 2
 # What a file is called that is not complete: its name, digits, and this.
 _DIGITS, _PARTIAL = 8, ".partial"
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+          (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+# Escapes of JSON: a pair of surrogates, one alone, any other.
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(rf"{_PAIR}|(\\u[dD][89a-fA-F][0-9a-fA-F]{{2}})|\\.",
+                      re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -205,14 +218,14 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
       a character.
   """
   try:
-    text = text_files.decoded(pathlib.Path(path).read_bytes())
+    text = decoded(pathlib.Path(path).read_bytes())
   except ValueError as e:
     raise ValueError(f"{path} is not JSON: {e}; {fix}") from None
   try:
-    found = text_files.parse_json(text, path)
+    found = parse_json(text, path)
   except ValueError as e:
     raise ValueError(f"{e}; {fix}") from None
-  half = text_files.half_of_a_character(text)
+  half = half_of_a_character(text)
   if half:
     raise ValueError(f"{path} line {half} has half of a character (a lone "
                      f"surrogate, such as \\ud83d); {fix}")
@@ -220,6 +233,75 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
     raise ValueError(f"{path} holds a JSON {type(found).__name__} and no "
                      f"object; {fix}")
   return found
+
+
+def decoded(data: bytes) -> str:
+  """The text of a file's bytes, which are UTF-8 unless a mark says otherwise.
+
+  Raises:
+    ValueError: they are not; it names the line and the byte, but no path.
+  """
+  encoding = next((name for mark, name in _MARKS if data.startswith(mark)),
+                  "utf-8-sig")
+  try:
+    text = data.decode(encoding)
+  except UnicodeDecodeError as e:
+    line = 1 + data.count(b"\n", 0, e.start)
+    raise ValueError(f"line {line} is not UTF-8 text (byte {e.start})"
+                     ) from None
+  return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+  """Returns the text of a file, which is unpacked first if it ends in `.gz`.
+
+  Raises:
+    ValueError: the file is not text, or not gzipped.
+  """
+  path = pathlib.Path(path)
+  data = path.read_bytes()
+  if path.suffix == ".gz":
+    try:
+      data = gzip.decompress(data) if data else data
+    except (OSError, EOFError, zlib.error) as e:
+      raise ValueError(f"{path} is not gzipped text: {e}") from None
+  try:
+    return decoded(data)
+  except ValueError as e:
+    raise ValueError(f"{path} {e}; convert it, or give another file") from None
+
+
+def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
+  """Returns the value of a JSON text.
+
+  Args:
+    text: the JSON.
+    path: the file, for errors.
+    line: the line of the file on which the text begins.
+
+  Raises:
+    ValueError: it is not JSON, or nested too deep or with too long a number
+      for Python's `json`.
+  """
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError as e:
+    raise ValueError(f"{path} line {line + e.lineno - 1} is not JSON "
+                     f"({e.msg})") from None
+  except RecursionError:
+    raise ValueError(f"{path} line {line} has JSON that is nested deeper than "
+                     "Python reads (about 900 levels); take it out") from None
+  except ValueError:  # of int()
+    raise ValueError(f"{path} line {line} has a number with more digits than "
+                     "Python reads (4300); take it out") from None
+
+
+def half_of_a_character(text: str) -> int | None:
+  """Returns the line of the first lone surrogate in a JSON text, or None."""
+  for match in _ESCAPES.finditer(text):
+    if match[1]:
+      return 1 + text.count("\n", 0, match.start())
+  return None
 
 
 def _difference(name, found, value) -> str:

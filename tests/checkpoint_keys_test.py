@@ -214,6 +214,21 @@ def _without_head(held):
   return {name: x for name, x in held.items() if name != "lm_head.weight"}
 
 
+def test_keys_around_those_of_the_text(copy):
+  # Broken: a model with images says twice what its head is, and one is taken.
+  text = settings_of("gemma3")
+  target = copy("gemma3")
+  path = target / "config.json"
+  write = lambda **keys: path.write_text(json.dumps(
+      {"model_type": "gemma3", "text_config": text} | keys))
+  write(tie_word_embeddings=True, vocab_size=48)
+  assert load_pretrained(target).model == loaded("gemma3").model
+  write(tie_word_embeddings=False)
+  with pytest.raises(ValueError, match="has False for tie_word_embeddings and "
+                     "True in text_config.tie_word_embeddings"):
+    load_pretrained(target)
+
+
 @pytest.mark.parametrize("architecture, change, words", [
     ("LlamaModel", _without_head, "no tensor lm_head.weight"),
     ("LlamaForSequenceClassification", lambda held: _without_head(held) | {

@@ -10,17 +10,21 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
+import re
 import reprlib
 import sysconfig
 from typing import Any
 
-from specjax import text_files
 from specjax.data import token_bytes
+from specjax.files import parse_json
+from specjax.files import read_text
 
 _HELD_OUT_OF = 20  # one document in twenty
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
+_SPACE = re.compile(r"[ \t\n\r]*")  # between the values of JSON
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
@@ -133,11 +137,11 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
     if path.is_dir():
       files = sorted(p for p in path.rglob("*") if p.is_file())
       documents = [Document(p.relative_to(path).as_posix(),
-                            text_files.read_text(p)) for p in files]
+                            read_text(p)) for p in files]
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
       documents = list(_jsonl_documents(path, field))
     else:
-      text = text_files.read_text(path)
+      text = read_text(path)
       starts = range(0, len(text), _CHUNK_CHARACTERS)
       documents = [Document(f"{path.name}:{i}", text[i:i + _CHUNK_CHARACTERS])
                    for i in starts]
@@ -155,17 +159,50 @@ def json_lines(path: str | os.PathLike[str]
   Raises:
     ValueError: the file is not UTF-8, or a line is no JSON object.
   """
-  for number, line in enumerate(text_files.read_text(path).split("\n"), 1):
+  for number, line in enumerate(read_text(path).split("\n"), 1):
     if not line.strip():
       continue
     try:
-      record = text_files.parse_json(line, path, number)
+      record = parse_json(line, path, number)
     except ValueError as e:
       raise ValueError(f"{e}; {_ONE_A_LINE}") from None
     if not isinstance(record, dict):
       raise ValueError(f"{path} line {number} is a JSON "
                        f"{type(record).__name__}; {_ONE_A_LINE}")
     yield number, record
+
+
+def json_items(text: str, path: str | os.PathLike[str]
+               ) -> Iterator[tuple[int, Any]]:
+  """Yields `(line number, value)` of every item of a JSON array.
+
+  Args:
+    text: JSON that begins with "[", perhaps after spaces.
+    path: the file, for errors.
+
+  Raises:
+    ValueError: see `files.parse_json`.
+  """
+  decode = json.JSONDecoder().raw_decode
+  at, line, end = text.index("[") + 1, 1, 0
+  while True:
+    at = _SPACE.match(text, at).end()
+    line, end = line + text.count("\n", end, at), at
+    try:
+      item, at = decode(text, at)
+    except json.JSONDecodeError:
+      break
+    except (RecursionError, ValueError):
+      parse_json(text[at:], path, line)
+      raise
+    yield line, item
+    at = _SPACE.match(text, at).end()
+    if text[at:at + 1] == "]" and not text[at + 1:].strip():
+      return
+    if text[at:at + 1] != ",":
+      break
+    at += 1
+  parse_json(text, path)  # an empty array, or an error that it names
 
 
 def text_of(place: str, field: str, value: Any) -> str:

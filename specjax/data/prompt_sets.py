@@ -17,11 +17,11 @@ import pathlib
 import platform
 import re
 
-from specjax import text_files
 from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
 from specjax.files import fingerprint
+from specjax.files import read_text
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
 # The main revision may be a script, which `datasets` no longer runs.
@@ -207,7 +207,7 @@ def _file_records(spec, path):
   try:
     if path.name.endswith(_JSON):
       return _json_records(path)
-    text = text_files.read_text(path)
+    text = read_text(path)
     if path.suffix == ".csv":
       return _csv_records(path, text)
     lines = enumerate(text.split("\n"), 1)
@@ -237,11 +237,11 @@ def _csv_records(path, text):
 
 
 def _json_records(path):
-  text = text_files.read_text(path)
+  text = read_text(path)
   if not text.lstrip().startswith("["):
     return [(f"line {i}", record) for i, record in corpora.json_lines(path)]
   found = []
-  for i, (line, item) in enumerate(text_files.json_items(text, path), 1):
+  for i, (line, item) in enumerate(corpora.json_items(text, path), 1):
     if not isinstance(item, dict):
       raise ValueError(f"{path} line {line}, item {i} is a JSON "
                        f"{type(item).__name__}, not an object")

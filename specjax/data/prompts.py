@@ -8,8 +8,8 @@ import re
 import sys
 from typing import Any
 
-from specjax import text_files
 from specjax.data import corpora
+from specjax.files import read_text
 
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
@@ -72,7 +72,7 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
     prompts = [_of_record(path, number, record, field)
                for number, record in corpora.json_lines(path)]
   elif path.suffix in (".txt", ".md"):
-    text = _OUTER_LINES.sub("", text_files.read_text(path))
+    text = _OUTER_LINES.sub("", read_text(path))
     prompts = _BLANK_LINES.split(text)
   else:
     raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a prompts "

@@ -12,9 +12,9 @@ from typing import Any
 
 import tokenizers
 
-from specjax import text_files
 from specjax.data import token_bytes
 from specjax.files import read_json
+from specjax.files import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"
@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str]
     raise ValueError(f"no tokenizer at {file}; it should be a tokenizer.json, "
                      "which transformers' save_pretrained writes of others")
   try:
-    backend = tokenizers.Tokenizer.from_str(text_files.read_text(file))
+    backend = tokenizers.Tokenizer.from_str(read_text(file))
   except Exception as e:  # the library raises bare Exception
     raise ValueError(f"{file} is not a tokenizer: {e}") from None
   backend.no_truncation()  # some files were made for short texts
@@ -196,7 +196,7 @@ def _chat_template(directory, config) -> str | None:
   """That of a file of its own, else that of tokenizer_config.json."""
   path = directory / _TEMPLATE
   if path.is_file():
-    return text_files.read_text(path)
+    return read_text(path)
   template = config.get("chat_template") or _json(
       directory / _TEMPLATE_JSON).get("chat_template")
   if isinstance(template, list):  # several, by name

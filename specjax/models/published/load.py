@@ -159,12 +159,12 @@ def _from_directory(directory, dtype, context_length):
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
   tensors = readers.open_directory(directory)
-  text, model_type = config, config.get("model_type")
+  text, model_type, outer = config, config.get("model_type"), None
   if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
     text, model_type = dict(config["text_config"]), "gemma3_text"
-    for name in ("eos_token_id", "tie_word_embeddings"):
-      if text.get(name) is None:
-        text[name] = config.get(name)
+    outer = Keys(config, str(config_path))
+    if text.get("eos_token_id") is None:
+      text["eos_token_id"] = config.get("eos_token_id")
     tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
                if not _WITH_IMAGES.match(name)}
   if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -177,7 +177,8 @@ def _from_directory(directory, dtype, context_length):
              if not _COMPUTED.search(name) and not _drafts(name, text)}
   if "lm_head.weight" in tensors:  # what transformers 5 calls all heads
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
-  keys = Keys(text, str(config_path), architecture.defaults, context_length)
+  keys = Keys(text, str(config_path), architecture.defaults, context_length,
+              "text_config" if outer else "", outer)
   source = readers.weights_file(directory)
   has_head = f"{head}.weight" in tensors
   # A model without a head that is made for another task is not tied.
