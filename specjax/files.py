@@ -236,7 +236,7 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
 
 
 def decoded(data: bytes) -> str:
-  """The text of a file's bytes, which are UTF-8 unless a mark says otherwise.
+  """Returns the text of a file's bytes: UTF-8, or as its byte-order mark says.
 
   Raises:
     ValueError: they are not; it names the line and the byte, but no path.

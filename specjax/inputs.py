@@ -71,8 +71,8 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
   Args:
     given: `[B]` or one number; None: the context length.
     lengths: `[B]` of the prompts.
-    context_length: of the models.
-    owner: the model that it is of, for errors.
+    context_length: the smaller context length of the two models.
+    owner: the model with that context length, for errors.
   """
   found = np.asarray(context_length if given is None else given)
   if found.shape not in ((), lengths.shape):

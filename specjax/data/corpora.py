@@ -209,12 +209,12 @@ def text_of(place: str, field: str, value: Any) -> str:
   """The text in a field of a user's file.
 
   Args:
-    place: of the record, for errors, such as "data.jsonl line 3".
-    field: its name.
-    value: what is in it.
+    place: the record's place for errors, such as "data.jsonl line 3".
+    field: the name of the field.
+    value: the value of the field.
 
   Raises:
-    ValueError: it is no text, or has half of a character.
+    ValueError: the value is not a text, or has half of a character.
   """
   if not isinstance(value, str):
     raise ValueError(f"{place}: {field!r} is {reprlib.repr(value)}; it must be "

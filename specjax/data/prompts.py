@@ -91,16 +91,16 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
 def users_turn(place: str, turns: Sequence[Any]) -> Any:
   """Returns the user's first turn of a conversation.
 
-  A turn is a text, or an object with "from" and "value" or with "role" and
-  "content". Of texts, and of objects that name no speaker, the first is the
-  user's. A speaker may be called "human" or "user".
+  A turn is a string, or an object with "from" and "value" or with "role" and
+  "content". The user is called "human" or "user". If no turn names a speaker,
+  the first turn is the user's.
 
   Args:
-    place: of the conversation, for errors, such as "data.jsonl line 3".
-    turns: the turns.
+    place: the conversation's place for errors, such as "data.jsonl line 3".
+    turns: the turns of the conversation.
 
   Returns:
-    The text or the object; None if the user has no turn.
+    The string or the object; None if the user has no turn.
 
   Raises:
     ValueError: a turn has neither pair of keys, some turns name a speaker and
@@ -109,7 +109,7 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
   speakers = [_speaker(place, i, turn) for i, turn in enumerate(turns, 1)]
   if None in speakers and any(speakers):
     raise ValueError(f"{place}: turn {1 + speakers.index(None)} does not say "
-                     "who speaks, and others do; add its 'role'")
+                     "who speaks, unlike others; add its 'role'")
   for turn, speaker in zip(turns, speakers):
     if speaker is None or speaker in _USERS:
       return turn

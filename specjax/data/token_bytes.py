@@ -45,9 +45,9 @@ _OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # as Unicode has them
 
 
 def is_mark(text: str) -> bool:
-  """Whether a token looks like one for models: `<|im_end|>`, `</s>`, `[SEP]`.
+  """Returns True for the form of control tokens: `<|im_end|>`, `</s>`, `[SEP]`.
 
-  It has a letter or a digit between a sign that opens and one that closes.
+  The form is an opening sign, a closing sign, and letters or digits between.
   """
   return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
           and unicodedata.category(text[-1]) in _CLOSE

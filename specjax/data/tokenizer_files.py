@@ -158,27 +158,27 @@ def _last_resort(backend, path, wanted) -> dict[str, int]:
 
 def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
                        path: str | os.PathLike[str]) -> None:
-  """Refuses a beginning or an end of texts that is a token of their words.
+  """Refuses an ordinary token as the beginning or the end of a sequence.
 
   Configurations get such ids from the defaults of their library.
 
   Args:
     backend: the tokenizer.
     token: the id.
-    key: that gives it.
-    path: of the file with the key.
+    key: the key of the configuration that has the id.
+    path: the file with the key.
 
   Raises:
-    ValueError: the token has no mark of a special one, and texts have it.
+    ValueError: the token is not marked as special, and plain text contains it.
   """
   text = backend.decode([token], skip_special_tokens=False)
   if (token not in backend.get_added_tokens_decoder()
       and not token_bytes.is_mark(backend.id_to_token(token) or "")
       and token in backend.encode(text, add_special_tokens=False).ids):
     raise ValueError(
-        f"{path} has {token} for {key}, which is {text!r} in tokenizer.json, a "
-        "token of ordinary texts; write the id of the token that "
-        f"{'begins' if key.startswith('bos') else 'ends'} a text, or null")
+        f"{path} has {token} for {key}, which is {text!r} in tokenizer.json, "
+        "an ordinary token; write the id of the token that "
+        f"{'begins' if key.startswith('bos') else 'ends'} a sequence, or null")
 
 
 def _id(backend, file, name, value) -> int | None:

@@ -284,9 +284,10 @@ class Tokenizer:
 
 
 def _mark_those_of_template(backend, template):
-  """Makes special what a chat template writes and the files call a text.
+  """Makes control tokens of a chat template special.
 
-  Some GGUF files type `<|im_start|>` as a normal token, and it would be split.
+  Some GGUF files type `<|im_start|>` as a normal token, and the tokenizer would
+  split it.
   """
   split = []
   for text in token_bytes.marks_in(template or ""):

@@ -134,11 +134,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 def ends(metadata: Mapping[str, Any], control: Mapping[int, str]
          ) -> tuple[int, ...]:
-  """The tokens that end a text: those that are named so, and those of chats.
+  """Returns the ids that end a sequence: named ones, and ends of chat turns.
 
   Args:
-    metadata: of the file.
-    control: the control tokens of its tokenizer, by id.
+    metadata: the metadata of the file.
+    control: the control tokens of the file's tokenizer, by id.
   """
   named = [metadata.get(f"tokenizer.ggml.{kind}_token_id")
            for kind in ("eos", "eot", "eom")]

@@ -64,8 +64,8 @@ _NUMBERS = re.compile(r"layers?_(ids|ind|num|to_)|aux_hidden|capture")
 class Keys:
   """A configuration that remembers which of its keys were asked for.
 
-  A key may have several names, and lie in several places (see `outer` and
-  `merged`). Equal values are one value, different ones are refused.
+  A key may have several names and places (see `outer` and `merged`). Their
+  values must be equal.
 
   Attributes:
     source: what errors call it.
@@ -84,8 +84,8 @@ class Keys:
       source: see the class.
       defaults: values of keys that it may leave out.
       context_length: see the class.
-      place: the key under which it lies in `outer`.
-      outer: the configuration around it, in which its keys may lie as well.
+      place: the key of this configuration in `outer`.
+      outer: the configuration around it, which may have its keys, too.
     """
     self._given, self._defaults = given, defaults or {}
     self.source = source
@@ -128,7 +128,7 @@ class Keys:
     """The one value of a key.
 
     Args:
-      values: by names and places, at least one.
+      values: the values by name or place, at least one.
 
     Raises:
       ValueError: they differ.
@@ -147,8 +147,8 @@ class Keys:
     """The keys of several objects, each by the first of its names.
 
     Args:
-      parts: the objects, by their places. Keys that are null are left out.
-      beside: keys that may lie beside the objects, too.
+      parts: the objects, by their places. Null values are left out.
+      beside: keys that may also be at the top level.
 
     Raises:
       ValueError: a key has two values.
@@ -170,7 +170,7 @@ class Keys:
     self._known.update(names)
 
   def trust(self, name: str, value: Any) -> None:
-    """Takes a value from the tensors, whatever the file says."""
+    """Replaces the file's value of a key, such as by one from the tensors."""
     self._trusted[name] = value
     self.said(name)
 
@@ -272,15 +272,15 @@ class Keys:
 
 def whole_numbers(source: str, name: str, value: Any
                   ) -> tuple[int, ...] | None:
-  """A list of whole numbers, or None where there is none.
+  """Returns a list of whole numbers as a tuple; None stays None.
 
   Args:
-    source: what errors call the configuration.
-    name: of the key.
-    value: what it has.
+    source: the configuration's name for errors.
+    name: the name of the key.
+    value: the value of the key.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: the value is something else.
   """
   if value is not None and not (isinstance(value, list) and all(
       isinstance(x, int) and not isinstance(x, bool) for x in value)):

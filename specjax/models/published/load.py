@@ -27,7 +27,7 @@ _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 # What a target drafts for itself with, which `load_drafter` reads.
 _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
-# What stands in the place of the LM head in models that judge texts.
+# Heads of reward models and classifiers, in place of an LM head.
 _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -204,13 +204,13 @@ def _classes(config):
 
 
 def _writes_texts(config):
-  """Whether the classes of a configuration have an LM head, if it names any."""
+  """Returns False if the configuration names classes without an LM head."""
   kinds = _classes(config)
   return not kinds or any(kind.endswith(_WITH_HEAD) for kind in kinds)
 
 
 def _check_task(source, config, architecture, tensors, missing):
-  """Refuses a model that writes no text; `missing` is the head it lacks."""
+  """Refuses a base or reward model; `missing` is the head that it lacks."""
   has = [f"the tensor {name}" for name in sorted(tensors)
          if _OTHER_TASK.match(name)][:1]
   if missing and (has or not _writes_texts(config)):
@@ -219,8 +219,8 @@ def _check_task(source, config, architecture, tensors, missing):
     raise ValueError(
         f"{source} has {' and '.join(has)}, so it is not a "
         f"{architecture.transformers}; config.json says that it is a "
-        f"{', '.join(_classes(config)) or 'model of no class'}: give one that "
-        "writes texts, such as the model that this was trained from")
+        f"{', '.join(_classes(config)) or 'model of no class'}: give a "
+        "model with an LM head, such as the one that this was trained from")
 
 
 def _check_copy(directory, head, embedding):
@@ -279,9 +279,9 @@ def _check_tokenizer(place, found):
 
 
 def _check_end(directory, found):
-  """Refuses an end that ordinary texts have.
+  """Refuses an ordinary token as the only end of a sequence.
 
-  Beside another one it is meant to be an end.
+  Several ends are taken to be intended.
   """
   ends = found.generation.eos if found.generation else ()
   if found.tokenizer is None or len(ends) != 1:

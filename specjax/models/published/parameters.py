@@ -64,12 +64,12 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
   """Refuses weights of whole numbers, whose scales nobody would apply.
 
   Args:
-    source: what errors call the file.
-    name: of the tensor.
+    source: the file's name for errors.
+    name: the name of the tensor.
     tensor: the weights.
 
   Raises:
-    ValueError: they are such.
+    ValueError: the weights are whole numbers.
   """
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "

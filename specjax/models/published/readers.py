@@ -47,7 +47,7 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
 
 
 def weights_file(directory: pathlib.Path) -> str:
-  """What errors call the file that `open_directory` reads."""
+  """Returns the file that `open_directory` reads, in words for errors."""
   if not (directory / WEIGHTS).is_file():
     return str(directory / INDEX)
   if not (directory / INDEX).is_file():

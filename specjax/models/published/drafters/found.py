@@ -54,9 +54,9 @@ class Found:
     """The configuration, or a part of it, with an architecture's defaults.
 
     Args:
-      outer: the configuration, for a part in it. A key of the part may lie
-        beside it as well.
-      place: the part's key.
+      outer: the configuration around a part. Keys of the part may be in it,
+        too.
+      place: the key of the part in `outer`.
     """
     config = self.config if outer is None else outer.mapping(place)
     model_type = config.get("model_type")
@@ -76,9 +76,9 @@ class Found:
     """The fields of `TransformerConfig` of the drafter's layers.
 
     Args:
-      keys: of the configuration.
-      layers: how many the tensors have. The number in the configuration may be
-        that of the target. None: that number is taken.
+      keys: the keys of the configuration.
+      layers: the number of layers in the tensors, because the configuration may
+        have the target's number. None: the configuration's number.
 
     Raises:
       ValueError: the layers are of a kind that specjax does not have, or for

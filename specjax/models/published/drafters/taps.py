@@ -11,8 +11,8 @@ from specjax.models.published.keys import whole_numbers
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
-# Keys for states of the target: whether they lie in a part, their name, and
-# what makes it the number of the layer that reads the state.
+# Keys that list states of the target: (is it in a part, name, offset to the
+# number of the layer whose input the state is).
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -23,13 +23,13 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
 def of_eagle3(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
   """The states of the target that EAGLE-3 reads, in our numbers.
 
-  Where the files name none, those of the authors' code are taken, which stderr
-  says.
+  If the files name none, the defaults of the authors' code are assumed and
+  printed on stderr.
 
   Args:
     found: the files.
-    keys: of the configuration.
-    count: how many states the tensors ask for.
+    keys: the keys of the configuration.
+    count: the number of states that the tensors require.
 
   Raises:
     ValueError: the files contradict each other, or name none of other than
@@ -66,9 +66,9 @@ def named(found: Found, keys: Keys, inner: Keys, place: str
 
   Args:
     found: the files.
-    keys: of the configuration.
-    inner: of a part of it.
-    place: the part's key.
+    keys: the keys of the configuration.
+    inner: the keys of a part of it.
+    place: the key of the part.
 
   Raises:
     ValueError: two places name different states.
@@ -91,7 +91,7 @@ def named(found: Found, keys: Keys, inner: Keys, place: str
 
 
 def check(found: Found, taps: Sequence[int], normed: bool = False) -> None:
-  """Refuses what the target has not, or not as the drafter was trained on."""
+  """Refuses states that the target does not have, or has in another form."""
   layers = found.target.config.layers
   for tap in taps:
     if tap not in range(layers + 1):
