@@ -249,6 +249,10 @@ def decoded(data: bytes) -> str:
     line = 1 + data.count(b"\n", 0, e.start)
     raise ValueError(f"line {line} is not UTF-8 text (byte {e.start})"
                      ) from None
+  if "\0" in text:
+    line = 1 + text.count("\n", 0, text.index("\0"))
+    raise ValueError(f"line {line} is not UTF-8 text (it has a zero byte, as "
+                     "binary files do, and UTF-16 without a byte-order mark)")
   return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -276,6 +276,14 @@ def test_weights_of_whole_numbers(copy, tmp_path, dtype):
       rf"model.safetensors has the tensor lm_head.weight as "
       rf"{np.dtype(dtype).name}, .*not quantised")):
     load_pretrained(target)
+  own = tmp_path / "own"
+  sj.models.save_model(own, loaded("llama").model, loaded("llama").params)
+  held = safetensors.numpy.load_file(own / "model.safetensors")
+  safetensors.numpy.save_file(
+      held | {"final_norm.scale": np.ones(16, dtype)},
+      own / "model.safetensors")
+  with pytest.raises(ValueError, match="final_norm.scale as "):
+    load_pretrained(own)
   with pytest.raises(ValueError, match="fc.weight as "):
     _drafter(tmp_path, "eagle3", {"fc.weight": np.ones((16, 48), dtype)})
 

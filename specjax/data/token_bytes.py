@@ -56,10 +56,12 @@ def is_mark(text: str) -> bool:
 
 def marks_in(text: str) -> list[str]:
   """All pieces of a text that `is_mark`, of at most 64 characters each."""
-  starts = [i for i, x in enumerate(text) if unicodedata.category(x) in _OPEN]
-  return list(dict.fromkeys(
-      piece for start in starts for size in range(3, 65)
-      if is_mark(piece := text[start:start + size])))
+  kinds = [unicodedata.category(x) for x in text]
+  pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
+            if kind in _OPEN
+            for end in range(start + 2, min(start + 64, len(text)))
+            if kinds[end] in _CLOSE)
+  return list(dict.fromkeys(filter(is_mark, pieces)))
 
 
 def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]

@@ -21,6 +21,7 @@ from specjax import processes
 from specjax.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.safetensors_files import check_arrays
+from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
@@ -94,6 +95,7 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
       raise ValueError(
           f"{weights_path} holds {has} for {name} where {config_path.name} "
           f"asks for {wants}; the two files do not belong together")
+    check_float(str(weights_path), name, tensors[name])
   dtype = float_dtype(dtype or default_dtype())
   # A copy that is waited for: the file's pages are given back.
   params = {name: jnp.array(tensor.read(), dtype).block_until_ready()

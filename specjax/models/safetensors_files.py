@@ -97,7 +97,7 @@ def _header(path, text):
       if not isinstance(entry["dtype"], str) or not all(
           isinstance(x, int) and x >= 0 for x in numbers):
         raise ValueError(entry)
-  except (ValueError, AttributeError, KeyError, TypeError):
+  except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
     raise ValueError(f"the header of {path} cannot be read; {_AGAIN}") from None
   return entries
 
@@ -133,6 +133,23 @@ def float_dtype(dtype: Any) -> np.dtype:
                      "numbers; give float32, bfloat16 or float16, and see "
                      "models.quantization for int8")
   return dtype
+
+
+def check_float(source: str, name: str, tensor: StoredTensor) -> None:
+  """Refuses weights of whole numbers, whose scales nobody would apply.
+
+  Args:
+    source: the file's name for errors.
+    name: the name of the tensor.
+    tensor: the weights.
+
+  Raises:
+    ValueError: the weights are whole numbers.
+  """
+  if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
+                     "which are whole numbers; take weights that are not "
+                     "quantised, or a GGUF file")
 
 
 def converted(x: np.ndarray, dtype: Any) -> np.ndarray:

@@ -26,6 +26,7 @@ from specjax.models.heads.lookahead import LookaheadEmbeddings
 from specjax.models.heads.medusa import MedusaHeads
 from specjax.models.heads.parallel import ParallelHeads
 from specjax.models.safetensors_files import check_arrays
+from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
@@ -112,6 +113,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     raise ValueError(
         f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
         f"for {shapes(expected)}; the two files do not belong together")
+  for name, tensor in tensors.items():
+    check_float(str(weights_path), name, tensor)
   dtype = float_dtype(dtype or default_dtype())
   params = {name: jnp.array(x.read(), dtype) for name, x in tensors.items()}
   return heads, flax.traverse_util.unflatten_dict(params, sep=".")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.published import names
+from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import Transformer
 
@@ -58,20 +59,3 @@ def fill(model: Transformer, table: names.Table,
     # A copy that is waited for: the file's pages and `read` are given back.
     params[path] = jnp.array(read).block_until_ready()
   return flax.traverse_util.unflatten_dict(params, sep=".")
-
-
-def check_float(source: str, name: str, tensor: StoredTensor) -> None:
-  """Refuses weights of whole numbers, whose scales nobody would apply.
-
-  Args:
-    source: the file's name for errors.
-    name: the name of the tensor.
-    tensor: the weights.
-
-  Raises:
-    ValueError: the weights are whole numbers.
-  """
-  if not jnp.issubdtype(tensor.dtype, jnp.floating):
-    raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
-                     "which are whole numbers; take weights that are not "
-                     "quantised, or a GGUF file")

@@ -18,8 +18,8 @@ from specjax.models.published.drafters.layouts import Layout
 from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.layouts import WEIGHTS
 from specjax.models.published.layouts import Stored
-from specjax.models.published.parameters import check_float
 from specjax.models.published.places import find
+from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
