@@ -49,6 +49,8 @@ from lib import prompts as prompts_lib
 from lib import rollouts
 import numpy as np
 
+from specjax import analysis
+
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(f"none, small, tiny, smol, {shared.PUBLISHED}",
                           default="none")
@@ -142,22 +144,25 @@ def _differences(runs, model, prompt_of, tokenizer):
   return found
 
 
-def _rows(runs, arms):
+def _rows(runs, arms, cluster_of):
   """A row for every prompt set and arm, then those of all sets."""
   sets = dict.fromkeys(unit[2] for unit in runs)
-  chosen = {name: [run for unit, run in runs.items() if unit[2] == name]
-            for name in sets}
+  chosen = {name: [unit for unit in runs if unit[2] == name] for name in sets}
   if len(sets) > 1:
-    chosen["all"] = list(runs.values())
-  return [_row(name, arm, mine) for name, mine in chosen.items()
-          for arm in arms]
+    chosen["all"] = list(runs)
+  return [_row(name, arm, [runs[unit] for unit in units],
+               [cluster_of(unit[5]) for unit in units])
+          for name, units in chosen.items() for arm in arms]
 
 
-def _row(name, arm, runs):
+def _row(name, arm, runs, clusters):
   speed = lambda run: len(run["tokens"]) / run["seconds"]
+  tokens = analysis.estimate(
+      lambda accepted, rounds: 1 + accepted / rounds,
+      [generation_arms.accepted(r[arm]) for r in runs],
+      [r[arm]["rounds"] for r in runs], clusters=clusters)
   row = {"prompts": name, "arm": arm, "num_prompts": len(runs),
-         "tokens_per_round": sum(len(r[arm]["tokens"]) for r in runs) / sum(
-             r[arm]["rounds"] for r in runs),
+         "clusters": tokens.clusters, **tokens.columns("tokens_per_round"),
          "tokens_per_second": float(np.median([speed(r[arm]) for r in runs]))}
   for other in (_OURS, _THEIRS):
     quartiles = generation_arms.speed_ratio(runs, arm, other)
@@ -168,18 +173,20 @@ def _row(name, arm, runs):
 
 def _print_table(rows):
   wide = max(len(r["arm"]) for r in rows)
-  head = f"{'prompts':10s} {'arm':{wide}s} {'tokens/round':>12s} "
+  head = f"{'prompts':10s} {'arm':{wide}s} {'tokens/round':>22s} "
   print(head + f"{'tokens/s':>8s} {'over specjax':>21s} "
         f"{'over transformers':>21s}")
   for r in rows:
     ratios = [f"{r[f'over_{other}']:.2f} ({r[f'over_{other}_low']:.2f} to "
               f"{r[f'over_{other}_high']:.2f})" for other in (_OURS, _THEIRS)]
-    print(f"{r['prompts']:10s} {r['arm']:{wide}s} "
-          f"{r['tokens_per_round']:12.2f} {r['tokens_per_second']:8.1f} "
+    tokens = f"{analysis.Estimate.of_columns(r, 'tokens_per_round'):.2f}"
+    print(f"{r['prompts']:10s} {r['arm']:{wide}s} {tokens:>22s} "
+          f"{r['tokens_per_second']:8.1f} "
           f"{ratios[0]:>21s} {ratios[1]:>21s}")
 
 
-def _report(runs, prompt_of, model, tokenizer, arms, facts, output_dir):
+def _report(runs, prompt_of, model, tokenizer, arms, cluster_of, facts,
+            output_dir):
   """Prints and writes all that was measured, and fails on other texts."""
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)
@@ -192,11 +199,14 @@ def _report(runs, prompt_of, model, tokenizer, arms, facts, output_dir):
   kept = {unit: run for unit, run in runs.items()
           if unit[2:4] not in left_out}
   share = len(left_out) / len(runs)
-  rows = _rows(kept, arms) if kept else []
+  rows = _rows(kept, arms, cluster_of) if kept else []
   if rows:
     _print_table(rows)
     common.write_csv(output_dir / "against_transformers.csv", rows)
-  print(f"{len(kept)} of {len(runs)} prompts; median over prompts (quartiles)")
+  print(f"{len(kept)} of {len(runs)} prompts; speeds are medians over prompts "
+        "(quartiles), tokens/round has 95 % intervals. The limit of a text "
+        "cuts the last round of transformers, whose tokens/round is a lower "
+        "bound.")
   common.finish(output_dir, "against_transformers", {
       "rows": rows, "different": different, **facts})
   if share > _MOST_DIFFERENT.value or not kept:
@@ -232,7 +242,7 @@ def main():
   members = [target, *drafters.values()]
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(arms),
-      eos, _GAMMA.value, _NEW_TOKENS.value, versions)
+      eos, _GAMMA.value, _NEW_TOKENS.value, versions, "accepted")
   longest = max(map(len, prompts.sets.values()))
   units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
             rollouts.digest(rows[i]))
@@ -241,7 +251,7 @@ def main():
   prompt_of = lambda unit: (prompts.sets[unit[2]][unit[3]], unit[4], unit[3])
   runs = rollouts.run(
       units, prompt_of, lambda temperature: arms, output_dir / "runs.jsonl")
-  _report(runs, prompt_of, model, tokenizer, list(arms), {
+  _report(runs, prompt_of, model, tokenizer, list(arms), prompts.cluster, {
       "versions": versions, "source": prompts.source, "gamma": _GAMMA.value,
       "target": models.label(_TARGET.value), "drafters": list(drafters),
       "temperature": _TEMPERATURE.value, "new_tokens": _NEW_TOKENS.value},

@@ -27,7 +27,9 @@ A speed is that of one whole call, from the ids of the prompt to the last token;
 a ratio is of two calls on one prompt, and the table has medians over prompts.
 Beside them are ratios of all calls together (`all`), in which long texts weigh
 more, and both without the time of reading the prompt (`decoding`). A gain is in
-tokens a round over the first of --drafter, on the same prompts.
+tokens a round over the first of --drafter, on the same prompts, each drafter on
+its own rollouts. Intervals are of 95 %, over prompts. The limit cuts the last
+round of an arm of transformers, whose tokens a round are a lower bound.
 Killed and started again, the study goes on where it was. Writes
 free_drafts.csv, .json and two figures; run it while nothing else runs.
 """
@@ -153,17 +155,18 @@ def _drafters(names, target, members, tokenizer):
   return found
 
 
-def _row(prompts, temperature, name, rule, runs, base):
+def _row(prompts, temperature, name, rule, runs, base, clusters):
   """Figures of a drafter on the prompts of a set."""
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
-  tokens, error = analysis.ratio_estimate(accepted, rounds)
+  tokens = analysis.estimate(lambda total, count: 1 + total / count,
+                             accepted, rounds, clusters=clusters)
+  gain = analysis.relative_gain(
+      accepted, rounds, *_accepted(runs, base), clusters=clusters)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,
          "temperature": temperature, "drafter": name, "verifier": rule,
-         "num_prompts": len(runs), "tokens_per_round": 1 + tokens,
-         "stderr": error}
-  row["gain"], row["gain_stderr"] = analysis.relative_gain(
-      accepted, rounds, *_accepted(runs, base))
+         "num_prompts": len(runs), "clusters": tokens.clusters,
+         **tokens.columns("tokens_per_round"), **gain.columns("gain")}
   if "reading" in mine[0]:
     _put_ratio(row, "decoding_speedup", runs, name, _ALONE, decoding=True)
   for column, other in (("speedup", _ALONE),
@@ -182,9 +185,9 @@ def _put_ratio(row, column, runs, *arms, **options):
 
 
 def _accepted(runs, name):
-  """Tokens of an arm beyond one a round, and its rounds, prompt by prompt."""
-  rounds = np.array([run[name]["rounds"] for run in runs])
-  return np.array([len(run[name]["tokens"]) for run in runs]) - rounds, rounds
+  """Accepted tokens of an arm, and its rounds, prompt by prompt."""
+  found = [generation_arms.accepted(run[name]) for run in runs]
+  return np.array(found), np.array([run[name]["rounds"] for run in runs])
 
 
 def _agreeing(runs):
@@ -194,36 +197,42 @@ def _agreeing(runs):
   return same, len(runs) - len(same)
 
 
-def _rows(runs, sets, temperatures, rules, base):
+def _rows(runs, sets, temperatures, rules, base, cluster_of):
   """A row for every set, all of them, temperature and drafter.
 
-  `gain` is in tokens a round over the drafter `base`, on the same prompts.
+  `gain` is in tokens a round over the drafter `base`, on the same prompts, each
+  on its own rollouts. `cluster_of` is the label of a prompt's digest.
   """
   rows = []
   for temperature in temperatures:
     mine = {unit: run for unit, run in runs.items() if unit[1] == temperature}
     for name in (*sets, *(("all",) if len(sets) > 1 else ())):
-      some = [run for unit, run in mine.items() if name in ("all", unit[2])]
-      rows += [_row(name, temperature, arm, rules.get(arm, ""), some, base)
-               for arm in (some[0] if some else ())]
+      some = {unit: run for unit, run in mine.items()
+              if name in ("all", unit[2])}
+      clusters = [cluster_of(unit[5]) for unit in some]
+      some = list(some.values())
+      rows += [_row(name, temperature, arm, rules.get(arm, ""), some, base,
+                    clusters) for arm in (some[0] if some else ())]
   return rows
 
 
 def _print_table(rows):
   wide = max(len(row["drafter"]) for row in rows)
   theirs = "speedup_over_prompt_lookup" in rows[0]
-  print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>14s} "
-        f"{'gain':>16s} "
+  print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>22s} "
+        f"{'gain, own rollouts':>29s} "
         f"{'speed over none':>21s} {'all':>5s} {'decoding':>8s} {'all':>5s}"
         + f" {'over prompt lookup':>21s} {'all':>5s}" * theirs)
+  shown = lambda row, name, form: format(
+      analysis.Estimate.of_columns(row, name), form)
   quartiles = lambda row, column: (
       f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
       f"{row[f'{column}_high']:.2f})")
   for row in rows:
     print(f"{row['prompts']:10s} {row['temperature']:3g} "
-          f"{row['drafter']:{wide}s} {row['tokens_per_round']:6.2f} ± "
-          f"{row['stderr']:4.2f}  {100 * row['gain']:+6.1f} ± "
-          f"{100 * row['gain_stderr']:4.1f} % {quartiles(row, 'speedup'):>21s} "
+          f"{row['drafter']:{wide}s} "
+          f"{shown(row, 'tokens_per_round', '.2f'):>22s} "
+          f"{shown(row, 'gain', '+.1%'):>29s} {quartiles(row, 'speedup'):>21s} "
           f"{row['speedup_total']:5.2f} "
           + (f"{row['decoding_speedup']:8.2f} "
              f"{row['decoding_speedup_total']:5.2f}"
@@ -260,7 +269,7 @@ def _fingerprint(target, drafters, eos, versions):
   return rollouts.fingerprint(
       [target.params, *(own for _, own, _ in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
-      _TAIL.value, versions)
+      _TAIL.value, versions, "accepted")
 
 
 def main():
@@ -300,7 +309,8 @@ def main():
   rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
            for name, (strategy, _, _) in drafters.items()
            for end in ("", _CONTROLLED)}
-  rows = _rows(kept, list(read.sets), temperatures, rules, names[0])
+  rows = _rows(kept, list(read.sets), temperatures, rules, names[0],
+               read.cluster)
   if different:
     print(f"{different} of {len(runs)} prompts were left out: at temperature 0 "
           "their texts differ, by how the models round", file=sys.stderr)

@@ -9,10 +9,11 @@ next. Beside it the same requests with the same drafter that learns nothing.
   python experiments/online_study.py --prose=mine.txt --positions=rejected
 
 The table has accepted tokens of a round (expected ones, given what was drafted)
-by tokens that a user has had written, with standard errors over the users of
-all --seeds. `lost` is what the change of topic costs, the last window of code
+by tokens that a user has had written, with 95 % intervals over the users of all
+--seeds. `lost` is what the change of topic costs, the last window of code
 less the first one of prose, and `recovered` the share of it that the last
-window of prose has back. `over_fixed` needs no first window, in which much is
+window of prose has back: it says nothing where the interval of `lost` holds 0.
+`over_fixed` needs no first window, in which much is
 learned already: what the drafter that learns has in the last window over the
 other one, as a share of what code has over prose for that other one.
 All is drawn from --seed: `texts` in online.json, a hash of what was written,
@@ -172,29 +173,33 @@ def _topic(windows, topic):
 
 
 def _summary(windows, fixed):
-  """What the change of topic cost, and what of it came back, if it did."""
+  """What the change of topic cost, and what of it came back.
+
+  Shares are ratios of means, whatever the sign of the loss: to leave out those
+  of a loss that happens to be negative would be a choice by its noise.
+  """
   code, first, last = (_topic(windows, topic)[at]
                        for topic, at in ((0, -1), (1, 0), (1, -1)))
-  lost, lost_error = analysis.ratio_estimate(code - first, np.ones(len(code)))
-  nothing = None, None
-  share, share_error = analysis.ratio_estimate(
-      last - first, code - first) if lost > 0 else nothing
   costs = np.mean(_topic(fixed, 0), axis=0) - np.mean(_topic(fixed, 1), axis=0)
-  over, over_error = analysis.ratio_estimate(
-      last - _topic(fixed, 1)[-1], costs) if costs.mean() > 0 else nothing
-  return {"lost": lost, "lost_stderr": lost_error,
-          "recovered": share, "recovered_stderr": share_error,
-          "over_fixed": over, "over_fixed_stderr": over_error}
+  found = {
+      "lost": analysis.estimate(np.divide, code - first, np.ones(len(code))),
+      "recovered": analysis.estimate(np.divide, last - first, code - first),
+      "over_fixed": analysis.estimate(
+          np.divide, last - _topic(fixed, 1)[-1], costs)}
+  columns = {"clusters": found["lost"].clusters}
+  for name, one in found.items():
+    columns |= one.columns(name)
+  return columns
 
 
 def _rows(arm, windows):
   rows = []
   for (topic, window), accepted in windows.items():
-    mean, error = analysis.ratio_estimate(accepted, np.ones(len(accepted)))
+    mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)))
     rows.append({
         "drafter": arm, "topic": ("code", "prose")[topic],
-        "tokens": (window + 0.5) * _WINDOW.value, "accepted": mean,
-        "stderr": error})
+        "tokens": (window + 0.5) * _WINDOW.value, "clusters": mean.clusters,
+        **mean.columns("accepted")})
   return rows
 
 
@@ -206,24 +211,24 @@ def _plot(rows, path):
     place = [r["tokens"] - (r["topic"] == "code") * _CODE_TOKENS.value
              for r in mine]
     axes.errorbar(place, [r["accepted"] for r in mine],
-                  [r["stderr"] for r in mine], label=arm, color=color)
+                  style.errors(mine, "accepted"), label=arm, color=color)
   axes.axvline(0, color="black", linewidth=0.8)
   axes.set_xlabel("tokens written after the change from code to prose")
   axes.set_ylabel("accepted tokens of a round")
-  style.save(figure, path, "A drafter that learns while it drafts; one "
-               "standard error over users")
+  style.save(figure, path, "A drafter that learns while it drafts; 95 % "
+             "over users")
 
 
 def _print_table(rows, summaries):
   for row in rows:
     print(f"{row['drafter']:20s} {row['topic']:5s} {row['tokens']:7.0f} "
-          f"{row['accepted']:6.3f} ± {row['stderr']:.3f}")
+          f"{analysis.Estimate.of_columns(row, 'accepted'):.3f}")
   for arm, found in summaries.items():
-    print(f"{arm}: lost {found['lost']:.3f} ± {found['lost_stderr']:.3f}")
-    for name, words in (("recovered", "of it came back"), (
-        "over_fixed", "of what the fixed one lost is had over it at the end")):
-      if found[name] is not None:
-        print(f"  {found[name]:.2f} ± {found[name + '_stderr']:.2f} {words}")
+    for name, words in (
+        ("lost", "accepted tokens of a round were lost"),
+        ("recovered", "of it, as a share, came back"),
+        ("over_fixed", "of what the fixed one lost is had over it at the end")):
+      print(f"{arm}: {analysis.Estimate.of_columns(found, name):.3f} {words}")
 
 
 def main():

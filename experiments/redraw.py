@@ -1,5 +1,8 @@
 """Draws the figures of a study again, from its CSV alone; nothing is measured.
 
+The tables and intervals of verification_study.py are computed again, from
+verification_prompts.csv.
+
   python experiments/redraw.py --results=results/trees
 
 Without --results it draws those of experiments/results/. The figures of
@@ -15,6 +18,7 @@ from absl import flags
 from lib import common
 from lib import self_drafting_report
 from lib import tree_report
+from lib import verification_cells
 from lib import verification_report
 
 import specjax as sj
@@ -42,8 +46,17 @@ def _draw_features(directory, rows):
                             "features")
 
 
+def _draw_verification(directory, rows):
+  """Intervals are computed again from the prompts, where they are there."""
+  prompts = directory / verification_cells.PROMPTS
+  if prompts.exists():
+    rows = verification_cells.recomputed(rows, _read(prompts))
+    common.write_csv(directory / "verification.csv", rows)
+  verification_report.draw(directory, rows)
+
+
 _DRAW = {
-    "verification.csv": verification_report.draw,
+    "verification.csv": _draw_verification,
     "trees.csv": tree_report.draw,
     "self_drafting.csv": lambda directory, rows: self_drafting_report.draw(
         directory, rows, _curves()),
@@ -60,13 +73,16 @@ def _value(text):
     return text
 
 
+def _read(path):
+  with open(path, newline="", encoding="utf-8") as f:
+    return [{name: _value(text) for name, text in row.items()}
+            for row in csv.DictReader(f)]
+
+
 def draw(path):
   """Draws what a study's CSV holds, beside it."""
   try:
-    with open(path, newline="", encoding="utf-8") as f:
-      rows = [{name: _value(text) for name, text in row.items()}
-              for row in csv.DictReader(f)]
-    _DRAW[path.name](path.parent, rows)
+    _DRAW[path.name](path.parent, _read(path))
   except (LookupError, TypeError, ValueError, csv.Error) as e:
     raise ValueError(f"{path} is not what a study writes "
                      f"({type(e).__name__}: {e}); run the study again") from e

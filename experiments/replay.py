@@ -25,6 +25,7 @@ from lib import prompts
 import specjax as sj
 from specjax import analysis
 from specjax import contract
+from specjax import files
 
 _RECORD = shared.directory(
     "record", "results/replay", "directory of the record")
@@ -49,6 +50,7 @@ _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/replay", "for the figures as JSON")
 
 _MOST_BYTES = 2**31  # of a prompt's record
+_CLUSTERS = "clusters.json"  # beside the record, labels of its prompts
 
 
 def _record():
@@ -67,10 +69,12 @@ def _record():
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
   prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length)
   _check_size(target.model.vocab_size)
-  return analysis.record(
+  record = analysis.record(
       decoder, {"target": target.params, "drafter": params}, read.all,
       jax.random.key(_SEED.value), _RECORD.value,
       max_new_tokens=_NEW_TOKENS.value)
+  files.write_json(record.path / _CLUSTERS, {"clusters": read.clusters})
+  return record
 
 
 def _check_size(vocab_size):
@@ -89,18 +93,24 @@ def _row(name, record):
   online = None
   if repr(verifier) == record.manifest["verifier"]:
     online = analysis.online(record).block_efficiency
-  return {"verifier": name, "block_efficiency": replayed.block_efficiency,
-          "stderr": replayed.stderr, "online_block_efficiency": online,
+  path = record.path / _CLUSTERS  # another record may have been made without
+  found = replayed.estimate(
+      files.read_json(path, "delete it")["clusters"] if path.exists()
+      else None)
+  return {"verifier": name, "clusters": found.clusters,
+          **found.columns("block_efficiency"),
+          "online_block_efficiency": online,
           "lossless": contract.rule(verifier).lossless}
 
 
 def _print_table(rows):
-  print(f"{'verifier':14s} {'block efficiency':>18s} {'online':>10s} "
+  print(f"{'verifier':14s} {'block efficiency':>29s} {'online':>10s} "
         f"{'lossless':>9s}")
   for r in rows:
     online = r["online_block_efficiency"]
-    print(f"{r['verifier']:14s} {r['block_efficiency']:10.4f} ± "
-          f"{r['stderr']:.3f} {'' if online is None else f'{online:.4f}':>10s} "
+    found = f"{analysis.Estimate.of_columns(r, 'block_efficiency'):.4f}"
+    print(f"{r['verifier']:14s} {found:>29s} "
+          f"{'' if online is None else f'{online:.4f}':>10s} "
           f"{'yes' if r['lossless'] else 'no':>9s}")
   acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
   afresh = [r["verifier"] for r in rows if r["verifier"] not in acted

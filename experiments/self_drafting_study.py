@@ -253,7 +253,7 @@ def _arms(source, temperature, capacity, eos):
   return arms
 
 
-def _rows(runs, source, temperature, arms, pass_seconds):
+def _rows(runs, source, temperature, arms, pass_seconds, clusters):
   """Figures of every draft and rule of a source."""
   rows = []
   pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
@@ -265,8 +265,9 @@ def _rows(runs, source, temperature, arms, pass_seconds):
     drafter, verifier = name.split(" | ")
     own, decoder = [r[name] for r in runs], arm.decoder
     rounds = [r["rounds"] for r in own]
-    tokens, error = analysis.ratio_estimate(
-        [r["expected"][0] for r in own], rounds)
+    tokens = analysis.estimate(
+        lambda total, count: 1 + total / count,
+        [r["expected"][0] for r in own], rounds, clusters=clusters)
     nodes = decoder.drafter.num_nodes
     spent = statistics.median(r["seconds"] / r["rounds"] for r in own)
     survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
@@ -274,10 +275,10 @@ def _rows(runs, source, temperature, arms, pass_seconds):
     rows.append({
         "drafter": drafter, "verifier": verifier, "temperature": temperature,
         "lossless": contract.rule(decoder.verifier).lossless,
-        "block_efficiency": 1 + tokens, "stderr": error,
+        "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),
-        "predicted_speedup": (1 + tokens) * step / spent,
+        "predicted_speedup": tokens.value * step / spent,
         "round_over_step": spent / step,
         "draft_over_step": (spent - pass_seconds[drafter]) / step,
         "nodes": nodes, "survival": survival[1:reached + 1].tolist(),
@@ -286,20 +287,20 @@ def _rows(runs, source, temperature, arms, pass_seconds):
   return rows
 
 
-def _paired(runs, temperature, arms):
+def _paired(runs, temperature, arms, clusters):
   """The gain of a draft's first rule over the others, on shared drafts."""
   rows = []
   for name, arm in arms.items():
     for law, other in enumerate(arm.decoder.observers, 1):
       own = [r[name] for r in runs]
       rounds = [r["rounds"] for r in own]
-      gain, error = analysis.relative_gain(
+      gain = analysis.relative_gain(
           [r["expected"][0] for r in own], rounds,
-          [r["expected"][law] for r in own], rounds)
+          [r["expected"][law] for r in own], rounds, clusters=clusters)
       drafter, verifier = name.split(" | ")
       rows.append({"drafter": drafter, "temperature": temperature,
                    "verifier": verifier, "over": common.VERIFIER_NAMES[other],
-                   "gain": gain, "interval": 1.96 * error})
+                   "clusters": gain.clusters, **gain.columns("gain")})
   return rows
 
 
@@ -345,8 +346,8 @@ def main():
   rows, paired = [], []
   for group, (source, temperature, arms) in groups.items():
     mine = [runs[unit] for unit in units[group]]
-    rows += _rows(mine, source, temperature, arms, pass_seconds)
-    paired += _paired(mine, temperature, arms)
+    rows += _rows(mine, source, temperature, arms, pass_seconds, read.clusters)
+    paired += _paired(mine, temperature, arms, read.clusters)
   report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
   curves = {s.name: s.training["curve"] for s in sources if s.training}

@@ -15,7 +15,7 @@ expected to accept from every place on (specjax.training.skip_search).
   python experiments/skip_study.py
   python experiments/skip_study.py --target=smollm2 --rows=8 --skip=0.1,0.2
 
-The table has agreement and tokens per round, with standard errors over the
+The table has agreement and tokens per round, with 95 % intervals over the
 held-out rows. `cost` is the share of the target's weights that a pass of the
 part reads, its head included, and `speed` the tokens of a round over its cost,
 (1 + accepted) / (1 + length * cost), with the draft length that is best: what a
@@ -156,16 +156,18 @@ def _row(part, found, params):
   name, search, score, count, sublayers = part
   cost = _cost(params, sublayers)
   ones = np.ones(len(found.accepted))
-  accepted, error = analysis.ratio_estimate(found.accepted, ones)
-  agreement, agreement_error = analysis.ratio_estimate(found.agreement, ones)
+  tokens = analysis.estimate(lambda total, count: 1 + total / count,
+                             found.accepted, ones)
+  agreement = analysis.ratio_estimate(found.agreement, ones)
   lengths = np.arange(1, _GAMMA.value + 1)
   speeds = (1 + np.cumsum(found.survival.mean(0))) / (1 + lengths * cost)
   best = int(speeds.argmax())
   return {
       "target": models.label(_TARGET.value), "part": name, "search": search,
-      "score": score, "left_out": count, "cost": cost, "agreement": agreement,
-      "agreement_stderr": agreement_error, "tokens_per_round": 1 + accepted,
-      "stderr": error, "speed": float(speeds[best]), "length": best + 1,
+      "score": score, "left_out": count, "cost": cost,
+      "clusters": tokens.clusters, **agreement.columns("agreement"),
+      **tokens.columns("tokens_per_round"),
+      "speed": float(speeds[best]), "length": best + 1,
       "attention": " ".join(map(str, sublayers.attention)),
       "mlp": " ".join(map(str, sublayers.mlp))}
 
@@ -180,25 +182,26 @@ def _gains(rows, found):
     if score != "accepted" or other is None:
       continue
     ones = np.ones(len(one.accepted))
-    gain, error = analysis.relative_gain(
-        one.accepted, ones, other.accepted, ones)
-    gains.append({"search": search, "left_out": count, "gain": gain,
-                  "stderr": error})
+    gain = analysis.relative_gain(one.accepted, ones, other.accepted, ones)
+    gains.append({"search": search, "left_out": count,
+                  "clusters": gain.clusters, **gain.columns("gain")})
   return gains
 
 
 def _print_table(rows, gains):
   wide = max(len(row["part"]) for row in rows)
-  print(f"{'part':{wide}s} {'cost':>5s} {'agreement':>15s} "
-        f"{'tokens a round':>15s} {'speed':>6s} {'length':>6s}")
+  print(f"{'part':{wide}s} {'cost':>5s} {'agreement':>26s} "
+        f"{'tokens a round':>26s} {'speed':>6s} {'length':>6s}")
   for row in rows:
-    print(f"{row['part']:{wide}s} {row['cost']:5.2f} {row['agreement']:7.3f} ± "
-          f"{row['agreement_stderr']:5.3f} {row['tokens_per_round']:7.3f} ± "
-          f"{row['stderr']:5.3f} {row['speed']:6.2f} {row['length']:6d}")
+    shown = lambda name, row=row: format(
+        analysis.Estimate.of_columns(row, name), ".3f")
+    print(f"{row['part']:{wide}s} {row['cost']:5.2f} {shown('agreement'):>26s} "
+          f"{shown('tokens_per_round'):>26s} {row['speed']:6.2f} "
+          f"{row['length']:6d}")
   for gain in gains:
     print(f"{gain['search']}, {gain['left_out']} parts: accepted over "
-          f"agreement {100 * gain['gain']:+.2f} ± "
-          f"{100 * gain['stderr']:.2f} % tokens a round")
+          f"agreement {analysis.Estimate.of_columns(gain, 'gain'):+.2%} tokens "
+          "a round")
 
 
 def main():

@@ -269,7 +269,7 @@ def _arms(setting, plans, temperature, budget):
   return arms
 
 
-def _row(runs, num_prompts, own, shared, law):
+def _row(runs, num_prompts, own, shared, law, clusters):
   """Returns the figures of a configuration, on its own and shared rollouts.
 
   The baseline and the dynamic program's choice have no budget. The runs of
@@ -282,6 +282,7 @@ def _row(runs, num_prompts, own, shared, law):
     own: name of the configuration.
     shared: name of the configuration whose rollouts are shared.
     law: index of the method's rule among the rules of the shared rollouts.
+    clusters: labels of the prompts, see `analysis.estimate`.
   """
   once = runs[:num_prompts]
   others = [arms[shared] for arms in once]
@@ -289,17 +290,17 @@ def _row(runs, num_prompts, own, shared, law):
   pace = np.array([arms[own]["seconds"] / arms[own]["tokens"] for arms in runs])
   baseline = np.array([arms[_BASELINE]["seconds"] / arms[_BASELINE]["tokens"]
                        for arms in runs])
-  tokens, error = analysis.ratio_estimate(
-      [r["expected"][law] for r in others], [r["rounds"] for r in others])
-  alone, alone_error = analysis.ratio_estimate(
-      [r["expected"][0] for r in mine], [r["rounds"] for r in mine])
-  return {"tokens_per_pass": 1 + tokens, "stderr": error,
-          "own_tokens_per_pass": 1 + alone, "own_stderr": alone_error,
+  tokens, alone = (analysis.estimate(
+      lambda total, count: 1 + total / count,
+      [r["expected"][i] for r in arms], [r["rounds"] for r in arms],
+      clusters=clusters) for arms, i in ((others, law), (mine, 0)))
+  return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
+          **alone.columns("own_tokens_per_pass"),
           "tokens_per_second": 1 / statistics.median(pace),
           "speedup": statistics.median(baseline / pace)}
 
 
-def _rows(runs, num_prompts, plans, temperatures, budgets):
+def _rows(runs, num_prompts, plans, temperatures, budgets, clusters):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
@@ -313,7 +314,7 @@ def _rows(runs, num_prompts, plans, temperatures, budgets):
       parents = plan[arm][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **_row(mine, num_prompts, arm, paired, law),
+                   **_row(mine, num_prompts, arm, paired, law, clusters),
                    "parents": list(parents)})
   return rows
 
@@ -354,7 +355,7 @@ def main():
       units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
       group_of=lambda unit: unit[1:3])
-  rows = _rows(runs, len(prompts), plans, temperatures, budgets)
+  rows = _rows(runs, len(prompts), plans, temperatures, budgets, read.clusters)
   report.print_table(rows)
   report.write(output_dir, rows)
   print(f"wrote trees.csv and two figures to {output_dir}")

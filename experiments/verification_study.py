@@ -20,8 +20,10 @@ plots in --output_dir. Columns of the table:
     same drafts        all verifiers are evaluated on the same drafts, from one
                        rollout by token verification at the largest gamma;
                        greedy block verification starts from a fresh state
-  gain over token    relative gain in block efficiency over token verification,
-                     on the same drafts
+  gain over token    relative gain in block efficiency over token verification
+    own rollouts       what a user gets
+    same drafts        less noise, but not the gain of own rollouts, where
+                       rounds start elsewhere
   speed-up           speed relative to autoregressive decoding of the same
                      prompt, both timed in alternation; median over prompts
   predicted          speed-up predicted from the prompt's own block efficiency
@@ -29,11 +31,15 @@ plots in --output_dir. Columns of the table:
 
 Accuracy: given a draft, the expected number of accepted tokens is computed
 exactly (Rao-Blackwell), so block efficiency and gain have no noise from accept
-and reject decisions. Intervals are 95 % intervals over prompts; all seeds of a
-prompt count as one observation. Prompts are decoded, equally many of every set,
-until the interval of the gain of block verification is narrower than --error.
-This stopping rule makes the intervals slightly too narrow: they covered 93 to
-94 % in a simulation with normal data. --error=0 decodes all prompts.
+and reject decisions. Intervals are 95 % intervals (`analysis.estimate`) over
+clusters of prompts. All seeds of a prompt are one observation, and so are equal
+prompts and the code and the docstrings of one module.
+
+Prompts are decoded, equally many of every set, until the gain of block
+verification on the same drafts is known to about --error. A pilot on other
+prompts, with the shared drafts alone, estimates how many are needed. Stopping
+does therefore not depend on the results, and the intervals cover as often as
+those of a fixed number. --error=0 decodes all prompts.
 
 More examples:
 
@@ -55,6 +61,7 @@ verification_speed.png.
 
 import dataclasses
 import functools
+import sys
 
 from absl import flags
 from lib import common
@@ -64,6 +71,7 @@ from lib import one_of
 from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import timing
+from lib import verification_cells as cells
 from lib import verification_report as report
 
 import specjax as sj
@@ -83,9 +91,9 @@ _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
     "error", 3.5, "Required accuracy of the gain of block verification: half "
-    "width of its 95 % interval in percentage points. Decoding at a "
-    "temperature stops when every drafter and draft length reaches it, after "
-    "12 prompts at the earliest. 0 decodes all prompts", 0.0)
+    "width of its 95 % interval in percentage points. A pilot on other prompts "
+    "estimates how many prompts reach it at every drafter, temperature and "
+    "draft length, and so many are decoded. 0 decodes all prompts", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
@@ -97,6 +105,8 @@ _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer(
     "seeds", 1, "Rollouts per prompt; at temperature 0 always one", 1)
 _OUTPUT_DIR = shared.output_dir("results/verification")
+
+_PILOT = 12  # prompts that say how many are needed
 
 
 def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
@@ -132,17 +142,17 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
         rollouts.Arm, params=params, new_tokens=_NEW_TOKENS.value,
         capacity=capacity, reader=reader)
     if not arms:
-      arms[report.BASELINE] = arm(
+      arms[cells.BASELINE] = arm(
           decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
           change=lambda state: state.replace(drafter=None))
     for gamma in gammas:
       own = decoder(drafter=draft(gamma), verifier=rules)
       for verifier in verifiers:
-        arms[report.key(name, gamma, verifier)] = arm(
+        arms[cells.key(name, gamma, verifier)] = arm(
             own, change=_acting(rules, verifier, gamma))
     # Evaluating all rules takes time, so these rollouts are a configuration of
     # their own and do not count in any verifier's speed.
-    arms[report.shared_key(name)] = arm(
+    arms[cells.shared_key(name)] = arm(
         dataclasses.replace(own, observers=rules.rules),
         change=_acting(rules, "token", max(gammas)))
   return arms
@@ -191,18 +201,55 @@ def _units(fingerprint, temperatures, prompts):
           for s in range(_SEEDS.value if t > 0 else 1)]
 
 
+def _turns(needed, read):
+  """The prompts of `read` without the turns beyond `needed` clusters."""
+  found = set()
+  for turn in range(max(map(len, read.sets.values()))):
+    found |= {read.cluster(rollouts.digest(rows[turn]))
+              for rows in read.sets.values() if turn < len(rows)}
+    if len(found) >= needed:
+      break
+  return {name: rows[:turn + 1] for name, rows in read.sets.items()}
+
+
+def _needed(read, decode, study_of):
+  """How many clusters --error needs, by a pilot on other prompts.
+
+  Their documents are others than those of the prompts that the study reports
+  on, so the number does not depend on what these give.
+
+  Args:
+    read: the `Prompts`.
+    decode: from the pilot's prompts to the runs of the shared drafts.
+    study_of: from runs to a `cells.Study`.
+
+  Returns:
+    The number; None takes all, because too few other prompts are there.
+  """
+  measured = set(read.clusters)
+  pilot = [row for row in read.extra
+           if read.cluster(rollouts.digest(row)) not in measured]
+  found = pilot and study_of(decode(pilot)).clusters_needed(
+      "block", _ERROR.value / 100)
+  if not found:
+    print("--error needs further prompts to find out how many are enough, and "
+          "there are too few; all are decoded", file=sys.stderr)
+  return found or None
+
+
 def _report(study, runs, prompts, source, output_dir):
   """Prints and writes all tables and figures."""
   rows = study.rows()
   by_prompts = [row for name in prompts for row in study.rows(name)]
   report.print_table(rows)
   decoded = len({unit[3:] for unit in runs})
-  reached = study.interval("block") if "block" in _VERIFIERS.value else None
+  reached = study.half_width("block") if "block" in _VERIFIERS.value else None
   print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
-        + ("" if reached is None else "; the widest interval of block's "
-           f"gain is ± {100 * reached:.2f} %"))
-  report.write(output_dir, rows, by_prompts)
-  print(f"wrote verification.md, .csv and three figures to {output_dir}")
+        + ("" if reached is None else "; the interval of block's gain on the "
+           f"same drafts is at most 2 x {100 * reached:.2f} points wide"))
+  report.write(output_dir, rows + by_prompts, study.prompt_rows())
+  print(f"wrote verification.md, .csv, {cells.PROMPTS} and three figures to "
+        f"{output_dir}")
   common.finish(output_dir, "verification", {
       "rows": rows, "by_prompts": by_prompts, "source": source,
       "seeds": _SEEDS.value, "num_prompts": decoded, "error": reached,
@@ -224,7 +271,8 @@ def main():
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
-      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
+      extra=_PILOT if _ERROR.value else 0, needs_extra=False)
   prompts = read.sets
   drafters = {name: models.narrowed(
       member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
@@ -245,24 +293,24 @@ def main():
   fingerprint = rollouts.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
       gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos)
-  units = _units(fingerprint, temperatures, prompts)
   costs = _Costs(target, drafters, gammas, capacity, read.longest)
-  study_of = lambda runs, seconds=None: report.Study(
-      runs, list(drafters), gammas, verifiers, seconds)
+  study_of = lambda runs, seconds=None: cells.Study(
+      runs, list(drafters), gammas, verifiers, seconds, read.cluster)
 
-  def enough(runs, unit):
-    turn_ends = next(reversed(runs))[4] != unit[4]  # sets have equal counts
-    if not turn_ends or "block" not in verifiers:
-      return False
-    reached = study_of(runs).interval("block")
-    return reached is not None and 100 * reached <= _ERROR.value
+  def decoded(prompts, file, arms_of, **options):
+    return rollouts.run(
+        _units(fingerprint, temperatures, prompts),
+        lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), arms_of,
+        output_dir / file, **options)
 
-  runs = rollouts.run(
-      units, lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]),
-      make_arms, output_dir / "runs.jsonl", enough=enough,
-      beside=costs.compiled)
-
-  _report(study_of(runs, costs.seconds()), runs, prompts, read.source,
+  if _ERROR.value and "block" in verifiers:
+    needed = _needed(read, lambda pilot: decoded(
+        {"pilot": pilot}, "pilot.jsonl", lambda t: {
+            cells.shared_key(name): make_arms(t)[cells.shared_key(name)]
+            for name in chains}, beside=costs.compiled), study_of)
+    prompts = _turns(needed, read) if needed else prompts
+  runs = decoded(prompts, "runs.jsonl", make_arms, beside=costs.compiled)
+  _report(study_of(runs, costs.seconds()), runs, read.sets, read.source,
           output_dir)
 
 

@@ -202,7 +202,8 @@ def test_embedded_sets(name):
   assert prompt_sets.embedded(name, 70, 100, seed=3) == (prompts, source)
   assert prompt_sets.embedded(name, 70, 100, seed=4)[0] != prompts
   assert json.loads(json.dumps(source)) == source
-  assert set(source) == {"prompts", "python", "hash", "held_out"}
+  assert set(source) == {
+      "documents", "prompts", "python", "hash", "held_out"}
   assert source["held_out"] == (name != "prose")
 
 

@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 from lib import common
 from specjax import files
+from specjax.data import copy_prompts
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
+
+# What the shipped prompts ask about, behind the instruction.
+_TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}
 
 
 class Prompts(NamedTuple):
@@ -22,11 +26,13 @@ class Prompts(NamedTuple):
     sets: {name of a set: its prompts}.
     extra: other prompts of the same sets, to measure beforehand with.
     source: where they come from, as JSON.
+    documents: {digest of a prompt: its document}, where documents have names.
   """
 
   sets: dict[str, list[list[int]]]
   extra: list[list[int]]
   source: dict[str, Any]
+  documents: dict[str, str]
 
   @property
   def all(self) -> list[list[int]]:
@@ -38,9 +44,23 @@ class Prompts(NamedTuple):
     """Tokens of the longest prompt, the extra ones included."""
     return max(map(len, self.all + self.extra))
 
+  def cluster(self, digest: str) -> str:
+    """Returns the label of a prompt in `analysis.estimate`.
+
+    Prompts of one document, such as the code and the docstrings of a module,
+    resemble each other and have one label. So have prompts that are equal.
+    """
+    return self.documents.get(digest, digest)
+
+  @property
+  def clusters(self) -> list[str]:
+    """Labels of `all`, see `cluster`."""
+    return [self.cluster(files.fingerprint(row)) for row in self.all]
+
 
 def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
-         tokens: int, seed: int, chat: bool = False, extra: int = 0) -> Prompts:
+         tokens: int, seed: int, chat: bool = False, extra: int = 0,
+         needs_extra: bool = True) -> Prompts:
   """The prompt sets that the flag --prompts names.
 
   Args:
@@ -54,6 +74,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
       template come on top.
     extra: further prompts, of all sets together; fewer where a file has not
       enough.
+    needs_extra: whether a file must spare some of `count` for them.
 
   Raises:
     ValueError: no set, two of one name, one with too few prompts, or a
@@ -71,21 +92,27 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
       raise ValueError(f"--prompts={item}, in the prompt that begins "
                        f"{text[:40]!r}: {e}") from None
 
-  sets, others, sources = {}, [], {}
+  sets, others, sources, documents = {}, [], {}, {}
   share = -(-extra // len(items))
   for item in items:
-    name, texts, more, where = _texts(item, field, count, share, tokens, seed)
+    name, texts, more, where = _texts(
+        item, field, count, share, tokens, seed, needs_extra)
     if name in sets:
       raise ValueError(f"--prompts holds two sets named {name!r}; give each "
                        "once")
     sets[name] = [encode(item, text) for text in texts]
-    others += [encode(item, text) for text in more]
+    further = [encode(item, text) for text in more]
+    others += further
     if chat and name not in prompt_sets.EMBEDDED:
       _tell_of_cuts(tokenizer, name, texts, tokens)
     sources[name] = where
+    named = where.get("documents") or map(_document, texts + more)
+    documents |= {
+        files.fingerprint(row): document
+        for row, document in zip(sets[name] + further, named) if document}
   return Prompts(sets, others, {
       "python": platform.python_version(), "hash": files.fingerprint(sets),
-      "chat": chat, "sets": sources})
+      "chat": chat, "sets": sources}, documents)
 
 
 def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
@@ -121,6 +148,14 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
                      "for fewer, also by --prompt_tokens")
 
 
+def _document(text):
+  """Returns the text that two shipped sets ask about, None for other prompts.
+
+  "summarise" and "questions" have one prompt each about these texts.
+  """
+  return next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
+
+
 def _tell_of_cuts(tokenizer, name, texts, tokens):
   """What a message asks for may stand at its beginning."""
   cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
@@ -130,7 +165,7 @@ def _tell_of_cuts(tokenizer, name, texts, tokens):
           file=sys.stderr)
 
 
-def _texts(item, field, count, extra, tokens, seed):
+def _texts(item, field, count, extra, tokens, seed, needs_extra):
   """A set's name, its texts, further ones, and where they come from."""
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:
@@ -142,11 +177,12 @@ def _texts(item, field, count, extra, tokens, seed):
     texts = prompts_lib.read_prompts(item, field)
     name = pathlib.Path(item).stem
   # What is measured beforehand must not be what is measured.
-  further = min(extra, len(texts) // 3)
+  further = min(extra, len(texts) // 3 if needs_extra
+                else max(len(texts) - count, 0))
   count = min(count, len(texts) - further)
-  if count < 2 or (extra and not further):
+  if count < 2 or (needs_extra and extra and not further):
     raise ValueError(f"{path or item} holds {len(texts)} prompt"
-                     f"{'s' * (len(texts) != 1)}; a standard error needs at "
+                     f"{'s' * (len(texts) != 1)}; a study needs at "
                      f"least 2{', and one more to measure with' * bool(extra)}")
   kept = random.Random(seed).sample(range(len(texts)), count + further)
   pick = lambda places: [texts[i] for i in sorted(places)]

@@ -111,7 +111,7 @@ def digest(prompt) -> str:
 
 
 def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
-        enough=lambda runs, unit: False, beside=()):
+        beside=()):
   """Decodes the units that `path` does not hold yet, appending to it.
 
   Compiled code is let go before it becomes too much: a decoder maps one to two
@@ -125,12 +125,10 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
       and `decode`.
     path: of the JSONL file.
     group_of: from a unit to its group; default: its temperature.
-    enough: from the {unit: its runs} of a group's units so far, and the next
-      unit, to whether that one and all after it may be left out.
     beside: functions without arguments to be compiled beside the decoders.
 
   Returns:
-    {unit: {name: what the `Arm` returned}}, without those that were left out.
+    {unit: {name: what the `Arm` returned}}.
   """
   found = _read(path)
   missing = sum(unit not in found for unit in units)
@@ -152,17 +150,12 @@ def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,
       arms = functools.cache(functools.partial(
           programs.arms, group, longest, 1 + left // 2))
 
-      so_far = {}
-      for number, unit in enumerate(mine):
-        if so_far and enough(so_far, unit):
-          bar.total -= sum(u not in found for u in mine[number:])
-          break
+      for unit in mine:
         if unit not in found:
           found[unit] = _decode(arms(), prompt_of(unit), bar)
           f.write(_line(unit, found[unit]))
           f.flush()
-        so_far[unit] = found[unit]
-      runs |= so_far
+        runs[unit] = found[unit]
     bar.set_description("decoded")
     bar.n = bar.total
     bar.refresh()

@@ -7,6 +7,7 @@
 import numpy as np
 
 from lib import style
+from specjax.analysis import Estimate
 
 _SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy
 _UNTRAINED = "untrained "  # begins the name of heads as they were before
@@ -44,26 +45,26 @@ def _method(row):
 def print_tables(rows, paired, sources):
   """Tokens a round, paired gains, and what the heads know."""
   width = max(len(r["drafter"]) for r in rows)
+  shown = lambda row: f"{Estimate.of_columns(row, 'block_efficiency'):.3f}"
   print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
-        f"{'tokens a round':>15s} {'a pass':>6s} {'speed-up':>8s} "
+        f"{'tokens a round':>26s} {'a pass':>6s} {'speed-up':>8s} "
         f"{'predicted':>9s} {'draft/step':>10s} {'added':>9s}  "
         "accepted to position 1, 2, ...")
   for r in rows:
     print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
           f"{style.rule(r['verifier']):15s} "
-          f"{r['block_efficiency']:7.3f} ± {r['stderr']:.3f} "
+          f"{shown(r):>26s} "
           f"{r['block_efficiency'] / passes(r['drafter']):6.2f} "
           f"{r['speedup']:7.2f}x {r['predicted_speedup']:8.2f}x "
           f"{r['draft_over_step']:10.2f} "
           f"{r['added_parameters']:9,d}  "
           + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
-  print("± is one standard error over prompts; a pass is one of the target\n")
+  print("intervals are of 95 % over prompts; a pass is one of the target\n")
   for p in paired:
     print(f"temperature {p['temperature']:g}, {p['drafter']}: gain of "
           f"{style.rule(p['verifier'])} over {style.rule(p['over'])} on the "
-          f"same drafts {100 * p['gain']:+.1f} ± {100 * p['interval']:.1f} %")
-  print("± is 95 % over prompts\n\n"
-        "how often guess 1, 2, ... of a head is what the target writes, "
+          f"same drafts {Estimate.of_columns(p, 'gain'):+.1%}")
+  print("\nhow often guess 1, 2, ... of a head is what the target writes, "
         "greedily")
   for source in sources:
     if source.training:
@@ -88,12 +89,13 @@ def draw(directory, rows, curves, name="self_drafting"):
   _plot_drafts(
       rows, directory / f"{name}_tokens.png",
       lambda r: r["block_efficiency"] / passes(r["drafter"]),
-      lambda r: r["stderr"] / passes(r["drafter"]), "tokens of a pass",
-      "Tokens of a pass of the target; one standard error over prompts")
+      lambda r: style.errors([r], "block_efficiency") / passes(r["drafter"]),
+      "tokens of a pass", "Tokens of a pass of the target; 95 % over prompts")
   if "speedup" in rows[0]:
     _plot_drafts(
         rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
-        lambda r: 0, "speed-up", "Speed over that of autoregressive decoding")
+        lambda r: None, "speed-up",
+        "Speed over that of autoregressive decoding")
   _plot_positions(rows, directory / f"{name}_positions.png")
   if curves:
     _plot_training(curves, directory / f"{name}_training.png")
@@ -120,7 +122,7 @@ def _plot_drafts(rows, path, value, error, name, title):
           rules.index(r["verifier"]) - (len(rules) - 1) / 2)
       color = "black" if before else style.color(_method(r))
       axes.errorbar(
-          value(r), y, xerr=error(r) or None, fmt="o", markersize=5,
+          value(r), y, xerr=error(r), fmt="o", markersize=5,
           color=color, markerfacecolor="none" if before else color,
           label="before training" if before else style.label(_method(r)))
       if passes(draft) > 1 and name == "tokens of a pass" and not before:
@@ -154,9 +156,9 @@ def _plot_positions(rows, path):
   for axes, (source, drafts) in zip(grid.flat, found.items()):
     for place, (kind, r) in enumerate(drafts.items()):
       positions = np.arange(1, len(r["survival"]) + 1)
-      axes.plot(positions + 0.05 * (place - (len(drafts) - 1) / 2),
-                r["survival"], marker="o", markersize=4, color=colors[kind],
-                label=kind or "chain")
+      axes.plot(positions, r["survival"], marker="o", markersize=4,
+                color=colors[kind], label=kind or "chain",
+                transform=style.apart(axes, place, len(drafts)))
     axes.set_title(source, fontsize=9)
     axes.set_ylim(0, 1.05)
     axes.xaxis.get_major_locator().set_params(integer=True)

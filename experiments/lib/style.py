@@ -7,8 +7,11 @@ method, such as a training run, is drawn in a shade of another palette.
 import pathlib
 import textwrap
 
+import numpy as np
+
 MOST = 8  # curves that a panel can hold and be read
 
+_APART = 3.0  # points between curves of equal x
 _LEGEND = 2.4  # inches beside the panels
 # {name in flags and files: (name in tables, colour)}.
 _METHODS = {
@@ -79,16 +82,48 @@ def panels(rows: int = 1, columns: int = 1, *, width=4.0, height=3.2, **kwargs):
 
 
 def tried(axes, values) -> None:
-  """Marks the values that were tried, each twice the one before or so."""
+  """Marks the values that were tried, each twice the one before or so.
+
+  The limits are half a step outside of them, so that one value alone is in the
+  middle.
+  """
   values = sorted(set(values))
   axes.set_xscale("log", base=2)
+  axes.set_xlim(values[0] / 2**0.5, values[-1] * 2**0.5)
   axes.set_xticks(values, [f"{v:g}" for v in values])
   axes.minorticks_off()
 
 
-def apart(values, place: int, count: int) -> list[float]:
-  """Values on an axis of `tried`, moved so that curves leave each other be."""
-  return [v * 2**(0.06 * (place - (count - 1) / 2)) for v in values]
+def apart(axes, place: int, count: int):
+  """Moves a curve sideways, so that curves of equal x do not hide each other.
+
+  The distance is in points on paper. It is the same for every range of x, and
+  with a single x the curves stay beside each other.
+
+  Args:
+    axes: the panel.
+    place: number of the curve, from 0.
+    count: curves of the panel.
+
+  Returns:
+    The transform of the curve, `plot(..., transform=)`.
+  """
+  from matplotlib import transforms  # pylint: disable=g-import-not-at-top
+  points = _APART * (place - (count - 1) / 2)
+  return transforms.offset_copy(
+      axes.transData, axes.figure, x=points, units="points")
+
+
+def errors(rows, name: str):
+  """Returns the error bars `[2, rows]` of an `analysis.Estimate` in tables.
+
+  Columns without an interval, such as a median, have no error bars.
+  """
+  if f"{name}_low" not in rows[0]:
+    return None
+  found = np.array([[r[name], r[f"{name}_low"], r[f"{name}_high"]]
+                    for r in rows], np.float64)
+  return np.stack([found[:, 0] - found[:, 1], found[:, 2] - found[:, 0]])
 
 
 def save(figure, path: pathlib.Path, title: str | None = None) -> None:

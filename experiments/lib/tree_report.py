@@ -2,6 +2,7 @@
 
 from lib import common
 from lib import style
+from specjax.analysis import Estimate
 
 BASELINE, FASTEST = "autoregressive", "dynamic_program"
 
@@ -9,16 +10,17 @@ BASELINE, FASTEST = "autoregressive", "dynamic_program"
 def print_table(rows):
   """Every method at every number of nodes, on stdout."""
   width = max(len(style.label(r["method"])) for r in rows)
-  print(f"{'':{width + 10}s} {'tokens of a pass of the target':>34s}")
-  print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'same drafts':>16s} "
-        f"{'own rollouts':>16s} {'tokens/s':>9s} {'speed-up':>8s}")
+  shown = lambda row, name: f"{Estimate.of_columns(row, name):.3f}"
+  print(f"{'':{width + 10}s} {'tokens of a pass of the target':>54s}")
+  print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'same drafts':>26s} "
+        f"{'own rollouts':>26s} {'tokens/s':>9s} {'speed-up':>8s}")
   for r in rows:
     print(f"{r['temperature']:4g} {style.label(r['method']):{width}s} "
           f"{r['nodes']:5d} "
-          f"{r['tokens_per_pass']:8.3f} ± {r['stderr']:.3f} "
-          f"{r['own_tokens_per_pass']:8.3f} ± {r['own_stderr']:.3f} "
+          f"{shown(r, 'tokens_per_pass'):>26s} "
+          f"{shown(r, 'own_tokens_per_pass'):>26s} "
           f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
-  print("± is one standard error over prompts")
+  print("intervals are of 95 % over prompts")
   for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)
@@ -37,14 +39,14 @@ def write(directory, rows):
 
 def draw(directory, rows):
   """The figures, from the rows of trees.csv."""
-  _plot(rows, directory / "trees_tokens.png", "tokens_per_pass", "stderr",
+  _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
         "tokens of a pass", "Tokens of a pass of the target, the same drafts "
-        "for rules of the same trees; one standard error over prompts")
-  _plot(rows, directory / "trees_speed.png", "speedup", None, "speed-up",
+        "for rules of the same trees; 95 % over prompts")
+  _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
         "Speed over that of autoregressive decoding")
 
 
-def _plot(rows, path, figure_of, error_of, name, title):
+def _plot(rows, path, figure_of, name, title):
   """A panel for every temperature, a curve for every method."""
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
   figure, grid = style.panels(1, len(temperatures), height=3.8, sharey=True)
@@ -55,13 +57,12 @@ def _plot(rows, path, figure_of, error_of, name, title):
     for place, method in enumerate(methods):
       line = [r for r in mine if r["method"] == method]
       axes.errorbar(
-          style.apart([r["nodes"] for r in line], place, len(methods)),
-          [r[figure_of] for r in line],
-          [r[error_of] for r in line] if error_of else None, marker="o",
-          markersize=4, capsize=2, color=style.color(method),
-          label=style.label(method))
+          [r["nodes"] for r in line], [r[figure_of] for r in line],
+          style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
+          color=style.color(method), label=style.label(method),
+          transform=style.apart(axes, place, len(methods)))
     nodes = [r["nodes"] for r in mine if r["method"] in methods]
-    if not error_of:  # plain decoding has one node, and a choice any number
+    if figure_of == "speedup":  # a choice has any number of nodes
       chosen = next(r for r in mine if r["method"] == FASTEST)
       nodes.append(chosen["nodes"])
       axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,

@@ -6,7 +6,7 @@ The bundled target continues held-out code at temperature 1 and drafts with a
 part of itself, of which one or two of the attentions and MLPs of its middle
 layers are left out. Tokens a round, expected given the drafts, in the first and
 in the last quarter of the rounds, with and without tries; the gain of the
-search in the last quarter, with its standard error over texts; and the sets
+search in the last quarter, with 95 % intervals over texts; and the sets
 that it ended with.
 """
 
@@ -60,12 +60,12 @@ def main(texts="16", rounds="96"):
     arms = [decoded(target, prompts, count, tries, int(rounds))
             for tries in (0, 64)]
     for name, (accepted, active, sets) in zip(("none", "64"), arms):
-      ends = (analysis.ratio_estimate(*x) for x in zip(accepted, active))
-      gain, error = analysis.relative_gain(
+      ends = (analysis.estimate(lambda total, count: 1 + total / count, *x)
+              for x in zip(accepted, active))
+      gain = analysis.relative_gain(
           accepted[1], active[1], arms[0][0][1], arms[0][1][1])
       print(f"| {count} | {name} | " + " | ".join(
-          f"{1 + x:.2f} ± {e:.2f}" for x, e in ends)
-            + f" | {100 * gain:+.1f} ± {100 * error:.1f} % |", flush=True)
+          f"{x:.2f}" for x in ends) + f" | {gain:+.1%} |", flush=True)
       for one, number in sets.most_common(3):
         print(f"  {number} texts: {one}", file=sys.stderr)
 

@@ -2,6 +2,9 @@
 
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.estimates import relative_gain
+from specjax.analysis.intervals import clusters_needed
+from specjax.analysis.intervals import Estimate
+from specjax.analysis.intervals import estimate
 from specjax.analysis.lengths import best_gamma
 from specjax.analysis.lengths import expected_accepted
 from specjax.analysis.lengths import expected_tokens
@@ -19,10 +22,13 @@ from specjax.analysis.replay import online
 from specjax.analysis.replay import Replayed
 
 __all__ = [
+    "Estimate",
     "Record",
     "Replayed",
     "Rollout",
     "best_gamma",
+    "clusters_needed",
+    "estimate",
     "evaluate",
     "expected_accepted",
     "expected_tokens",

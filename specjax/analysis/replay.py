@@ -6,6 +6,8 @@ drafts. The rounds start where the recorded rule left off: for it the figures
 are those of its own rollouts, for another they say what it would accept there.
 """
 
+from collections.abc import Hashable
+from collections.abc import Sequence
 import dataclasses
 import functools
 
@@ -14,7 +16,8 @@ import numpy as np
 
 from specjax import contract
 from specjax import topology
-from specjax.analysis.estimates import ratio_estimate
+from specjax.analysis.intervals import Estimate
+from specjax.analysis.intervals import estimate
 from specjax.analysis.recording import Record
 from specjax.types import Trace
 from specjax.types import Verifier
@@ -37,22 +40,22 @@ class Replayed:
   @property
   def block_efficiency(self) -> float:
     """Tokens of a round: 1 + all expected acceptances over all rounds."""
-    return 1 + self._mean_accepted[0]
-
-  @property
-  def stderr(self) -> float:
-    """Standard error of `block_efficiency`, a prompt being one observation."""
-    return self._mean_accepted[1]
+    return self.estimate().value
 
   @property
   def mean_survival(self) -> np.ndarray:
     """`[N]`, P(tau >= i) over all rounds, as `best_gamma` takes it."""
     return np.concatenate(self.survival).mean(axis=0, dtype=np.float64)
 
-  @property
-  def _mean_accepted(self):
-    return ratio_estimate([x.sum(dtype=np.float64) for x in self.expected],
-                          [len(x) for x in self.expected])
+  def estimate(self, clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """Returns `block_efficiency` with its 95 % interval over clusters.
+
+    Args:
+      clusters: `[prompts]` labels, see `analysis.estimate`.
+    """
+    return estimate(lambda accepted, rounds: 1 + accepted / rounds,
+                    [x.sum(dtype=np.float64) for x in self.expected],
+                    [len(x) for x in self.expected], clusters=clusters)
 
 
 def evaluate(record: Record, verifier: Verifier) -> Replayed:

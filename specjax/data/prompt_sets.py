@@ -155,8 +155,9 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
 
   Returns:
     The prompts, and a dict that can be printed as JSON: "prompts" in words,
-    "python" its version, "hash" of the documents, and "held_out", whether
-    training on the standard library leaves them out.
+    "python" its version, "hash" of the documents, "held_out", whether
+    training on the standard library leaves them out, and "documents", the name
+    of each prompt's document: "code" and "docstrings" share their modules.
 
   Raises:
     ValueError: there is no such set, or this Python ships no document for it
@@ -167,12 +168,13 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
                      f"{', '.join(EMBEDDED)}")
   documents = _documents(name)
   try:
-    prompts = prompts_lib.excerpts(documents, count, characters, seed)
+    found = prompts_lib.named_excerpts(documents, count, characters, seed)
   except ValueError as e:
     raise ValueError(f"{name!r} takes {_SOURCES[name]}, of which this Python "
                      f"ships too few: {e}") from None
   held_out = name != "prose" or corpora.Document(_TOPICS, "").held_out
-  return prompts, {
+  return [text for _, text in found], {
+      "documents": [document for document, _ in found],
       "prompts": _SOURCES[name], "python": platform.python_version(),
       "hash": fingerprint(documents), "held_out": held_out}
 

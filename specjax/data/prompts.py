@@ -34,6 +34,13 @@ def excerpts(documents: Sequence[corpora.Document], count: int,
   Raises:
     ValueError: no document is long enough.
   """
+  return [text for _, text in named_excerpts(documents, count, characters,
+                                             seed)]
+
+
+def named_excerpts(documents: Sequence[corpora.Document], count: int,
+                   characters: int, seed: int = 0) -> list[tuple[str, str]]:
+  """Returns the `excerpts`, each as `(name of its document, text)`."""
   documents = [d for d in documents if len(d.text) > 2 * characters]
   if not documents:
     raise ValueError(f"no document is longer than {2 * characters} "
@@ -46,7 +53,8 @@ def excerpts(documents: Sequence[corpora.Document], count: int,
     for document in rng.sample(documents, len(documents)):
       place = rng.randrange(len(document.text) - characters)
       start = 1 + document.text.rfind("\n", 0, place)
-      prompts.append(document.text[start:start + characters])
+      prompts.append(
+          (document.name, document.text[start:start + characters]))
   return prompts[:count]
 
 

