@@ -215,6 +215,25 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
   assert kept == {"1", "2"}
 
 
+@pytest.mark.parametrize("loss", [4e26, np.inf, np.nan])
+def test_a_run_whose_loss_diverges_is_stopped(tmp_path, loss):
+  # Broken: a loss of 4e26 is saved, and the run ends as if it had learned.
+  def objective(trainable, frozen, batch, key):
+    del frozen, key
+    value = jnp.where(batch["step"] < 12, 9.0, loss)
+    return value + 0 * trainable["target"].sum(), {}
+
+  trainer = _markov_trainer(
+      tmp_path, objective=objective, steps=40, checkpoint_every=8,
+      batch=lambda step: {"step": np.float32(step)})
+  with pytest.raises(FloatingPointError, match="step 16 and was 9.*another dir"
+                     ) as caught:
+    trainer.run({"target": jnp.ones(2)})
+  assert "\n" not in str(caught.value)
+  kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+  assert kept == {"8"}
+
+
 # The checkpoint library leaves the reads of a failed restore unfinished.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_checkpoints_of_other_parameters_are_refused(tmp_path):

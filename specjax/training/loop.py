@@ -32,6 +32,12 @@ from specjax.training.objectives.base import Loss
 from specjax.training.progress import Progress
 
 
+_CHECK_EVERY = 10  # steps between looks at the loss
+_DIVERGED = 10  # times the first loss, or times 1 where that is less
+_STAYS = ("the checkpoints before it stay: give a smaller learning rate and "
+          "another directory")
+
+
 @struct.dataclass
 class TrainState:
   """What a run is made of; everything else is a function of it.
@@ -139,8 +145,9 @@ class Trainer:
       ValueError: the checkpoints in `directory` are of other parameters or of a
         longer run, or all of them are damaged; the mesh does not divide the
         parameters, or `param_shardings` names others.
-      FloatingPointError: parameters became NaN or infinite. They are not
-        saved, and the checkpoints before them stay.
+      FloatingPointError: parameters became NaN or infinite, or the loss did,
+        or it is more than ten times that of the first step. That step is not
+        saved, and the checkpoints before it stay.
       processes.Stopped: the processes were told to stop, and have saved.
     """
     self._check_names({**trainable, **(frozen or {})})
@@ -170,6 +177,7 @@ class Trainer:
             f"has {self.steps}; give at least as many, or another directory")
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step))
+      first_loss = None
       for step in range(start, self.steps):
         state, aux = step_once(state, frozen, put(self.batch(step)))
         done = step + 1
@@ -177,6 +185,10 @@ class Trainer:
         stops = processes.told_to_stop() and done < self.steps
         saves = (done % self.checkpoint_every == 0 or done == self.steps
                  or stops)
+        if first_loss is None:
+          first_loss = float(aux[0])
+        if saves or done % _CHECK_EVERY == 0:
+          _check_loss(float(aux[0]), first_loss, done)
         if saves:
           _check_finite(state.params, done)
         if self.evaluate and (
@@ -292,12 +304,19 @@ def _averaged(grad, accumulate, trainable, batch, key, layout):
   return jax.lax.scan(add, zero, (parts, keys, shares))[0]
 
 
+def _check_loss(loss, first, step):
+  most = _DIVERGED * max(abs(first), 1.0)
+  if not loss <= most:
+    raise FloatingPointError(
+        f"the loss is {loss:.3g} at step {step} and was {first:.3g} at first, so "
+        f"the run diverged ({most:.3g} is allowed); {_STAYS}")
+
+
 def _check_finite(params, step):
   if not _all_finite(params):
     raise FloatingPointError(
         f"parameters are NaN or infinite after step {step} and are not saved; "
-        "the checkpoints before it stay: give a smaller learning rate and "
-        "another directory")
+        f"{_STAYS}")
 
 
 @jax.jit
