@@ -14,8 +14,9 @@ arrive at random (a Poisson process) at several rates, in a batch that has at
 any time the smallest of these sizes that holds all who are there; a rate is a
 share of what was decoded without drafts when all were there at once.
 
-A latency is from a request's arrival to its last token. Killed and started
-again, the study goes on where it was. Writes throughput.csv,
+A latency is from a request's arrival to its last token. Emitted tokens of a
+round are fewer than a rule accepts, because limits cut the last rounds. Killed
+and started again, the study goes on where it was. Writes throughput.csv,
 throughput_load.csv, throughput.json and two figures; run it while nothing else
 runs.
 """
@@ -157,7 +158,7 @@ def _row(name, record, requests, compared, **unit):
       **unit, "arm": name, "requests": len(requests), "tokens": tokens,
       "seconds": record["seconds"],
       "tokens_per_second": tokens / record["seconds"],
-      "tokens_per_round": tokens / record["rounds"],
+      "emitted_per_round": tokens / record["rounds"],
       "latency_median": at("last", 50), "latency_p95": at("last", 95),
       "first_median": at("first", 50), "first_p95": at("first", 95),
       "compared": compared[0], "different": compared[1]}
@@ -186,14 +187,14 @@ def _rows(runs, requests, alone):
 def _print_tables(full, load):
   wide = max(len(row["arm"]) for row in full + load)
   print(f"{'slots':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
-        f"{'over none':>10s} {'over waiting':>13s} {'tokens/round':>13s} "
+        f"{'over none':>10s} {'over waiting':>13s} {'emitted/round':>13s} "
         f"{'texts as alone':>15s}")
   for row in full:
     waiting = row["over_waiting"]
     print(f"{row['slots']:5d} {row['arm']:{wide}s} "
           f"{row['tokens_per_second']:9.0f} {row['over_none']:10.2f} "
           f"{'' if waiting is None else f'{waiting:.2f}':>13s} "
-          f"{row['tokens_per_round']:13.2f} "
+          f"{row['emitted_per_round']:13.2f} "
           f"{row['compared'] - row['different']:8d} of {row['compared']:3d}")
   if load:
     print(f"\n{'load':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "

@@ -56,7 +56,7 @@ def test_verification_study(tmp_path):
   again = study_of()
   assert "9 of 10 prompts are in" in again["stderr"]
   for row, before in zip(last_line(again)["rows"], study["rows"]):
-    for name in ("block_efficiency", "gain", "paired_stderr"):
+    for name in ("block_efficiency", "gain", "paired_block_efficiency_high"):
       assert row[name] == before[name]
   assert (results / "runs.jsonl").read_text().count("\n") == 10
 

@@ -57,7 +57,9 @@ def test_the_acting_verifier_is_replayed_as_it_ran(verifier, tmp_path):
   rounds = sum(len(x) for x in online.expected)
   assert replayed.block_efficiency == pytest.approx(
       1 + sum(x.sum() for x in online.expected) / rounds, rel=1e-6)
-  assert 0 < replayed.stderr < 1
+  found = replayed.estimate(clusters=range(len(_PROMPTS)))
+  assert found.value == replayed.block_efficiency
+  assert found.clusters == len(_PROMPTS)
   if isinstance(verifier, sj.verifiers.Token):
     # For token verification E[tau | draft] is the sum of the survival.
     assert replayed.mean_survival.sum() == pytest.approx(

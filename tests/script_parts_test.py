@@ -11,12 +11,14 @@ from typing import NamedTuple
 from absl import flags
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from scripts import imported
 from scripts import ROOT
 from tiny_llama import write_llama
 
 import specjax as sj
+from specjax import files
 from specjax import strategies
 from specjax import testing
 from specjax.drafters.stop_rules import Confidence
@@ -422,6 +424,28 @@ def test_a_slip_in_the_name_of_a_model(monkeypatch, tmp_path, name):
     models.load_models(name, [])
 
 
+def test_prompts_that_resemble_each_other_are_one_cluster(tmp_path):
+  # Broken: the code and the docstrings of a module, one prompt twice, or two
+  # tasks about one text count as two observations.
+  tokenizer = _Words()
+  read = _read(tokenizer, ["code", "docstrings"], count=40, extra=8, tokens=99)
+  names = [read.source["sets"][name]["documents"][:40] for name in read.sets]
+  assert set(names[0]) & set(names[1])
+  assert set(read.clusters) <= {*names[0], *names[1]}
+  for i, row in enumerate(read.sets["code"]):
+    assert read.cluster(files.fingerprint(row)) == names[0][i]
+  (tmp_path / "a.txt").write_text("one\n\ntwo\n\none")
+  (tmp_path / "b.txt").write_text("two\n\nthree")
+  given = _read(tokenizer, [str(tmp_path / x) for x in ("a.txt", "b.txt")])
+  assert len(given.all) == 5 and len(set(given.clusters)) == 3
+  shipped = _read(tokenizer, ["summarise", "questions", "rename"], count=12,
+                  tokens=500)
+  assert len(set(shipped.clusters)) == 12 + 12
+  # A few prompts are all measured, and none is spared where none must be.
+  few = _read(tokenizer, [str(tmp_path / "a.txt")], extra=9, needs_extra=False)
+  assert len(few.all) == 3 and not few.extra
+
+
 def test_compared_texts_must_be_the_same():
   # Broken: at temperature 0 the speeds of two different texts are compared.
   tokenizer = _Words()
@@ -513,6 +537,30 @@ def test_the_warm_up_is_awaited(monkeypatch):
                  jnp.array([True]))
   streaming.Writer(decoder, None, 0).write(state, None, streaming.Answer())
   assert done == ["warm"]
+
+
+def test_rounds_that_nobody_reads_are_not_counted(monkeypatch):
+  # Broken: behind `| head` an answer has half a token a round.
+  stats = types.SimpleNamespace(
+      active=np.array([[True], [True]]), emitted=np.array([[1], [3]]),
+      accepted=np.array([[0], [2]]))
+  read = []
+
+  def printed(tokens, drafted):
+    if read:
+      raise BrokenPipeError
+    read.extend(tokens)
+
+  state = _State(jnp.zeros((1, 9), jnp.int32), jnp.array([4]),
+                 jnp.array([False]))
+  monkeypatch.setattr(sj, "raise_if_not_finite", lambda stats: None)
+  decoder = types.SimpleNamespace(decode=lambda *_, rounds: (state, stats))
+  answer = streaming.Answer()
+  with pytest.raises(BrokenPipeError):
+    streaming.Writer(decoder, None, 0).write(
+        state, types.SimpleNamespace(round=printed), answer)
+  assert str(answer).startswith("1 tokens in 1 rounds: 1.00 a round, 0 %")
+  assert len(answer.tokens) == len(read) == 1 and answer.seconds > 0
 
 
 def test_an_output_that_is_no_file(tmp_path, monkeypatch):

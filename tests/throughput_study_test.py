@@ -60,7 +60,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
     assert row["different"] == 0 and row["tokens_per_second"] > 0
     assert row["compared"] == (4 if "controller" in row["arm"] else 12)
     assert 0 < row["first_median"] <= row["latency_median"] <= row["seconds"]
-  assert rows[2, "none"]["tokens_per_round"] == 1
+  assert rows[2, "none"]["emitted_per_round"] == 1
   assert rows[2, "none"]["over_waiting"] == pytest.approx(
       rows[2, "none, waiting"]["seconds"] / rows[2, "none"]["seconds"])
   load = {(row["load"], row["arm"]): row for row in found["load"]}

@@ -70,12 +70,22 @@ class Printer:
 
 @dataclasses.dataclass
 class Answer:
-  """What was decoded after a prompt, and in how many rounds and seconds."""
+  """What was printed after a prompt, and in how many rounds and seconds.
+
+  Seconds of printing count, except those of the last two rounds.
+  """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
   rounds: int = 0
   drafted: int = 0
   seconds: float = 0.0
+
+  def add(self, tokens, drafted, rounds, seconds):
+    """Counts a round, or none where `rounds` is 0."""
+    self.tokens += tokens
+    self.drafted += drafted
+    self.rounds += rounds
+    self.seconds += seconds
 
   def __str__(self):
     total = len(self.tokens)
@@ -123,15 +133,15 @@ class Writer:
           self._params, state, rounds=_ROUNDS_A_CALL)
       stats, text = processes.gathered((stats, state.tokens))
       sj.raise_if_not_finite(stats)
-      answer.rounds += int(stats.active[:, 0].sum())
-      answer.seconds = time.perf_counter() - start
+      passed = (time.perf_counter() - start - answer.seconds) / max(
+          int(stats.active[:, 0].sum()), 1)
       tokens = np.asarray(text[0])
-      for emitted, drafted in zip(np.asarray(stats.emitted[:, 0]),
-                                  np.asarray(stats.accepted[:, 0])):
+      for active, emitted, drafted in zip(*(np.asarray(x[:, 0]) for x in (
+          stats.active, stats.emitted, stats.accepted))):
         new = tokens[length:length + emitted].tolist()
         printer.round(new, drafted)
-        answer.tokens += new
-        answer.drafted += int(drafted)
+        # Only now: a round that nobody read, behind `| head`, is not counted.
+        answer.add(new, int(drafted), int(active), passed * active)
         length += emitted
 
   def time(self, ids, new_tokens, capacity=0):

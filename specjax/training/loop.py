@@ -31,7 +31,6 @@ from specjax.training.objectives import Objective
 from specjax.training.objectives.base import Loss
 from specjax.training.progress import Progress
 
-
 _CHECK_EVERY = 10  # steps between looks at the loss
 _DIVERGED = 10  # times the first loss, or times 1 where that is less
 _STAYS = ("the checkpoints before it stay: give a smaller learning rate and "
@@ -308,8 +307,8 @@ def _check_loss(loss, first, step):
   most = _DIVERGED * max(abs(first), 1.0)
   if not loss <= most:
     raise FloatingPointError(
-        f"the loss is {loss:.3g} at step {step} and was {first:.3g} at first, so "
-        f"the run diverged ({most:.3g} is allowed); {_STAYS}")
+        f"the loss is {loss:.3g} at step {step} and was {first:.3g} at first; "
+        f"the limit is {most:.3g}, so the run diverged; {_STAYS}")
 
 
 def _check_finite(params, step):
