@@ -1,7 +1,7 @@
 """Draws the figures of a study again, from its CSV alone; nothing is measured.
 
 The tables and intervals of verification_study.py are computed again, from
-verification_prompts.csv.
+verification_prompts.csv, and README's first table is printed.
 
   python experiments/redraw.py --results=results/trees
 
@@ -53,6 +53,7 @@ def _draw_verification(directory, rows):
     rows = verification_cells.recomputed(rows, _read(prompts))
     common.write_csv(directory / "verification.csv", rows)
   verification_report.draw(directory, rows)
+  print("\n".join(verification_report.summary(rows)))
 
 
 _DRAW = {

@@ -66,6 +66,28 @@ def draw(directory, rows):
   _plot_speed(rows, directory / "verification_speed.png")
 
 
+def summary(rows):
+  """README's first table: block verification's gain at every draft length.
+
+  Of the first drafter and temperature, as Markdown lines. Tokens and the second
+  gain are of each rule's own rollouts.
+  """
+  mine = [r for r in rows if r["prompts"] == "all" and all(
+      r[name] == rows[0][name] for name in ("drafter", "temperature"))]
+  of_rule = lambda rule: {
+      r["gamma"]: r for r in mine if r["verifier"] == rule}
+  token, block = of_rule("token"), of_rule("block")
+  line = lambda cells: "| " + " | ".join(cells) + " |"
+  return [
+      line(("gamma", "token: tokens per target call",
+            "block: tokens per target call", "gain on the same drafts",
+            "gain of own rollouts", "n")), "|---" * 6 + "|",
+      *(line((str(gamma), f"{token[gamma]['block_efficiency']:.3f}",
+              f"{row['block_efficiency']:.3f}", _shown(row, "gain", "+.1%"),
+              _shown(row, "own_gain", "+.1%"), str(row["clusters"])))
+        for gamma, row in block.items())]
+
+
 def _tables(rows, by_prompts):
   """The paper's three tables as Markdown."""
   gammas = sorted({r["gamma"] for r in rows})

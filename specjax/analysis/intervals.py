@@ -13,7 +13,8 @@ from scipy import special
 
 FEWEST = 5  # clusters that an interval needs
 _LEVEL = 0.95
-_LOST = 2.25  # degrees of freedom, by the estimates of scatter and skewness
+_LOST = 2.3  # degrees of freedom, by the estimates of scatter and skewness
+_LONGEST = 2.5  # times Student's half width, of either side of an interval
 
 
 class Estimate(NamedTuple):
@@ -63,10 +64,11 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
   so clusters of unequal size and quotients of sums need no formula of their
   own. Few values show too little skewness, so it is multiplied by
   (n / (n - 2))^1.5, and because scatter and skewness are both estimated,
-  Student's quantile has n - 2.25 degrees of freedom. Both constants were chosen
-  by simulation.
+  Student's quantile has n - 2.3 degrees of freedom. One outlier among few values
+  makes the cubic flat, so no side is longer than 2.5 times that of Student's
+  interval. The constants were chosen by simulation.
 
-  With n = 5, 8, 12 and 48 clusters it covers the true value in 94.5 to 95.7 %
+  With n = 5, 8, 12 and 48 clusters it covers the true value in 94.2 to 95.8 %
   of the cases, for normal and for exponential scatter. Student's t covers 88 %
   with five exponential values.
 
@@ -169,5 +171,6 @@ def _interval(value, influence):
     return 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1)
 
   error = (square / (number - 1))**0.5
-  return (float(value - error * untransformed(quantile)),
-          float(value - error * untransformed(-quantile)))
+  most = _LONGEST * quantile
+  return (float(value - error * min(untransformed(quantile), most)),
+          float(value + error * min(-untransformed(-quantile), most)))
