@@ -73,9 +73,9 @@ def test_the_interval_by_hand():
   assert cubic((center - low) / error) == pytest.approx(quantile, rel=1e-6)
   assert cubic((center - high) / error) == pytest.approx(-quantile, rel=1e-6)
   assert high - center > center - low  # the long tail is above
-  outlier = analysis.estimate(np.divide, [0.0, 0, 0, 0, 0, 9], np.ones(6))
-  assert outlier.high == pytest.approx(
-      1.5 + 2.5 * 2.867521 * 1.5)  # of 3.7 degrees of freedom
+  # One outlier, of scatter 1: 2.5 of Student's quantile of 9.7 degrees.
+  outlier = analysis.estimate(np.divide, [0.0] * 11 + [12], np.ones(12))
+  assert outlier.high == pytest.approx(1 + 2.5 * 2.237515)
   same = analysis.estimate(np.divide, np.full(6, 2.0), np.ones(6))
   assert same == (2, 2, 2, 6)
 

@@ -64,9 +64,9 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
   so clusters of unequal size and quotients of sums need no formula of their
   own. Few values show too little skewness, so it is multiplied by
   (n / (n - 2))^1.5, and because scatter and skewness are both estimated,
-  Student's quantile has n - 2.3 degrees of freedom. One outlier among few values
-  makes the cubic flat, so no side is longer than 2.5 times that of Student's
-  interval. The constants were chosen by simulation.
+  Student's quantile has n - 2.3 degrees of freedom. One outlier among few
+  values makes the cubic flat, so no side is longer than 2.5 times that of
+  Student's interval. The constants were chosen by simulation.
 
   With n = 5, 8, 12 and 48 clusters it covers the true value in 94.2 to 95.8 %
   of the cases, for normal and for exponential scatter. Student's t covers 88 %
