@@ -73,7 +73,7 @@ def measured(pair, prompts, stop, own, temperature, gamma):
   params = {"target": pair.target.params, "drafter": (
       {"model": drafter.params, "stop": own} if own is not None
       else drafter.params)}
-  emitted = rounds = drafted = 0
+  accepted = rounds = drafted = 0  # accepted also beyond the texts' limits
   for start in range(0, len(prompts), ROUND):
     some = prompts[start:start + ROUND]
     state = decoder.prefill(params, some, jax.random.key(1), limits=[
@@ -82,10 +82,10 @@ def measured(pair, prompts, stop, own, temperature, gamma):
       state, stats, trace = decoder.decode_traced(params, state, 8)
       active = np.asarray(stats.active)
       real = np.asarray(trace.draft.drafted).sum(-1)
-      emitted += int(np.asarray(stats.emitted)[active].sum())
+      accepted += float(np.asarray(stats.expected, np.float64)[..., 0].sum())
       drafted += int(real[active].sum())
       rounds += int(active.sum())
-  return emitted / rounds, drafted / rounds
+  return 1 + accepted / rounds, drafted / rounds
 
 
 def main():
