@@ -158,7 +158,7 @@ def top_p():
 
 
 def num_prompts(default, help_="Maximum number of prompts per set"):
-  """Number of prompts, at least 2 to give a standard error."""
+  """Number of prompts, at least 2. An interval needs 5."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
