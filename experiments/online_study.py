@@ -216,7 +216,7 @@ def _plot(rows, path):
   axes.set_xlabel("tokens written after the change from code to prose")
   axes.set_ylabel("accepted tokens of a round")
   style.save(figure, path, "A drafter that learns while it drafts; 95 % "
-             "over users")
+             "intervals over users")
 
 
 def _print_table(rows, summaries):

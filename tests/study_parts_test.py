@@ -207,15 +207,21 @@ def test_a_pilot_chooses_how_many_prompts_are_decoded(capsys):
 
 def test_curves_of_equal_x_are_a_fixed_distance_apart(tmp_path):
   # Broken: the distance grows with the range of x, and with one draft length
-  # one rule is at the left edge and another at the right.
+  # one rule is at the left edge and another at the right; or no curve is seen.
   places = []
   for values in ([8], [2, 4, 8, 16, 64]):
     figure, [[axes]] = style.panels()
     style.tried(axes, values)
-    lines = [axes.errorbar(
-        values, [1.0] * len(values), None, transform=style.apart(axes, i, 3)
-    ).lines[0] for i in range(3)]
+    curves = [axes.errorbar(values, [70.0] * len(values), 9.0)
+              for _ in range(3)]
+    for i, curve in enumerate(curves):
+      style.apart(curve, i, 3)
+    lines = [curve.lines[0] for curve in curves]
     style.save(figure, tmp_path / "x.png")
+    low, high = axes.get_ylim()
+    assert low < 61 and 79 < high < 99
+    [bars] = curves[0].lines[2]
+    assert bars.get_transform() == lines[0].get_transform()
     middle = axes.transData.transform((values[0], 1))[0]
     points = 72 / figure.dpi
     places.append([points * (line.get_transform().transform(

@@ -90,7 +90,8 @@ def draw(directory, rows, curves, name="self_drafting"):
       rows, directory / f"{name}_tokens.png",
       lambda r: r["block_efficiency"] / passes(r["drafter"]),
       lambda r: style.errors([r], "block_efficiency") / passes(r["drafter"]),
-      "tokens of a pass", "Tokens of a pass of the target; 95 % over prompts")
+      "tokens of a pass",
+      "Tokens of a pass of the target; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot_drafts(
         rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
@@ -156,9 +157,9 @@ def _plot_positions(rows, path):
   for axes, (source, drafts) in zip(grid.flat, found.items()):
     for place, (kind, r) in enumerate(drafts.items()):
       positions = np.arange(1, len(r["survival"]) + 1)
-      axes.plot(positions, r["survival"], marker="o", markersize=4,
-                color=colors[kind], label=kind or "chain",
-                transform=style.apart(axes, place, len(drafts)))
+      style.apart(axes.plot(
+          positions, r["survival"], marker="o", markersize=4,
+          color=colors[kind], label=kind or "chain"), place, len(drafts))
     axes.set_title(source, fontsize=9)
     axes.set_ylim(0, 1.05)
     axes.xaxis.get_major_locator().set_params(integer=True)

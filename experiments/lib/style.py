@@ -94,24 +94,23 @@ def tried(axes, values) -> None:
   axes.minorticks_off()
 
 
-def apart(axes, place: int, count: int):
+def apart(curve, place: int, count: int) -> None:
   """Moves a curve sideways, so that curves of equal x do not hide each other.
 
   The distance is in points on paper. It is the same for every range of x, and
   with a single x the curves stay beside each other.
 
   Args:
-    axes: the panel.
+    curve: what `plot` or `errorbar` returned.
     place: number of the curve, from 0.
     count: curves of the panel.
-
-  Returns:
-    The transform of the curve, `plot(..., transform=)`.
   """
   from matplotlib import transforms  # pylint: disable=g-import-not-at-top
-  points = _APART * (place - (count - 1) / 2)
-  return transforms.offset_copy(
-      axes.transData, axes.figure, x=points, units="points")
+  parts = curve if isinstance(curve, list) else curve.get_children()
+  for part in parts:  # later than it was drawn: axes fit plain data alone
+    part.set_transform(transforms.offset_copy(
+        part.get_transform(), part.figure,
+        x=_APART * (place - (count - 1) / 2), units="points"))
 
 
 def errors(rows, name: str):

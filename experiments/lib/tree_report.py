@@ -20,7 +20,7 @@ def print_table(rows):
           f"{shown(r, 'tokens_per_pass'):>26s} "
           f"{shown(r, 'own_tokens_per_pass'):>26s} "
           f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
-  print("intervals are of 95 % over prompts")
+  print("intervals are of 95 % intervals over prompts")
   for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)
@@ -41,7 +41,7 @@ def draw(directory, rows):
   """The figures, from the rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
         "tokens of a pass", "Tokens of a pass of the target, the same drafts "
-        "for rules of the same trees; 95 % over prompts")
+        "for rules of the same trees; 95 % intervals over prompts")
   _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
         "Speed over that of autoregressive decoding")
 
@@ -56,11 +56,11 @@ def _plot(rows, path, figure_of, name, title):
                if m not in (BASELINE, FASTEST)]
     for place, method in enumerate(methods):
       line = [r for r in mine if r["method"] == method]
-      axes.errorbar(
+      style.apart(axes.errorbar(
           [r["nodes"] for r in line], [r[figure_of] for r in line],
           style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
-          color=style.color(method), label=style.label(method),
-          transform=style.apart(axes, place, len(methods)))
+          color=style.color(method), label=style.label(method)),
+                  place, len(methods))
     nodes = [r["nodes"] for r in mine if r["method"] in methods]
     if figure_of == "speedup":  # a choice has any number of nodes
       chosen = next(r for r in mine if r["method"] == FASTEST)

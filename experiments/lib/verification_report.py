@@ -140,7 +140,7 @@ def _panels(rows):
   """A figure of a panel for every drafter and temperature.
 
   Returns:
-    `(figure, [(axes, [(verifier, its rows, transform of its curve)])])`.
+    `(figure, [(axes, [(verifier, its rows, its place for style.apart)])])`.
   """
   drafters = list(dict.fromkeys(r["drafter"] for r in rows))
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
@@ -155,8 +155,7 @@ def _panels(rows):
       curves = []
       for place, verifier in enumerate(verifiers):
         mine = [r for r in here if r["verifier"] == verifier]
-        curves.append(
-            (verifier, mine, style.apart(axes, place, len(verifiers))))
+        curves.append((verifier, mine, (place, len(verifiers))))
       style.tried(axes, [r["gamma"] for r in here])
       axes.set_title(f"{drafter}, temperature {temperature:g}", fontsize=10)
       found.append((axes, curves))
@@ -171,35 +170,35 @@ def _name(verifier):
       "\n(first round only)" * _judged_afresh(verifier))
 
 
-def _measured(axes, verifier, rows, name, moved, scale=1):
+def _measured(axes, verifier, rows, name, place, scale=1):
   """Points of an estimate with their 95 % intervals."""
-  axes.errorbar([r["gamma"] for r in rows], [scale * r[name] for r in rows],
-                scale * style.errors(rows, name), marker="o", markersize=4,
-                capsize=3, color=style.color(verifier), label=_name(verifier),
-                transform=moved)
+  style.apart(axes.errorbar(
+      [r["gamma"] for r in rows], [scale * r[name] for r in rows],
+      scale * style.errors(rows, name), marker="o", markersize=4, capsize=3,
+      color=style.color(verifier), label=_name(verifier)), *place)
 
 
 def _plot_tokens(rows, path):
   """How many tokens does a round give?"""
   figure, found = _panels(rows)
   for axes, curves in found:
-    for verifier, mine, moved in curves:
-      _measured(axes, verifier, mine, "paired_block_efficiency", moved)
+    for verifier, mine, place in curves:
+      _measured(axes, verifier, mine, "paired_block_efficiency", place)
     axes.set_ylabel("tokens of a round")
-  style.save(figure, path, "Tokens of a round on the same drafts; 95 % over "
-             "prompts")
+  style.save(figure, path, "Tokens of a round on the same drafts; 95 % "
+             "intervals over prompts")
 
 
 def _plot_gain(rows, path):
   """What does a rule gain over token verification?"""
   figure, found = _panels(rows)
   for axes, curves in found:
-    for verifier, mine, moved in curves:
+    for verifier, mine, place in curves:
       if verifier != "token":
-        _measured(axes, verifier, mine, "gain", moved, scale=100)
+        _measured(axes, verifier, mine, "gain", place, scale=100)
     axes.set_ylabel("gain in %")
   style.save(figure, path, "Gain in tokens of a round over token verification, "
-             "on the same drafts; 95 % over prompts")
+             "on the same drafts; 95 % intervals over prompts")
 
 
 def _plot_speed(rows, path):
@@ -208,13 +207,15 @@ def _plot_speed(rows, path):
   for axes, curves in found:
     axes.axhline(1, color=style.color("autoregressive"), linewidth=0.8,
                  label=style.label("autoregressive"))
-    for verifier, mine, moved in curves:
+    for verifier, mine, place in curves:
       color, x = style.color(verifier), [r["gamma"] for r in mine]
-      axes.plot(x, [r["speedup"] for r in mine], marker="o", markersize=4,
-                color=color, label=style.label(verifier), transform=moved)
-      axes.plot(x, [r["predicted_speedup"] for r in mine], "s",
-                markerfacecolor="none", color=color, markersize=8,
-                transform=moved, label="predicted by the\nother prompts' costs"
-                if verifier == curves[-1][0] else None)
+      style.apart(axes.plot(
+          x, [r["speedup"] for r in mine], marker="o", markersize=4,
+          color=color, label=style.label(verifier)), *place)
+      style.apart(axes.plot(
+          x, [r["predicted_speedup"] for r in mine], "s",
+          markerfacecolor="none", color=color, markersize=8,
+          label="predicted by the\nother prompts' costs"
+          if verifier == curves[-1][0] else None), *place)
     axes.set_ylabel("speed-up")
   style.save(figure, path, "Speed over that of autoregressive decoding")
