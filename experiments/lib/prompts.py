@@ -181,9 +181,10 @@ def _texts(item, field, count, extra, tokens, seed, needs_extra):
                 else max(len(texts) - count, 0))
   count = min(count, len(texts) - further)
   if count < 2 or (needs_extra and extra and not further):
+    more = ", and one more to measure with" * bool(extra and needs_extra)
     raise ValueError(f"{path or item} holds {len(texts)} prompt"
-                     f"{'s' * (len(texts) != 1)}; a study needs at "
-                     f"least 2{', and one more to measure with' * bool(extra)}")
+                     f"{'s' * (len(texts) != 1)}; a study needs at least "
+                     f"2{more}")
   kept = random.Random(seed).sample(range(len(texts)), count + further)
   pick = lambda places: [texts[i] for i in sorted(places)]
   return name, pick(kept[:count]), pick(kept[count:]), {

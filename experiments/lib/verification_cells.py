@@ -79,15 +79,15 @@ class Study:
     return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
   def half_width(self, verifier):
-    """Returns the widest half of an interval of its gain on the same drafts.
+    """Returns the largest half width of the intervals of a rule's gain.
 
-    Over drafters, temperatures and draft lengths, on all prompts; None without
-    an interval.
+    The gain is that on the same drafts, over all drafters, temperatures and
+    draft lengths. Without an interval the result is None.
     """
     return self._widest(verifier, lambda gain: (gain.high - gain.low) / 2)
 
   def clusters_needed(self, verifier, half_width):
-    """Returns how many clusters give such intervals of its gain, or None."""
+    """Returns the number of clusters that gives this half width, or None."""
     return self._widest(verifier, lambda gain: analysis.clusters_needed(
         gain, half_width))
 
@@ -101,10 +101,10 @@ class Study:
     return max(map(figure, gains))
 
   def prompt_rows(self, verifiers=None):
-    """Acceptance of every prompt in every cell, over its seeds.
+    """Returns the acceptance of every prompt in every cell, over its seeds.
 
-    It is all that the intervals are computed from. "own" is of the rule's own
-    rollouts, where they are, and "shared" of drafts that all rules judge.
+    The intervals are computed from these rows alone. Columns "own_" are of the
+    rule's own rollouts, and "shared_" of the drafts that all rules evaluate.
     """
     verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
     rows = {}
