@@ -161,8 +161,6 @@ def _drafting(kind, model):
 def test_the_law_is_that_of_constrained_sampling(name, kind):
   # Broken: a constraint sees another text than that of its node or row, is
   # left out somewhere, or is not the one that its paper defines.
-  if name == "schema":
-    pytest.importorskip("outlines_core")
   case = schema_case() if name == "schema" else CASES[name]
   model = testing.MarkovModel(case[0])
   drafter, verifier, own = _drafting(kind, model)

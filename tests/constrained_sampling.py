@@ -116,7 +116,7 @@ def _followed(prompt, output, logits, horizon):
 
 
 def schema_case():
-  """As `CASES`; it needs outlines-core."""
+  """A case as in `CASES`, of a JSON schema."""
   tokenizer = testing.ListTokenizer((*map(str.encode, _PIECES), b""))
   return (_CLOSED + 1, 5, _CLOSED, _followed, (
       constraints.Automaton.from_json_schema(_SCHEMA, tokenizer),))

@@ -8,8 +8,7 @@ import sys
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = {"orbax": "orbax-checkpoint"}  # imported under another name
 # Their absence is told to the user.
-_OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "outlines_core",
-             "tensorboardX"}
+_OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "tensorboardX"}
 
 
 def _imported(tree):

@@ -1,8 +1,8 @@
 """A finite automaton over tokens: a regular expression, or a JSON schema.
 
-Willard and Louf 2023 (arXiv:2307.09702). Most tokens do the same everywhere,
-so the table has a column for each *class* of tokens with equal columns: a
-schema over a vocabulary of 49k tokens takes some hundred kilobytes.
+Willard and Louf 2023 (arXiv:2307.09702). `grammars` compiles an automaton over
+bytes and `token_tables` reads the tokens of a vocabulary through it, so that a
+round needs no host: the tables of a schema take a few megabytes on the device.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,7 @@ import numpy as np
 
 from specjax.constraints import base
 from specjax.constraints import grammars
-
-_NEVER = 2**30  # tokens to an end that cannot be reached
+from specjax.constraints import token_tables
 
 
 @struct.dataclass
@@ -55,10 +54,7 @@ class Automaton:
   expression is another program.
 
   Attributes:
-    next_state: `[S, K]` int32, by class of token; -1 is forbidden. State 0 is
-      where an output begins.
-    token_class: `[V]` int32, of every token.
-    final: `[S]` bool, the accepting states.
+    tables: the moves between its states; state 0 is where an output begins.
     finish: whether rows come to an end within their limits.
 
   Example: tokens 0 and 1 in turn, 0 first, and after any 1 the end, token 2.
@@ -80,38 +76,19 @@ class Automaton:
     True
   """
 
-  next_state: np.ndarray
-  token_class: np.ndarray
-  final: np.ndarray
+  tables: token_tables.TokenTables
   finish: bool = True
 
   def __post_init__(self):
-    table = np.array(self.next_state, np.int32)
-    classes = np.array(self.token_class, np.int32)
-    final = np.array(self.final, bool)
-    if table.ndim != 2 or final.shape != table.shape[:1] or classes.ndim != 1:
-      raise ValueError(
-          f"next_state has shape {table.shape}, final {final.shape} and "
-          f"token_class {classes.shape}; they must be [S, K], [S] and [V]")
-    if not ((-1 <= table) & (table < len(table))).all():
-      raise ValueError(f"next_state holds states {table.min()} to "
-                       f"{table.max()}; there are {len(table)}, and -1 is "
-                       "forbidden")
-    if not ((0 <= classes) & (classes < table.shape[1])).all():
-      raise ValueError(f"token_class holds classes {classes.min()} to "
-                       f"{classes.max()}; there are {table.shape[1]}")
-    distance = _distances(table, final)
-    if distance[0] == _NEVER:
+    if self.tables.distance[0] == token_tables.NEVER:
       raise ValueError("the automaton accepts no text of these tokens; give "
                        "another expression, or tokens that can spell it")
-    table[(table >= 0) & (distance[table] == _NEVER)] = -1
-    content = hashlib.sha256(repr(
-        (table.shape, classes.shape, bool(self.finish))).encode())
-    for name, x in (("next_state", table), ("token_class", classes),
-                    ("final", final), ("_distance", distance)):
+    content = hashlib.sha256()
+    for field in dataclasses.fields(self.tables):
+      x = getattr(self.tables, field.name)
       x.flags.writeable = False
+      content.update(repr((x.shape, bool(self.finish))).encode())
       content.update(x.tobytes())
-      object.__setattr__(self, name, x)
     object.__setattr__(self, "_content", content.digest())
 
   @classmethod
@@ -124,10 +101,15 @@ class Automaton:
       final: the accepting states.
       finish: see the class.
     """
-    columns, classes = np.unique(
-        np.array(next_state, np.int32), axis=1, return_inverse=True)
-    return cls(next_state=columns, token_class=classes.reshape(-1),
-               final=np.isin(np.arange(len(columns)), final), finish=finish)
+    table = np.array(next_state, np.int32)
+    if table.ndim != 2:
+      raise ValueError(f"next_state has shape {table.shape}; it must be [S, V]")
+    if not ((-1 <= table) & (table < len(table))).all():
+      raise ValueError(f"next_state holds states {table.min()} to "
+                       f"{table.max()}; there are {len(table)}, and -1 is "
+                       "forbidden")
+    return cls(token_tables.of_table(
+        table, np.isin(np.arange(len(table)), final)), finish)
 
   @classmethod
   def from_regex(cls, regex: str, tokenizer: Any, *,
@@ -136,52 +118,78 @@ class Automaton:
     """An automaton of the texts that an expression matches as a whole.
 
     Args:
-      regex: in the syntax of the Rust crate `regex`, over Unicode; ^ before it
-        and $ after it are not needed.
-      tokenizer: with `vocab_size` and `token_bytes(id)`, the target's. Tokens
-        without bytes, the special ones, are forbidden.
+      regex: the expression, in the syntax of Python's `re`. A final $ and an
+        initial ^ are not needed. Look-around, back-references and word
+        boundaries are refused, and $ matches at the end alone.
+      tokenizer: the target's tokenizer, with `vocab_size` and
+        `token_bytes(id)`. Tokens without bytes, the special ones, are
+        forbidden.
       vocab_size: the target's V, where it has more ids than the tokenizer.
       banned: ids that the text never has. Name those here that end a row and
         have bytes, or `finish` may count on one of them.
       finish: see the class.
 
     Raises:
-      ValueError: the expression is wrong, no tokens can spell a match, or
-        `pip install 'specjax[grammar]'` is missing.
+      ValueError: the expression is wrong, needs more than 2**18 states or a
+        table of more than 64 MiB, or no tokens can spell a match.
     """
+    return cls._of_fragment(grammars.regex_fragment(regex), tokenizer,
+                            vocab_size, banned, finish)
+
+  @classmethod
+  def _of_fragment(cls, fragment, tokenizer, vocab_size, banned, finish):
     size = vocab_size or tokenizer.vocab_size
     texts = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size
              and i not in banned else b"" for i in range(size)]
-    table, final = grammars.bytes_automaton(regex)
-    columns, classes = grammars.over_tokens(table, texts)
-    return cls(next_state=columns, token_class=classes, final=final,
-               finish=finish)
+    return cls(token_tables.of_fragment(fragment, texts), finish)
 
   @classmethod
   def from_json_schema(cls, schema: str | Mapping[str, Any], tokenizer: Any, *,
-                       whitespace: str | None = None, **kwargs: Any
-                       ) -> "Automaton":
-    """An automaton of the JSON texts that follow a schema.
+                       vocab_size: int | None = None,
+                       banned: Sequence[int] = (), finish: bool = True,
+                       whitespace: str | None = None) -> "Automaton":
+    """An automaton of JSON texts that follow a schema (draft 2020-12).
+
+    Every text that it accepts is valid. A schema with a keyword or a format
+    that it would not follow is refused by its name. Of the valid texts it
+    writes those of this form:
+
+    * Between two parts there is `whitespace`.
+    * The declared properties of an object come in the order of the schema, then
+      required ones that are not declared. Others follow them if
+      `additionalProperties` is given as true or a schema, or if no property is
+      declared. Their names and values are free, and a name may come twice.
+    * Strings have all values that the schema allows, and a character is written
+      as itself or with any of its escapes. A constant is written as by
+      `json.dumps`, with or without `ensure_ascii`.
+    * An integer has no point and no exponent. A number with bounds has no
+      exponent and up to 14 digits after the point.
+    * A value without keywords holds at most four levels of arrays and objects.
+      A `$ref` within itself is followed six times, or three times if six need
+      too many states.
+    * What has properties but no `type` is an object. Other keywords about one
+      type require `type`.
+    * `format` is checked as a validator does it: `date`, `time` and `date-time`
+      (RFC 3339, without leap seconds), `email` (RFC 5321), `uri` (RFC 3986),
+      `uuid` (RFC 4122).
+    * A `pattern` is a search, in the syntax of Python's `re`; see `from_regex`.
 
     Args:
-      schema: JSON, or what it stands for. Types, properties, items, lengths,
-        patterns, formats, constants, choices and local references are followed;
-        what no regular expression follows, such as a minimum, is refused by its
-        name. The texts may be fewer than the schema allows: the properties of
-        an object come in their order, without others, parts that hold
-        themselves are three deep, and values of any kind two. `oneOf` is read
-        as `anyOf`.
+      schema: JSON, or the same as an object.
       tokenizer: see `from_regex`.
-      whitespace: an expression for the space between two parts; None: one
-        space or none.
-      **kwargs: of `from_regex`.
+      vocab_size: see `from_regex`.
+      banned: see `from_regex`.
+      finish: see the class.
+      whitespace: an expression for the space between two parts; None: one space
+        or none.
 
     Raises:
-      ValueError: the schema is no JSON, no regular expression stands for it or
-        for a part of it, or `pip install 'specjax[grammar]'` is missing.
+      ValueError: the schema is not JSON, a part of it would not be followed, no
+        value follows it, or it needs more than 2**18 states or a table of more
+        than 64 MiB.
     """
-    return cls.from_regex(
-        grammars.schema_regex(schema, whitespace), tokenizer, **kwargs)
+    return cls._of_fragment(grammars.schema_fragment(schema, whitespace),
+                            tokenizer, vocab_size, banned, finish)
 
   def __eq__(self, other: Any) -> bool:
     return isinstance(other, Automaton) and self._content == other._content
@@ -190,20 +198,35 @@ class Automaton:
     return hash(self._content)
 
   def __repr__(self) -> str:
-    return (f"Automaton({len(self.final)} states, {self.next_state.shape[1]} "
-            f"classes of {len(self.token_class)} tokens)")
+    return (f"Automaton({len(self.tables.row)} states, "
+            f"{len(self.tables.token_class)} tokens)")
 
   @property
   def shortest(self) -> int:
     """Tokens of the shortest text that is accepted, without an end."""
-    return int(self._distance[0])
+    return int(self.tables.distance[0])
+
+  def step(self, state: int, token: int) -> int:
+    """Returns the state after a token, -1 if it is forbidden; on the host."""
+    if state < 0:
+      return -1
+    move = self.tables.row_moves(self.tables.row[state])[token]
+    return int(self.tables.targets(state, move))
+
+  def accepts(self, tokens: Sequence[int]) -> bool:
+    """Returns whether the tokens are a text that is accepted; on the host."""
+    state = 0
+    for token in tokens:
+      state = self.step(state, token)
+    return state >= 0 and bool(self.tables.final[state])
 
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where it is over other tokens."""
-    if len(self.token_class) != vocab_size:
+    size = len(self.tables.token_class)
+    if size != vocab_size:
       raise ValueError(
-          f"the automaton is over {len(self.token_class)} tokens and the "
-          f"target has {vocab_size}; give it vocab_size={vocab_size}")
+          f"the automaton is over {size} tokens and the target has "
+          f"{vocab_size}; give it vocab_size={vocab_size}")
 
   def check_rows(self, new_tokens: np.ndarray, eos: np.ndarray) -> None:
     """Raises a `ValueError` where a row has no end, or no room for a text."""
@@ -225,37 +248,64 @@ class Automaton:
   def advance(self, memory: AutomatonMemory, token: jax.Array
               ) -> AutomatonMemory:
     """The state after a token."""
-    classes = jnp.asarray(self.token_class).at[token].get(mode="clip")
-    known = (memory.state >= 0) & (token < len(self.token_class))
-    found = jnp.asarray(self.next_state)[jnp.maximum(memory.state, 0), classes]
-    return memory.replace(state=jnp.where(known, found, -1),
+    tables, state = self.tables, jnp.maximum(memory.state, 0)
+    row = jnp.asarray(tables.row)[state]
+    move = _row(tables.moves, row)[
+        jnp.asarray(tables.token_class).at[token].get(mode="clip")]
+    if tables.window:
+      tokens, moves = self._listed(row)
+      move = jnp.maximum(move, jnp.max(jnp.where(
+          tokens == token, moves, token_tables.FORBIDDEN)))
+    known = (memory.state >= 0) & (token < len(tables.token_class))
+    after = self._target(state, move)
+    return memory.replace(state=jnp.where(known, after, -1),
                           left=memory.left - 1)
 
   def apply(self, memory: AutomatonMemory, logits: jax.Array) -> jax.Array:
-    """-inf for all that leads to no text, and for an end before its time."""
-    state = jnp.maximum(memory.state, 0)
-    found = jnp.asarray(self.next_state)[state]
-    final = jnp.asarray(self.final)[state]
-    allowed = found >= 0
+    """-inf for all that leads to no text, and for an early end."""
+    tables, state = self.tables, jnp.maximum(memory.state, 0)
+    row, size = jnp.asarray(tables.row)[state], logits.shape[0]
+    final = jnp.asarray(tables.final)[state]
+    distance = lambda moves: jnp.where(
+        moves == token_tables.FORBIDDEN, token_tables.NEVER,
+        jnp.asarray(tables.distance)[self._target(state, moves)])
+    found = [distance(_row(tables.moves, row))]  # by class of token
+    if tables.window:
+      listed, moves = self._listed(row)
+      found.append(distance(moves))
+    allowed = [x < token_tables.NEVER for x in found]
     if self.finish:
-      in_time = allowed & (jnp.asarray(self._distance)[found] < memory.left)
+      in_time = [x < jnp.minimum(memory.left, token_tables.NEVER)
+                 for x in found]
       # Beyond its limit a row is only drafted.
-      allowed = jnp.where(final | in_time.any(), in_time, allowed)
-    size = logits.shape[0]
+      strict = final | jnp.any(jnp.concatenate(in_time))
+      allowed = [jnp.where(strict, x, y) for x, y in zip(in_time, allowed)]
+    tokens = allowed[0][jnp.asarray(tables.token_class)]
+    if tables.window:
+      tokens = tokens.at[jnp.where(allowed[1], listed, size)].set(
+          True, mode="drop")
     ends = jnp.where(memory.eos < 0, size, memory.eos)
-    allowed = allowed[jnp.asarray(self.token_class)]
-    allowed = allowed.at[ends].set(final, mode="drop")
-    anything = (memory.state < 0) | ~allowed.any()
-    return jnp.where(allowed | anything, logits, -jnp.inf)
+    tokens = tokens.at[ends].set(final, mode="drop")
+    anything = (memory.state < 0) | ~tokens.any()
+    return jnp.where(tokens | anything, logits, -jnp.inf)
+
+  def _listed(self, row):
+    """The tokens of a row that is a list, and their moves, `[W]`."""
+    tables = self.tables
+    start, end = (jnp.asarray(tables.starts)[row + i] for i in (0, 1))
+    places = start + jnp.arange(tables.window, dtype=jnp.int32)
+    moves = jnp.asarray(tables.listed_moves)[places]
+    return jnp.asarray(tables.listed)[places], jnp.where(
+        places < end, moves, token_tables.FORBIDDEN)
+
+  def _target(self, state, moves):
+    """The states after moves, anything where one is forbidden."""
+    anchors = jnp.asarray(self.tables.anchors)[state]
+    depth = anchors.shape[0]
+    place = moves // depth + anchors[moves % depth]
+    return jnp.where(moves == token_tables.FORBIDDEN, -1, place)
 
 
-def _distances(table, final):
-  """`[S]` int32, the fewest tokens from each state to an accepting one."""
-  distance = np.where(final, 0, _NEVER).astype(np.int32)
-  while True:
-    below = np.where(table >= 0, distance[table], _NEVER)
-    new = np.minimum(distance, below.min(axis=1, initial=_NEVER) + 1)
-    new = np.minimum(new, _NEVER)
-    if (new == distance).all():
-      return distance
-    distance = new
+def _row(moves, row):
+  """The moves of a row by class of token; of a list, the last row."""
+  return jnp.asarray(moves)[jnp.minimum(row, len(moves) - 1)]

@@ -1,323 +1,296 @@
-"""JSON schemas, of which nothing is left out in silence.
+"""JSON schemas as alternatives of plain keywords.
 
-`outlines-core` reads one leading keyword of every part of a schema, some of
-those beside it, and drops the others without a word: the minimum of an integer,
-or the pattern of a string that has a length too. What it would drop, or read
-otherwise than JSON Schema means it, is refused here. What it cannot read but
-other keywords can say, is said by those: a part without any keyword is a list
-of all types, and a `$ref` is what it stands for.
+A part of a schema is read together with all the parts that hold for the same
+value: its `allOf`, its `$ref` and its other keywords. The result is a list of
+alternatives without `anyOf`, `oneOf`, `allOf` and `$ref`. A keyword that is not
+supported is refused by its name.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
-import re
+import dataclasses
+import json
 from typing import Any
 import urllib.parse
+
+from specjax.constraints import exclusion
 
 # They describe a value and do not restrict it, or are looked up by $ref.
 _NOTES = frozenset((
     "title", "description", "default", "examples", "deprecated", "readOnly",
     "writeOnly", "$schema", "$id", "$comment", "$defs", "definitions"))
-# By the keyword that decides how a part is read, the first that it has of
-# these: what counts beside it.
-_BESIDE = {
-    "properties": {"type", "required", "additionalProperties"},
-    "allOf": set(), "anyOf": set(), "oneOf": set(),
-    "prefixItems": {"type", "items", "minItems", "maxItems"},
-    "enum": {"type"}, "const": {"type"}, "$ref": set()}
-_OF_TYPE = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"additionalProperties", "minProperties", "maxProperties"}}
-_texts = lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x)
-# What the values of keywords have to be.
-_FORMS = (
-    ("an object", lambda x: isinstance(x, dict), ("properties",)),
-    ("a text", lambda x: isinstance(x, str), ("$ref", "pattern", "format")),
-    ("a list of texts", _texts, ("required",)),
-    ("a text or a list of texts", lambda x: isinstance(x, str) or _texts(x),
-     ("type",)),
-    ("a list that is not empty", lambda x: isinstance(x, list) and x != [],
-     ("allOf", "anyOf", "oneOf", "prefixItems", "enum")),
-    ("a whole number of at least 0", lambda x: type(x) is int and x >= 0,
-     ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
-      "maxProperties")))
-# The library's own keyword: objects and lists of which nothing more is said
-# hold no other objects and lists. Its default of 2 makes four times as many
-# states, which take ten seconds to compile.
-_FLAT = {"depth": 1}
-_ANY = {"type": ["boolean", "null", "number", "string", "array", "object"],
-        **_FLAT}
-_DEEPEST = 3  # $ref within $ref; a text of recursive parts is as deep
-_ESCAPED = re.compile(r'["\\\x00-\x1f]')  # in a JSON string
-_UNESCAPED = r'[^"\\\x00-\x1f]'
-_ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}  # as in ECMAScript
-_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?Z"
-_LABEL = "[a-z0-9]+(-[a-z0-9]+)*"
-_FORMATS = {  # some of the texts of a format
-    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "email": rf"[a-z0-9_+-]+(\.[a-z0-9_+-]+)*@({_LABEL}\.)+[a-z]{{2,9}}",
-    "uri": (rf"https?://{_LABEL}(\.{_LABEL})*(:[0-9]{{1,4}})?"
-            r"(/[A-Za-z0-9._~/-]*)?(\?[A-Za-z0-9._~=&-]*)?")}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF_OBJECTS = ("properties", "required", "additionalProperties",
+               "minProperties", "maxProperties")
+_OF_ONE_TYPE = ("pattern", "format", "minLength", "maxLength", *_BOUNDS,
+                "items", "prefixItems", "minItems", "maxItems", "uniqueItems")
+_TYPES = {"null": ("null",), "boolean": ("boolean",), "string": ("string",),
+          "array": ("array",), "object": ("object",), "integer": ("integer",),
+          "number": ("integer", "fraction")}
+EVERY_TYPE = frozenset(sum(_TYPES.values(), ()))
+_LEAST = ("minLength", "minItems", "minProperties")
+_MOST = ("maxLength", "maxItems", "maxProperties")
+_MOST_ALTERNATIVES = 4096
 _FIX = "leave it out, say it in another way, or give a regular expression"
 
+_is_texts = lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x)
+_is_schema = lambda x: isinstance(x, (bool, Mapping))
+_is_number = lambda x: type(x) in (int, float) and abs(x) < float("inf")
+# The form that the value of each keyword must have.
+_FORMS = (
+    ("an object of schemas", lambda x: isinstance(x, Mapping) and all(
+        map(_is_schema, x.values())), ("properties",)),
+    ("a text", lambda x: isinstance(x, str), ("$ref", "pattern", "format")),
+    ("a list of texts", _is_texts, ("required",)),
+    (f"one or some of {', '.join(_TYPES)}", lambda x: x in list(_TYPES) or (
+        _is_texts(x) and x != [] and set(x) <= _TYPES.keys()), ("type",)),
+    ("a list of schemas that is not empty", lambda x: isinstance(
+        x, list) and x != [] and all(map(_is_schema, x)),
+     ("allOf", "anyOf", "oneOf", "prefixItems")),
+    ("a list that is not empty", lambda x: isinstance(x, list) and x != [],
+     ("enum",)),
+    ("an object, true or false", _is_schema, ("items", "additionalProperties")),
+    ("true or false", lambda x: isinstance(x, bool), ("uniqueItems",)),
+    ("a number", _is_number, _BOUNDS),
+    ("a whole number of at least 0", lambda x: (
+        _is_number(x) and x >= 0 and x == int(x)), (*_LEAST, *_MOST)))
+_FORM_OF = {key: (form, fits) for form, fits, keys in _FORMS for key in keys}
+_KNOWN = _FORM_OF.keys() | _NOTES | {"const"}
 
-class _TooDeepError(ValueError):
-  """What a `$ref` stands for is not written out any more."""
+# Parts that hold for one value, each with the `$ref`s that it is within.
+Node = tuple[tuple[Any, tuple[str, ...]], ...]
 
 
-def followed(schema: Any, escapes: Callable[[str], bool]) -> Any:
-  """The same schema, in words that outlines-core follows to the letter.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative:
+  """Keywords that hold together for a value.
 
-  It may allow less: objects have the properties that are named, in their order,
-  recursion ends after three levels, values of which nothing is said after two,
-  and a format has its usual texts. `oneOf` is read as `anyOf`.
-
-  Args:
-    schema: what its JSON stands for.
-    escapes: whether an expression matches a text that a JSON string would have
-      to escape.
-
-  Raises:
-    ValueError: the library would leave a part of it out, or misread it.
+  Attributes:
+    types: a subset of `EVERY_TYPE`, or None without `type`. A number is an
+      integer or a fraction.
+    values: JSON texts of the values to choose from, or None.
+    limits: keywords of lengths and bounds.
+    patterns: expressions that the string matches somewhere.
+    formats: the formats of the string.
+    prefix: nodes of the first items.
+    items: node of the other items.
+    properties: nodes by name, in order.
+    required: names.
+    extra: node of other properties.
+    has_extra: whether `additionalProperties` is given.
+    keywords: keywords about one type, except those about objects.
+    is_object: whether there are keywords about objects.
   """
-  return _Reader(schema, escapes).part(schema, 0)
+
+  types: frozenset[str] | None = None
+  values: tuple[str, ...] | None = None
+  limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  patterns: tuple[str, ...] = ()
+  formats: tuple[str, ...] = ()
+  prefix: tuple[Node, ...] = ()
+  items: Node = ()
+  properties: Mapping[str, Node] = dataclasses.field(default_factory=dict)
+  required: tuple[str, ...] = ()
+  extra: Node = ()
+  has_extra: bool = False
+  keywords: tuple[str, ...] = ()
+  is_object: bool = False
+
+  @property
+  def reachable_types(self) -> frozenset[str]:
+    """The types of the values that are written.
+
+    What has properties but no type is an object.
+    """
+    if self.types is not None:
+      return self.types
+    return frozenset(["object"]) if self.is_object else EVERY_TYPE
+
+  @property
+  def is_free(self) -> bool:
+    """Whether there are no keywords."""
+    return not (self.types or self.keywords or self.is_object
+                or self.values is not None)
+
+  def item(self, i: int) -> Node:
+    """The node of one item."""
+    return self.prefix[i] if i < len(self.prefix) else self.items
+
+  def named(self, name: str) -> Node:
+    """The node of one property."""
+    return self.properties.get(name, self.extra)
 
 
-class _Reader:
-  """Reads the parts of one schema; `depth` counts the `$ref` around them."""
+class Reader:
+  """Reads the nodes of one schema.
 
-  def __init__(self, root, escapes):
-    self._root, self._escapes = root, escapes
+  Attributes:
+    root: the schema.
+    deepest: the number of times that a `$ref` is followed within itself.
+    stopped: the `$ref`s that were not followed any deeper.
+  """
 
-  def part(self, part, depth):
-    """A part of it, in the library's words."""
-    if isinstance(part, Mapping):
-      part = {key: x for key, x in part.items() if key not in _NOTES}
-    if part is True or part == {}:
-      return _ANY
-    if not isinstance(part, Mapping):
-      raise ValueError(f"the JSON schema has {part!r} in the place of a part; "
-                       "give an object, or true")
-    _check_forms(part)
-    lead = next((key for key in _BESIDE if key in part), "type")
-    if lead not in part:
-      raise ValueError(f"the JSON schema has {_words(part)} without a 'type'; "
-                       "say of which type the value is")
-    beside = _BESIDE.get(lead) if lead != "type" else set().union(
-        *(_OF_TYPE.get(kind, ()) for kind in _listed(part["type"])))
-    lost = part.keys() - beside - {lead}
-    if lost:
-      raise ValueError(f"the JSON schema has {_words(lost)} beside {lead!r}, "
-                       f"where it would not be followed: {_FIX}")
-    read = {"properties": self._properties, "allOf": self._all_of,
-            "anyOf": self._any_of, "oneOf": self._any_of,
-            "prefixItems": self._prefix_items, "enum": self._values,
-            "const": self._values, "$ref": self._ref, "type": self._type}
-    return read[lead](part, depth)
+  def __init__(self, root: Any, deepest: int):
+    self.root, self.deepest, self.stopped = root, deepest, set()
 
-  def _properties(self, part, depth):
-    _check_type("properties", part, "object")
-    named, required = part["properties"], set(part.get("required", ()))
-    found, unnamed = {}, required - named.keys()
-    if unnamed:
-      raise ValueError(f"the JSON schema requires {_words(unnamed)}, which is "
-                       "not among its properties; name it there")
-    for name, value in named.items():
-      _check_key(name)
-      try:
-        found[name] = self.part(value, depth)
-      except _TooDeepError:
-        if name in required:
-          raise
-    return {"properties": found, "required": sorted(required)}
+  def alternatives(self, node: Node) -> list[Alternative]:
+    """Returns the alternatives that a value of a node has."""
+    found = [Alternative()]
+    for part, refs in node:
+      found = _conjunctions(found, self._expanded(part, refs))
+    return found
 
-  def _all_of(self, part, depth):
-    first, *more = part["allOf"]
-    if more:
-      raise ValueError("the JSON schema has 'allOf', of whose parts only the "
-                       f"first would be followed: {_FIX}")
-    return self.part(first, depth)
+  def _expanded(self, part, refs):
+    """The alternatives of one part."""
+    if isinstance(part, bool):
+      return [Alternative()] if part else []
+    _check_keywords(part)
+    found = [_plain(part, refs)]
+    for one in part.get("allOf", ()):
+      found = _conjunctions(found, self._expanded(one, refs))
+    if "$ref" in part:
+      path = part["$ref"]
+      target = self._followed(path)
+      if refs.count(path) == self.deepest:
+        self.stopped.add(path)
+        return []
+      found = _conjunctions(found, self._expanded(target, (*refs, path)))
+    for key in ("anyOf", "oneOf"):
+      if key in part:
+        branches = [self._expanded(one, refs) for one in part[key]]
+        if key == "oneOf":
+          self._check_one(part[key], found)
+        found = _conjunctions(found, sum(branches, []))
+    return found
 
-  def _any_of(self, part, depth):
-    [parts], found, last = part.values(), [], None
-    for one in parts:
-      try:
-        found.append(self.part(one, depth))
-      except _TooDeepError as e:
-        last = e
-    if not found:
-      raise last
-    return {"anyOf": found}
-
-  def _prefix_items(self, part, depth):
-    _check_type("prefixItems", part, "array")
-    items = [self.part(one, depth) for one in part["prefixItems"]]
-    if not part.get("minItems", 0) <= len(items) <= part.get(
-        "maxItems", len(items)):
-      raise ValueError(f"the JSON schema has {len(items)} 'prefixItems' and "
-                       "another number of items; exactly as many are written")
-    return {"prefixItems": items}
-
-  def _values(self, part, depth):
-    del depth
-    values = part["enum"] if "enum" in part else [part["const"]]
-    kinds = _listed(part["type"]) if "type" in part else None
-    values = [x for x in values if kinds is None or not _kinds(x).isdisjoint(
-        kinds)]
-    if not values:
-      raise ValueError("the JSON schema has no value of the type "
-                       f"{_words(kinds or ())} to choose from")
-    for value in values:
-      _check_keys(value)
-    return {"enum": values}
-
-  def _ref(self, part, depth):
-    path = part["$ref"]
-    if depth >= _DEEPEST:
-      raise _TooDeepError(f"the JSON schema has {path!r} more than {_DEEPEST} "
-                          "deep where it cannot be left out; make it optional")
-    found = self._root
+  def _followed(self, path):
+    found = self.root
     try:
       if not path.startswith("#"):
         raise KeyError
       for name in filter(None, urllib.parse.unquote(path[1:]).split("/")):
         name = name.replace("~1", "/").replace("~0", "~")
         found = found[int(name) if isinstance(found, list) else name]
+      if not _is_schema(found):
+        raise KeyError
     except (AttributeError, LookupError, TypeError, ValueError):
       raise ValueError(f"the JSON schema has no part {path!r}; a $ref is such "
                        "as '#/$defs/name'") from None
-    return self.part(found, depth + 1)
+    return found
 
-  def _type(self, part, depth):
-    part, kinds = {**part, **_FLAT}, _listed(part["type"])
-    if "string" in kinds:
-      self._check_string(part)
-    if "items" in part:
-      try:
-        part["items"] = self.part(part["items"], depth)
-      except _TooDeepError:
-        if part.get("minItems", 0):
-          raise
-        part |= {"items": _ANY, "maxItems": 0}
-    if "object" in kinds:
-      part |= self._additional(part, depth)
-    return part
-
-  def _check_string(self, part):
-    said = part.keys() & _OF_TYPE["string"]
-    if len(said - {"minLength", "maxLength"}) + (
-        not said.isdisjoint({"minLength", "maxLength"})) > 1:
-      raise ValueError(f"the JSON schema has {_words(said)} of one string, of "
-                       f"which one alone would be followed: {_FIX}")
-    if "pattern" in said:
-      part["pattern"] = self._pattern(part["pattern"])
-    if "format" in said:
-      name = part.pop("format")
-      if name not in _FORMATS:
-        raise ValueError(f"the JSON schema has the format {name!r}; those that "
-                         f"are known are {', '.join(_FORMATS)}")
-      part["pattern"] = f"^(?:{_FORMATS[name]})$"
-
-  def _pattern(self, pattern):
-    """Such that what it matches can stand between quotation marks."""
-    def narrowed(found):  # a dot, a class in brackets, or what is escaped
-      text = found.group()
-      if text == ".":
-        return _UNESCAPED
-      plain = re.sub(r"\\.", lambda x: _ASCII.get(x.group(), x.group()), text)
-      return f"[{plain}]" if text in _ASCII else plain
-
-    inner = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", narrowed,
-                   without_anchors(pattern), flags=re.DOTALL)
-    if self._escapes(inner):
-      raise ValueError(
-          f"the pattern {pattern!r} of the JSON schema matches texts with a "
-          "quotation mark, a backslash or a control character, which JSON "
-          f"escapes; allow {_UNESCAPED} instead")
-    return f"^(?:{inner})$"
-
-  def _additional(self, part, depth):
-    """What an object may have besides no properties that are named."""
-    least, most = part.get("minProperties", 0), part.get("maxProperties", 0)
-    if least > 1 or most > 0:
-      raise ValueError("the JSON schema counts the properties of an object, of "
-                       "which only 'minProperties' 1 and 'maxProperties' 0 "
-                       f"would be followed: {_FIX}")
-    more = part.get("additionalProperties", True)
-    if more is not False and "maxProperties" not in part:
-      try:
-        return {"additionalProperties": self.part(more, depth)}
-      except _TooDeepError:
-        pass
-    if least:
-      raise ValueError("the JSON schema has an object of at least 1 property "
-                       "that may have none; let it have some")
-    return {"maxProperties": 0, "additionalProperties": True}
+  def _check_one(self, parts, around):
+    """Checks that of the parts of `oneOf` two never hold together."""
+    branches = [_conjunctions(around, self._expanded(one, ())) for one in parts]
+    for i, one in enumerate(branches):
+      for j, other in enumerate(branches):
+        if i != j and not exclusion.excluded(self, one, other):
+          raise ValueError(
+              f"the JSON schema has 'oneOf', and its parts {min(i, j) + 1} and "
+              f"{max(i, j) + 1} may both hold for a value; use 'anyOf', or "
+              "require a property with different constants")
 
 
-def without_anchors(regex: str) -> str:
-  """An expression that matches whole texts, without ^ before and $ after it."""
-  for start in ("^", r"\A"):
-    regex = regex.removeprefix(start)
-  for end in ("$", r"\z"):
-    before = regex.removesuffix(end)
-    escapes = len(before) - len(before.rstrip("\\"))
-    if escapes % 2 == 0:  # else what is escaped is a character of the text
-      regex = before
-  return regex
+def _check_keywords(part):
+  """Refuses unsupported keywords and values of a wrong form."""
+  lost = part.keys() - _KNOWN
+  if lost:
+    raise ValueError(f"the JSON schema has {_words(lost)}, which is not "
+                     f"supported: {_FIX}")
+  for key, value in part.items():
+    form, fits = _FORM_OF.get(key, ("", lambda x: True))
+    if not fits(value):
+      raise ValueError(f"the JSON schema has {key!r} {_short(value)}; it must "
+                       f"be {form}")
 
 
-def _check_forms(part):
-  """Checks that the value of every keyword is of its form."""
-  for form, fits, keys in _FORMS:
-    for key in keys:
-      if key in part and not fits(part[key]):
-        raise ValueError(f"the JSON schema has {key!r} {part[key]!r}; it must "
-                         f"be {form}")
+def _plain(part, refs):
+  """Returns the keywords of one part, except its alternatives and `$ref`."""
+  node = lambda x: ((x, refs),)
+  values = None
+  if "enum" in part or "const" in part:
+    values = tuple(map(_text, part["enum"] if "enum" in part else
+                       [part["const"]]))
+    if "const" in part and "enum" in part:
+      values = tuple(x for x in map(_text, part["enum"])
+                     if x == _text(part["const"]))
+  kinds = part.get("type")
+  limits = {key: part[key] for key in (
+      *_LEAST, *_MOST, *_BOUNDS, "uniqueItems") if key in part}
+  return Alternative(
+      types=None if kinds is None else frozenset(sum(
+          (_TYPES[x] for x in ([kinds] if isinstance(kinds, str) else kinds)),
+          ())),
+      values=values, limits={key: int(x) if key in (*_LEAST, *_MOST) else x
+                             for key, x in limits.items()},
+      patterns=tuple(part[key] for key in ("pattern",) if key in part),
+      formats=tuple(part[key] for key in ("format",) if key in part),
+      prefix=tuple(map(node, part.get("prefixItems", ()))),
+      items=node(part["items"]) if "items" in part else (),
+      properties={name: node(x)
+                  for name, x in part.get("properties", {}).items()},
+      required=tuple(part.get("required", ())),
+      extra=(node(part["additionalProperties"])
+             if "additionalProperties" in part else ()),
+      has_extra="additionalProperties" in part,
+      keywords=tuple(key for key in _OF_ONE_TYPE if key in part),
+      is_object=not part.keys().isdisjoint(_OF_OBJECTS))
 
 
-def _check_type(lead, part, kind):
-  if kind not in _listed(part.get("type", kind)):
-    raise ValueError(f"the JSON schema has {lead!r} of a value of type "
-                     f"{_words(_listed(part['type']))}; it is of {kind!r}")
+def _conjunctions(some, others):
+  """All pairs of alternatives that can hold together."""
+  if len(some) * len(others) > _MOST_ALTERNATIVES:
+    raise ValueError(f"the JSON schema has {len(some) * len(others)} "
+                     "alternatives for a value, in 'allOf' or 'anyOf'; the "
+                     f"most is {_MOST_ALTERNATIVES}")
+  found = (_conjunction(a, b) for a in some for b in others)
+  return [x for x in found if x is not None]
 
 
-def _check_key(name):
-  if _ESCAPED.search(name):
-    raise ValueError(f"the JSON schema has a property {name!r}, a name that "
-                     "JSON escapes; take another, or a regular expression")
+def _conjunction(a, b):
+  """Returns both alternatives as one, or None if their types differ."""
+  types = (b.types if a.types is None else a.types if b.types is None else
+           a.types & b.types)
+  if types is not None and not types:
+    return None
+  values = b.values if a.values is None else a.values
+  if a.values is not None and b.values is not None:
+    values = tuple(x for x in a.values if x in b.values)
+  limits = {**a.limits, **b.limits}
+  for key in a.limits.keys() & b.limits.keys():
+    pick = max if key in (*_LEAST, "minimum", "exclusiveMinimum",
+                          "uniqueItems") else min
+    limits[key] = pick(a.limits[key], b.limits[key])
+  names = dict.fromkeys((*a.properties, *b.properties))
+  return Alternative(
+      types=types, values=values, limits=limits,
+      patterns=tuple(dict.fromkeys((*a.patterns, *b.patterns))),
+      formats=tuple(dict.fromkeys((*a.formats, *b.formats))),
+      prefix=tuple(a.item(i) + b.item(i)
+                   for i in range(max(len(a.prefix), len(b.prefix)))),
+      items=a.items + b.items,
+      properties={name: a.named(name) + b.named(name) for name in names},
+      required=tuple(dict.fromkeys((*a.required, *b.required))),
+      extra=a.extra + b.extra, has_extra=a.has_extra or b.has_extra,
+      keywords=a.keywords + b.keywords, is_object=a.is_object or b.is_object)
 
 
-def _check_keys(value):
-  """Of objects within a constant: the library takes them as expressions."""
+def _text(value):
+  """Returns JSON that is equal for equal values, such as 1 and 1.0."""
+  return json.dumps(_whole(value), allow_nan=False)
+
+
+def _whole(value):
+  if isinstance(value, float) and value.is_integer():
+    return int(value)
   if isinstance(value, list):
-    for one in value:
-      _check_keys(one)
+    return [_whole(x) for x in value]
   if isinstance(value, dict):
-    for name, one in value.items():
-      if re.search(r"[^\w \-]", name):
-        raise ValueError(f"the JSON schema has a constant with the property "
-                         f"{name!r}; name it by letters and digits, or give "
-                         "a regular expression")
-      _check_keys(one)
+    return {key: _whole(x) for key, x in value.items()}
+  return value
 
 
-def _kinds(value):
-  """The types that a value of JSON is of."""
-  if isinstance(value, bool):
-    return {"boolean"}
-  if isinstance(value, (int, float)):
-    whole = float(value).is_integer()
-    return {"number", "integer"} if whole else {"number"}
-  return {{str: "string", list: "array", dict: "object"}.get(
-      type(value), "null")}
-
-
-def _listed(kinds):
-  return kinds if isinstance(kinds, list) else [kinds]
+def _short(value):
+  text = repr(value)
+  return text if len(text) < 60 else text[:60] + "..."
 
 
 def _words(names):

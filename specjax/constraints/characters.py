@@ -1,0 +1,383 @@
+"""Automata over code points, and their spelling in bytes.
+
+Regular expressions and string lengths count characters. Tokens are bytes, and
+a JSON string can spell a character in several ways: as itself, as `\\n`, as
+`\\u00e9` or as a pair of surrogates.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import numpy as np
+
+from specjax.constraints import fragments
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+# Code points by the length of their UTF-8 text: first, last, the first byte of
+# the first and the number of values of each byte.
+_UTF8 = ((0, 0x7F, 0, (128,)), (0x80, 0x7FF, 0xC0, (32, 64)),
+         (0x800, 0xFFFF, 0xE0, (16, 64, 64)),
+         (0x10000, _LAST, 0xF0, (8, 64, 64, 64)))
+_SHORT = {0x22: b'"', 0x5C: b"\\", 0x2F: b"/", 8: b"b", 12: b"f", 10: b"n",
+          13: b"r", 9: b"t"}
+_MOST_MINIMISED = 3000  # states; each round sorts them all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Characters:
+  """A deterministic automaton over code points.
+
+  Attributes:
+    lows: `[I]` int64, the first code points of intervals, ascending from 0.
+    atoms: `[I]` int64, the class of the code points of each interval.
+    table: `[S, A]` int32, the next states by class, -1 where there is none.
+      State 0 is the first.
+    final: `[S]` bool.
+  """
+
+  lows: np.ndarray
+  atoms: np.ndarray
+  table: np.ndarray
+  final: np.ndarray
+
+  def accepts(self, text: str) -> bool:
+    """Returns whether the automaton accepts the text."""
+    state = 0
+    for character in text:
+      atom = self.atoms[np.searchsorted(self.lows, ord(character), "right") - 1]
+      state = self.table[state, atom]
+      if state < 0:
+        return False
+    return bool(self.final[state])
+
+  def minimised(self) -> "Characters":
+    """Returns the automaton with equivalent states merged."""
+    if len(self.table) > _MOST_MINIMISED:
+      return self
+    block, count = self.final.astype(np.int64), 0
+    while True:
+      after = np.where(self.table >= 0, block[self.table], -1)
+      rows = np.column_stack([block, after])
+      _, first, block = np.unique(
+          rows, axis=0, return_index=True, return_inverse=True)
+      block = block.reshape(-1)
+      if len(first) == count:
+        break
+      count = len(first)
+    order = np.argsort(first)  # by their first states, so that 0 stays 0
+    rank = np.empty_like(order)
+    rank[order] = np.arange(count)
+    block = rank[block]
+    kept = first[order]
+    table = np.where(self.table[kept] >= 0, block[self.table[kept]], -1)
+    return dataclasses.replace(
+        self, table=table.astype(np.int32), final=self.final[kept])
+
+
+def anything() -> Characters:
+  """Returns the automaton of all strings."""
+  return Characters(np.zeros(1, np.int64), np.zeros(1, np.int64),
+                    np.zeros((1, 1), np.int32), np.ones(1, bool))
+
+
+def without(words: Sequence[str]) -> Characters:
+  """Returns the automaton of all strings but these."""
+  letters = sorted(set(map(ord, "".join(words))))
+  atom = {letter: i + 1 for i, letter in enumerate(letters)}
+  lows, atoms = [0], [0]
+  for letter in letters:
+    if lows[-1] == letter:
+      atoms[-1] = atom[letter]
+    else:
+      lows.append(letter)
+      atoms.append(atom[letter])
+    lows.append(letter + 1)
+    atoms.append(0)
+  prefixes = sorted({word[:i] for word in words for i in range(len(word) + 1)}
+                    | {""})
+  other = len(prefixes)
+  number = {prefix: i for i, prefix in enumerate(prefixes)}
+  table = np.full((other + 1, len(letters) + 1), other, np.int32)
+  for prefix, i in number.items():
+    if prefix:
+      table[number[prefix[:-1]], atom[ord(prefix[-1])]] = i
+  final = np.array([*(prefix not in words for prefix in prefixes), True])
+  return Characters(np.array(lows), np.array(atoms), table, final)
+
+
+def intersected(a: Characters, b: Characters) -> Characters:
+  """Returns the automaton of the strings that both accept."""
+  lows = np.union1d(a.lows, b.lows)
+  pairs, atoms = np.unique(
+      np.stack([x.atoms[np.searchsorted(x.lows, lows, "right") - 1]
+                for x in (a, b)]), axis=1, return_inverse=True)
+  names, work, rows = {(0, 0): 0}, [(0, 0)], []
+  for i, j in work:
+    fragments.check_size(len(work), "the string")
+    row = []
+    for s, t in zip(a.table[i, pairs[0]].tolist(),
+                    b.table[j, pairs[1]].tolist()):
+      if s < 0 or t < 0:
+        row.append(-1)
+        continue
+      if (s, t) not in names:
+        names[s, t] = len(work)
+        work.append((s, t))
+      row.append(names[s, t])
+    rows.append(row)
+  final = np.array([a.final[i] and b.final[j] for i, j in work])
+  return Characters(lows, atoms.reshape(-1), np.array(rows, np.int32),
+                    final).minimised()
+
+
+def counted(automaton: Characters, least: int, most: int | None
+            ) -> list[tuple[list[int], bool]]:
+  """Limits the number of characters.
+
+  Args:
+    automaton: over S states and A classes.
+    least: the smallest number of characters.
+    most: the largest number of characters, or None.
+
+  Returns:
+    For each place of a string, the next places by class of code points (-1 if
+    there is none), and whether a string may end there. Place 0 is the first.
+    Places without a path to an end are left out. The list is empty if no string
+    is accepted.
+  """
+  table, states = automaton.table, len(automaton.table)
+  counts = (least if most is None else most) + 1
+  fragments.check_size(counts, f"the string of up to {counts - 1} characters")
+  reached = np.zeros((counts, states), bool)
+  reached[0, 0] = True
+  links = np.zeros((states, states), bool)
+  source = np.nonzero(table >= 0)
+  links[source[0], table[source]] = True
+  for i in range(1, counts):
+    reached[i] = links[reached[i - 1]].any(0)
+  if most is None:  # the last count stands for all from `least` on
+    while True:
+      more = reached[-1] | links[reached[-1]].any(0)
+      if (more == reached[-1]).all():
+        break
+      reached[-1] = more
+  ends = np.zeros((counts, states), bool)
+  ends[least:] = automaton.final
+  if most is None:
+    while True:
+      more = ends[-1] | links[:, ends[-1]].any(1)
+      if (more == ends[-1]).all():
+        break
+      ends[-1] = more
+  for i in reversed(range(counts - 1)):
+    ends[i] |= links[:, ends[i + 1]].any(1)
+  kept = reached & ends
+  if not kept[0, 0]:
+    return []
+  fragments.check_size(kept.sum(), "the string")
+  number = np.where(kept, np.cumsum(kept).reshape(kept.shape) - 1, -1)
+  found = []
+  for i, state in zip(*np.nonzero(kept)):
+    after = i + 1 if i + 1 < counts else (i if most is None else None)
+    row = table[state]
+    places = np.full(len(row), -1) if after is None else np.where(
+        row >= 0, number[after, row], -1)
+    found.append((places.tolist(), bool(automaton.final[state]) and i >= least))
+  return found
+
+
+def spelled(automaton: Characters, *, json: bool, least: int = 0,
+            most: int | None = None) -> fragments.Fragment | None:
+  """Spells the strings of an automaton in bytes.
+
+  Args:
+    automaton: over code points.
+    json: whether to spell them as JSON strings, between quotation marks.
+    least: the smallest number of characters.
+    most: the largest number of characters, or None.
+
+  Returns:
+    The automaton of the texts, or None if there are none. The states of each
+    place of the string are a copy in the sense of `fragments`.
+  """
+  places = counted(automaton, least, most)
+  if not places:
+    return None
+  intervals = tuple(zip(automaton.lows.tolist(), automaton.atoms.tolist()))
+  templates, starts, size = [], [], 1 if json else 0
+  for after, _ in places:
+    labels, names = [], {-1: -1}
+    for place in after:
+      labels.append(names.setdefault(place, len(names) - 1))
+    edges, width = _template(intervals, tuple(labels), json)
+    templates.append((edges, [x for x in names if x >= 0]))
+    starts.append(size)
+    size += width
+    fragments.check_size(size, "the string")
+  starts.append(size)
+  starts = np.array(starts)
+  parts = [[(0, 0x22, 0x22, 1)]] if json else [np.zeros((0, 4))]
+  for start, (edges, after), (_, ends) in zip(starts, templates, places):
+    if len(edges):
+      new = edges + np.array([start, 0, 0, start])
+      leaf = edges[:, 3] < 0
+      new[leaf, 3] = starts[np.array(after)[~edges[leaf, 3]]]
+      parts.append(new)
+    if json and ends:
+      parts.append([(start, 0x22, 0x22, size)])
+  final = ([size] if json else
+           [start for start, (_, ends) in zip(starts, places) if ends])
+  blocks = np.repeat(starts[:-1], np.diff(starts))
+  anchors, groups = np.zeros((2, size + json, 2), np.int64)
+  anchors[int(json):size, 1] = blocks
+  groups[int(json):size, 1] = 1
+  return fragments.Fragment(
+      edges=np.concatenate([np.array(x, np.int64) for x in parts]),
+      final=np.array(final), anchors=anchors, groups=groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _template(intervals, labels, json):
+  """Spells one character, by the label of its class.
+
+  Returns:
+    `[E, 4]` edges: a state, the first and the last byte and the next state; ~i
+    is the end of a character with label i. State 0 is the first. Also the
+    number of states.
+  """
+  root = {}
+  for low, high, label in _labelled(intervals, labels):
+    for path in _paths(low, high, json):
+      node = root
+      for step in path[:-1]:
+        node = node.setdefault(step, {})
+      node[path[-1]] = ~label
+  names, edges = {}, []
+
+  def visit(node):
+    """Returns the number of a node, equal for nodes with equal edges."""
+    if not isinstance(node, dict):
+      return node
+    moves = frozenset((low, high, visit(after)) for step, after in node.items()
+                      for low, high in step)
+    if moves not in names:
+      names[moves] = len(names)
+    return names[moves]
+
+  last = visit(root)
+  # The root is numbered last and has no equal: it is the longest path.
+  rename = lambda x: x if x < 0 else 0 if x == last else x + 1
+  for moves, name in names.items():
+    edges += [(rename(name), low, high, rename(after))
+              for low, high, after in _joined(moves)]
+  return np.array(edges, np.int64).reshape(-1, 4), len(names)
+
+
+def _labelled(intervals, labels):
+  """`(first, last, label)` of the code points with a label, joined."""
+  found = []
+  for i, (low, atom) in enumerate(intervals):
+    high = intervals[i + 1][0] - 1 if i + 1 < len(intervals) else _LAST
+    found.append((low, high, labels[atom]))
+  return [x for x in _joined(found) if x[2] >= 0]
+
+
+def _joined(moves):
+  """Joins neighbouring ranges with equal third entries."""
+  found = []
+  for low, high, after in sorted(moves):
+    if found and found[-1][2] == after and found[-1][1] + 1 == low:
+      found[-1] = (found[-1][0], high, after)
+    else:
+      found.append((low, high, after))
+  return found
+
+
+def _paths(low, high, json):
+  """Paths that spell the code points of an interval.
+
+  A step of a path is a tuple of byte ranges. Of two paths that part, the steps
+  where they do are disjoint.
+  """
+  for a, b in _cut(low, high, [_SURROGATES]):
+    yield from _direct(a, b, json)
+    if json:
+      yield from _escaped(a, b)
+
+
+def _cut(low, high, holes):
+  """An interval without some others, ascending."""
+  for first, last in holes:
+    if low < first:
+      yield low, min(high, first - 1)
+    low = max(low, last + 1)
+    if low > high:
+      return
+  yield low, high
+
+
+def _direct(low, high, json):
+  holes = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)] if json else []
+  for a, b in _cut(low, high, holes):
+    for first, last, lead, sizes in _UTF8:
+      if a <= last and b >= first:
+        for digits in _split(max(a, first), min(b, last), sizes):
+          bases = (lead, *[0x80] * (len(sizes) - 1))
+          yield [((base + x, base + y),)
+                 for base, (x, y) in zip(bases, digits)]
+
+
+def _escaped(low, high):
+  slash, u, d = _byte(0x5C), _byte(0x75), _digit(13, 13)
+  for point, letter in _SHORT.items():
+    if low <= point <= high:
+      yield [slash, _byte(letter[0])]
+  if low <= 0xFFFF:
+    for digits in _split(low, min(high, 0xFFFF), (16,) * 4):
+      yield [slash, u, *(_digit(*x) for x in digits)]
+  if high > 0xFFFF:
+    first = max(low, 0x10000) - 0x10000
+    for digits in _split(first, high - 0x10000, (4, 16, 16, 4, 16, 16)):
+      one, other = (
+          [_digit(x + base, y + base) for (x, y), base in zip(half, (8, 0, 0))]
+          for half in (digits[:3], ((digits[3][0] + 4, digits[3][1] + 4),
+                                    *digits[4:])))
+      yield [slash, u, d, *one, slash, u, d, *other]
+
+
+def _byte(value):
+  return ((value, value),)
+
+
+def _digit(low, high):
+  """The byte ranges of a range of hexadecimal digits."""
+  return tuple(
+      (ord(zero) + max(low, least) - least, ord(zero) + min(high, most) - least)
+      for zero, least, most in (("0", 0, 9), ("A", 10, 15), ("a", 10, 15))
+      if low <= most and high >= least)
+
+
+def _split(low, high, sizes):
+  """Splits a range of numbers into products of ranges of digits."""
+  if len(sizes) == 1:
+    return [((low, high),)]
+  unit = int(np.prod(sizes[1:]))
+  first, last = low // unit, high // unit
+  rest = sizes[1:]
+  if first == last:
+    return [((first, first), *x)
+            for x in _split(low - first * unit, high - first * unit, rest)]
+  found = []
+  if low % unit:
+    found += [((first, first), *x)
+              for x in _split(low % unit, unit - 1, rest)]
+    first += 1
+  tail = []
+  if high % unit != unit - 1:
+    tail = [((last, last), *x) for x in _split(0, high % unit, rest)]
+    last -= 1
+  if first <= last:
+    found.append(((first, last), *((0, n - 1) for n in rest)))
+  return found + tail

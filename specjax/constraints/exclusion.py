@@ -1,0 +1,124 @@
+"""Alternatives of a JSON schema that never hold for the same value.
+
+Exactly one part of a `oneOf` must hold. The schema is followed if no text that
+is written for one part is valid under another. Parts may differ by a type, a
+value, a length, a bound, a pattern or a property.
+"""
+
+import json
+
+from specjax.constraints import characters
+from specjax.constraints import formats
+
+_DEEPEST = 4  # levels of properties and items that are looked into
+
+
+def excluded(reader, some, others, depth=0):
+  """Returns whether no value written for `some` is valid under `others`."""
+  return all(_excludes(reader, a, b, depth) for a in some for b in others)
+
+
+def _excludes(reader, a, b, depth):
+  if a.values is not None:
+    return all(refuted(reader, json.loads(x), b) for x in a.values)
+  if b.values is not None:
+    return all(refuted(reader, json.loads(x), a) for x in b.values)
+  common = a.reachable_types & (
+      a.reachable_types if b.types is None else b.types)
+  checks = {"string": _strings, "array": _arrays, "object": _objects,
+            "integer": _numbers, "fraction": _numbers}
+  return depth < _DEEPEST and all(
+      kind in checks and checks[kind](reader, a, b, depth) for kind in common)
+
+
+def _nodes(reader, a, b, depth):
+  # A `$ref` that was followed often enough to write a value is still valid, so
+  # the comparison follows every `$ref` from the beginning.
+  some, others = (reader.alternatives(tuple((part, ()) for part, _ in node))
+                  for node in (a, b))
+  return excluded(reader, some, others, depth + 1)
+
+
+def _strings(reader, a, b, depth):
+  del reader, depth
+  both = formats.string_automaton(
+      tuple(dict.fromkeys((*a.patterns, *b.patterns))),
+      tuple(dict.fromkeys((*a.formats, *b.formats))))
+  mosts = [x.limits["maxLength"] for x in (a, b) if "maxLength" in x.limits]
+  return not characters.counted(
+      both, max(x.limits.get("minLength", 0) for x in (a, b)),
+      min(mosts, default=None))
+
+
+def _numbers(reader, a, b, depth):
+  del reader, depth
+  return any(
+      low in x.limits and high in y.limits and (
+          x.limits[low] > y.limits[high] or strict
+          and x.limits[low] == y.limits[high])
+      for x, y in ((a, b), (b, a)) for low, high, strict in (
+          ("minimum", "maximum", False), ("exclusiveMinimum", "maximum", True),
+          ("minimum", "exclusiveMaximum", True),
+          ("exclusiveMinimum", "exclusiveMaximum", True)))
+
+
+def _arrays(reader, a, b, depth):
+  least = max(x.limits.get("minItems", 0) for x in (a, b))
+  if any(x.limits.get("maxItems", least) < least for x in (a, b)):
+    return True
+  return any(_nodes(reader, a.item(i), b.item(i), depth)
+             for i in range(min(least, 1 + max(len(a.prefix), len(b.prefix)))))
+
+
+def _objects(reader, a, b, depth):
+  """A property of each object of a that b refuses, or one that b misses."""
+  has_extra = a.has_extra or not a.properties
+  if not has_extra and any(name not in a.properties and name not in a.required
+                           for name in b.required):
+    return True
+  return any(_nodes(reader, a.named(name), b.named(name), depth)
+             for name in a.required)
+
+
+def refuted(reader, value, b):
+  """Returns whether a value is not valid under an alternative."""
+  if b.types is not None and not types_of(value) & b.types:
+    return True
+  if b.values is not None and json.dumps(value) not in b.values:
+    return True
+  below = lambda x, node: all(
+      refuted(reader, x, one) for one in reader.alternatives(
+          tuple((part, ()) for part, _ in node)))
+  if isinstance(value, str):
+    return not (formats.string_automaton(b.patterns, b.formats).accepts(value)
+                and _is_within(len(value), b.limits, "Length"))
+  if isinstance(value, list):
+    different = {json.dumps(x, sort_keys=True) for x in value}
+    return (not _is_within(len(value), b.limits, "Items")
+            or b.limits.get("uniqueItems") and len(different) < len(value)
+            or any(below(x, b.item(i)) for i, x in enumerate(value)))
+  if isinstance(value, dict):
+    return (not value.keys() >= set(b.required)
+            or not _is_within(len(value), b.limits, "Properties")
+            or any(below(x, b.named(name)) for name, x in value.items()))
+  if isinstance(value, (int, float)) and not isinstance(value, bool):
+    return (value < b.limits.get("minimum", value)
+            or value > b.limits.get("maximum", value)
+            or value <= b.limits.get("exclusiveMinimum", value - 1)
+            or value >= b.limits.get("exclusiveMaximum", value + 1))
+  return False
+
+
+def _is_within(count, limits, noun):
+  return limits.get(f"min{noun}", 0) <= count <= limits.get(
+      f"max{noun}", count)
+
+
+def types_of(value):
+  """Returns the types of a value of JSON, as of `schemas.EVERY_TYPE`."""
+  if isinstance(value, bool):
+    return {"boolean"}
+  if isinstance(value, (int, float)):
+    return {"integer" if float(value).is_integer() else "fraction"}
+  return {{str: "string", list: "array", dict: "object"}.get(
+      type(value), "null")}

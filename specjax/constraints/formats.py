@@ -1,0 +1,179 @@
+"""Strings and numbers of a JSON schema, as automata over characters.
+
+A format is that of its standard, as far as a validator accepts it:
+
+  date, time, date-time  RFC 3339 with the days of every month, leap years and
+                         offsets; years from 0001, T and Z in capitals, no leap
+                         seconds
+  email                  RFC 5321 without IPv6 literals and without the limit
+                         of the domain as a whole; at most 31 quoted characters
+  uri                    RFC 3986, with a scheme
+  uuid                   RFC 4122 in either case
+"""
+
+from collections.abc import Mapping
+import decimal
+import functools
+from typing import Any
+
+from specjax.constraints import characters
+from specjax.constraints import regexes
+
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = ("([0-9]{2}(0[48]|[2468][048]|[13579][26])|"
+         "(0[48]|[2468][048]|[13579][26])00)")
+_DATE = (f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|"
+         "(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))|"
+         f"{_LEAP}-02-29)")
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_CLOCK})"
+_HEX = "[0-9a-fA-F]"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_EMAIL = (rf"({_ATOM}+(\.{_ATOM}+)*|"
+          r'"([ !#-\[\]-~]|\\[ -~]){0,31}")'
+          rf"@({_LABEL}(\.{_LABEL})*|\[{_IPV4}\])")
+_LOCAL = r"""(?s:"|[^"@]{1,64}@).*"""  # its length, unless it is quoted
+_WORD = f"{_HEX}{{1,4}}"
+_LAST = f"({_WORD}:{_WORD}|{_IPV4})"
+
+
+def _ipv6():
+  """The nine forms of RFC 3986: how many groups are before and after `::`."""
+  forms = [f"({_WORD}:){{6}}{_LAST}", f"::({_WORD}:){{5}}{_LAST}"]
+  for before, after in enumerate(range(4, -1, -1)):
+    start = f"(({_WORD}:){{0,{before}}}{_WORD})?"
+    forms.append(f"{start}::({_WORD}:){{{after}}}{_LAST}")
+  forms += [f"(({_WORD}:){{0,5}}{_WORD})?::{_WORD}",
+            f"(({_WORD}:){{0,6}}{_WORD})?::"]
+  return "|".join(forms)
+
+
+_PLAIN = r"A-Za-z0-9._~!$&'()*+,;=\-"
+_CODED = f"%{_HEX}{{2}}"
+_PCHAR = f"([{_PLAIN}:@]|{_CODED})"
+_AUTHORITY = (rf"(([{_PLAIN}:]|{_CODED})*@)?"
+              rf"(\[({_ipv6()}|v{_HEX}+\.[{_PLAIN}:]+)\]|"
+              rf"([{_PLAIN}]|{_CODED})*)(:[0-9]*)?")
+_URI = (rf"[A-Za-z][A-Za-z0-9+.-]*:(//{_AUTHORITY}(/{_PCHAR}*)*|"
+        rf"/({_PCHAR}+(/{_PCHAR}*)*)?|{_PCHAR}+(/{_PCHAR}*)*|)"
+        rf"(\?({_PCHAR}|[/?])*)?(\#({_PCHAR}|[/?])*)?")
+_FORMATS = {
+    "date": (_DATE,), "time": (_TIME,), "date-time": (f"{_DATE}T{_TIME}",),
+    "email": (_EMAIL, _LOCAL), "uri": (_URI,),
+    "uuid": (f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",)}
+_INTEGER = "-?(0|[1-9][0-9]*)"
+_DIGITS = 15  # decimal digits that a double always keeps apart
+
+
+def string_automaton(patterns: tuple[str, ...], formats: tuple[str, ...]
+                     ) -> characters.Characters:
+  """Returns the automaton of the strings of patterns and formats.
+
+  Raises:
+    ValueError: a format is unknown, or a pattern is not a regular expression.
+  """
+  found = characters.anything()
+  for pattern in patterns:
+    try:
+      one = regexes.compiled(pattern, search=True)
+    except ValueError as e:
+      raise ValueError(f"{e} ('pattern' of the JSON schema)") from None
+    if not characters.counted(one, 0, None):
+      raise ValueError(f"no string matches {regexes.shown(pattern)}, 'pattern' "
+                       "of the JSON schema; are its ^ and $ at its ends?")
+    found = characters.intersected(found, one)
+  for name in formats:
+    if name not in _FORMATS:
+      raise ValueError(f"the JSON schema has the format {name!r}; the known "
+                       f"formats are {', '.join(_FORMATS)}")
+    found = characters.intersected(found, _format(name))
+  return found
+
+
+@functools.cache
+def _format(name):
+  return functools.reduce(characters.intersected, (
+      regexes.compiled(x, search=False) for x in _FORMATS[name]))
+
+
+def number_automaton(limits: Mapping[str, Any], integer: bool
+                     ) -> characters.Characters:
+  """Returns the automaton of the numbers within bounds.
+
+  Args:
+    limits: the keywords of a JSON schema that bound a number.
+    integer: whether the number is written without a point and an exponent. A
+      bounded fraction has no exponent either, and so few digits that a parser
+      does not round it onto its bound.
+  """
+  bounds = {key: decimal.Decimal(repr(x)) for key, x in limits.items()
+            if key in ("minimum", "maximum", "exclusiveMinimum",
+                       "exclusiveMaximum")}
+  if integer:
+    kind = _INTEGER
+  elif not bounds:
+    kind = rf"{_INTEGER}(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+  else:
+    long = max(abs(x).adjusted() + 1 for x in bounds.values())
+    kind = rf"{_INTEGER}(\.[0-9]{{1,{max(1, _DIGITS - max(1, long))}}})?"
+  found = regexes.compiled(kind, search=False)
+  for key, bound in bounds.items():
+    found = characters.intersected(found, regexes.compiled(
+        _bounded(bound, "inimum" in key, "exclusive" in key), search=False))
+  return found
+
+
+def _bounded(bound, is_least, strict):
+  """Decimals on one side of a bound; other texts may match as well."""
+  away = ">" if is_least else "<"
+  if bound == 0:
+    zero = r"-?0(\.0*)?"
+    other = r"[0-9]+(\.[0-9]*)?"
+    nonzero = r"([0-9]*[1-9][0-9]*(\.[0-9]*)?|[0-9]+\.[0-9]*[1-9][0-9]*)"
+    signed = nonzero if is_least else f"-{nonzero}"
+    if strict:
+      return signed
+    return f"{signed}|{zero}|{other}" if is_least else f"{signed}|{zero}"
+  positive = bound > 0
+  magnitude = _beyond(abs(bound), (away == ">") == positive, strict)
+  sign = "" if positive else "-"
+  if is_least != positive:  # the other sign is within the bound, too
+    other = rf"{'-' if positive else ''}[0-9]+(\.[0-9]*)?"
+    return rf"{sign}({magnitude})|{other}|-0(\.0*)?"
+  return f"{sign}({magnitude})"
+
+
+def _beyond(bound, above, strict):
+  """Decimals without a sign above (below) one that is not 0."""
+  text = format(bound, "f")
+  whole, _, part = text.partition(".")
+  part = part.rstrip("0")
+  digit = lambda x: (f"[{int(x) + 1}-9]" if above and x != "9" else
+                     f"[0-{int(x) - 1}]" if not above and x != "0" else None)
+  any_part = r"(\.[0-9]*)?"
+  forms = []
+  # The whole part decides: by its length, or by its first different digit.
+  if above:
+    forms.append(f"[1-9][0-9]{{{len(whole)},}}{any_part}")
+  elif len(whole) > 1:
+    forms.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){any_part}")
+  for i, x in enumerate(whole):
+    if digit(x):
+      forms.append(f"{whole[:i]}{digit(x)}[0-9]{{{len(whole) - i - 1}}}"
+                   f"{any_part}")
+  # The whole part is equal: the digits after the point decide.
+  for i, x in enumerate(part):
+    if digit(x):
+      forms.append(rf"{whole}\.{part[:i]}{digit(x)}[0-9]*")
+    if not above:
+      forms.append(rf"{whole}\.{part[:i]}" if i else rf"{whole}(\.)?")
+  more = "[0-9]*[1-9][0-9]*"
+  equal = rf"{whole}\.{part}0*" if part else rf"{whole}(\.0*)?"
+  if not strict:
+    forms.append(equal)
+  if above:
+    forms.append(rf"{whole}\.{part}{more}")
+  return "|".join(forms)

@@ -1,0 +1,306 @@
+"""Deterministic automata over bytes, and how larger ones are built from them.
+
+A bounded list of bounded lists has tens of thousands of states, but its parts
+are copies of each other. So every state belongs to a copy at each of a few
+*levels*: level 0 is the automaton, level 1 a copy of a part of it, level 2 a
+copy of a part of that part. A *group* is all the copies of one part, side by
+side. A move to a state within the same group is written relative to the first
+state of the copy. Then it is the same move in every copy, and `token_tables`
+reads the tokens for one of them alone.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+
+import numpy as np
+
+MOST_STATES = 2**18
+_MOST_MERGED = 20_000  # states that two alternatives share
+
+
+class TooLargeError(ValueError):
+  """An automaton that would have too many states."""
+
+
+def check_size(states: int, what: str) -> None:
+  """Raises a `TooLargeError` unless an automaton of so many states is built."""
+  if states > MOST_STATES:
+    raise TooLargeError(f"{what} needs {states} states, and an automaton has "
+                        f"at most {MOST_STATES}; allow fewer repetitions")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fragment:
+  """A deterministic automaton over bytes; state 0 is the first.
+
+  Attributes:
+    edges: `[E, 4]` int64: a state, the first and the last byte of a range and
+      the next state.
+    final: `[F]` int64, the accepting states.
+    anchors: `[S, L]` int64, the first states of the copies that each state is
+      in, by level. Level 0 has 0.
+    groups: `[S, L]` int64, the groups of these copies.
+  """
+
+  edges: np.ndarray
+  final: np.ndarray
+  anchors: np.ndarray
+  groups: np.ndarray
+
+  @property
+  def size(self) -> int:
+    """S, the number of states."""
+    return len(self.anchors)
+
+  def accepts(self, text: bytes) -> bool:
+    """Returns whether the automaton accepts the text."""
+    states, table = self.size, getattr(self, "_table", None)
+    if table is None:
+      table = {}
+      for source, low, high, target in self.edges.tolist():
+        table.setdefault(source, []).append((low, high, target))
+      object.__setattr__(self, "_table", table)
+    state = 0
+    for byte in text:
+      state = next((target for low, high, target in table.get(state, ())
+                    if low <= byte <= high), states)
+    return state in self.final
+
+
+class Builder:
+  """Puts fragments together; state 0 is the first.
+
+  States are joined by moves that read nothing, which `build` removes. It also
+  merges the equal beginnings of two alternatives.
+  """
+
+  def __init__(self):
+    self.size = 1
+    self.final = []
+    self._edges, self._links = [], []
+    self._anchors = [np.zeros((1, 1), np.int64)]
+    self._groups = [np.zeros((1, 1), np.int64)]
+
+  def new(self) -> int:
+    """Returns a new state."""
+    self._anchors.append(np.zeros((1, 1), np.int64))
+    self._groups.append(np.zeros((1, 1), np.int64))
+    self.size += 1
+    return self.size - 1
+
+  def link(self, source: int, target: int) -> None:
+    """Adds a move that reads nothing."""
+    self._links.append((source, target))
+
+  def edge(self, source: int, low: int, high: int, target: int) -> None:
+    """Adds a move that reads a byte in [low, high]."""
+    self._edges.append(np.array([[source, low, high, target]]))
+
+  def text(self, source: int, text: bytes) -> int:
+    """Adds a text after a state and returns the state after it."""
+    for byte in text:
+      target = self.new()
+      self.edge(source, byte, byte, target)
+      source = target
+    return source
+
+  def put(self, source: int, fragment: Fragment, what: str = "the text") -> int:
+    """Adds a fragment after a state and returns the state after it."""
+    start = self.size
+    check_size(start + fragment.size, what)
+    self.size += fragment.size
+    self._edges.append(fragment.edges + np.array([start, 0, 0, start]))
+    shift = np.where(fragment.groups > 0, start, 0)  # 0: in no copy
+    self._anchors.append(fragment.anchors + shift)
+    self._groups.append(fragment.groups + shift)
+    self.link(source, start)
+    after = self.new()
+    self._links += [(start + state, after) for state in fragment.final.tolist()]
+    return after
+
+  def build(self, copies: Iterable[int] = ()) -> Fragment:
+    """Returns the deterministic automaton of all texts from 0 to `final`.
+
+    Args:
+      copies: the first states of the copies of a part and the state after the
+        last of them, or nothing.
+    """
+    depth = max(x.shape[1] for x in self._anchors)
+    anchors, groups = (np.concatenate(
+        [np.pad(x, ((0, 0), (0, depth - x.shape[1])), mode="edge")
+         for x in parts]) for parts in (self._anchors, self._groups))
+    copies = np.array(list(copies), np.int64)
+    if len(copies) > 2:
+      place = np.searchsorted(copies, np.arange(self.size), "right") - 1
+      inside = (place >= 0) & (place < len(copies) - 1)
+      start = np.where(inside, copies[np.clip(place, 0, len(copies) - 2)], 0)
+      # A state outside the copies repeats level 0 at the new level.
+      anchors = np.insert(anchors, 1, start, axis=1)
+      groups = np.insert(groups, 1, np.where(inside, copies[0], 0), axis=1)
+      deeper = inside[:, None] & (groups[:, 2:] == 0)
+      anchors[:, 2:] = np.where(deeper, start[:, None], anchors[:, 2:])
+      groups[:, 2:] = np.where(deeper, copies[0], groups[:, 2:])
+    edges, final = self._closed()
+    edges, final, merged = _deterministic(edges, final, self.size)
+    extra = np.zeros((merged, anchors.shape[1]), np.int64)
+    return _trimmed(edges, final, np.concatenate([anchors, extra]),
+                    np.concatenate([groups, extra]))
+
+  def _closed(self):
+    """The edges and the final states without moves that read nothing."""
+    edges = np.concatenate(
+        [*self._edges, np.zeros((0, 4), np.int64)]).astype(np.int64)
+    edges = edges[np.argsort(edges[:, 0], kind="stable")]
+    starts = np.searchsorted(edges[:, 0], np.arange(self.size + 1))
+    links, final = {}, set(self.final)
+    for source, target in self._links:
+      links.setdefault(source, []).append(target)
+    parts, ends, closures = [edges], set(final), {}
+
+    def closure(state):
+      """The states that `state` leads to without reading."""
+      found, work = {state}, [state]
+      while work:
+        one = work.pop()
+        if one in closures:
+          found |= closures[one]
+          continue
+        for target in links.get(one, ()):
+          if target not in found:
+            found.add(target)
+            work.append(target)
+      return found
+
+    for source in sorted(links, reverse=True):
+      closures[source] = closure(source)
+      for other in closures[source] - {source}:
+        if starts[other] < starts[other + 1]:
+          copied = edges[starts[other]:starts[other + 1]].copy()
+          copied[:, 0] = source
+          parts.append(copied)
+        if other in final:
+          ends.add(source)
+    return np.concatenate(parts), ends
+
+
+def joined(parts: list[Fragment | None]) -> Fragment | None:
+  """Returns the automaton of the texts that one of the parts accepts."""
+  parts = [part for part in parts if part is not None]
+  if len(parts) < 2:
+    return parts[0] if parts else None
+  builder = Builder()
+  builder.final = [builder.put(0, part) for part in parts]
+  return builder.build()
+
+
+def of_texts(texts: Iterable[bytes]) -> Fragment | None:
+  """Returns the automaton of some texts; equal ends share their states."""
+  root = {}
+  for text in texts:
+    node = root
+    for byte in text:
+      node = node.setdefault(byte, {})
+    node[None] = None
+  if not root:
+    return None
+  names, rows = {}, []
+  # Children come first, so that equal nodes have equal rows. There is no
+  # recursion, because a text may be long.
+  stack, name = [(root, False)], {}
+  while stack:
+    node, seen = stack.pop()
+    children = [child for child in node.values() if child is not None]
+    if not seen:
+      stack.append((node, True))
+      stack += [(child, False) for child in children]
+      continue
+    row = tuple(sorted((-1 if byte is None else byte,
+                        -1 if child is None else name[id(child)])
+                       for byte, child in node.items()))
+    if row not in names:
+      names[row] = len(rows)
+      rows.append(row)
+    name[id(node)] = names[row]
+  last = len(rows) - 1  # the root has the longest text and so no equal
+  edges = [(last - i, byte, byte, last - child) for i, row in enumerate(rows)
+           for byte, child in row if byte >= 0]
+  final = [last - i for i, row in enumerate(rows) if row[0][0] < 0]
+  check_size(len(rows), "the choice")
+  zeros = np.zeros((len(rows), 1), np.int64)
+  return Fragment(np.array(edges, np.int64).reshape(-1, 4), np.array(final),
+                  zeros, zeros)
+
+
+def _deterministic(edges, final, size):
+  """Merges the beginnings that two alternatives share.
+
+  Returns:
+    The edges, the accepting states and the number of new states.
+  """
+  bits = (2**22, 2**8, 2**8, 2**22)
+  edges = np.stack(np.unravel_index(np.unique(np.ravel_multi_index(
+      tuple(edges.T), bits)), bits), axis=1)
+  top = np.maximum.accumulate(edges[:, 0] * 256 + edges[:, 2])
+  clash = edges[1:, 0] * 256 + edges[1:, 1] <= top[:-1]
+  if not clash.any():
+    return edges, final, 0
+  starts = np.searchsorted(edges[:, 0], np.arange(size + 1))
+  clashing = np.unique(edges[1:][clash, 0]).tolist()
+  names, work, new = {}, [((x,), x) for x in clashing], []
+  for members, name in work:
+    out = np.concatenate([edges[starts[x]:starts[x + 1]] for x in members])
+    cuts = np.unique(np.r_[out[:, 1], out[:, 2] + 1])
+    for low, high in zip(cuts[:-1].tolist(), (cuts[1:] - 1).tolist()):
+      covers = (out[:, 1] <= low) & (out[:, 2] >= high)
+      targets = tuple(np.unique(out[covers, 3]).tolist())
+      if not targets:
+        continue
+      if len(targets) > 1 and targets not in names:
+        if len(names) == _MOST_MERGED:
+          raise ValueError(
+              "parts of 'anyOf' with equal beginnings need more than "
+              f"{_MOST_MERGED} states; let them differ from the start")
+        names[targets] = size + len(names)
+        work.append((targets, names[targets]))
+        if any(x in final for x in targets):
+          final.add(names[targets])
+      new.append((name, low, high, targets[0] if len(targets) == 1 else
+                  names[targets]))
+  kept = edges[~np.isin(edges[:, 0], clashing)]
+  return (np.concatenate([kept, np.array(new, np.int64)]), final, len(names))
+
+
+def _trimmed(edges, final, anchors, groups):
+  """Removes states that cannot be reached or lead to no end."""
+  size = len(anchors)
+  ends = np.zeros(size, bool)
+  ends[list(final)] = True
+  kept = _spread(edges[:, 3], edges[:, 0], ends) & _spread(
+      edges[:, 0], edges[:, 3], np.arange(size) == 0)
+  if not kept[0]:
+    return None
+  edges = edges[kept[edges[:, 0]] & kept[edges[:, 3]]]
+  number = np.r_[0, np.cumsum(kept)]
+  edges = np.stack([number[edges[:, 0]], edges[:, 1], edges[:, 2],
+                    number[edges[:, 3]]], axis=1)
+  final = number[:-1][ends & kept]
+  # A group is numbered by where its first copy starts.
+  return Fragment(edges, final, number[anchors[kept]],
+                  np.where(groups[kept] > 0, number[groups[kept]], 0))
+
+
+def _spread(source, target, reached):
+  """The states that some states lead to, and these."""
+  order = np.argsort(source, kind="stable")
+  source, target = source[order], target[order]
+  starts = np.searchsorted(source, np.arange(len(reached) + 1))
+  reached = reached.copy()
+  front = np.flatnonzero(reached)
+  while front.size:
+    first, count = starts[front], starts[front + 1] - starts[front]
+    at = np.repeat(first - np.r_[0, np.cumsum(count)[:-1]], count) + np.arange(
+        count.sum())
+    after = np.unique(target[at])
+    front = after[~reached[after]]
+    reached[front] = True
+  return reached

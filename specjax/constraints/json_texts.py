@@ -1,0 +1,294 @@
+"""The texts of JSON that follow a schema, as an automaton over bytes.
+
+`Automaton.from_json_schema` says which of the valid texts are written.
+"""
+
+import dataclasses
+import functools
+import json
+
+from specjax.constraints import characters
+from specjax.constraints import exclusion
+from specjax.constraints import formats
+from specjax.constraints import fragments
+from specjax.constraints import schemas
+
+_FREE = 4  # levels of arrays and objects within a value without keywords
+
+
+class Writer:
+  """Writes the values of one schema."""
+
+  def __init__(self, reader, space):
+    self._reader, self._space = reader, space
+    self._known = {}
+
+  def value(self, node: schemas.Node, free: int = 0
+            ) -> fragments.Fragment | None:
+    """Returns the texts of a node, or None if there are none.
+
+    Args:
+      node: a node of the schema.
+      free: number of enclosing arrays and objects without any keyword.
+    """
+    key = (tuple((id(part), refs) for part, refs in node), free)
+    if key not in self._known:
+      parts, values = [], {}
+      for one in self._reader.alternatives(node):
+        if one.values is None:
+          parts += self._typed(one, free)
+        else:
+          values |= dict.fromkeys(self._chosen(one))
+      self._known[key] = fragments.joined([*parts, *self._constants(values)])
+    return self._known[key]
+
+  def _typed(self, one, free):
+    """The texts of an alternative, by type."""
+    kinds, inner = one.reachable_types, free + one.is_free
+    untyped = [key for key in one.keywords if one.types is None]
+    if untyped:
+      raise ValueError(f"the JSON schema has {untyped[0]!r} without a 'type'; "
+                       "say of which type the value is")
+    if one.is_free and free == _FREE:
+      kinds = kinds - {"array", "object"}
+    found = []
+    words = [word for word, kind in ((b"null", "null"), (b"true", "boolean"),
+                                     (b"false", "boolean")) if kind in kinds]
+    found.append(fragments.of_texts(words))
+    if kinds & {"integer", "fraction"}:
+      found.append(_number(tuple(sorted(one.limits.items())),
+                           "fraction" not in kinds))
+    if "string" in kinds:
+      found.append(_string(
+          one.patterns, one.formats, one.limits.get("minLength", 0),
+          one.limits.get("maxLength")))
+    if "array" in kinds:
+      found.append(self._array(one, inner))
+    if "object" in kinds:
+      found.append(self._object(one, inner))
+    return found
+
+  def _chosen(self, one):
+    """The values of an alternative that its other keywords allow."""
+    others = dataclasses.replace(one, values=None)
+    return [x for x in one.values
+            if not exclusion.refuted(self._reader, json.loads(x), others)]
+
+  def _constants(self, values):
+    """Constant values: scalars as one choice, the others one by one."""
+    values = [json.loads(x) for x in values]
+    scalars = [x for x in values if not isinstance(x, (list, dict))]
+    found = [fragments.of_texts(
+        text for x in scalars for text in _scalar_texts(x))]
+    for value in values:
+      if isinstance(value, (list, dict)):
+        found.append(self._constant(value))
+    return found
+
+  def _constant(self, value):
+    if not isinstance(value, (list, dict)):
+      return fragments.of_texts(_scalar_texts(value))
+    builder = fragments.Builder()
+    pair = b"[]" if isinstance(value, list) else b"{}"
+    state = self.spaced(builder, builder.text(0, pair[:1]))
+    for i, x in enumerate(value):
+      if i:
+        state = self.comma(builder, state)
+      if isinstance(value, dict):
+        state = builder.put(state, fragments.of_texts(_scalar_texts(x)))
+        state = self.colon(builder, state)
+        x = value[x]
+      state = self.spaced(builder, builder.put(state, self._constant(x)))
+    builder.final = [builder.text(state, pair[1:])]
+    return builder.build()
+
+  def _array(self, one, free):
+    least = one.limits.get("minItems", 0)
+    most = one.limits.get("maxItems")
+    if one.limits.get("uniqueItems") and (most is None or most > 1):
+      raise ValueError("the JSON schema has 'uniqueItems', which an automaton "
+                       "would not follow; leave it out")
+    prefix = [self.value(node, free) for node in one.prefix]
+    item = self.value(one.items, free)
+    longest = next((i for i, x in enumerate(prefix) if x is None),
+                   None if item is not None else len(prefix))
+    most = min((x for x in (most, longest) if x is not None), default=None)
+    if most is not None and least > most:
+      return None
+    builder = fragments.Builder()
+    end = builder.new()
+    builder.final = [end]
+    state = self.spaced(builder, builder.text(0, b"["))
+    if not least:
+      builder.edge(state, 0x5D, 0x5D, end)
+    copies = []
+    count = max(least, len(prefix), 1) if most is None else most
+    what = f"'{'minItems' if most is None else 'maxItems'}' {count}"
+    if item is not None:  # the item, its comma and the space around it
+      fragments.check_size((item.size + 2 * self._space.size + 5) * (
+          count - len(prefix)), what)
+    for i in range(count):
+      if i >= len(prefix):
+        copies.append(builder.size)
+      before = builder.new()
+      builder.link(state, before)
+      state = self.spaced(builder, builder.put(
+          before, prefix[i] if i < len(prefix) else item, what))
+      if i + 1 >= least:
+        builder.edge(state, 0x5D, 0x5D, end)
+      if i + 1 < count:
+        state = self.comma(builder, state)
+      elif most is None:  # the last copy is repeated
+        again = self.comma(builder, state)
+        if i < len(prefix):
+          last = self.spaced(builder, builder.put(again, item))
+          builder.edge(last, 0x5D, 0x5D, end)
+          builder.link(self.comma(builder, last), again)
+        else:
+          builder.link(again, before)
+    return builder.build([*copies, builder.size] if copies else ())
+
+  def _object(self, one, free):
+    return _Object(self, one, free).fragment()
+
+  def spaced(self, builder: fragments.Builder, state: int) -> int:
+    """Adds the space between two parts."""
+    return builder.put(state, self._space)
+
+  def comma(self, builder: fragments.Builder, state: int) -> int:
+    """Adds a comma and the space after it."""
+    return self.spaced(builder, builder.text(state, b","))
+
+  def colon(self, builder: fragments.Builder, state: int) -> int:
+    """Adds a colon and the space around it."""
+    state = builder.text(self.spaced(builder, state), b":")
+    return self.spaced(builder, state)
+
+
+class _Object:
+  """Writes an object: declared properties in their order, then others.
+
+  A place is a pair: the next declared property, and the number of properties
+  before it (up to the largest number that makes a difference).
+  """
+
+  def __init__(self, writer, one, free):
+    self._writer, self._least = writer, one.limits.get("minProperties", 0)
+    self._most = one.limits.get("maxProperties")
+    required = set(one.required)
+    names = [*one.properties, *(x for x in one.required
+                                if x not in one.properties)]
+    values = {name: writer.value(one.named(name), free) for name in names}
+    self._missing = any(values[name] is None for name in required)
+    self._names = [name for name in names if values[name] is not None]
+    self._values, self._required = values, required
+    self._extra = None
+    if one.has_extra or not one.properties:
+      self._extra = writer.value(one.extra, free)
+    if self._extra is not None:
+      if self._least > 1 and self._least > len(required):
+        raise ValueError(
+            f"the JSON schema has 'minProperties' {self._least} of properties "
+            "without names, which may be written twice; name them in "
+            "'properties', or set 'additionalProperties' to false")
+      self._key = characters.spelled(characters.without(names), json=True)
+    self._cap = max(1, self._least if self._most is None else self._most)
+    if self._extra is None:
+      self._cap = max(1, min(self._cap, len(self._names)))
+
+  def fragment(self):
+    """Returns the texts of the object, or None if there are none."""
+    if self._missing:
+      return None
+    size = sum(self._values[name].size for name in self._names)
+    counts = self._cap if self._least > 1 or self._most is not None else 1
+    fragments.check_size(size * counts, "'properties'")
+    self._builder = builder = fragments.Builder()
+    self._end = builder.new()
+    builder.final = [self._end]
+    self._nodes = {}
+    counts = range(self._cap + 1)
+    self._choose = {(i, count): builder.new() for count in counts
+                    for i in range(len(self._names) + 1)}
+    self._keys, self._others = {}, {}
+    for i, count in reversed(self._choose):
+      self._place(i, count)
+    start = self._writer.spaced(builder, builder.text(0, b"{"))
+    builder.link(start, self._choose[0, 0])
+    self._close(start, 0, 0)
+    return builder.build()
+
+  def _after(self, count):
+    """The number of properties after one more, None if there are too many."""
+    if self._most is not None and count + 1 > self._most:
+      return None
+    return min(count + 1, self._cap)
+
+  def _close(self, state, i, count):
+    if count >= self._least and self._required.isdisjoint(self._names[i:]):
+      self._builder.edge(state, 0x7D, 0x7D, self._end)
+
+  def _value(self, state, value, i, count):
+    """Adds a value after a key, and the end or the comma after it."""
+    builder, writer = self._builder, self._writer
+    state = writer.spaced(
+        builder, builder.put(writer.colon(builder, state), value))
+    self._close(state, i, count)
+    builder.link(writer.comma(builder, state), self._choose[i, count])
+
+  def _place(self, i, count):
+    """Adds the keys that may come at a place, after a comma or at first."""
+    after = self._after(count)
+    if after is None:
+      return
+    builder, texts = self._builder, []
+    for j in range(i, len(self._names)):
+      name = self._names[j]
+      if (j, after) not in self._keys:
+        self._keys[j, after] = state = builder.new()
+        self._value(state, self._values[name], j + 1, after)
+      texts += [(text, self._keys[j, after]) for text in _scalar_texts(name)]
+      if name in self._required:
+        break
+    else:
+      if self._extra is not None:
+        if after not in self._others:
+          self._others[after] = start = builder.new()
+          self._value(builder.put(start, self._key), self._extra,
+                      len(self._names), after)
+        builder.link(self._choose[i, count], self._others[after])
+    if texts:
+      builder.link(self._choose[i, count], self._node(frozenset(texts)))
+
+  def _node(self, texts):
+    """The state before some texts, each of which leads to a state."""
+    if texts not in self._nodes:
+      self._nodes[texts] = state = self._builder.new()
+      by_first = {}
+      for text, target in texts:
+        by_first.setdefault(text[0], set()).add((text[1:], target))
+      for byte, rest in by_first.items():
+        target = next(iter(rest))[1] if all(not x for x, _ in rest) else (
+            self._node(frozenset(rest)))
+        self._builder.edge(state, byte, byte, target)
+    return self._nodes[texts]
+
+
+def _scalar_texts(value):
+  """The texts of a constant: escaped or not, a whole number as 1 or 1.0."""
+  found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
+  if type(value) is int and abs(value) < 2**53:
+    found.add(json.dumps(float(value)))
+  return [text.encode() for text in sorted(found)]
+
+
+@functools.lru_cache(maxsize=64)
+def _number(limits, integer):
+  return characters.spelled(
+      formats.number_automaton(dict(limits), integer), json=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _string(patterns, names, least, most):
+  return characters.spelled(formats.string_automaton(patterns, names),
+                            json=True, least=least, most=most)

@@ -1,0 +1,191 @@
+"""From an automaton over bytes to tables over the tokens of a vocabulary.
+
+A state of a string of at most 512 characters allows almost all tokens, and a
+state within one of 2,000 names allows a handful. So there are two tables of
+moves. Rows with many tokens have a column for each class of tokens with equal
+columns; the other rows are lists. States in different copies of a part (see
+`fragments`) share their rows, because moves are relative.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from specjax.constraints import fragments
+from specjax.constraints import token_walk
+
+FORBIDDEN = np.int32(-2**31)
+NEVER = 2**30  # tokens to an end that cannot be reached
+_LISTED = 64  # tokens of a row that is a list, at most
+_CHUNK = 2**21  # pairs of states and tokens that are followed at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenTables:
+  """The moves of an automaton over tokens.
+
+  A move m leads from state s to `anchors[s, m % L] + m // L`. The tables are
+  small because rows are shared by states, and columns by tokens.
+
+  Attributes:
+    row: `[S]` int32, the row of each state: first come the R rows with columns,
+      then lists.
+    anchors: `[S, L]` int32, the states that moves are relative to; 0 at first.
+    moves: `[R + 1, K]` int32, by class of token; the last row is forbidden.
+    token_class: `[V]` int32.
+    starts: `[rows + 1]` int32, the start of the list of each row.
+    listed: `[T + W]` int32, the tokens of the lists, filled up with V; W is the
+      length of the longest one.
+    listed_moves: `[T + W]` int32.
+    final: `[S]` bool, the accepting states.
+    distance: `[S]` int32, the fewest tokens to an accepting state.
+  """
+
+  row: np.ndarray
+  anchors: np.ndarray
+  moves: np.ndarray
+  token_class: np.ndarray
+  starts: np.ndarray
+  listed: np.ndarray
+  listed_moves: np.ndarray
+  final: np.ndarray
+  distance: np.ndarray
+
+  @property
+  def window(self) -> int:
+    """W, the length of the longest list."""
+    return len(self.listed) - int(self.starts[-1])
+
+  def targets(self, state: np.ndarray, move: np.ndarray) -> np.ndarray:
+    """Returns the states that moves lead to, -1 where one is forbidden."""
+    return _targets(self.anchors, state, move)
+
+  def row_moves(self, row: int) -> np.ndarray:
+    """Returns `[V]` int32, the moves of a row by token."""
+    found = self.moves[min(row, len(self.moves) - 1)][self.token_class]
+    place = slice(self.starts[row], self.starts[row + 1])
+    found[self.listed[place]] = self.listed_moves[place]
+    return found
+
+
+def of_table(next_state: np.ndarray, final: np.ndarray) -> TokenTables:
+  """Returns the tables of moves `[S, V]`, -1 where a token is forbidden."""
+  columns, classes = np.unique(next_state, axis=1, return_inverse=True)
+  moves = np.where(columns >= 0, columns, FORBIDDEN)
+  states = len(moves)
+  return _with_distances(
+      row=np.arange(states), anchors=np.zeros((states, 1)),
+      moves=np.pad(moves, ((0, 1), (0, 0)), constant_values=FORBIDDEN),
+      token_class=classes.reshape(-1), starts=np.zeros(states + 1),
+      listed=np.zeros(0), listed_moves=np.zeros(0), final=final)
+
+
+def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
+                ) -> TokenTables:
+  """Returns the tables of an automaton over bytes.
+
+  Args:
+    fragment: the automaton.
+    texts: the bytes of V tokens; a token without bytes is forbidden.
+
+  Raises:
+    ValueError: the tables are too large.
+  """
+  walk = token_walk.Walk(fragment, texts)
+  _, first, row = np.unique(
+      token_walk.colours(walk), return_index=True, return_inverse=True)
+  states, columns, moves, column = walk.read(first, walk.trie)
+  column = column[walk.string]  # by token; -1 is forbidden
+  sizes = np.bincount(column + 1)[1:]
+  counts = np.bincount(states, weights=sizes[columns], minlength=len(first))
+  dense = counts > _LISTED
+  number = np.where(dense, np.cumsum(dense) - 1,
+                    dense.sum() + np.cumsum(~dense) - 1)
+  row, states = number[row.reshape(-1)], number[states]
+  is_dense = states < dense.sum()
+  table, classes = _columns(
+      states[is_dense], columns[is_dense], moves[is_dense], dense.sum(),
+      len(sizes) + 1)
+  # The other rows become lists: all tokens of their columns.
+  pick = np.flatnonzero(~is_dense)
+  pick = pick[np.argsort(states[pick], kind="stable")]
+  size = sizes[columns[pick]]
+  order = np.argsort(column, kind="stable")[(column < 0).sum():]
+  at = token_walk.ranges((np.cumsum(sizes) - sizes)[columns[pick]], size)
+  token_walk.check_moves(len(at))
+  lengths = np.bincount(np.repeat(states[pick], size), minlength=len(first))
+  window = lengths.max(initial=0)
+  final = np.zeros(fragment.size, bool)
+  final[fragment.final] = True
+  return _with_distances(
+      row=row, anchors=fragment.anchors, moves=table,
+      token_class=classes[column], starts=np.r_[0, np.cumsum(lengths)],
+      listed=np.pad(order[at], (0, window), constant_values=len(texts)),
+      listed_moves=np.pad(np.repeat(moves[pick], size), (0, window),
+                          constant_values=FORBIDDEN), final=final)
+
+
+def _columns(rows, columns, moves, num_rows, num_columns):
+  """Returns the table of some rows, without equal columns.
+
+  Returns:
+    `[num_rows + 1, K]` moves, and the place of each old column.
+  """
+  with np.errstate(over="ignore"):
+    hashes = np.zeros(num_columns, np.uint64)
+    np.add.at(hashes, columns, token_walk.mixed(moves, rows))
+  _, first, classes = np.unique(
+      hashes, return_index=True, return_inverse=True)
+  classes = classes.reshape(-1)
+  token_walk.check_moves((num_rows + 1) * len(first))
+  table = np.full((num_rows + 1, len(first)), FORBIDDEN, np.int64)
+  chosen = first[classes[columns]] == columns
+  table[rows[chosen], classes[columns[chosen]]] = moves[chosen]
+  return table, classes
+
+
+def _with_distances(**tables):
+  """Adds the fewest tokens to an end, and narrows the types."""
+  final = np.array(tables.pop("final"), bool)
+  tables = {name: np.asarray(x).astype(np.int32) for name, x in tables.items()}
+  return TokenTables(final=final, **tables, distance=_distances(
+      tables["row"], tables["anchors"], tables["moves"], tables["starts"],
+      tables["listed_moves"], final))
+
+
+def _targets(anchors, state, move):
+  depth = anchors.shape[1]
+  return np.where(move == FORBIDDEN, -1,
+                  anchors[state, move % depth] + move // depth)
+
+
+def _distances(row, anchors, moves, starts, listed_moves, final):
+  """Returns `[S]` int32, the fewest tokens to an accepting state."""
+  different = [np.unique(x[x != FORBIDDEN]) for x in moves[:-1]]
+  different += [np.unique(listed_moves[starts[i]:starts[i + 1]])
+                for i in range(len(different), len(starts) - 1)]
+  begins = np.r_[0, np.cumsum([len(x) for x in different])].astype(np.int64)
+  different = np.concatenate([np.zeros(0, np.int32), *different])
+  distance = np.where(final, 0, NEVER).astype(np.int32)
+  left, tokens, news = np.flatnonzero(~final), 0, True
+  while news and left.size:
+    tokens, news = tokens + 1, False
+    count = begins[row[left] + 1] - begins[row[left]]
+    left, count = left[count > 0], count[count > 0]
+    chunk = (np.cumsum(count) - 1) // _CHUNK
+    kept = []
+    for states, moves in zip(
+        *(np.split(x, np.flatnonzero(np.diff(chunk)) + 1)
+          for x in (left, count))):
+      if not states.size:
+        continue
+      at = token_walk.ranges(begins[row[states]], moves)
+      target = _targets(anchors, np.repeat(states, moves), different[at])
+      near = np.minimum.reduceat(
+          distance[target], np.cumsum(moves) - moves) < tokens
+      distance[states[near]] = tokens
+      news |= near.any()
+      kept.append(states[~near])
+    left = np.concatenate([np.zeros(0, np.int64), *kept])
+  return distance
