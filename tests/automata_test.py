@@ -203,7 +203,8 @@ def test_every_text_follows_its_schema(schema):
      ['{"a": 0}']),
     ({"type": "number", "maximum": 1, "exclusiveMinimum": 0},
      ["0.5", "1", "1.0", "0.00001"], ["0", "-1", "1.01", "0.0"]),
-    ({"type": "string", "maxLength": 2}, [r'"\ud83d\ude00x"', '"\U0001f600\xe9"'],
+    ({"type": "string", "maxLength": 2},
+     [r'"\ud83d\ude00x"', '"\U0001f600\xe9"'],
      [r'"\ud83d\ude00xy"', r'"\ud83d"']),
 ], ids=str)
 def test_the_texts_of_the_documented_form_are_written(
