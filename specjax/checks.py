@@ -178,19 +178,9 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
     the capacity.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
-  order = jnp.arange(nodes)
-  parents = jnp.where(
-      order > 0, (draft.parents >= 0) & (draft.parents < order),
-      draft.parents == -1)
-  total = draft.probs[:, 1:].sum(-1)
-  is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
   good = {
-      f"parents of the drafter {drafter} are no tree in row {{row}}; "
-      "parents[0] is -1 and 0 <= parents[i] < i": parents.all(-1),
-      f"probs of the drafter {drafter} hold a row that is no law in row "
-      "{row}; each is not negative and sums to 1, or to 0 for padding":
-          is_law.all(-1),
+      **draft_values(drafter, declared, draft),
       f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
       "negative and sums to 1":
           _is_one(law.stop.sum(-1)) & (law.stop >= 0).all(-1),
@@ -200,13 +190,24 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
       f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
       "with a larger capacity": state.lengths + nodes <= capacity,
   }
-  good |= _declared_values(drafter, declared, draft)
   return {text: ok | state.done | ~usable for text, ok in good.items()}
 
 
-def _declared_values(drafter, declared, draft):
-  """The part of `check_values` on what the drafter says of its drafts."""
-  good, total = {}, draft.probs[:, 1:].sum(-1)
+def draft_values(drafter: str, declared: Collection[str], draft: Draft
+                 ) -> dict[str, jax.Array]:
+  """The part of `check_values` on drafts, batched; arguments as there."""
+  order, total = jnp.arange(draft.parents.shape[1]), draft.probs[:, 1:].sum(-1)
+  parents = jnp.where(
+      order > 0, (draft.parents >= 0) & (draft.parents < order),
+      draft.parents == -1)
+  is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
+  good = {
+      f"parents of the drafter {drafter} are no tree in row {{row}}; "
+      "parents[0] is -1 and 0 <= parents[i] < i": parents.all(-1),
+      f"probs of the drafter {drafter} hold a row that is no law in row "
+      "{row}; each is not negative and sums to 1, or to 0 for padding":
+          is_law.all(-1),
+  }
   if "chain" in declared:
     in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])
     good[f"the drafter {drafter} declares `chain = True` and drafted a branch "

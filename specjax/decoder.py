@@ -190,9 +190,11 @@ class Decoder:
         128; default: what the limits and a draft need. More slots take memory,
         and time in drafters that scan them (`NGram`); on a CPU attention costs
         only those in use.
-      temperature: `[B]` or one number, at least 0; default: the transform's.
-      eos: B entries as `Decoder.eos`, one for each row; default: the decoder's
-        for all.
+      temperature: one number for all rows, or `[B]`; at least 0. Default: the
+        transform's.
+      eos: a token id, or several in one flat sequence, for all rows; or B
+        lists of ids, one for each row, such as `[[1, 2], []]`. Default: the
+        decoder's.
       context: a tree of arrays `[B, ...]` that the drafter may read, as
         `Prompt.context` and `DecodeState.context`.
       grows: whether to begin with few slots. `decode_until` adds more as rows
@@ -406,8 +408,8 @@ class Decoder:
       max_new_tokens: of every row, at least 0.
       request_ids: `[B]`, numbers that seed the rows; default: 0 to B - 1.
       temperature: a number or `[B]`; default: the transform's.
-      eos: one token id, several, or a list of them for each row; default: the
-        decoder's.
+      eos: one token id or several for all rows, or a list of them for each
+        row; default: the decoder's.
       context: per-row arrays for a drafter that reads them.
       grows: whether slots are added as texts grow; default: True, except on a
         CPU, whose attention costs what is used and not what is allocated, and

@@ -155,21 +155,31 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
   """`[B, E]` int32, filled up with -1.
 
   Args:
-    given: B entries, see `eos_ids`; None: the default for all.
-    default: the decoder's.
+    given: a token id, or several in one flat sequence, for all rows; or B
+      lists of ids, one for each row, where None is an empty one. Which of
+      these it is depends on its nesting alone, never on its length. None: the
+      default.
+    default: the decoder's, for all rows.
     rows: B.
     vocab_size: V, of the target.
   """
-  if given is None:
-    given = [default] * rows
-  elif not np.iterable(given) or len(given) != rows:
-    raise ValueError(f"eos is {given}; give one entry for each of the {rows} "
-                     "prompts: a token id, several of them, or None")
-  lists = [eos_ids(f"eos of prompt {i}", one, vocab_size)
-           for i, one in enumerate(given)]
+  given = default if given is None else given
+  given = np.asarray(given).tolist() if hasattr(given, "shape") else given
+  is_id = lambda x: x is not None and (isinstance(x, str) or not np.iterable(x))
+  entries = [] if given is None else [given] if is_id(given) else list(given)
+  ids = [*map(is_id, entries)]
+  if all(ids):
+    lists = [eos_ids("eos", entries, vocab_size)] * rows
+  elif any(ids) or len(entries) != rows:
+    raise ValueError(
+        f"eos is {given} for {rows} prompts; give token ids for all rows, such "
+        "as (1, 2), or one list for each row, such as [[1, 2], []]")
+  else:
+    lists = [eos_ids(f"eos of prompt {i}", one, vocab_size)
+             for i, one in enumerate(entries)]
   found = np.full((rows, max(1, *map(len, lists))), _NO_TOKEN, np.int32)
-  for row, ids in zip(found, lists):
-    row[:len(ids)] = ids
+  for row, own in zip(found, lists):
+    row[:len(own)] = own
   return found
 
 

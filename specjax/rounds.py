@@ -138,10 +138,9 @@ class Round:
                         self.target.vocab_size)
     constraints = self.transform.constraints
     memory = constraints_lib.along(constraints, state.constraints, draft)
-    probs = self.transform(
-        constraints_lib.constrained(
-            constraints, memory, output.logits, drafted=self.drafts),
-        state.temperature[:, None])
+    logits, stuck = constraints_lib.read(
+        constraints, memory, output.logits, drafted=self.drafts)
+    probs = self.transform(logits, state.temperature[:, None])
     verdict, expected, survival, summed, law = self._judged(
         state, draft, probs, depths, coins)
 
@@ -156,7 +155,9 @@ class Round:
     found = checks.check_values(
         self._drafter_name, contract.capabilities(self.drafter),
         self.rule.name, state, draft, law, usable) if self.debug else None
-    tokens, count, ended = _emitted(state, draft, verdict, usable)
+    tokens, count, ended, failed = _emitted(
+        state, draft, verdict, usable, stuck)
+    finite, usable = finite & ~failed, usable & ~failed
     lengths = state.lengths + count
     new_drafter = self.drafter.commit(params, drafter, draft, verdict, output,
                                       count)
@@ -253,20 +254,39 @@ def _that_reads_params(drafter):
         '{"target": ..., "drafter": ...}, the parameters of both') from None
 
 
-def _emitted(state, draft, verdict, usable):
-  """Tokens `[B, N]` of the verdict, how many count, and whether one ends."""
+def _emitted(state, draft, verdict, usable, stuck):
+  """What a round adds to every row.
+
+  Args:
+    state: before the round.
+    draft: batched.
+    verdict: batched.
+    usable: `[B]` bool, all numbers are finite.
+    stuck: `[B, N]` bool, nodes after which no token is allowed; or None.
+
+  Returns:
+    Tokens `[B, N]` of the verdict, how many count, whether one ends the row,
+    and whether the row needs a token where none is allowed.
+  """
   tokens = jnp.take_along_axis(
       draft.tokens, jnp.roll(verdict.path, -1, axis=-1), axis=-1)
   slot = jnp.arange(tokens.shape[-1])
   tokens = jnp.where(slot == verdict.num_accepted[:, None],
                      verdict.next_token[:, None], tokens)
-  count = jnp.minimum(verdict.num_accepted + 1, state.limits - state.lengths)
+  left = state.limits - state.lengths
+  count = wanted = jnp.minimum(verdict.num_accepted + 1, left)
+  if stuck is not None:  # the text ends at the first such node on its path
+    on_path = jnp.take_along_axis(stuck, verdict.path, axis=-1)
+    on_path &= slot <= verdict.num_accepted[:, None]
+    count = jnp.where(jnp.any(on_path, axis=-1), jnp.minimum(
+        wanted, jnp.argmax(on_path, axis=-1)), wanted)
   is_end = (tokens[..., None] == state.eos[:, None]).any(-1)
   is_end &= slot < count[:, None]
   ended = jnp.any(is_end, axis=-1)
+  failed = (count < wanted) & ~ended & ~state.done & usable
   count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
   count = jnp.where(state.done | ~usable, 0, count)
-  return tokens, count.astype(jnp.int32), ended & ~state.done
+  return tokens, count.astype(jnp.int32), ended & ~state.done, failed
 
 
 def _scan(parts: Round, params, state, rounds: int, traced: bool = False):

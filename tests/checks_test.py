@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import inputs
 from specjax import testing
 
 _V, _GAMMA = 4, 2
@@ -236,13 +238,28 @@ def test_debug_sees_a_commit_beyond_the_capacity():
     decoder.decode(_PARAMS, state, rounds=127)
 
 
+def test_ends_for_all_rows_or_for_each():
+  # Broken: two ids and two prompts are read as one id for each prompt.
+  for given, want in (
+      (None, [[3], [3]]), (2, [[2], [2]]), ((), [[-1], [-1]]),
+      ((0, 2), [[0, 2], [0, 2]]), (np.array([0, 2]), [[0, 2], [0, 2]]),
+      (jnp.array([0, 2]), [[0, 2], [0, 2]]), ([[0], [2]], [[0], [2]]),
+      ([[0, 2], None], [[0, 2], [-1, -1]]), ([(), ()], [[-1], [-1]]),
+      (np.array([[0, 1], [2, 3]]), [[0, 1], [2, 3]])):
+    got = inputs.eos_rows(given, (3,), 2, _V)
+    np.testing.assert_array_equal(got[:, :len(want[0])], want)
+    assert (got[:, len(want[0]):] == -1).all()
+
+
 def test_bad_rows():
   # Broken: a temperature, an end or a context of another row is taken.
   decoder = sj.Decoder(target=_MODEL, drafter=_Drafter(), verifier=_Rule())
   for kwargs, words in (
       (dict(temperature=[1.0]), "temperature has shape"),
       (dict(temperature=-1.0), "temperature is -1"),
-      (dict(eos=3), "eos is 3; give one entry for each of the 2"),
+      (dict(eos=[[1], [2], [3]]), r"eos is .* for 2 prompts; give token ids"),
+      (dict(eos=[1, [2]]), r"eos is \[1, \[2\]\] for 2 prompts"),
+      (dict(eos=(3, 4)), "eos is 4"),
       (dict(eos=[[4], None]), "eos of prompt 0 is 4"),
       (dict(context={"text": jnp.zeros((3, 5))}), "context.*'text'.*2 prompts"),
       (dict(request_ids=[1]), "request_ids has shape"),

@@ -217,6 +217,32 @@ def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
   return _mapped(apply, logits.ndim - 1)(memory, logits)
 
 
+def read(constraints: Constraints, memory: Any, logits: jax.Array,
+         drafted: bool = False) -> tuple[jax.Array, jax.Array | None]:
+  """`constrained`, for a target that reads more nodes than it may need.
+
+  A node may be one that no text reaches: it lies after the row's limit or an
+  eos, or will be rejected. That no token is allowed after it is then no error.
+  Its logits are those of a uniform law, with which every exact rule stays so,
+  and the loop fails where a text does need a token there.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, N, ...]`, of `along`.
+    logits: `[B, N, V]`.
+    drafted: as in `constrained`.
+
+  Returns:
+    The logits, and `[B, N]` bool, the nodes after which no token is allowed;
+    None without constraints.
+  """
+  if not constraints:
+    return logits, None
+  logits = constrained(constraints, memory, logits, drafted)
+  stuck = jnp.max(logits, axis=-1) == -jnp.inf
+  return jnp.where(stuck[..., None], 0, logits), stuck
+
+
 def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
   """The memories after one more token each, `tokens [...]`."""
   if not constraints:

@@ -147,9 +147,10 @@ class Slot:
     if not fields.is_whole(request.seed) or not 0 <= request.seed < 2**32:
       raise ValueError(f"seed is {request.seed}; it must be a whole number "
                        "from 0 to 2^32 - 1")
+    size = decoder.target.vocab_size
     ends = inputs.eos_rows(
-        None if request.eos is None else [request.eos], decoder.eos, 1,
-        decoder.target.vocab_size)
+        None if request.eos is None else [inputs.eos_ids(
+            "eos of prompt 0", request.eos, size)], decoder.eos, 1, size)
     if ends.shape[1] > self.ends:
       raise ValueError(
           f"eos holds {ends.shape[1]} token ids and a slot has room for "

@@ -1,0 +1,34 @@
+"""Fakes and assertions for tests of your own rules and drafters.
+
+`assert_lossless` proves a rule by enumeration. `assert_drafter_exact` tests a
+drafter in the loop: every drafted token must be a sample of the row of q that
+is reported for it, and the generated text must follow the target. `joint_law`
+and `chi_square` compare sampled text with the law that it must follow. The
+others are small models, drafters and tokenizers.
+"""
+
+from specjax.testing.drafts import assert_drafter_exact
+from specjax.testing.drafts import DraftReport
+from specjax.testing.fakes import LengthCache
+from specjax.testing.fakes import ListTokenizer
+from specjax.testing.fakes import MarkovModel
+from specjax.testing.fakes import OracleDrafter
+from specjax.testing.fakes import tiny_pair
+from specjax.testing.fakes import TinyPair
+from specjax.testing.laws import assert_lossless
+from specjax.testing.laws import chi_square
+from specjax.testing.laws import joint_law
+
+__all__ = [
+    "DraftReport",
+    "LengthCache",
+    "ListTokenizer",
+    "MarkovModel",
+    "OracleDrafter",
+    "TinyPair",
+    "assert_drafter_exact",
+    "assert_lossless",
+    "chi_square",
+    "joint_law",
+    "tiny_pair",
+]

@@ -1,0 +1,315 @@
+"""A test of drafters: of what they report of their drafts, and of the text."""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import checks
+from specjax import contract
+from specjax import decoder as decoder_lib
+from specjax import fields
+from specjax import verifiers
+from specjax.sampling import LogitsTransform
+from specjax.testing import evidence
+from specjax.testing import laws as laws_lib
+from specjax.testing import nodes as nodes_lib
+from specjax.testing import recording
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import Verifier
+
+_TOTAL = 3e-5  # by which the sum of a row of q may be off, of float32
+_FEW = 0.01  # of the tokens may differ where sums were rounded otherwise
+_TEXTS_A_CELL = 10  # on average, or the joint law is that of fewer tokens
+_PLAIN = LogitsTransform()
+
+
+class DraftReport(NamedTuple):
+  """What `assert_drafter_exact` found.
+
+  Attributes:
+    drafts: the sum over drafted tokens that deviates most; None: nothing was
+      drafted.
+    texts: the sum over generated tokens that deviates most.
+    joint: p-value of the joint law of the first tokens.
+    tokens: drafted tokens that were looked at.
+  """
+
+  drafts: evidence.Deviation | None
+  texts: evidence.Deviation
+  joint: float
+  tokens: int
+
+
+def assert_drafter_exact(
+    drafter: Drafter, params: Any, target: ModelFn, *,
+    verifier: Verifier | None = None, controller: Any = None,
+    transform: LogitsTransform = _PLAIN,
+    context: Callable[[int], Any] = lambda rows: None,
+    prompts: Sequence[Sequence[int]] | None = None, rows: int = 160,
+    calls: int = 32, rounds: int = 6, capacity: int = 0) -> DraftReport:
+  """Tests in the loop that a drafter reports what it did.
+
+  Two tests. Each drafted token must be a sample of the row of q that is
+  reported for it, whatever was drawn before it; and the generated text must
+  follow the target, of which a pass without a cache says the law. Rows have
+  prompts of 1 to 32 tokens, temperatures 0 to 1.4, and none, one or two eos
+  ids; there are more than 128, they are decoded over several rounds, and every
+  call draws other numbers. What is summed and over which groups of tokens is
+  listed in `evidence` and below. Besides, rows of q must sum to 1, a drafter
+  must draft what it declares, and a row must not depend on the others.
+
+  Give a small model: a target of 5 to 50 tokens whose laws are far from
+  uniform, such as `tiny_pair`, and a drafter that agrees with it often.
+
+  Args:
+    drafter: the drafter.
+    params: `{"target": ..., "drafter": ...}`.
+    target: the model that it drafts for.
+    verifier: a lossless rule; default: the strongest one of this library that
+      is sound for the drafter.
+    controller: of the decoder. Then rows depend on each other, and whether
+      they do is not looked at.
+    transform: of the decoder, without constraints.
+    context: from a number of rows to what the drafter reads of each, arrays
+      `[rows, ...]`.
+    prompts: lists of token ids for half of the rows; default: random ones. Give
+      some on which the drafter has something to draft.
+    rows: B, at least 8; more than 128 show what begins there.
+    calls: of the loop with all rows. More calls find smaller errors.
+    rounds: of every call, even.
+    capacity: as in `Decoder.prefill`.
+
+  Returns:
+    A `DraftReport`.
+
+  Raises:
+    AssertionError: one of the tests fails. The message names what is wrong. An
+      exact drafter fails with a probability of at most 1e-6.
+    ValueError: an argument is out of range.
+  """
+  fields.check_at_least("rows", rows, 8)
+  fields.check_at_least("calls", calls, 1)
+  if not fields.is_whole(rounds) or rounds < 2 or rounds % 2:
+    raise ValueError(f"rounds is {rounds!r}; it must be even and at least 2")
+  if transform.constraints:
+    raise ValueError("the transform has constraints; the law of a text under "
+                     "them is not known without the loop: leave them out")
+  decoder = decoder_lib.Decoder(
+      target=target, drafter=drafter, transform=transform,
+      controller=controller, verifier=verifier or sound_rule(
+          contract.bind(drafter, target, transform)))
+  new = 2 * rounds
+  requests = recording.Requests.mixed(
+      target.vocab_size, rows, new, prompts,
+      min(32, decoder.context_length - new))
+  start = lambda requests, context: requests.prefill(
+      decoder, params, capacity=capacity, context=context)
+  state = start(requests, context(rows))
+  ids = np.arange(calls * rows).reshape(calls, rows)
+  found = recording.record(
+      decoder, params, requests, ids, rounds=rounds, state=state)
+  declared = contract.capabilities(decoder.parts.drafter)
+  if controller is not None:
+    declared -= {"full"}  # of the longest drafts alone
+  drafts = check_drafts(type(drafter).__name__, declared, found,
+                        alike=context(1) is None)
+  texts, joint = check_texts(target, params, transform, found, rounds)
+  if controller is None:
+    _check_rows_alone(decoder, params, found, ids[0], start, context(rows))
+  return DraftReport(drafts, texts, joint, int(found.drafted.sum()))
+
+
+def sound_rule(drafter: Drafter) -> Verifier:
+  """The strongest rule of this library that is sound for a drafter."""
+  declared = contract.capabilities(drafter)
+  for rule in (verifiers.Block(), verifiers.Traversal(),
+               verifiers.TargetWalk()):
+    if {*contract.rule(rule).requires} <= declared:
+      return rule
+  raise AssertionError("TargetWalk is sound for every drafter")
+
+
+def check_drafts(name: str, declared: Collection[str],
+                 found: recording.Record, *, alike: bool = True
+                 ) -> evidence.Deviation | None:
+  """The test of drafted tokens.
+
+  Args:
+    name: of the drafter.
+    declared: what it declares, of `contract.CAPABILITIES`.
+    found: what was recorded.
+    alike: whether rows with the same text are told the same by their context.
+
+  Returns:
+    The sum that deviates most; None where nothing was drafted.
+
+  Raises:
+    AssertionError: see `assert_drafter_exact`.
+  """
+  _check_values(name, declared, found)
+  if not found.drafted.any() or "conditional" not in declared:
+    return None
+  nodes = nodes_lib.Nodes(found)
+  if "iid" in declared:
+    nodes.check_siblings(name)
+  if "autoregressive" in declared:
+    nodes.check_contexts(name, alike)
+  nodes.check_possible(name)
+  deviation = nodes.deviation()
+  if deviation.log_p < np.log(nodes_lib.LEVEL):
+    raise AssertionError(
+        f"{name}: drafted tokens are no samples of the rows of q reported for "
+        f"them: {deviation}")
+  return deviation
+
+
+def check_texts(target: ModelFn, params: Any, transform: LogitsTransform,
+                found: recording.Record, count: int,
+                kinds: np.ndarray | None = None
+                ) -> tuple[evidence.Deviation, float]:
+  """The test of the first `count` new tokens, at most the recorded rounds.
+
+  (After that many rounds every row has so many. Which rows have more depends
+  on what was accepted, and so on the tokens themselves.)
+
+  Args:
+    target: the model.
+    params: `{"target": ..., "drafter": ...}`.
+    transform: of the decoder.
+    found: what was recorded.
+    count: new tokens of every row.
+    kinds: `[K]` whole numbers from 0; calls of one kind are also looked at by
+      themselves. Default: all are of one.
+
+  Returns:
+    The sum that deviates most, and the p-value of the joint law of the first
+    tokens.
+
+  Raises:
+    AssertionError: the text does not follow the target.
+  """
+  requests = found.requests
+  starts, lengths = requests.lengths, np.arange(count)
+  anew = dataclasses.replace(transform, temperature=None)
+  longest = int(starts.max()) + count
+  laws = np.stack([np.asarray(_laws(
+      target, anew, count, params["target"], text[:, :longest], starts,
+      requests.temperature)) for text in found.texts])
+  tokens = np.take_along_axis(
+      found.texts, (starts[:, None] + lengths)[None], axis=2)
+  ends = (tokens[..., None] == requests.eos[:, None]).any(-1)
+  there = np.cumsum(ends, axis=-1) - ends == 0
+  call, row, at = np.nonzero(there)
+  x, p = tokens[there], nodes_lib.normalised(laws[there])
+  nodes_lib.check_chances("the generated text holds a token", x, p, row)
+  index = nodes_lib.numbered(there)
+  before = lambda back: np.where(
+      at >= back, tokens[call, row, np.maximum(at - back, 0)] % 8, -1)
+  groups = {
+      **nodes_lib.row_groups(requests, row),
+      "position {} after the prompt": at,
+      "a token of {} mod 8 before": before(1),
+      "a token of {} mod 8 two places before": before(2),
+      "a prompt of {} tokens": starts[row],
+  }
+  if kinds is not None:
+    groups = {"calls of kind {}": kinds[call], **groups}
+  partners = nodes_lib.lags(index, (call, row, at), row_axis=1)
+  deviation = evidence.largest(
+      evidence.functions(x, p, None, requests.eos[row], "p"),
+      evidence.pairs(x, p, partners), groups, crossed=len(groups) - 1)
+  if deviation.log_p < np.log(nodes_lib.LEVEL):
+    raise AssertionError(
+        f"the generated text does not follow the target: {deviation}")
+  joint = _joint_p_value(target, params, anew, found, tokens)
+  if joint < nodes_lib.LEVEL:
+    raise AssertionError(
+        "the generated text does not follow the target: the joint law of the "
+        f"first tokens has the p-value {joint:.2g}")
+  return deviation, joint
+
+
+def _joint_p_value(target, params, transform, found, tokens):
+  """The least p-value of the joint laws after `recording.TEXTS`, times 2."""
+  size = target.vocab_size
+  texts = tokens.shape[0] * (tokens.shape[1] // (2 * len(recording.TEXTS)))
+  horizon = 1
+  while (_TEXTS_A_CELL * size ** (horizon + 1) <= texts
+         and horizon < tokens.shape[2]):
+    horizon += 1
+  if size > texts:
+    return 1.0  # so few texts tell nothing of so many cells
+  values = []
+  for i, (_, temperature) in enumerate(recording.TEXTS):
+    rows = slice(2 * i, None, 2 * len(recording.TEXTS))
+    law = laws_lib.joint_law(
+        target, params["target"], found.requests.prompts[2 * i], horizon,
+        lambda logits, t=temperature: transform(logits, jnp.float32(t)))
+    values.append(laws_lib.chi_square(
+        tokens[:, rows, :horizon].reshape(-1, horizon), law, size))
+  return min(1.0, len(values) * min(values))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _laws(model, transform, count, params, tokens, starts, temperature):
+  """`[B, count, V]`, the laws after prompts, from a pass without a cache."""
+  logits = model(params, tokens).logits
+  at = starts[:, None] + jnp.arange(count) - 1
+  logits = jnp.take_along_axis(logits, at[..., None], axis=1)
+  return transform(logits, temperature[:, None])
+
+
+def _check_values(name, declared, found):
+  """Refuses drafts that are none, or not what the drafter declares."""
+  shape = found.probs.shape
+  flat = lambda x, *axes: jnp.asarray(x.reshape(-1, *axes))
+  draft = checks.Draft(tokens=flat(found.tokens, shape[3]),
+                       parents=flat(found.parents, shape[3]),
+                       probs=flat(found.probs, *shape[3:]))
+  for text, good in checks.draft_values(name, declared, draft).items():
+    bad = ~np.asarray(good).reshape(shape[:3]) & found.active
+    if bad.any():
+      raise AssertionError(text.format(row=np.argwhere(bad)[0][2]))
+  total = found.probs.astype(np.float64).sum(-1)
+  worst = np.where(found.drafted, np.abs(total - 1), 0)
+  if worst.max() > _TOTAL:
+    call, turn, row, node = np.unravel_index(worst.argmax(), worst.shape)
+    raise AssertionError(
+        f"{name}: the row of q of node {node} in row {row} and round {turn} "
+        f"sums to {total[call, turn, row, node]:.6f}; it must sum to 1, or to "
+        "0 for padding: normalise after a truncation or a change of dtype")
+
+
+def _check_rows_alone(decoder, params, found, ids, start, context):
+  """Compares rows with the same rows in another order among other ones."""
+  rows = np.arange(len(ids))[::-1]
+  others = rows % 3 == 0
+  requests = found.requests.taken(np.where(others, rows[0], rows))
+  state = start(requests, jax.tree.map(lambda x: x[rows], context))
+  rounds = min(4, found.active.shape[1])
+  other = recording.record(
+      decoder, params, requests, np.where(
+          others, found.active.shape[0] * len(ids) + rows, ids[rows])[None],
+      rounds=rounds, state=state)
+  kept = ~others
+  for what, tolerance in (("tokens", 0), ("probs", nodes_lib.SAME)):
+    want = getattr(found, what)[0, :rounds][:, rows[kept]]
+    got = getattr(other, what)[0][:, kept]
+    active = found.active[0, :rounds][:, rows[kept]]
+    differ = (np.abs(want.astype(np.float64) - got) > tolerance)
+    differ = differ.reshape(*active.shape, -1).any(-1) & active
+    if differ.mean() > _FEW * active.mean():
+      turn, row = np.argwhere(differ)[0]
+      raise AssertionError(
+          f"{type(decoder.drafter).__name__}: the draft of row "
+          f"{rows[kept][row]} in round {turn} depends on its place or on the "
+          "rows beside it; draw by the keys or coins of the row alone")

@@ -1,0 +1,85 @@
+"""Proofs of rules, and the comparison of generated text with its law."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from specjax import exact
+from specjax.types import ModelFn
+from specjax.types import Verifier
+
+
+def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
+  """Enumerates a rule on chains and raises where it is not lossless.
+
+  Args:
+    verifier: any object with `law(draft, target_probs)`.
+    **kwargs: of `exact.certify`.
+
+  Returns:
+    The certificate.
+
+  Raises:
+    AssertionError: the rule is not lossless; the message is the certificate.
+  """
+  certificate = exact.certify(verifier, **kwargs)
+  if not certificate.lossless:
+    raise AssertionError(f"{type(verifier).__name__} is {certificate}")
+  return certificate
+
+
+def joint_law(model: ModelFn, params: Any, prompt: ArrayLike, horizon: int,
+              transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
+  """`[V**horizon]`, the law of the tokens after a prompt.
+
+  From passes without a cache, so that it shares nothing with the loop. Texts
+  are in lexicographic order.
+
+  Args:
+    model: called as `model(params, tokens [n, S])`.
+    params: its parameters.
+    prompt: token ids.
+    horizon: tokens.
+    transform: from logits to the law.
+  """
+  size = model.vocab_size
+  digits = np.indices((size,) * horizon).reshape(horizon, -1).T
+  texts = np.concatenate(
+      [np.tile(prompt, (len(digits), 1)), digits], axis=1).astype(np.int32)
+  logits = jax.jit(model)(params, texts).logits
+  probs = np.asarray(transform(logits[:, len(prompt) - 1:-1]), np.float64)
+  return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
+
+
+def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
+  """The p-value of the test that texts follow a `joint_law`.
+
+  Args:
+    tokens: `[n, horizon]` sampled texts.
+    law: `[V**horizon]`. Cells that expect fewer than 10 texts are pooled.
+    vocab_size: V.
+
+  Raises:
+    ValueError: so few texts can tell nothing of this law.
+  """
+  tokens = np.asarray(tokens)
+  cells = tokens @ vocab_size ** np.arange(tokens.shape[1])[::-1]
+  counts = np.bincount(cells, minlength=law.size)
+  if counts[law == 0].any():
+    return 0.0  # an impossible outcome
+  expected = law / law.sum() * len(tokens)
+  few = expected < 10
+  counts, expected = (np.append(x[~few], x[few].sum())
+                      for x in (counts, expected))
+  kept = expected > 0
+  if np.count_nonzero(law) == 1:
+    return 1.0  # the only outcome
+  if kept.sum() < 2:
+    raise ValueError(f"{len(tokens)} texts tell nothing of a law of "
+                     f"{np.count_nonzero(law)} outcomes; give more texts")
+  statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
+  import scipy.stats  # a second long  # pylint: disable=g-import-not-at-top
+  return float(scipy.stats.chi2.sf(statistic, kept.sum() - 1))

@@ -1,0 +1,227 @@
+"""The drafted tokens of a record, and what is asked of each of them."""
+
+import numpy as np
+
+from specjax.testing import evidence
+
+# Four tests share a false alarm of one in a million.
+LEVEL = 1e-6 / 4
+SAME = 1e-3  # by which equal laws may differ, of float32
+_FARTHEST = 8  # nodes of a draft that are compared lie this far apart
+_CERTAIN = 1 - 1e-9  # a law with such an entry is looked at once, not summed
+
+
+class Nodes:
+  """The drafted tokens of a record, one after the other."""
+
+  def __init__(self, found):
+    self.found, there = found, found.drafted
+    self.index = numbered(there)
+    self.call, self.round, self.row, self.node = self.where = np.nonzero(there)
+    self.tokens = found.tokens[there]
+    self.laws = normalised(found.probs[there])
+    self.parent = found.parents[there]
+    self.parents_law = normalised(found.target_probs[
+        self.call, self.round, self.row, self.parent])
+    self.sibling = self._sibling()
+
+  def _sibling(self):
+    """`[n]`, the drafted node before each below the same parent, or -1."""
+    parents = np.where(self.found.drafted, self.found.parents, -2)
+    last = np.full(parents.shape, -1)
+    for node in range(2, parents.shape[-1]):
+      for other in range(1, node):
+        same = parents[..., other] == parents[..., node]
+        last[..., node] = np.where(same, other, last[..., node])
+    return last[self.where]
+
+  def _at(self, nodes):
+    """Numbers of other nodes of the same drafts, -1 where there is none."""
+    return np.where(nodes > 0, self.index[
+        self.call, self.round, self.row, np.maximum(nodes, 0)], -1)
+
+  def check_possible(self, name):
+    """Refuses tokens that their law does not have."""
+    bad = (self.tokens < 0) | (self.tokens >= self.laws.shape[1])
+    if bad.any():
+      raise AssertionError(
+          f"{name}: drafted token {self.tokens[bad][0]} in row "
+          f"{self.row[bad][0]} is no token, and its row of q is no padding")
+    check_chances(f"{name}: a token was drafted", self.tokens, self.laws,
+                   self.row)
+
+  def check_siblings(self, name):
+    """Refuses siblings of several laws, of a drafter that declares iid."""
+    before = self._at(self.sibling)
+    differ = np.abs(self.laws - self.laws[before]).max(1) * (before >= 0)
+    if differ.max() > SAME:
+      i = differ.argmax()
+      raise AssertionError(
+          f"{name} declares `iid = True`, and the row of q of node "
+          f"{self.node[i]} in row {self.row[i]} differs from its sibling's by "
+          f"{differ[i]:.3g}")
+
+  def check_contexts(self, name, alike):
+    """Refuses several laws after one text, of one declared autoregressive."""
+    found, requests = self.found, self.found.requests
+    some = np.random.default_rng(0).integers(
+        2**63, size=found.texts.shape[2] + found.tokens.shape[3],
+        dtype=np.uint64) | np.uint64(1)
+    # A hash of the text up to each position, and from there along the draft.
+    texts = found.texts.astype(np.uint64) + np.uint64(1)
+    upto = np.cumsum(texts * some[:texts.shape[2]], axis=-1, dtype=np.uint64)
+    lengths = requests.lengths + np.cumsum(found.emitted, 1) - found.emitted
+    calls, rows = np.ogrid[:texts.shape[0], :texts.shape[1]]
+    hashes = np.zeros(found.tokens.shape, np.uint64)
+    depths = np.zeros(found.tokens.shape, np.int64)
+    hashes[..., 0] = upto[calls[:, None], rows[None], lengths - 1]
+    for node in range(1, found.tokens.shape[-1]):
+      above = np.maximum(found.parents[..., node:node + 1], 0)
+      depth = np.take_along_axis(depths, above, -1)[..., 0] + 1
+      depths[..., node] = depth
+      token = found.tokens[..., node].astype(np.uint64) + np.uint64(1)
+      hashes[..., node] = np.take_along_axis(hashes, above, -1)[..., 0] + (
+          token * some[lengths + depth - 1])
+    context = hashes[self.call, self.round, self.row, self.parent]
+    same = requests.temperature[self.row] if alike else self.row
+    order = np.lexsort((context, same))
+    first = np.append(True, (np.diff(context[order]) != 0)
+                      | (np.diff(same[order]) != 0))
+    leader = order[np.maximum.accumulate(np.where(
+        first, np.arange(len(order)), 0))]
+    differ = np.abs(self.laws[order] - self.laws[leader]).max(1)
+    if differ.max() > SAME:
+      i = order[differ.argmax()]
+      raise AssertionError(
+          f"{name} declares `autoregressive = True`, and its q after the same "
+          f"text differs by {differ.max():.3g} in row {self.row[i]}, round "
+          f"{self.round[i]}, node {self.node[i]}")
+
+  def deviation(self):
+    """The sum over drafted tokens that deviates most."""
+    found, requests = self.found, self.found.requests
+    emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
+    parent_token = found.tokens[
+        self.call, self.round, self.row, self.parent] % 8
+    sibling_token = np.where(self.sibling > 0, found.tokens[
+        self.call, self.round, self.row, np.maximum(self.sibling, 0)] % 8, -1)
+    above = self._at(self.parent)
+    grandparent = np.where(above >= 0, parent_token[above], -1)
+    once = lambda condition: np.where(condition, 0, -1)
+    groups = {
+        "node {}": np.minimum(self.node, 15),
+        **row_groups(requests, self.row),
+        "{} tokens emitted before the round": np.minimum(emitted, 9),
+        "a full acceptance in the round before": once(self._full(1)),
+        "a parent of {} mod 8": parent_token,
+        # Not crossed with others.
+        "depth {}": self._depth,
+        "depth 2 or more": once(self._depth >= 2),
+        "a full acceptance two rounds before": once(self._full(2)),
+        "4 or more tokens emitted before the round": once(emitted >= 4),
+        "an eos above it in the draft": once(self._below_end()),
+        "round {}": self.round,
+        "a prompt of {} tokens": requests.lengths[self.row],
+        "a sibling of {} mod 8 before it": sibling_token,
+        "a grandparent of {} mod 8": grandparent,
+    }
+    partners = {
+        "its parent": above,
+        "its last sibling": self._at(self.sibling),
+        "the same node in the round before": np.where(
+            self.round > 0, self.index[self.call, self.round - 1, self.row,
+                                       self.node], -1),
+        **lags(self.index, self.where, row_axis=2),
+    }
+    open_ = self.laws.max(1) < _CERTAIN
+    single = evidence.functions(self.tokens, self.laws, self.parents_law,
+                                requests.eos[self.row], "q")
+    double = evidence.pairs(
+        self.tokens, self.laws, partners, self._others_of_the_draft())
+    return evidence.largest(
+        single.taken(open_), double.taken(open_),
+        {name: values[open_] for name, values in groups.items()}, crossed=8)
+
+  def _others_of_the_draft(self):
+    """Nodes that are neither parent nor last sibling, by the distance."""
+    found = {}
+    for back in range(1, min(self.found.tokens.shape[-1] - 1, _FARTHEST + 1)):
+      other = self.node - back
+      known = (other == self.parent) | (other == self.sibling)
+      partner = np.where(known, -1, self._at(other))
+      if (partner >= 0).any():
+        found[f"the node {back} before it"] = partner
+    return found
+
+  def _full(self, back):
+    """Whether all was accepted so many rounds before."""
+    depths = np.zeros(self.found.tokens.shape, np.int64)
+    for node in range(1, depths.shape[-1]):
+      depths[..., node] = 1 + np.take_along_axis(depths, np.maximum(
+          self.found.parents[..., node:node + 1], 0), -1)[..., 0]
+    self._depth = depths[self.where]
+    deepest = (depths * self.found.drafted).max(-1)
+    full = (deepest > 0) & (self.found.accepted >= deepest)
+    return (self.round >= back) & full[
+        self.call, self.round - back, self.row]
+
+  def _below_end(self):
+    """Whether the path to a node has an eos of its row."""
+    found = self.found
+    is_end = (found.tokens[..., None] == found.requests.eos[:, None]).any(-1)
+    for node in range(1, is_end.shape[-1]):
+      above = np.maximum(found.parents[..., node:node + 1], 0)
+      inner = (above > 0) & np.take_along_axis(is_end, above, -1)
+      is_end[..., node] |= inner[..., 0]
+    return (self.parent > 0) & is_end[
+        self.call, self.round, self.row, self.parent]
+
+
+def normalised(laws):
+  laws = laws.astype(np.float64)
+  return laws / laws.sum(-1, keepdims=True)
+
+
+def numbered(there):
+  """The number of every True, -1 elsewhere."""
+  found = np.full(there.shape, -1)
+  found[there] = np.arange(there.sum())
+  return found
+
+
+def row_groups(requests, row):
+  """Groups of draws by what their request is."""
+  temperature = requests.temperature[row]
+  has_end = (requests.eos >= 0).any(1)[row]
+  return {
+      "a temperature of {} / 10": np.round(10 * temperature).astype(int),
+      "a temperature below 1": np.where(temperature < 1, 0, -1),
+      "an eos in the request ({})": has_end.astype(int),
+      "rows of block {} of 64": row // 64,
+  }
+
+
+def lags(index, where, row_axis):
+  """Partners in other rows of the same call, and in the call before."""
+  partners = {}
+  rows, row = index.shape[row_axis], where[row_axis]
+  for lag in sorted({1, 4, rows // 2, min(128, rows - 1)}):
+    at = (*where[:row_axis], row - lag, *where[row_axis + 1:])
+    partners[f"what was drawn {lag} rows before"] = np.where(
+        row >= lag, index[at], -1)
+  at = where[0] - 1, *where[1:]
+  partners["what was drawn in the call before"] = np.where(
+      where[0] >= 1, index[at], -1)
+  return partners
+
+
+def check_chances(what, tokens, laws, rows):
+  """Refuses tokens of probability 0, or so little that they do not occur."""
+  chance = laws[np.arange(len(tokens)), tokens] * laws.shape[1]
+  with np.errstate(divide="ignore"):
+    mean = np.mean(1 / chance)  # at most 1 on average
+  if mean > 1 / LEVEL:
+    i = chance.argmin()
+    raise AssertionError(
+        f"{what} whose probability was {chance[i] / laws.shape[1]:.2g}: token "
+        f"{tokens[i]} in row {rows[i]}")
