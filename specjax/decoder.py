@@ -107,7 +107,20 @@ class Decoder:
   controller: Controller | None = None
 
   def __post_init__(self):
+    if not isinstance(self.observers, tuple | list):
+      name = type(self.observers).__name__
+      raise ValueError(f"observers is a {name}; give a tuple of verifiers, "
+                       f"such as ({name}(),)")
     object.__setattr__(self, "observers", tuple(self.observers))
+    contract.check_model("target", self.target)
+    for name, kind in (("transform", LogitsTransform),
+                       ("controller", Controller)):
+      value = getattr(self, name)
+      if not isinstance(value, kind) and (
+          name == "transform" or value is not None):
+        found = (f"the class {value.__name__}" if isinstance(value, type) else
+                 f"a {type(value).__name__}")
+        raise ValueError(f"{name} is {found}; give a {kind.__name__}(...)")
     self._check_target()
     ids = inputs.eos_ids("eos", self.eos, self.target.vocab_size)
     object.__setattr__(self, "eos", None if self.eos is None else (
@@ -233,9 +246,16 @@ class Decoder:
         jnp.asarray(inputs.temperatures(
             temperature, self.transform.temperature, len(lengths))),
         jnp.asarray(eos))
-    if placement is not None:
-      return placement.start(self, *arguments)
-    return rounds_lib.start(*arguments)
+    try:
+      if placement is not None:
+        return placement.start(self, *arguments)
+      return rounds_lib.start(*arguments)
+    except Exception:
+      # Most often because of parameters that are not the model's.
+      inputs.explain_parameters(params, {
+          "target": self.target,
+          "drafter": getattr(self.drafter, "model", None)})
+      raise
 
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,
@@ -281,6 +301,8 @@ class Decoder:
       ValueError: a slot is out of range, the two states are of different
         structure, shapes or dtypes, or the pages are those of a `Pool`.
     """
+    for one in (state, fresh):
+      inputs.state(one, self._made_by)
     if paged_cache.is_pooled(state):
       raise ValueError("a Pool gives out the pages of the state; use "
                        "Pool.insert, which gives the new row its own")
@@ -311,6 +333,7 @@ class Decoder:
     Raises:
       ValueError: the state has more slots already, or a part cannot grow.
     """
+    inputs.state(state, self._made_by)
     return capacity_lib.grow(
         self.parts, params, state, capacity_lib.rounded(capacity))
 
@@ -318,6 +341,10 @@ class Decoder:
   def _whole(self) -> int:
     """Slots for the longest text, the most that are ever needed."""
     return capacity_lib.rounded(self.context_length + self.num_nodes)
+
+  @property
+  def _made_by(self) -> str:
+    return type(self.parts.drafter).__name__
 
   def decode_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
@@ -333,6 +360,7 @@ class Decoder:
   def decode_round_traced(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
+    inputs.state(state, self._made_by)
     return self.parts(params, state, self.parts.toss(state, 1)[0])
 
   def decode(self, params: Any, state: DecodeState, rounds: int
@@ -352,6 +380,7 @@ class Decoder:
         returned bad numbers.
     """
     fields.check_at_least("rounds", rounds, 0)
+    inputs.state(state, self._made_by)
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
@@ -365,6 +394,7 @@ class Decoder:
     take rounds * B * 2 * N * V floats.
     """
     fields.check_at_least("rounds", rounds, 0)
+    inputs.state(state, self._made_by)
     paged_cache.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
         self.parts, params, state, rounds=rounds, traced=True)
@@ -390,6 +420,7 @@ class Decoder:
     Raises:
       ValueError: with `debug=True`, a part returned bad numbers.
     """
+    inputs.state(state, self._made_by)
     state, stats = capacity_lib.until(self.parts, params, state, self._whole)
     checks.raise_if_bad(stats.checks)
     return state, stats
@@ -422,7 +453,7 @@ class Decoder:
       FloatingPointError: a model's logits were not finite.
     """
     fields.check_at_least("max_new_tokens", max_new_tokens, 0)
-    prompts = [np.asarray(row) for row in prompts]
+    prompts = inputs.as_rows(prompts)
     limits = [row.size + int(max_new_tokens) for row in prompts]
     if grows is None:
       grows = capacity_lib.grows(self.parts)

@@ -15,8 +15,17 @@ import numpy as np
 from specjax import fields
 from specjax import prefill
 from specjax import sampling
+from specjax.types import DecodeState
 
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
+
+
+def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
+  """The prompts as arrays, not looked at yet."""
+  if not np.iterable(given):
+    raise ValueError(f"prompts is {given!r}; give a list of token ids for each "
+                     "prompt, such as [tokenizer.encode(text)]")
+  return [np.asarray(row) for row in given]
 
 
 def prompts(rows: Sequence[Sequence[int]], vocab_size: int
@@ -27,7 +36,7 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
     rows: B sequences of token ids, each of at least one token.
     vocab_size: V, of the target.
   """
-  rows = [np.asarray(row) for row in rows]
+  rows = as_rows(rows)
   if not rows:
     raise ValueError("there are no prompts; at least one is needed")
   for i, row in enumerate(rows):
@@ -56,12 +65,77 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
 
 
 def parameters(given: Any) -> None:
-  """Refuses what is no `{"target": ..., "drafter": ...}`."""
+  """Refuses what is no `{"target": ..., "drafter": ...}` of arrays."""
   if not isinstance(given, Mapping) or "target" not in given:
     has = (f"has the keys {', '.join(map(str, given))}"
            if isinstance(given, Mapping) else f"is a {type(given).__name__}")
     raise ValueError(f"params {has}; give "
                      '{"target": ..., "drafter": ...}, the parameters of both')
+  for name, one in given.items():
+    if hasattr(one, "params"):
+      raise ValueError(
+          f"params[{name!r}] is a {type(one).__name__}, a model with its "
+          "parameters; give the parameters alone: its `.params`")
+
+
+def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
+                       ) -> None:
+  """Refuses parameters that have not the form that their model gives them.
+
+  It traces `init` of the models, so it is only called where a program failed.
+
+  Args:
+    given: `{"target": ..., "drafter": ...}`.
+    models: by the same names; those without `init(key)` are not looked at.
+
+  Raises:
+    ValueError: a leaf is missing, superfluous or of another shape.
+  """
+  def form(tree):
+    return {jax.tree_util.keystr(path): tuple(np.shape(x))
+            for path, x in jax.tree.leaves_with_path(tree)}
+
+  for name, model in models.items():
+    if name not in given or not callable(getattr(model, "init", None)):
+      continue
+    try:
+      wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
+    except TypeError:  # an `init` of other arguments
+      continue
+    has = form(given[name])
+    for path in sorted({*wanted, *has}):
+      if wanted.get(path) != has.get(path):
+        describe = lambda shape: "nothing" if shape is None else (
+            f"an array of shape {shape}")
+        raise ValueError(
+            f"params[{name!r}] has {describe(has.get(path))} at "
+            f"{path or 'its top'}, where {type(model).__name__} of this "
+            f"decoder has {describe(wanted.get(path))}; give the parameters of "
+            "that model")
+
+
+def state(given: Any, drafter: str) -> None:
+  """Refuses a state that is gone, or that another drafter made.
+
+  Args:
+    given: what a loop is to continue.
+    drafter: class name of its drafter.
+  """
+  if not isinstance(given, DecodeState):
+    advice = ("; decode returns (state, stats)"
+              if isinstance(given, tuple) else "")
+    raise ValueError(f"state is a {type(given).__name__}; give the DecodeState "
+                     f"of prefill or of the last call{advice}")
+  if given.made_by not in (None, drafter):
+    raise ValueError(
+        f"the state was made for the drafter {given.made_by} and this "
+        f"decoder's is {drafter}; prefill with this decoder")
+  for x in jax.tree.leaves(given):
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and (
+        x.is_deleted()):
+      raise ValueError(
+          "the state was donated to an earlier call and is gone; use the state "
+          "that the call returned, or prefill again")
 
 
 def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str

@@ -99,7 +99,8 @@ class Round:
         drafter=drafter, verifier=verifier, context=prompt.context,
         constraints=constraints_lib.start(
             self.transform.constraints, tokens, prompt.lengths, limits, eos,
-            self.target.vocab_size))
+            self.target.vocab_size),
+        made_by=self._drafter_name)
 
   def toss(self, state: DecodeState, rounds: int) -> jax.Array:
     """`[rounds, B, count]`, the coins of the next rounds, see `coins`."""

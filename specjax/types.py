@@ -242,6 +242,8 @@ class DecodeState:
     controller: the controller's own state.
     constraints: the memories of the transform's constraints after the
       committed tokens, see `specjax.constraints`; None without any.
+    made_by: class name of the drafter whose state this is, static; None: not
+      known.
   """
 
   tokens: jax.Array
@@ -258,6 +260,7 @@ class DecodeState:
   context: Any = None
   controller: Any = None
   constraints: Any = None
+  made_by: str | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass

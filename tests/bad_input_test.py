@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,90 @@ def test_decoder_settings():
       _VOCAB, _VOCAB + 1, "same vocabulary", "tokenizer")
 
 
+class _Record(NamedTuple):
+  """A model with its parameters, as a zoo has it."""
+
+  model: Any
+  params: Any
+
+
+def test_parts_in_the_wrong_place():
+  # Broken: a record, a class or one rule for a tuple fails in the middle of a
+  # program, by a name that the user never wrote.
+  model = _NeverRuns(_VOCAB, context_length=20)
+  record = _Record(model, None)
+  draft = sj.drafters.LanguageModel
+  for change, words in (
+      (dict(target=record), ["target is a _Record", "`.model`"]),
+      (dict(target=testing.MarkovModel), ["class MarkovModel"]),
+      (dict(target=None), ["target is a NoneType", "ModelFn"]),
+      (dict(drafter=record), ["drafter is a _Record", "LanguageModel"]),
+      (dict(drafter=model), ["drafter is the model", "LanguageModel"]),
+      (dict(drafter=draft(model=record, gamma=2)),
+       ["LanguageModel.model is a _Record", "`.model`"]),
+      (dict(drafter=draft(model=testing.MarkovModel, gamma=2)),
+       ["LanguageModel.model is the class"]),
+      (dict(observers=sj.verifiers.Token()), ["observers is a Token", "(Tok"]),
+      (dict(observers=(sj.verifiers.Token,)), ["the class Token", "Token()"]),
+      (dict(verifier=sj.verifiers.Block), ["the class Block", "Block()"]),
+      (dict(transform={"temperature": 1.0}), ["transform is a dict",
+                                              "LogitsTransform"]),
+      (dict(transform=None), ["transform is a NoneType"]),
+      (dict(transform=sj.LogitsTransform), ["the class LogitsTransform"]),
+      (dict(controller=sj.Controller), ["the class Controller"]),
+      (dict(drafter=draft(model=model, gamma=5000)), ["5000", 20, "gamma"]),
+      (dict(drafter=sj.drafters.NGram(gamma=20, vocab_size=_VOCAB)),
+       ["NGram drafts 20", 20])):
+    _raises_one_line(lambda change=change: _decoder(**{
+        "model": model, **change}), *words)
+
+
+def test_states_that_cannot_go_on():
+  # Broken: a notebook cell that runs twice fails in the compiler; a state of
+  # another drafter is read as if it were this one's.
+  decoder, params = _healthy()
+  prefill = lambda decoder: decoder.prefill(
+      params, [[1], [2, 3]], jax.random.key(0), limits=9)
+  state = prefill(decoder)
+  new, stats = decoder.decode(params, state, rounds=1)
+  donated = ["donated", "prefill again"]
+  _raises_one_line(lambda: decoder.decode(params, state, 1), *donated)
+  _raises_one_line(lambda: decoder.decode_traced(params, state, 1), *donated)
+  _raises_one_line(lambda: decoder.decode_until(params, state), *donated)
+  _raises_one_line(lambda: decoder.decode_round(params, state), *donated)
+  _raises_one_line(lambda: decoder.grow(params, state, 256), *donated)
+  _raises_one_line(lambda: decoder.insert(new, [0, 1], state), *donated)
+  _raises_one_line(lambda: decoder.decode(params, (new, stats), 1),
+                   "state is a tuple", "(state, stats)")
+  other = _decoder(_healthy()[0].target, drafter=sj.drafters.NGram(
+      gamma=2, vocab_size=_VOCAB))
+  for made, used in ((other, decoder), (decoder, other)):
+    _raises_one_line(
+        lambda made=made, used=used: used.decode_until(params, prefill(made)),
+        "NGram", "LanguageModel", "prefill with this decoder")
+  assert (decoder.decode_until(params, new)[0].lengths == 9).all()
+
+
+def test_parameters_that_are_not_the_model_s():
+  # Broken: KeyError: 'layers', from within a program.
+  decoder, params = _healthy()
+  prefill = lambda params: decoder.prefill(params, [[1]], jax.random.key(0))
+  record = _Record(decoder.target, params["target"])
+  _raises_one_line(lambda: prefill({**params, "target": record}),
+                   "params['target'] is a _Record", "`.params`")
+  _raises_one_line(lambda: prefill(record), "params is a _Record")
+  lacking = dict(params["target"])
+  path = sorted(lacking)[0]
+  lacking.pop(path)
+  for name in ("target", "drafter"):
+    _raises_one_line(lambda name=name: prefill({**params, name: lacking}),
+                     f"params['{name}'] has nothing at ['{path}']",
+                     "Transformer")
+  wide = testing.tiny_pair(_VOCAB, width=32).params["target"]
+  _raises_one_line(lambda: prefill({**params, "drafter": wide}),
+                   "params['drafter'] has an array of shape", 32, 16)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Blockwise(testing.OracleDrafter):
   autoregressive = False
@@ -111,6 +197,7 @@ def test_unsound_pairs_of_verifier_and_drafter(place):
     ([[[1, 2]]], ["prompt 0", "(1, 2)", "token ids"]),
     ([1, 2], ["prompt 0 is 1", "token ids"]),
     ("abc", ["prompt 0 is a", "token ids"]),
+    (7, ["prompts is 7", "token ids"]),
     ([[1] * 16], ["21", "20", "shorten"])])  # 16 and 5 new: one too many
 def test_prompts(prompts, words):
   # Broken: bad prompts are truncated, wrapped or clamped in silence.

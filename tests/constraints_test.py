@@ -211,3 +211,41 @@ def test_what_cannot_be_is_refused_in_one_line(call, words):
     call()
   assert all(word in str(error.value) for word in words)
   assert "\n" not in str(error.value)
+
+
+_LAST_TOKENS = [
+    sj.drafters.Empty(),
+    *(sj.drafters.LanguageModel(model=testing.MarkovModel(6), gamma=gamma)
+      for gamma in (1, 4, 8)),
+    sj.drafters.TreeLanguageModel(
+        model=testing.MarkovModel(6), parents=(-1, 0, 0, 1, 1, 3, 5, 6))]
+
+
+@pytest.mark.parametrize("drafter", _LAST_TOKENS, ids=lambda d: (
+    f"{type(d).__name__}-{d.num_nodes}"))
+def test_what_is_drafted_beyond_a_row_uses_up_no_token(drafter):
+  # Broken: drafts of many tokens use up the vocabulary below the row's limit or
+  # its eos, and the row fails where it does not without drafts; or it does not
+  # fail where it does without, or has another text before.
+  table = jnp.asarray(tables(6)[0])
+  params = {"target": table, "drafter": table}
+  decoder = sj.Decoder(
+      target=testing.MarkovModel(6), drafter=drafter,
+      verifier=sj.verifiers.TargetWalk(), transform=sj.LogitsTransform(
+          temperature=0.0, constraints=(constraints.NoRepeatNGram(size=1),)))
+  want = [0]  # the likeliest token that the text does not have
+  for _ in range(5):
+    logits = np.array(table[want[-1]])
+    logits[want] = -np.inf
+    want.append(int(logits.argmax()))
+  # To the last token; with an end before it; one token too many.
+  state = decoder.prefill(
+      params, [[0]] * 3, jax.random.key(0), limits=[6, 9, 9],
+      eos=[[], [want[4]], []])
+  state, stats = decoder.decode_until(params, state)
+  for row, length in enumerate((6, 5, 6)):
+    assert state.tokens[row, :state.lengths[row]].tolist() == want[:length]
+  np.testing.assert_array_equal(stats.finite, [True, True, False])
+  with pytest.raises(FloatingPointError, match="row 2.*left a token"):
+    sj.raise_if_not_finite(stats)
+  assert stats.draft_finite.all() and stats.law_finite.all()

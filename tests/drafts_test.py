@@ -159,7 +159,7 @@ class _WithAnEos(_Spoilt):
 
 class _InThePrompt17(_Spoilt):
   where = lambda self, i, state: state.drafter["first"] == 17
-  wrong = lambda self, q, *_: 0.3 * q + 0.7 / _V
+  wrong = lambda self, q, *_: jnp.full_like(q, 1 / _V)
 
 
 class _BelowTemperature1(_Spoilt):
@@ -301,7 +301,7 @@ _PLANTED = {
     _FromRow128: f"{_WRONG_Q}.*rows of block 2 of 64",
     _AfterFourTokens: f"{_WRONG_Q}.*4 or more tokens emitted",
     _WithAnEos: rf"{_WRONG_Q}.*an eos in the request \(1\)",
-    _InThePrompt17: f"{_WRONG_Q}.*prompt of 17 tokens",
+    _InThePrompt17: _WRONG_Q,
     _BelowTemperature1: f"{_WRONG_Q}.*temperature below 1",
     _OfTheLastToken: f"{_WRONG_Q}.*(node|depth) 3",
     _AfterFullAcceptance: f"{_WRONG_Q}.*full acceptance in the round before",

@@ -124,6 +124,7 @@ from specjax.contract.declared import capabilities
 from specjax.contract.parts import bind
 from specjax.contract.parts import cannot_grow
 from specjax.contract.parts import check_drafter
+from specjax.contract.parts import check_model
 from specjax.contract.parts import context_length
 from specjax.contract.parts import follow
 from specjax.contract.parts import has_model
@@ -145,6 +146,7 @@ __all__ = [
     "cannot_grow",
     "capabilities",
     "check_drafter",
+    "check_model",
     "check_pair",
     "context_length",
     "follow",

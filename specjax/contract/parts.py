@@ -43,14 +43,49 @@ def bind(drafter: Drafter, target: ModelFn, transform: LogitsTransform
   """The drafter specialised to a target, all it must have checked.
 
   Raises:
-    ValueError: it is no drafter, or does not fit the target.
+    ValueError: it is no drafter, does not fit the target, or drafts more tokens
+      in a row than the models can read.
   """
   check_drafter(drafter)
-  if not hasattr(drafter, "bind"):
-    return drafter
-  bound = drafter.bind(target, transform)
-  check_drafter(bound)
+  bound = drafter
+  if hasattr(drafter, "bind"):
+    bound = drafter.bind(target, transform)
+    check_drafter(bound)
+  tokens = bound.num_nodes - 1 if "chain" in capabilities(bound) else (
+      getattr(bound, "depth", 0))
+  longest = min(getattr(target, "context_length", math.inf),
+                context_length(bound))
+  if tokens >= longest:
+    raise ValueError(
+        f"{type(drafter).__name__} drafts {tokens} tokens in a row and the "
+        f"context length is {longest}; draft fewer, such as gamma=4")
   return bound
+
+
+def check_model(name: str, model: Any) -> None:
+  """Checks that what is to be a `ModelFn` is not something else.
+
+  Args:
+    name: of the argument or field.
+    model: its value.
+
+  Raises:
+    ValueError: it is a record of a model and its parameters, a class, or no
+      model at all.
+  """
+  kind = type(model).__name__
+  if isinstance(model, type):
+    raise ValueError(f"{name} is the class {model.__name__}; give an object: "
+                     f"{model.__name__}(...)")
+  if hasattr(model, "model") and hasattr(model, "params"):
+    raise ValueError(
+        f"{name} is a {kind}, a model with its parameters; give its `.model` "
+        "here, and its `.params` with every call")
+  if not callable(model) or not hasattr(model, "init_cache") or (
+      not hasattr(model, "vocab_size")):
+    raise ValueError(f"{name} is a {kind}; it must be a model with "
+                     "`vocab_size` and `init_cache` that can be called, see "
+                     "specjax.types.ModelFn")
 
 
 def follow(drafter: Drafter) -> Drafter:
@@ -86,7 +121,17 @@ def check_drafter(drafter: Drafter) -> None:
   if isinstance(drafter, type):
     raise ValueError(f"the drafter is the class {drafter.__name__}; give an "
                      f"object: {drafter.__name__}(...)")
+  if hasattr(drafter, "params") and hasattr(drafter, "model"):
+    raise ValueError(
+        f"the drafter is a {name}, a model with its parameters; give "
+        "sj.drafters.LanguageModel(model=its `.model`, gamma=4), and its "
+        "`.params` with every call")
+  if hasattr(drafter, "init_cache") and not hasattr(drafter, "propose"):
+    raise ValueError(f"the drafter is the model {name}; give "
+                     "sj.drafters.LanguageModel(model=..., gamma=4)")
   fields.check_hashable("drafter", drafter)
+  if hasattr(drafter, "model") and drafter.model is not None:
+    check_model(f"{name}.model", drafter.model)
   for method in ("init", "propose", "commit"):
     if not callable(getattr(drafter, method, None)):
       raise ValueError(f"the drafter {name} has no method `{method}`; see "
