@@ -134,7 +134,7 @@ class Stage:
       mine = jnp.take_along_axis(
           trace.target_probs, trace.verdict.path[..., None], axis=1)
       put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-          row, new, at, 0))
+          row, new.astype(row.dtype), at, 0))
       laws = jnp.where(inner.done[:, None, None], laws,
                        put(laws, mine, inner.lengths - state.lengths))
       return (new, laws), None

@@ -167,7 +167,8 @@ class LanguageModel(common.DrawnChain):
       return (cache, out.logits[:, 0], *drawn), None
 
     tokens = jnp.pad(common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
-    probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size))
+    probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
+                      jnp.promote_types(logits.dtype, jnp.float32))
     (cache, logits, *drawn), _ = jax.lax.scan(
         extend, (cache, logits, tokens, probs, state.constraints),
         (jnp.arange(1, self.gamma), u[:-1]))

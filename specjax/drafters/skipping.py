@@ -192,7 +192,8 @@ class Swift(common.DrawnChain):
         keep=jnp.where(better[:, None, None], new, old.keep),
         since=jnp.where(due, state.lengths, old.since),
         tried=old.tried + due,
-        score=jnp.where(due, jnp.maximum(now, then), old.score))
+        score=jnp.where(due, jnp.maximum(now, then).astype(old.score.dtype),
+                        old.score))
 
   def _score(self, p, q, tokens):
     """The expected number of accepted tokens, of one row."""
@@ -204,11 +205,12 @@ class Swift(common.DrawnChain):
   def _swapped(self, keep, tried):
     """One row's set with one part more and another one less."""
     draws = jax.random.uniform(
-        jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size))
+        jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size),
+        keep.dtype)
     inner = (jnp.arange(keep.size) >= 2) & (
         jnp.arange(keep.size) < keep.size - 2)
     one_of = lambda draws, among: jax.nn.one_hot(
-        jnp.argmax(jnp.where(among, draws, -1)), keep.size)
+        jnp.argmax(jnp.where(among, draws, -1)), keep.size, dtype=keep.dtype)
     flat = keep.reshape(-1)
     flat = flat - one_of(draws[0], inner & (flat == 1)) + one_of(
         draws[1], flat == 0)
@@ -245,7 +247,7 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   """
   places = passed.shape[0] - gamma + 1
   take = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, places)
-  before, found = jnp.ones((places,)), []
+  before, found = jnp.ones((places,), passed.dtype), []
   for i in range(gamma):
     found.append(jnp.mean(before * take(last, i)))
     before = before * take(passed, i)

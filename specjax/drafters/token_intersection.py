@@ -170,7 +170,8 @@ class TokenIntersection(reading_lib.Reader):
       return (cache, out.logits[:, 0], *drawn), None
 
     tokens = jnp.zeros((batch, self.gamma), jnp.int32)
-    probs = jnp.zeros((batch, self.gamma, self.target_size))
+    probs = jnp.zeros((batch, self.gamma, self.target_size),
+                      jnp.promote_types(logits.dtype, jnp.float32))
     (cache, logits, *drawn), _ = jax.lax.scan(
         extend, (contract.reserved(cache, self.gamma), logits, tokens, tokens,
                  probs, state.constraints),

@@ -1,6 +1,7 @@
 """Proofs of rules, and the comparison of generated text with its law."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -31,6 +32,12 @@ def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
   return certificate
 
 
+# Equal models share their program.
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, params, texts):
+  return model(params, texts).logits
+
+
 def joint_law(model: ModelFn, params: Any, prompt: ArrayLike, horizon: int,
               transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
   """`[V**horizon]`, the law of the tokens after a prompt.
@@ -49,7 +56,7 @@ def joint_law(model: ModelFn, params: Any, prompt: ArrayLike, horizon: int,
   digits = np.indices((size,) * horizon).reshape(horizon, -1).T
   texts = np.concatenate(
       [np.tile(prompt, (len(digits), 1)), digits], axis=1).astype(np.int32)
-  logits = jax.jit(model)(params, texts).logits
+  logits = _logits(model, params, texts)
   probs = np.asarray(transform(logits[:, len(prompt) - 1:-1]), np.float64)
   return np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
 
