@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,19 +16,17 @@ import pytest
 import specjax as sj
 from specjax import sampling
 from specjax import testing
-from specjax.drafters import common
-from specjax.testing import evidence
 
-_V, _GAMMA = 5, 3
+VOCAB, _GAMMA = 5, 3
 
 
 @functools.cache
-def _pair():
-  return testing.tiny_pair(_V, seed=2)
+def small_pair():
+  return testing.tiny_pair(VOCAB, seed=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chain:
+class Chain:
   """Draws a chain from a table of the last two tokens; a subclass spoils it.
 
   It has no model, so that a program of it compiles in a moment.
@@ -91,24 +88,24 @@ class _Chain:
 
 
 @functools.cache
-def _params():
+def table_params():
   """A target, and a table that agrees with it often."""
-  target = _pair().params["target"]
-  texts = np.indices((_V, _V)).reshape(2, -1).T
-  logits = _pair().target(target, texts).logits[:, 1]
+  target = small_pair().params["target"]
+  texts = np.indices((VOCAB, VOCAB)).reshape(2, -1).T
+  logits = small_pair().target(target, texts).logits[:, 1]
   noise = np.random.default_rng(0).normal(size=logits.shape)
   return {"target": target, "drafter": jnp.asarray(
-      logits + 0.7 * noise, jnp.float32).reshape(_V, _V, _V)}
+      logits + 0.7 * noise, jnp.float32).reshape(VOCAB, VOCAB, VOCAB)}
 
 
-def _assert_exact(drafter, **kwargs):
+def assert_exact(drafter, **kwargs):
   return testing.assert_drafter_exact(
-      drafter, _params(), _pair().target, **kwargs)
+      drafter, table_params(), small_pair().target, **kwargs)
 
 
 def test_a_right_drafter_passes():
   # Broken: what is refused below is refused for another reason.
-  found = _assert_exact(_Chain())
+  found = assert_exact(Chain())
   assert found.drafts.log_p > np.log(0.01) and found.joint > 0.01
   assert found.texts.log_p > np.log(0.01) and found.tokens > 30_000
 
@@ -117,11 +114,11 @@ def _only(condition, q, other):
   return jnp.where(jnp.asarray(condition)[:, None], other, q)
 
 
-def _at(logits, temperature):
+def at_temperature(logits, temperature):
   return jax.nn.softmax(logits / jnp.maximum(temperature, 1e-3)[:, None])
 
 
-class _Spoilt(_Chain):
+class _Spoilt(Chain):
   """Reports `wrong(...)` where `where(...)` holds."""
 
   def reported(self, q, logits, token, i, state, rows):
@@ -132,7 +129,7 @@ class _Spoilt(_Chain):
     return state.lengths > 0
 
   def wrong(self, q, logits, token, rows, state):
-    return _at(logits, 1.6 * state.temperature)
+    return at_temperature(logits, 1.6 * state.temperature)
 
 
 class _OfTemperature1(_Spoilt):
@@ -141,7 +138,7 @@ class _OfTemperature1(_Spoilt):
 
 
 class _OfTemperature11(_Spoilt):
-  wrong = lambda self, q, logits, token, rows, state: _at(
+  wrong = lambda self, q, logits, token, rows, state: at_temperature(
       logits, 1.1 * state.temperature)
 
 
@@ -159,7 +156,7 @@ class _WithAnEos(_Spoilt):
 
 class _InThePrompt17(_Spoilt):
   where = lambda self, i, state: state.drafter["first"] == 17
-  wrong = lambda self, q, *_: jnp.full_like(q, 1 / _V)
+  wrong = lambda self, q, *_: jnp.full_like(q, 1 / VOCAB)
 
 
 class _BelowTemperature1(_Spoilt):
@@ -189,11 +186,11 @@ class _OfThePreviousPosition(_Spoilt):
 class _Learns(_Spoilt):
   """q after one step of training on the token that was drawn."""
 
-  wrong = lambda self, q, logits, token, rows, state: _at(
-      logits + 0.3 * (jax.nn.one_hot(token, _V) - q), state.temperature)
+  wrong = lambda self, q, logits, token, rows, state: at_temperature(
+      logits + 0.3 * (jax.nn.one_hot(token, VOCAB) - q), state.temperature)
 
 
-class _TruncatedTo3(_Chain):
+class _TruncatedTo3(Chain):
   """A law of the three likeliest tokens, reported as it was before."""
 
   def logits(self, logits, i, state):
@@ -201,7 +198,7 @@ class _TruncatedTo3(_Chain):
     return jnp.where(logits >= least, logits, -jnp.inf)
 
   def reported(self, q, logits, token, i, state, rows):
-    full = _at(logits, state.temperature)
+    full = at_temperature(logits, state.temperature)
     return _only(state.temperature > 0, q, full)
 
 
@@ -212,13 +209,13 @@ class _NotNormalised(_TruncatedTo3):
         q, logits, token, i, state, rows), 0)
 
 
-class _Rounded(_Chain):
+class _Rounded(Chain):
 
   def reported(self, q, *_):
     return q.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-class _EosDropped(_Chain):
+class _EosDropped(Chain):
   """A drawn eos is padding, and so is all after it."""
 
   def finished(self, tokens, rows, state):
@@ -226,7 +223,7 @@ class _EosDropped(_Chain):
     return tokens, jnp.where(jnp.cumsum(ends, 1)[..., None] > 0, 0, rows)
 
 
-class _ShortOfUnlikely(_Chain):
+class _ShortOfUnlikely(Chain):
   """A token is padding if it is unlikely: its existence depends on itself."""
 
   def finished(self, tokens, rows, state):
@@ -235,31 +232,31 @@ class _ShortOfUnlikely(_Chain):
     return tokens, jnp.where(short[..., None] > 0, 0, rows)
 
 
-class _ImpossibleToken(_Chain):
+class _ImpossibleToken(Chain):
   """Once in a while a token that its law does not have."""
 
   def finished(self, tokens, rows, state):
-    last = jax.nn.one_hot((tokens[:, -1] + 1) % _V, _V)
+    last = jax.nn.one_hot((tokens[:, -1] + 1) % VOCAB, VOCAB)
     rare = (state.rounds == 3) & (state.tokens[:, 0] == 1)
     return tokens, rows.at[:, -1].set(_only(rare, rows[:, -1], last))
 
 
-class _RowsShareCoins(_Chain):
+class _RowsShareCoins(Chain):
   coins = lambda self, coins, state: coins[jnp.arange(len(coins)) // 2 * 2]
 
 
-class _RowsShareCoinsFrom128(_Chain):
+class _RowsShareCoinsFrom128(Chain):
   coins = lambda self, coins, state: coins[jnp.arange(len(coins)) % 128]
 
 
-class _RoundsShareCoins(_Chain):
+class _RoundsShareCoins(Chain):
 
   def coins(self, coins, state):
     fixed = jax.vmap(lambda key: jax.random.uniform(key, coins.shape[1:]))
     return fixed(state.keys)
 
 
-class _CallsShareCoins(_Chain):
+class _CallsShareCoins(Chain):
 
   def coins(self, coins, state):
     one = lambda row, turn: jax.random.uniform(jax.random.fold_in(
@@ -267,11 +264,11 @@ class _CallsShareCoins(_Chain):
     return jax.vmap(one)(jnp.arange(len(coins)), state.rounds)
 
 
-class _TokensShareCoins(_Chain):
+class _TokensShareCoins(Chain):
   coins = lambda self, coins, state: jnp.tile(coins[:, :2], (1, self.gamma))
 
 
-class _DependsOnTheBatch(_Chain):
+class _DependsOnTheBatch(Chain):
   """Its q is its own, of a text that another row has."""
 
   def logits(self, logits, i, state):
@@ -281,7 +278,7 @@ class _DependsOnTheBatch(_Chain):
     return q
 
 
-class _SaysAutoregressive(_Chain):
+class _SaysAutoregressive(Chain):
   """q depends on where the draft began, and it says that it does not."""
 
   autoregressive = True
@@ -290,37 +287,37 @@ class _SaysAutoregressive(_Chain):
     return logits * (1 + 0.2 * i)
 
 
-class _SaysCertain(_Chain):
+class _SaysCertain(Chain):
   certain = True
 
 
-_WRONG_Q = "are no samples of the rows of q"
+WRONG_Q = "are not samples of the rows of q"
 _PLANTED = {
-    _OfTemperature1: f"{_WRONG_Q}.*temperature of 8 / 10",
-    _OfTemperature11: _WRONG_Q,
-    _FromRow128: f"{_WRONG_Q}.*rows of block 2 of 64",
-    _AfterFourTokens: f"{_WRONG_Q}.*4 or more tokens emitted",
-    _WithAnEos: rf"{_WRONG_Q}.*an eos in the request \(1\)",
-    _InThePrompt17: _WRONG_Q,
-    _BelowTemperature1: f"{_WRONG_Q}.*temperature below 1",
-    _OfTheLastToken: f"{_WRONG_Q}.*(node|depth) 3",
-    _AfterFullAcceptance: f"{_WRONG_Q}.*full acceptance in the round before",
-    _TwoRoundsAfterFullAcceptance: f"{_WRONG_Q}.*two rounds before",
-    _InTheSecondRound: f"{_WRONG_Q}.*round 1",
-    _OfThePreviousPosition: "no samples|a token was drafted",
-    _Learns: _WRONG_Q,
-    _TruncatedTo3: _WRONG_Q,
+    _OfTemperature1: f"{WRONG_Q}.*temperature of 8 / 10",
+    _OfTemperature11: WRONG_Q,
+    _FromRow128: f"{WRONG_Q}.*rows of block 2 of 64",
+    _AfterFourTokens: f"{WRONG_Q}.*4 or more tokens emitted",
+    _WithAnEos: rf"{WRONG_Q}.*an eos in the request \(1\)",
+    _InThePrompt17: WRONG_Q,
+    _BelowTemperature1: f"{WRONG_Q}.*temperature below 1",
+    _OfTheLastToken: f"{WRONG_Q}.*(node|depth) 3",
+    _AfterFullAcceptance: f"{WRONG_Q}.*full acceptance in the round before",
+    _TwoRoundsAfterFullAcceptance: f"{WRONG_Q}.*two rounds before",
+    _InTheSecondRound: f"{WRONG_Q}.*round 1",
+    _OfThePreviousPosition: "not samples|a token was drafted",
+    _Learns: WRONG_Q,
+    _TruncatedTo3: WRONG_Q,
     _NotNormalised: "sum|no law",
     _Rounded: "must sum to 1|is no law",
-    _EosDropped: f"{_WRONG_Q}.*x is an eos",
-    _ShortOfUnlikely: _WRONG_Q,
+    _EosDropped: f"{WRONG_Q}.*x is an eos",
+    _ShortOfUnlikely: WRONG_Q,
     _ImpossibleToken: "a token was drafted whose probability was 0",
-    _RowsShareCoins: f"{_WRONG_Q}.*drawn 1 rows before",
-    _RowsShareCoinsFrom128: f"{_WRONG_Q}.*drawn 128 rows before",
-    _RoundsShareCoins: f"{_WRONG_Q}.*same node in the round before",
-    _CallsShareCoins: f"{_WRONG_Q}.*call before",
-    _TokensShareCoins: f"{_WRONG_Q}.*its parent",
-    _DependsOnTheBatch: "depends on its place or on the rows beside it",
+    _RowsShareCoins: f"{WRONG_Q}.*drawn 1 rows before",
+    _RowsShareCoinsFrom128: f"{WRONG_Q}.*drawn 128 rows before",
+    _RoundsShareCoins: f"{WRONG_Q}.*same node in the round before",
+    _CallsShareCoins: f"{WRONG_Q}.*call before",
+    _TokensShareCoins: f"{WRONG_Q}.*its parent",
+    _DependsOnTheBatch: "depends on its place or on the other rows",
     _SaysAutoregressive: "declares `autoregressive = True`",
     _SaysCertain: "declares `certain = True`",
 }
@@ -329,150 +326,8 @@ _PLANTED = {
 @pytest.mark.parametrize("drafter", _PLANTED, ids=lambda d: d.__name__)
 def test_a_wrong_chain_is_refused(drafter):
   # Broken: a drafter of this kind passes the bar.
+  # Few rows have one length, and 1.1 is close to 1.
+  calls = 32 if drafter in (_InThePrompt17, _OfTemperature11) else 8
   drafter = dataclasses.dataclass(frozen=True, kw_only=True)(drafter)
   with pytest.raises(AssertionError, match=_PLANTED[drafter]):
-    _assert_exact(drafter(), calls=8)
-
-
-# Trees.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tree:
-  """Two children of the root and two of each of them; a subclass spoils it."""
-
-  transform: Any = None
-  parents = (-1, 0, 0, 1, 1, 2, 2)
-  num_nodes = 7
-  num_coins = 12
-  conditional = True
-
-  def bind(self, target, transform):
-    return dataclasses.replace(self, transform=transform)
-
-  def init(self, params, prompt, prefill_output):
-    return None
-
-  def propose(self, params, coins, state):
-    u, table = coins.reshape(-1, 6, 2), params["drafter"]
-    at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)
-    before, root = jnp.take_along_axis(state.tokens, at, axis=1).T
-    tokens, rows = [root], []
-    for first in (1, 3, 5):
-      above = self.parents[first]
-      logits = table[before if above == 0 else root, tokens[above]]
-      q = self.transform(logits, state.temperature)
-      pair, laws = self.drawn(q, u[:, first - 1:first + 1])
-      tokens += self.put_in_order(pair)
-      rows += self.reported(laws, logits, above, state)
-    tokens, rows = jnp.stack(tokens[1:], 1), jnp.stack(rows, 1)
-    return common.tree_drafts(
-        state, self.parents, tokens, self.finished(tokens, rows)), None
-
-  def drawn(self, q, u):
-    """Two tokens without replacement, and their laws."""
-    draw = jax.vmap(sampling.inverse_cdf)
-    one = draw(q, u[:, 0])
-    rest = q * (1 - jax.nn.one_hot(one, _V))
-    total = rest.sum(-1, keepdims=True)
-    # Of a law that has run out of tokens the second one is padding.
-    rest = jnp.where(total > 1e-6, rest / jnp.where(total > 0, total, 1), 0)
-    return [one, draw(rest, u[:, 1])], [q, rest]
-
-  def commit(self, params, drafter, draft, verdict, target_output, count):
-    return None
-
-  def put_in_order(self, pair):
-    return pair
-
-  def reported(self, laws, logits, above, state):
-    return laws
-
-  def finished(self, tokens, rows):
-    return rows
-
-
-class _Sorted(_Tree):
-  """Siblings by their number: the first one is no sample of q."""
-
-  put_in_order = lambda self, pair: [jnp.minimum(*pair), jnp.maximum(*pair)]
-
-
-class _SiblingsForgotten(_Tree):
-  """The second child has the law of the first one."""
-
-  reported = lambda self, laws, *_: [laws[0], jnp.where(
-      laws[1].sum(-1, keepdims=True) > 0, laws[0], 0)]
-
-
-class _WrongBelow(_Tree):
-  """Its laws are right at depth 1 alone."""
-
-  def reported(self, laws, logits, above, state):
-    other = _at(logits, 1.6 * state.temperature)
-    return [other, laws[1]] if above else laws
-
-
-class _BranchesShareCoins(_Tree):
-  """Both inner nodes toss the same numbers."""
-
-  def propose(self, params, coins, state):
-    return super().propose(params, coins.at[:, 8:12].set(coins[:, 4:8]), state)
-
-
-class _CutByItsOwnChildren(_Tree):
-  """A node exists if it differs from its first child."""
-
-  def finished(self, tokens, rows):
-    same = tokens[:, 1] == tokens[:, 4]
-    return rows.at[:, jnp.array([1, 4, 5])].set(jnp.where(
-        same[:, None, None], 0, rows[:, jnp.array([1, 4, 5])]))
-
-
-def test_a_right_tree_passes():
-  # Broken: what is refused below is refused for another reason.
-  assert _assert_exact(_Tree()).drafts.log_p > np.log(0.01)
-
-
-@pytest.mark.parametrize("drafter", [
-    _Sorted, _SiblingsForgotten, _WrongBelow, _BranchesShareCoins,
-    _CutByItsOwnChildren], ids=lambda d: d.__name__)
-def test_a_wrong_tree_is_refused(drafter):
-  # Broken: a drafter of this kind passes the bar.
-  drafter = dataclasses.dataclass(frozen=True, kw_only=True)(drafter)
-  with pytest.raises(AssertionError, match=f"{_WRONG_Q}|a token was drafted"):
-    _assert_exact(drafter(), calls=8)
-
-
-# The text.
-
-
-@struct.dataclass
-class _CommitsOneMore(sj.KVCache):
-  """A rejected token's keys and values stay."""
-
-  def rollback(self, lengths):  # which commits a chain
-    return super().rollback(lengths + (lengths > self.lengths))
-
-
-def test_a_wrong_text_is_refused():
-  # Broken: drafts are right, and nobody looks at what becomes of them.
-  config = _pair().target.config
-  with pytest.raises(AssertionError, match="generated text"):
-    testing.assert_drafter_exact(
-        _Chain(), _params(), sj.models.Transformer(
-            config, cache=_CommitsOneMore), calls=8)
-
-
-def test_false_alarms_are_as_rare_as_stated():
-  # Broken: p-values are too small, of rare tokens and of few draws above all.
-  # Of 20,000 sums of right draws, the share of p-values below 1 % is at most
-  # 1 %, and more than none: the bound is not empty.
-  rng = np.random.default_rng(0)
-  for chance, draws in ((0.5, 30), (0.01, 50), (0.2, 1000)):
-    hits = rng.binomial(draws, chance, size=20_000)
-    logs = evidence.log_p_values(
-        hits - draws * chance, np.full(20_000, draws * chance * (1 - chance)))
-    share = (logs < np.log(0.01)).mean()
-    assert share <= 0.01
-  assert share > 0
+    assert_exact(drafter(), calls=calls)

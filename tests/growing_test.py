@@ -121,6 +121,7 @@ def test_what_cannot_grow_is_refused():
   state = decoder.prefill(params, [[1]], jax.random.key(0), limits=200)
   with pytest.raises(ValueError, match="capacity is 128 .* has 256 slots"):
     decoder.grow(params, state, 128)
+  state = ring.prefill(params, [[1]], jax.random.key(0), limits=9)
   with pytest.raises(ValueError, match="_Ring says"):
     ring.grow(params, state, 512)
 

@@ -1,4 +1,4 @@
-"""A test of drafters: of what they report of their drafts, and of the text."""
+"""A test of drafters in the loop: of reported drafts and of generated text."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -33,7 +33,7 @@ _PLAIN = LogitsTransform()
 
 
 class DraftReport(NamedTuple):
-  """What `assert_drafter_exact` found.
+  """Result of `assert_drafter_exact`.
 
   Attributes:
     drafts: the sum over drafted tokens that deviates most; None: nothing was
@@ -56,16 +56,17 @@ def assert_drafter_exact(
     context: Callable[[int], Any] = lambda rows: None,
     prompts: Sequence[Sequence[int]] | None = None, rows: int = 160,
     calls: int = 32, rounds: int = 6, capacity: int = 0) -> DraftReport:
-  """Tests in the loop that a drafter reports what it did.
+  """Tests in the loop that the reported q is the law of the drafted tokens.
 
-  Two tests. Each drafted token must be a sample of the row of q that is
-  reported for it, whatever was drawn before it; and the generated text must
-  follow the target, of which a pass without a cache says the law. Rows have
-  prompts of 1 to 32 tokens, temperatures 0 to 1.4, and none, one or two eos
-  ids; there are more than 128, they are decoded over several rounds, and every
-  call draws other numbers. What is summed and over which groups of tokens is
-  listed in `evidence` and below. Besides, rows of q must sum to 1, a drafter
-  must draft what it declares, and a row must not depend on the others.
+  It runs two tests. Each drafted token must be a sample of the row of q that
+  is reported for it, given all earlier draws. The generated text must follow
+  the target; its laws are computed by a pass without a cache.
+
+  Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to
+  two eos ids. A batch has more than 128 rows and is decoded over several
+  rounds, and every call draws other numbers. `Nodes.deviation` lists the sums
+  and the groups of tokens. Rows of q must also sum to 1, the drafts must have
+  the declared capabilities, and a row must not depend on the other rows.
 
   Give a small model: a target of 5 to 50 tokens whose laws are far from
   uniform, such as `tiny_pair`, and a drafter that agrees with it often.
@@ -76,25 +77,35 @@ def assert_drafter_exact(
     target: the model that it drafts for.
     verifier: a lossless rule; default: the strongest one of this library that
       is sound for the drafter.
-    controller: of the decoder. Then rows depend on each other, and whether
-      they do is not looked at.
-    transform: of the decoder, without constraints.
-    context: from a number of rows to what the drafter reads of each, arrays
-      `[rows, ...]`.
-    prompts: lists of token ids for half of the rows; default: random ones. Give
+    controller: the controller of the decoder. Rows then depend on each other,
+      and that check is left out.
+    transform: the decoder's transform, without constraints.
+    context: function from a number of rows to the arrays `[rows, ...]` that
+      the drafter reads.
+    prompts: lists of token ids for most rows; default: random ones. Give
       some on which the drafter has something to draft.
-    rows: B, at least 8; more than 128 show what begins there.
-    calls: of the loop with all rows. More calls find smaller errors.
-    rounds: of every call, even.
-    capacity: as in `Decoder.prefill`.
+    rows: B, at least 8. More than 128 show errors that begin there.
+    calls: calls of the loop with all rows. More calls find smaller errors.
+    rounds: rounds of every call, even.
+    capacity: least number of slots, see `Decoder.prefill`.
 
   Returns:
     A `DraftReport`.
 
   Raises:
-    AssertionError: one of the tests fails. The message names what is wrong. An
-      exact drafter fails with a probability of at most 1e-6.
+    AssertionError: a test fails. The message names the sum, and the group of
+      rows or nodes in which it deviates most. An exact drafter fails with a
+      probability of at most 1e-6.
     ValueError: an argument is out of range.
+
+  Example:
+    >>> import specjax as sj
+    >>> pair = sj.testing.tiny_pair(5)
+    >>> report = sj.testing.assert_drafter_exact(
+    ...     sj.drafters.LanguageModel(model=pair.drafter, gamma=2),
+    ...     pair.params, pair.target, calls=2)
+    >>> report.tokens > 1000
+    True
   """
   fields.check_at_least("rows", rows, 8)
   fields.check_at_least("calls", calls, 1)
@@ -144,10 +155,10 @@ def check_drafts(name: str, declared: Collection[str],
   """The test of drafted tokens.
 
   Args:
-    name: of the drafter.
-    declared: what it declares, of `contract.CAPABILITIES`.
-    found: what was recorded.
-    alike: whether rows with the same text are told the same by their context.
+    name: class name of the drafter.
+    declared: the names out of `contract.CAPABILITIES` that it declares.
+    found: the recorded rounds.
+    alike: whether the context of all rows is the same.
 
   Returns:
     The sum that deviates most; None where nothing was drafted.
@@ -167,8 +178,8 @@ def check_drafts(name: str, declared: Collection[str],
   deviation = nodes.deviation()
   if deviation.log_p < np.log(nodes_lib.LEVEL):
     raise AssertionError(
-        f"{name}: drafted tokens are no samples of the rows of q reported for "
-        f"them: {deviation}")
+        f"{name}: drafted tokens are not samples of the rows of q reported "
+        f"for them: {deviation}")
   return deviation
 
 
@@ -178,14 +189,14 @@ def check_texts(target: ModelFn, params: Any, transform: LogitsTransform,
                 ) -> tuple[evidence.Deviation, float]:
   """The test of the first `count` new tokens, at most the recorded rounds.
 
-  (After that many rounds every row has so many. Which rows have more depends
-  on what was accepted, and so on the tokens themselves.)
+  After that many rounds every row has at least so many tokens. Later tokens are
+  left out: which rows have them depends on acceptance, and so on the tokens.
 
   Args:
     target: the model.
     params: `{"target": ..., "drafter": ...}`.
-    transform: of the decoder.
-    found: what was recorded.
+    transform: the decoder's transform.
+    found: the recorded rounds.
     count: new tokens of every row.
     kinds: `[K]` whole numbers from 0; calls of one kind are also looked at by
       themselves. Default: all are of one.
@@ -241,7 +252,8 @@ def check_texts(target: ModelFn, params: Any, transform: LogitsTransform,
 def _joint_p_value(target, params, transform, found, tokens):
   """The least p-value of the joint laws after `recording.TEXTS`, times 2."""
   size = target.vocab_size
-  texts = tokens.shape[0] * (tokens.shape[1] // (2 * len(recording.TEXTS)))
+  step = recording.EVERY * len(recording.TEXTS)
+  texts = tokens.shape[0] * (tokens.shape[1] // step)
   horizon = 1
   while (_TEXTS_A_CELL * size ** (horizon + 1) <= texts
          and horizon < tokens.shape[2]):
@@ -250,12 +262,12 @@ def _joint_p_value(target, params, transform, found, tokens):
     return 1.0  # so few texts tell nothing of so many cells
   values = []
   for i, (_, temperature) in enumerate(recording.TEXTS):
-    rows = slice(2 * i, None, 2 * len(recording.TEXTS))
+    first = recording.EVERY * i
     law = laws_lib.joint_law(
-        target, params["target"], found.requests.prompts[2 * i], horizon,
+        target, params["target"], found.requests.prompts[first], horizon,
         lambda logits, t=temperature: transform(logits, jnp.float32(t)))
     values.append(laws_lib.chi_square(
-        tokens[:, rows, :horizon].reshape(-1, horizon), law, size))
+        tokens[:, first::step, :horizon].reshape(-1, horizon), law, size))
   return min(1.0, len(values) * min(values))
 
 
@@ -269,7 +281,7 @@ def _laws(model, transform, count, params, tokens, starts, temperature):
 
 
 def _check_values(name, declared, found):
-  """Refuses drafts that are none, or not what the drafter declares."""
+  """Refuses malformed drafts, and drafts without a declared capability."""
   shape = found.probs.shape
   flat = lambda x, *axes: jnp.asarray(x.reshape(-1, *axes))
   draft = checks.Draft(tokens=flat(found.tokens, shape[3]),
@@ -312,4 +324,4 @@ def _check_rows_alone(decoder, params, found, ids, start, context):
       raise AssertionError(
           f"{type(decoder.drafter).__name__}: the draft of row "
           f"{rows[kept][row]} in round {turn} depends on its place or on the "
-          "rows beside it; draw by the keys or coins of the row alone")
+          "other rows; draw with the keys or coins of the row alone")

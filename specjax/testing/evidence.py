@@ -32,7 +32,7 @@ class Functions(NamedTuple):
   """Functions of drawn tokens, centred, with their variances.
 
   Attributes:
-    names: F texts that say what was summed.
+    names: F descriptions of the functions.
     centred: `[n, F]` float32, f(X) - E_q f.
     variances: `[n, F]` float32, Var_q f.
   """
@@ -47,11 +47,11 @@ class Functions(NamedTuple):
 
 
 class Deviation(NamedTuple):
-  """The sum that deviates most from what its law says.
+  """The sum that deviates most from its expectation.
 
   Attributes:
     log_p: logarithm of its p-value times the number of sums, at most 0.
-    name: what was summed, and over which draws.
+    name: the function, and the group of draws.
     total: S.
     deviation: standard deviation of S, the root of W.
     draws: number of draws in the sum.
@@ -101,7 +101,7 @@ def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
     laws: `[n, V]` that they were drawn from, summing to 1.
     others: `[n, V]`, another law that was known before the draw, or None.
     ends: `[n, E]` ids that end the row, filled up with -1.
-    letter: what the law is called.
+    letter: the name of the law.
   """
   columns, own = [], np.arange(len(tokens))
 
@@ -137,13 +137,13 @@ def pairs(tokens: np.ndarray, laws: np.ndarray,
   Args:
     tokens: `[n]`.
     laws: `[n, V]`.
-    partners: by name, `[n]` the index of an earlier draw, or -1.
+    partners: the index `[n]` of an earlier draw by name, or -1.
     unordered: the same, of another draw that may be the later one. Under one
       name a draw is the partner of at most one other.
   """
   own, columns = np.arange(len(tokens)), []
-  # Where the draw lies in its law, as inverse-CDF sampling has it: in
-  # [-1/2, 1/2], with mean 0.
+  # The middle of the draw's interval in the cumulative distribution, shifted
+  # to [-1/2, 1/2], with mean 0.
   upto = np.cumsum(laws, axis=1)[own, tokens]
   place = upto - laws[own, tokens] / 2 - 0.5
   spread = np.maximum(1 - (laws**3).sum(1), 0) / 12
@@ -180,8 +180,8 @@ def largest(single: Functions, double: Functions,
   """The sum that deviates most, over all draws and over groups of them.
 
   Args:
-    single: of n draws.
-    double: of the same draws.
+    single: functions of n draws.
+    double: functions of the same draws and of another one each.
     groups: `[n]` whole numbers by name; the draws that share one are a group.
       They must be known before the draw. -1: in no group.
     crossed: how many of `groups`, the first ones, are also crossed with all

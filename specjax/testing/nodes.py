@@ -1,4 +1,4 @@
-"""The drafted tokens of a record, and what is asked of each of them."""
+"""The drafted tokens of a record, and the checks of them."""
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Nodes:
     if bad.any():
       raise AssertionError(
           f"{name}: drafted token {self.tokens[bad][0]} in row "
-          f"{self.row[bad][0]} is no token, and its row of q is no padding")
+          f"{self.row[bad][0]} is out of range, and its row of q is not 0")
     check_chances(f"{name}: a token was drafted", self.tokens, self.laws,
                    self.row)
 
@@ -154,7 +154,7 @@ class Nodes:
     return found
 
   def _full(self, back):
-    """Whether all was accepted so many rounds before."""
+    """Marks nodes with a full acceptance so many rounds before."""
     depths = np.zeros(self.found.tokens.shape, np.int64)
     for node in range(1, depths.shape[-1]):
       depths[..., node] = 1 + np.take_along_axis(depths, np.maximum(
@@ -166,7 +166,7 @@ class Nodes:
         self.call, self.round - back, self.row]
 
   def _below_end(self):
-    """Whether the path to a node has an eos of its row."""
+    """Marks nodes with an eos of their row above them in the draft."""
     found = self.found
     is_end = (found.tokens[..., None] == found.requests.eos[:, None]).any(-1)
     for node in range(1, is_end.shape[-1]):
@@ -205,7 +205,7 @@ def lags(index, where, row_axis):
   """Partners in other rows of the same call, and in the call before."""
   partners = {}
   rows, row = index.shape[row_axis], where[row_axis]
-  for lag in sorted({1, 4, rows // 2, min(128, rows - 1)}):
+  for lag in sorted({1, 6, rows // 2, min(128, rows - 1)}):
     at = (*where[:row_axis], row - lag, *where[row_axis + 1:])
     partners[f"what was drawn {lag} rows before"] = np.where(
         row >= lag, index[at], -1)

@@ -13,9 +13,11 @@ from specjax import decoder as decoder_lib
 from specjax import inputs
 from specjax.types import DecodeState
 
-# Half of the rows, in turns. Many texts after each, for their joint law.
+# Every third row has one of these prompts and temperatures, in turns: many texts
+# after each, for their joint law.
 TEXTS = (((1, 3, 0, 2), 1.0), ((4,), 0.6))
 _TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of the others
+EVERY = 3
 _LONGEST = 32  # tokens of a prompt
 _AT_ONCE = 2  # rounds of a program; one program serves all
 
@@ -42,38 +44,38 @@ class Requests:
             longest: int = _LONGEST) -> "Requests":
     """Requests of all kinds.
 
-    Even rows are those of `TEXTS` in turns, without an eos. Odd rows have
-    prompts of 1 to `longest` tokens, several temperatures, and no, one or two
-    eos ids.
+    Every third row is one of `TEXTS` in turns, without an eos. The others have
+    prompts of 1 to `longest` tokens, several temperatures, and up to two eos
+    ids.
 
     Args:
       vocab_size: V.
       rows: B.
       new: most new tokens of a row; some get one or two less.
-      prompts: those of the odd rows, in turns; default: random ones.
-      longest: see above.
+      prompts: prompts of the others, in turns; default: random ones.
+      longest: longest random prompt.
     """
     rng = np.random.default_rng(0)
     if prompts is None:
       prompts = [rng.integers(vocab_size, size=n) for n in rng.permutation(
-          np.resize(np.arange(longest) + 1, max(longest, rows // 2)))]
+          np.resize(np.arange(longest) + 1, max(longest, rows)))]
     texts = [(tuple(t % vocab_size for t in text), temperature)
              for text, temperature in TEXTS]
     found, temperatures, limits = [], [], []
     eos = np.full((rows, 2), -1, np.int32)
+    kinds = ((), (0,), (), (vocab_size - 1, 2 % vocab_size), ())
     for row in range(rows):
-      if row % 2 == 0:
-        prompt, temperature = texts[row // 2 % len(texts)]
+      if row % EVERY == 0:
+        prompt, temperature = texts[row // EVERY % len(texts)]
       else:
-        i = row // 2
+        i = row - row // EVERY - 1
         prompt = tuple(map(int, prompts[i % len(prompts)]))
         temperature = _TEMPERATURES[i % len(_TEMPERATURES)]
-        kinds = ((), (0,), (), (vocab_size - 1, 2 % vocab_size))
         ids = kinds[rng.integers(len(kinds))]
         eos[row, :len(ids)] = ids
       found.append(prompt)
       temperatures.append(temperature)
-      limits.append(new - row // 4 % 3)
+      limits.append(new - row // 7 % 3)
     return cls(prompts=tuple(found), eos=eos,
                temperature=np.array(temperatures, np.float32),
                new=np.array(limits, np.int32))
@@ -103,7 +105,7 @@ class Record:
   """Rounds of several calls: K calls, R rounds, B rows, N nodes.
 
   Attributes:
-    requests: of every call.
+    requests: the rows of every call.
     active: `[K, R, B]` bool.
     emitted: `[K, R, B]`, tokens that the round committed.
     accepted: `[K, R, B]`, drafted tokens that the verifier accepted.
@@ -126,7 +128,7 @@ class Record:
 
   @property
   def drafted(self) -> np.ndarray:
-    """`[K, R, B, N]` bool, the nodes below the root that are no padding."""
+    """`[K, R, B, N]` bool, the nodes below the root without padding."""
     found = (self.probs.sum(-1) != 0) & self.active[..., None]
     found[..., 0] = False
     return found
@@ -140,11 +142,11 @@ def record(decoder: decoder_lib.Decoder, params: Any, requests: Requests,
 
   Args:
     decoder: the decoder.
-    params: its parameters.
+    params: parameters of the decoder.
     requests: B rows.
     ids: `[K, B]`, the request ids of every call.
     rounds: R, even.
-    state: of `requests.prefill`; it is copied.
+    state: the state of `requests.prefill`; it is copied.
     prepare: changes the first state of a call.
 
   Raises:
