@@ -41,7 +41,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib.one_of import OneOf  # noqa: E402
 
-_ROWS, _CALLS, _ROUNDS = 160, 10, 6
+_ROWS, _CALLS, _ROUNDS = 160, 8, 6
 _CALLS_MORE, _ROUNDS_MORE = 3, 4  # of every other rule
 _CAPACITY, _LONGEST = 64, 32
 _LENGTHS, _NEW = (1, 2, 3, 17, 30, _LONGEST), 20

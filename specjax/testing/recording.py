@@ -13,7 +13,7 @@ from specjax import decoder as decoder_lib
 from specjax import inputs
 from specjax.types import DecodeState
 
-# Every third row has one of these prompts and temperatures, in turns: many texts
+# Every third row has one of these prompts and temperatures in turns: many texts
 # after each, for their joint law.
 TEXTS = (((1, 3, 0, 2), 1.0), ((4,), 0.6))
 _TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of the others
