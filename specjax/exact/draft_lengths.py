@@ -1,0 +1,115 @@
+"""Draft length as a problem of optimal stopping, exactly on small pairs.
+
+A drafted token costs `token_cost` target calls. With block verification the
+next token x of a draft pays survival(x) D(c x) rounds on average, where D is
+the value of a token (`exact.rounds`) in total cost. So drafting should go on
+while the expected pay of this token and of those after it exceeds the cost.
+The rules of the literature stop by the expected number of accepted tokens.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from specjax.exact import enumeration
+from specjax.exact import rounds as rounds_lib
+from specjax.exact.drafts import Drafts
+from specjax.exact.pairs import Pair
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DraftLengths:
+  """The best stopping of block verification's drafts.
+
+  Attributes:
+    cost: `[contexts]`, the expected total cost from every context, rounds +
+      token_cost * drafted tokens; numbered as by `exact.remaining_rounds`.
+    goes_on: goes_on[n][l] is `[V**(n + l)]` bool: whether a round that starts
+      after n tokens drafts one more token after l drafted ones.
+    vocab_size: V.
+  """
+
+  cost: np.ndarray
+  goes_on: list[list[np.ndarray]]
+  vocab_size: int
+
+  def ended(self, drafts: Drafts) -> Drafts:
+    """Ends chains where the best stopping does, as `stopping.kept_by`."""
+    offsets = enumeration.first_contexts(self.vocab_size, len(self.goes_on) + 1)
+    lengths = np.searchsorted(offsets, drafts.contexts[:, 0], "right") - 1
+    kept = np.zeros(len(lengths), int)
+    for n, rows in enumerate(self.goes_on):
+      these = np.flatnonzero(lengths == n)
+      for drafted, going in enumerate(rows):
+        first = (self.vocab_size**(n + drafted) - 1) // (self.vocab_size - 1)
+        these = these[going[drafts.contexts[these, drafted] - first]]
+        kept[these] += 1
+    return drafts.cut(kept)
+
+
+def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
+                       *, eos: int | None = None) -> DraftLengths:
+  """Returns the stopping of drafts that costs least with block verification.
+
+  Backward induction over contexts and, within a round, over the drafted
+  tokens. It sees the models at the tokens to come only in expectation, and the
+  text and the draft so far. So no stop rule that depends on these, and no
+  fixed draft length, has a lower expected cost with block verification.
+
+  Args:
+    pair: tables of at least `length` contexts deep.
+    gamma: largest draft length.
+    length: tokens to write, at least 1.
+    token_cost: cost of one drafted token, in target calls.
+    eos: see `exact.rounds_distribution`.
+
+  Raises:
+    ValueError: a size is out of range, or the tables are not deep enough.
+  """
+  rounds_lib.check(pair, gamma, length, eos, length)
+  vocab = pair.vocab_size
+  complete = rounds_lib.complete_contexts(vocab, length, eos)
+  offsets = enumeration.first_contexts(vocab, length + 1)
+  level = lambda table, n: table[offsets[n]:offsets[n + 1]]
+  cost, value = np.zeros(offsets[-1]), np.zeros(offsets[-1])
+  goes_on = []
+  for n in reversed(range(length)):
+    after = (pair.p[n] * level(cost, n + 1).reshape(-1, vocab)).sum(-1)
+    most = min(gamma, length - n - 1)
+    saved, going = _stopping(pair, n, [
+        level(value, n + drafted) for drafted in range(1, most + 1)],
+                             token_cost)
+    done = level(complete, n)
+    level(cost, n)[:] = np.where(done, 0, 1 + after - saved)
+    level(value, n)[:] = np.where(done, 0, 1 - saved)
+    goes_on.insert(0, going)
+  return DraftLengths(cost=cost[:offsets[length]], goes_on=goes_on,
+                      vocab_size=vocab)
+
+
+def _stopping(pair, n, values, token_cost):
+  """Optimal stopping in one round from every context of n tokens.
+
+  Args:
+    pair: the models.
+    n: tokens of the contexts.
+    values: values[l - 1] is D of the contexts after l drafted tokens.
+    token_cost: of one drafted token.
+
+  Returns:
+    `(saved [V**n], goes_on)`: the expected cost that the draft saves, and one
+    bool array for each number of drafted tokens, see `DraftLengths`.
+  """
+  survive, pays = np.ones(pair.vocab_size**n), []
+  for drafted, value in enumerate(values):
+    p, q = pair.p[n + drafted], pair.q[n + drafted]
+    ratio = np.divide(p, q, out=np.zeros_like(p), where=q > 0)
+    survive = np.minimum(1, survive[:, None] * ratio).reshape(-1)
+    pays.append(survive * value)
+  saved, goes_on = np.zeros(len(survive)), []
+  for drafted in reversed(range(len(values))):
+    q = pair.q[n + drafted]
+    gain = (q * (pays[drafted] + saved).reshape(q.shape)).sum(-1) - token_cost
+    goes_on.insert(0, gain > 0)
+    saved = np.maximum(gain, 0)
+  return saved, goes_on

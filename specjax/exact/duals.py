@@ -1,0 +1,181 @@
+"""Dual certificates: exact bounds on all valid rules for one instance.
+
+An instance is a pair of models, the shape of a tree, and the scheme by which
+its tokens are drawn. Let phi be any function of a text z that is one token
+longer than the deepest path, and let Phi(c) = E_p[phi(z) | z begins with c]. A
+valid rule stops at a node v of the drafted tree T and emits a token y, after
+which the target continues. So its text has the target's distribution, and
+
+  E[depth(v)] = E[depth(v) + Phi(vy)] - Phi() <= E_T[max_{v, y} (depth(v) +
+  Phi(vy))] - Phi().
+
+The maximum goes over the nodes v of T and the tokens y with p(vy) > 0. The
+right-hand side is a bound whatever phi is. It is evaluated in fractions by
+code that shares nothing with the solver that finds a good phi.
+"""
+
+from collections.abc import Sequence
+import fractions
+import math
+
+import numpy as np
+
+from specjax.exact import optima
+from specjax.exact import schemes
+from specjax.exact import trees
+from specjax.exact.pairs import Pair
+
+Fraction = fractions.Fraction
+
+_ROUNDED = 1 << 30  # multiples of 1 / _ROUNDED are kept of a solver's numbers
+_LARGEST = 1e6  # of a solver's numbers: those beyond belong to texts of p = 0
+
+
+def tree_potential(pair: Pair, parents: Sequence[int],
+                   scheme: str | schemes.Scheme) -> list[Fraction]:
+  """Returns the best phi for an instance, rounded to rational numbers.
+
+  The solution of the dual of the linear program of `tree_optimum`. With it
+  `dual_bound` exceeds the optimum by rounding errors of about 1e-8 only.
+
+  Args:
+    pair: tables of at least height + 1 contexts deep.
+    parents: N numbers, see `enumerate_trees`.
+    scheme: see `enumerate_trees`.
+
+  Returns:
+    `V**(height + 1)` rational numbers, one for every text.
+  """
+  prices = optima.tree_prices(pair, parents, scheme)
+  return [-Fraction(round(float(price) * _ROUNDED), _ROUNDED)
+          for price in np.clip(prices, -_LARGEST, _LARGEST)]
+
+
+def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
+  """Returns the best phi for a chain, in closed form.
+
+  With R_i = prod_{k<=i} p/q, block verification passes position l of a text
+  with probability 1 / max_{i<=l} R_i. Let j(l) <= l be the position of that
+  maximum, which is 0 where no R_i exceeds R_0 = 1. Then phi(z) = sum_j E[number
+  of l <= gamma with j(l) = j | z^j], and `dual_bound` is the expected number of
+  tokens that block verification accepts, without a gap.
+
+  Args:
+    pair: tables of at least gamma + 1 contexts deep.
+    gamma: draft length.
+
+  Returns:
+    `V**(gamma + 1)` rational numbers.
+  """
+  vocab = pair.vocab_size
+  p, q = (_rational(tables, gamma) for tables in (pair.p, pair.q))
+
+  def walk(context, depth, ratio, largest, at):
+    """`(sums of phi below, expected number of l > depth with j(l) = at)`."""
+    if depth == gamma:
+      return [Fraction(0)] * vocab, Fraction(0)
+    texts, count = [], Fraction(0)
+    for y in range(vocab):
+      p_y, q_y = p[depth][context][y], q[depth][context][y]
+      new = ratio * p_y / q_y if q_y else (math.inf if p_y else Fraction(0))
+      rises = new > largest
+      below, same = walk(context * vocab + y, depth + 1,
+                         new, new if rises else largest,
+                         depth + 1 if rises else at)
+      if rises:  # position depth + 1 is the maximum, at least for itself
+        texts += [phi + 1 + same for phi in below]
+      else:
+        texts += below
+        count += p_y * (1 + same)
+    return texts, count
+
+  return walk(0, 0, Fraction(1), Fraction(1), 0)[0]
+
+
+def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
+               potential: Sequence[Fraction]) -> Fraction:
+  """Returns an exact upper bound on the accepted tokens of every valid rule.
+
+  Every row of p, and every row of q as the scheme reports it, is taken as the
+  rational numbers that its floating-point numbers are, divided by their sum.
+
+  Args:
+    pair: tables of at least height + 1 contexts deep.
+    parents: N numbers, see `enumerate_trees`.
+    scheme: one that draws from the probabilities that it reports.
+    potential: `V**(height + 1)` rational numbers phi(z), of any origin.
+
+  Returns:
+    A bound on E[tau] of one round, for this pair, shape and scheme.
+
+  Raises:
+    ValueError: `potential` has the wrong size, or the scheme draws from other
+      probabilities than it reports.
+
+  Example: of two tokens drawn from q, any valid rule accepts at most 11/9 in
+  the paper's Bernoulli example.
+
+    >>> import specjax as sj
+    >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=3)
+    >>> bound = sj.exact.dual_bound(
+    ...     pair, (-1, 0, 1), "iid", sj.exact.chain_potential(pair, gamma=2))
+    >>> print(round(float(bound * 9), 6))
+    11.0
+  """
+  vocab, length = pair.vocab_size, trees.height(parents) + 1
+  if len(potential) != vocab**length:
+    raise ValueError(f"potential has {len(potential)} numbers; it must have "
+                     f"V**(height + 1) = {vocab**length}")
+  p = _rational(pair.p, length)
+  means = [list(potential)]
+  for n in reversed(range(length)):
+    means.insert(0, [sum(a * b for a, b in zip(row, means[0][i * vocab:]))
+                     for i, row in enumerate(p[n])])
+  possible = [[True]]
+  for n in range(length):
+    possible.append([before and bool(x) for before, row in zip(possible[n], p[n])
+                     for x in row])
+  # The best y after every context; None where the target never gets there.
+  best = [[max((means[n + 1][c * vocab + y] for y in range(vocab)
+                if possible[n + 1][c * vocab + y]), default=None)
+           for c in range(vocab**n)] for n in range(length)]
+  drafts = trees.draw(scheme, parents, np.concatenate(pair.q),
+                      np.zeros(1, np.int64))
+  total = Fraction(0)
+  for tokens, above, probs, weight in zip(
+      drafts.tokens, drafts.parents, drafts.probs, drafts.weights):
+    chance, stops = _drawn(tokens, above, probs, best)
+    if abs(float(chance) - weight) > 1e-9:
+      raise ValueError(f"scheme {schemes.name_of(scheme)} draws from other "
+                       "probabilities than it reports; its drafts have no "
+                       "exact probability here")
+    total += chance * max(stops)
+  return total - means[0][0]
+
+
+def _drawn(tokens, above, probs, best):
+  """A draft's exact probability, and depth + best Phi of its nodes."""
+  chance = Fraction(1)
+  at = [(0, 0)]  # depth and context of every node; None is padding
+  for token, parent, row in zip(tokens[1:], above[1:], probs[1:]):
+    row = [Fraction(float(x)) for x in row]
+    total = sum(row)
+    if not total or at[parent] is None:
+      at.append(None)
+      continue
+    chance *= row[token] / total
+    depth, context = at[parent]
+    at.append((depth + 1, context * len(row) + int(token)))
+  nodes = [node for node in at if node is not None]
+  return chance, [depth + best[depth][context] for depth, context in nodes
+                  if best[depth][context] is not None]
+
+
+def _rational(tables, length):
+  """Rows of the first tables as fractions that sum to 1 exactly."""
+  def row(numbers):
+    numbers = [Fraction(float(x)) for x in numbers]
+    total = sum(numbers)
+    return [x / total for x in numbers]
+
+  return [[row(numbers) for numbers in table] for table in tables[:length]]

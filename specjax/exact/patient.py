@@ -1,0 +1,99 @@
+"""A valid rule that has more tokens than block verification after two rounds.
+
+Theorem 2 of Sun et al. 2024 (arXiv:2403.10444) states that no valid rule has
+more expected tokens than block verification after any number of rounds. It
+holds for one round. It fails for two rounds if gamma >= 3, and for three rounds
+if gamma = 2, by the rule and the pairs of this module. It holds for two rounds
+if gamma = 2, and for every number of rounds if gamma = 1.
+
+The reason: block verification accepts as much as it can in every round, also
+where a later start would have been worse. A round that starts behind a token
+with p/q < 1 does not see the factor that would have given later tokens credit.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.exact.pairs import Pair
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient:
+  """Block verification without the last drafted token if its row is one-hot.
+
+  The row of q decides, and not the token that was drawn from it. So the rule
+  is valid on all models.
+  """
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
+          ) -> Law:
+    """The law of `Block` for the draft that is left."""
+    last = jnp.sum(draft.drafted, dtype=jnp.int32)
+    omitted = ((jnp.arange(draft.probs.shape[0]) == last)
+               & (draft.probs.max(-1) >= 1))
+    probs = jnp.where(omitted[:, None], 0, draft.probs)
+    return Block().law(draft.replace(probs=probs), target_probs, state)
+
+
+def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
+  """Returns a pair of models on which `Patient` overtakes block verification.
+
+  The vocabulary is {a = 0, b = 1}. First come tokens on which both models are
+  certain of a. The next token, x, has q(a) = 1 and p(a) = d. If it is b, all
+  later drafts fail. If it is a, the token after it has q(a) = d and p(a) = 1.
+  For gamma >= 3, gamma - 2 tokens with p = q follow and then drafts that fail.
+  For gamma = 2, one draft that fails, two tokens with p = q and then drafts
+  that fail.
+
+  Block verification writes x in its first round. `Patient` leaves x to the
+  second round. For gamma >= 3 and d = gamma / (2 (gamma - 1)) it has (gamma -
+  2)^2 / (4 (gamma - 1)) more expected tokens after two rounds; for gamma = 2
+  and d = 2/3 it has 1/3 more after three rounds.
+
+  Args:
+    gamma: draft length, at least 2.
+    depth: longest context plus one, in tokens.
+    certain: number of tokens before x; default gamma. With gamma + 1, block
+      verification writes more tokens in two rounds than it does with drafts of
+      gamma + 1 tokens, for gamma >= 3.
+
+  Raises:
+    ValueError: `gamma` is less than 2.
+
+  Example:
+    >>> import specjax as sj
+    >>> pair = sj.exact.patient_pair(gamma=3, depth=8)
+    >>> for rule in sj.verifiers.Block(), sj.exact.Patient():
+    ...   print(sj.exact.expected_tokens(rule, pair, gamma=3, rounds=2))
+    [4.    6.125]
+    [3.   6.25]
+  """
+  if gamma < 2:
+    raise ValueError(f"gamma is {gamma}; it must be at least 2, because block "
+                     "verification is not overtaken with 1 drafted token")
+  certain = gamma if certain is None else certain
+  d = 2 / 3 if gamma == 2 else gamma / (2 * (gamma - 1))
+  a, b, even, x = (np.array(row) for row in (
+      (1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (d, 1 - d)))
+  rows = [(a, a)] * certain + [(x, a), (a, x)]
+  rows += [(a, b), (even, even), (even, even)] if gamma == 2 else (
+      [(even, even)] * (gamma - 2))
+  rows += [(a, b)] * (depth - len(rows))
+  tables = []
+  for side in range(2):
+    levels = [np.tile(rows[n][side], (2**n, 1)) for n in range(depth)]
+    for n in range(certain + 1, depth):  # contexts where x is b
+      was_b = np.arange(2**n) >> (n - certain - 1) & 1
+      levels[n] = np.where(was_b[:, None], (a, b)[side], levels[n])
+    tables.append(levels)
+  return Pair(*tables)

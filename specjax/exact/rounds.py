@@ -1,0 +1,311 @@
+"""Rounds that a rule needs to complete a sequence, exactly on small pairs.
+
+A round starts at a context c and ends at a longer one, c followed by the N
+tokens that it emits. Every quantity here follows from the probabilities of
+these ends, which are summed over all drafts of the rule's production code, as
+in `exact.enumeration`.
+
+A sequence is complete when it has `length` tokens or contains `eos`. W(c) is
+the expected number of rounds from c until then. D(c) = W(c) - sum_y p(y|c)
+W(cy) is the value of one more token, in rounds. For block verification D(c) >=
+q(p = 0 | c) >= 0 on all models. It follows that no valid rule with at most
+gamma drafted tokens per round needs fewer expected rounds, for any length. The
+tokens after a fixed number of rounds have no such optimum, see
+`exact.patient_pair`.
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import numpy as np
+
+from specjax.exact import drafts as drafts_lib
+from specjax.exact import enumeration
+from specjax.exact.compiled import Compiled
+from specjax.exact.pairs import Pair
+from specjax.types import Verifier
+
+_DRAFTS = 1 << 16  # enumerated at a time: bounds the memory
+
+Ended = Callable[[drafts_lib.Drafts], drafts_lib.Drafts]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RoundsDistribution:
+  """Distribution of the number of rounds that complete a sequence.
+
+  Attributes:
+    probs: `[length + 1]`, the probability of k = 0, 1, ..., length rounds.
+  """
+
+  probs: np.ndarray
+
+  @property
+  def mean(self) -> float:
+    """Expected number of rounds."""
+    return float(self.probs @ np.arange(len(self.probs)))
+
+  @property
+  def variance(self) -> float:
+    """Variance of the number of rounds."""
+    return float(self.probs @ (np.arange(len(self.probs)) - self.mean)**2)
+
+  def quantile(self, level: float) -> int:
+    """Returns the fewest rounds that suffice with probability `level`.
+
+    Probabilities are compared up to 1e-12, so that rounding does not move a
+    quantile.
+
+    Raises:
+      ValueError: `level` is not in (0, 1].
+    """
+    if not 0 < level <= 1:
+      raise ValueError(f"level is {level}; it must be in (0, 1]")
+    return int(np.argmax(np.cumsum(self.probs) >= level - 1e-12))
+
+
+def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
+                    length: int, *, eos: int | None = None,
+                    ended: Ended | None = None) -> float:
+  """Returns the expected number of rounds to write `length` tokens.
+
+  The mean of `rounds_distribution`, whose arguments and errors it shares.
+
+  Example: the paper's Bernoulli example.
+
+    >>> import specjax as sj
+    >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=6)
+    >>> for rule in sj.verifiers.Token(), sj.verifiers.Block():
+    ...   print(round(sj.exact.expected_rounds(rule, pair, 2, length=4), 4))
+    2.3704
+    2.2222
+  """
+  return rounds_distribution(
+      rule, pair, gamma, length, eos=eos, ended=ended).mean
+
+
+def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
+                        length: int, *, eos: int | None = None,
+                        ended: Ended | None = None) -> RoundsDistribution:
+  """Returns the distribution of the number of rounds to write `length` tokens.
+
+  Decoding starts at the empty context and ends with the first round after
+  which the sequence has `length` tokens or contains `eos`.
+
+  Args:
+    rule: any verifier for chains, also one with state; or a `Compiled`.
+    pair: tables of at least length + gamma contexts deep.
+    gamma: draft length.
+    length: tokens to write, at least 1.
+    eos: the token that ends a sequence; default: no token does.
+    ended: rule that ends the chains early, from `stopping.kept_by`; default:
+      all chains have gamma tokens.
+
+  Raises:
+    ValueError: `gamma`, `length` or `eos` is out of range, or the tables are
+      not deep enough.
+  """
+  check(pair, gamma, length, eos, length + gamma)
+  scheme = lambda q, contexts: _chains(q, contexts, gamma, ended)
+  run = enumeration.Run(Compiled.of(rule), pair, scheme, gamma + 1, "float64",
+                        enumeration.CHUNK)
+  complete = complete_contexts(pair.vocab_size, length, eos)
+  offsets = enumeration.first_contexts(pair.vocab_size, length + 1)
+  alive, probs = {0: [run.first()]}, [0.0]
+  while alive:
+    after, done = {}, 0.0
+    for start, pieces in alive.items():
+      pieces = jax.tree.map(lambda *x: np.concatenate(x), *pieces)
+      for end, found in run.round(start, pieces, length).items():
+        ends = complete[offsets[end] + found.contexts]
+        done += found.weights[ends].sum()
+        if not ends.all():
+          after.setdefault(end, []).append(
+              jax.tree.map(lambda x, ends=ends: x[~ends], found))
+    alive = after
+    probs.append(done)
+  probs += [0.0] * (length + 1 - len(probs))
+  return RoundsDistribution(probs=np.array(probs))
+
+
+def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
+                     length: int, *, eos: int | None = None,
+                     ended: Ended | None = None, token_cost: float = 0.0
+                     ) -> np.ndarray:
+  """Returns W, the expected number of further rounds from every context.
+
+  Args:
+    rule: any verifier for chains without state, or a `Compiled`.
+    pair: tables of at least length + gamma contexts deep.
+    gamma: draft length.
+    length: tokens to write, those of the context included.
+    eos: see `rounds_distribution`.
+    ended: see `rounds_distribution`.
+    token_cost: cost of one drafted token, in rounds. Then W is the expected
+      total cost, rounds + token_cost * drafted tokens.
+
+  Returns:
+    `[contexts]`, one number for every context of less than `length` tokens,
+    numbered as in `exact.drafts`: W[0] is that of the empty context. It is 0
+    where the context contains `eos`.
+
+  Raises:
+    ValueError: as `rounds_distribution`; or the rule has state.
+  """
+  ends, drafted = _round_ends(rule, pair, gamma, length, eos, ended)
+  vocab, complete = pair.vocab_size, complete_contexts(pair.vocab_size, length, eos)
+  offsets = enumeration.first_contexts(vocab, length + 1)
+  rounds = np.zeros(offsets[-1])
+  for n in reversed(range(length)):
+    level = slice(offsets[n], offsets[n + 1])
+    rounds[level] = 1 + token_cost * drafted[level]
+    for m in range(1, min(gamma + 1, length - n) + 1):
+      later = slice(offsets[n + m], offsets[n + m + 1])
+      rounds[level] += (ends[m - 1, later] * rounds[later]).reshape(
+          vocab**n, -1).sum(-1)
+    rounds[level] = np.where(complete[level], 0, rounds[level])
+  return rounds[:offsets[length]]
+
+
+def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
+                *, eos: int | None = None) -> np.ndarray:
+  """Returns D, the value in rounds of knowing one more token of the target.
+
+  D(c) = W(c) - sum_y p(y|c) W(cy) with the W of `remaining_rounds`, which
+  documents the arguments, the order of contexts and the errors. For block
+  verification D(c) is at least q(p = 0 | c), and q(eos | c) more if there is
+  an eos with p(eos | c) > 0.
+  """
+  return _token_value(
+      remaining_rounds(rule, pair, gamma, length, eos=eos), pair, length, eos)
+
+
+def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
+                        length: int, rounds: int) -> np.ndarray:
+  """Returns the distribution of the tokens written, given the target's text.
+
+  Given the text z that decoding writes, the position after each round is a
+  Markov chain: a round from z^n ends at z^(n+m) with probability P(it emits
+  these m tokens) / p(these m tokens | z^n). On every text and after every
+  number of rounds, block verification is stochastically not behind token
+  verification.
+
+  Args:
+    rule: any verifier for chains without state that is valid; or a `Compiled`.
+    pair: tables of at least length + gamma contexts deep.
+    gamma: draft length.
+    length: tokens of a text.
+    rounds: number of rounds.
+
+  Returns:
+    `[rounds, V**length, length + 1]`: probability of k = 0, ..., length tokens
+    after each round, where the last entry is for at least `length` tokens.
+    Texts that the target cannot write count as complete after the first round.
+
+  Raises:
+    ValueError: as `remaining_rounds`.
+  """
+  ends, _ = _round_ends(rule, pair, gamma, length, None, None)
+  vocab = pair.vocab_size
+  offsets = enumeration.first_contexts(vocab, length + 1)
+  texts = np.arange(vocab**length)
+  at = [offsets[n] + texts // vocab**(length - n) for n in range(length + 1)]
+  p = [pair.p[n][texts // vocab**(length - n),
+                 texts // vocab**(length - n - 1) % vocab]
+       for n in range(length)]
+  now, found = np.zeros((len(texts), length + 1)), []
+  now[:, 0] = 1
+  for _ in range(rounds):
+    then = np.zeros_like(now)
+    then[:, length] = now[:, length]
+    for n in range(length):
+      left, given = now[:, n].copy(), np.ones(len(texts))
+      for m in range(1, min(gamma + 1, length - 1 - n) + 1):
+        given = given * p[n + m - 1]
+        moves = now[:, n] * np.divide(
+            ends[m - 1, at[n + m]], given, out=np.zeros_like(given),
+            where=given > 0)
+        then[:, n + m] += moves
+        left -= moves
+      then[:, length] += left
+    now = then
+    found.append(now)
+  return np.stack(found)
+
+
+def _chains(q, contexts, gamma, ended):
+  """All chains, ended early by `ended`, as N = gamma + 1 nodes."""
+  chains = drafts_lib.chains(q, contexts, gamma)
+  return (ended(chains) if ended else chains).padded(gamma + 1)
+
+
+def _round_ends(rule, pair, gamma, length, eos, ended):
+  """Where rounds end, and how many tokens they draft.
+
+  Returns:
+    `(ends [gamma + 1, contexts], drafted [contexts])`: ends[m - 1, c] is the
+    probability that a round which starts m tokens before c ends at c, for
+    contexts of up to `length` tokens.
+  """
+  compiled = Compiled.of(rule)
+  if compiled.rule.remembers:
+    raise ValueError(
+        f"rule is {type(rule).__name__}, which has state; the contexts alone "
+        "are no Markov chain for it: use rounds_distribution")
+  check(pair, gamma, length, eos, length + gamma)
+  p, q = pair.tables()
+  vocab = pair.vocab_size
+  offsets = enumeration.first_contexts(vocab, length + 1)
+  ends = np.zeros((gamma + 1, offsets[-1]))
+  drafted = np.zeros(offsets[length])
+  piece = max(1, _DRAFTS // vocab**gamma)
+  for first in range(0, offsets[length], piece):
+    contexts = np.arange(first, min(first + piece, offsets[length]))
+    chains = _chains(q, contexts, gamma, ended)
+    stop, next_token, _ = compiled.laws(
+        (chains.tokens, chains.parents, chains.probs, p[chains.contexts], None),
+        enumeration.CHUNK, "float64")
+    lengths = chains.probs.any(-1).sum(-1)
+    drafted[contexts] = np.bincount(
+        chains.starts, chains.weights * lengths, minlength=len(contexts))
+    for tau in range(gamma + 1):
+      rate = (chains.weights * stop[:, tau])[:, None]
+      mass = np.where(rate > 0, rate * next_token[:, tau], 0)
+      after = drafts_lib.longer(chains.contexts[:, tau, None],
+                                np.arange(vocab), vocab)
+      kept = (after < offsets[-1]) & (mass > 0)
+      ends[tau] += np.bincount(after[kept], mass[kept], minlength=offsets[-1])
+  return ends, drafted
+
+
+def _token_value(rounds, pair, length, eos):
+  """D of given W `[contexts]`."""
+  vocab = pair.vocab_size
+  longest = np.zeros(vocab**length)
+  after = np.concatenate([rounds[1:], longest]).reshape(-1, vocab)
+  p = np.concatenate(pair.p[:length])
+  complete = complete_contexts(vocab, length, eos)[:len(rounds)]
+  return np.where(complete, 0, rounds - (p * after).sum(-1))
+
+
+def complete_contexts(vocab, length, eos):
+  """`[contexts]` bool: `length` tokens or an eos; for up to `length` tokens."""
+  levels = [np.zeros(1, bool)]
+  for _ in range(length):
+    levels.append((levels[-1][:, None] | (np.arange(vocab) == eos)).reshape(-1))
+  levels[length][:] = True
+  return np.concatenate(levels)
+
+
+def check(pair, gamma, length, eos, depth):
+  """Refuses sizes that are too small, or tables that are not deep enough."""
+  for name, value, least in (("gamma", gamma, 0), ("length", length, 1)):
+    if value < least:
+      raise ValueError(f"{name} is {value}; it must be at least {least}")
+  if eos is not None and not 0 <= eos < pair.vocab_size:
+    raise ValueError(f"eos is {eos}; it must be in [0, {pair.vocab_size}), or "
+                     "None")
+  if pair.depth < depth:
+    raise ValueError(f"the models are {pair.depth} deep; {length} tokens with "
+                     f"gamma {gamma} need {depth}")

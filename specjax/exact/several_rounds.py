@@ -1,0 +1,125 @@
+"""What the best valid rule attains over several rounds, by linear programs.
+
+Backward induction over contexts. At each of them a linear program goes over
+all valid rules of one round (`optima.emission_optimum`) with the value of
+every context in which the round may end. A rule may thus choose anything in
+every round from the text so far, also shorter drafts. The value of the whole
+is a bound for every rule whose only state is its output.
+"""
+
+import numpy as np
+
+from specjax.exact import enumeration
+from specjax.exact import optima
+from specjax.exact import rounds as rounds_lib
+from specjax.exact.pairs import Pair
+
+_PROGRAMS = 64  # solved in one call
+
+
+def fewest_rounds(pair: Pair, gamma: int, length: int, *,
+                  eos: int | None = None) -> float:
+  """Returns the fewest expected rounds of any valid rule to write `length`.
+
+  Backward induction over contexts; at each context a linear program goes over
+  all rules of `optima.emission_optimum`. A rule may choose another program in
+  every context and may draft fewer than gamma tokens. Block verification
+  attains the minimum for every length (see the module), so this is a check of
+  that theorem which does not use it.
+
+  Args:
+    pair: tables of at least `length` contexts deep.
+    gamma: largest draft length.
+    length: tokens to write, at least 1.
+    eos: see `rounds_distribution`.
+
+  Raises:
+    ValueError: as `rounds_distribution`; or a row of the models does not sum
+      to 1 within 1e-12.
+    ArithmeticError: the solver found no solution.
+  """
+  return float(fewest_remaining_rounds(pair, gamma, length, eos=eos)[0])
+
+
+def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
+                            eos: int | None = None) -> np.ndarray:
+  """Returns `[contexts]`, `fewest_rounds` from every context.
+
+  The contexts are those of `remaining_rounds`.
+  """
+  rounds_lib.check(pair, gamma, length, eos, length)
+  vocab, complete = pair.vocab_size, rounds_lib.complete_contexts(pair.vocab_size, length, eos)
+  offsets = enumeration.first_contexts(vocab, length + 1)
+  rounds = np.zeros(offsets[-1])
+  rounds[offsets[length - 1]:offsets[length]] = 1
+  rounds[complete] = 0
+  for n in reversed(range(length - 1)):
+    # Tokens beyond `length` are worth nothing, so shorter drafts suffice.
+    drafted = min(gamma, length - n - 1)
+    level = np.flatnonzero(~complete[offsets[n]:offsets[n + 1]])
+    rounds[offsets[n] + level] = 1 - _maxima(
+        [_from_context(pair, -rounds, offsets, drafted, n, context)
+         for context in level])
+  return rounds[:offsets[length]]
+
+
+def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
+  """Returns the most expected tokens of any valid rule after 1, 2, ... rounds.
+
+  Each entry has its own best rule. Block verification attains the first entry.
+  It attains all of them if gamma = 1, and the second if gamma = 2; other
+  entries can be larger, see `exact.patient_pair`.
+
+  Args:
+    pair: tables of at least rounds * (gamma + 1) contexts deep.
+    gamma: draft length.
+    rounds: rounds of draft-and-verify.
+
+  Returns:
+    `[rounds]`.
+
+  Raises:
+    ValueError: as `fewest_rounds`.
+    ArithmeticError: the solver found no solution.
+  """
+  longest = rounds * (gamma + 1)
+  rounds_lib.check(pair, gamma, longest, None, longest)
+  offsets = enumeration.first_contexts(pair.vocab_size, longest + 1)
+  tokens, found = np.zeros(offsets[-1]), []
+  lengths = np.repeat(np.arange(longest + 1), np.diff(offsets))
+  for last in range(longest - gamma - 1, -1, -gamma - 1):
+    then, tokens = tokens + lengths, np.zeros_like(tokens)
+    for n in range(last + 1):
+      level = np.arange(pair.vocab_size**n)
+      tokens[offsets[n] + level] = _maxima(
+          [_from_context(pair, then, offsets, gamma, n, context)
+           for context in level]) - n
+    found.append(tokens[0])
+  return np.array(found)
+
+
+def _maxima(programs):
+  """The optima of many programs, a few at a time."""
+  return np.concatenate([optima.maxima(programs[i:i + _PROGRAMS])
+                         for i in range(0, len(programs), _PROGRAMS)])
+
+
+def _from_context(pair, values, offsets, gamma, n, context):
+  """The program of one round from a context of n tokens.
+
+  Args:
+    pair: the models.
+    values: `[contexts]`, the value of a round that ends at each of them.
+    offsets: first context of every length.
+    gamma: draft length.
+    n: tokens of the context.
+    context: its number among those of n tokens.
+  """
+  vocab = pair.vocab_size
+  below = lambda tables: [
+      tables[n + d][context * vocab**d:(context + 1) * vocab**d]
+      for d in range(gamma + 1)]
+  values = [
+      values[offsets[n + m] + context * vocab**m:][:vocab**m]
+      for m in range(1, gamma + 2)]
+  return optima.program(Pair(below(pair.p), below(pair.q)), gamma, values)
