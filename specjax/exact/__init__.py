@@ -5,7 +5,9 @@ law is evaluated on every draft of a small context-dependent model pair and
 summed, sum_x q(x) * stop * next_token, which is the joint law of everything
 that decoding emits. A rule is lossless on these models iff that equals the
 target's; `Certificate` says what that means for others. Linear programs over
-all couplings and over all valid verifiers give the ceilings.
+all couplings and over all valid verifiers give the largest values in one round
+(`optima`) and over several rounds (`several_rounds`). `rounds` has the expected
+number of rounds that a sequence takes, and `duals` has exact bounds.
 """
 
 from specjax.exact import schemes

@@ -1,10 +1,11 @@
 """Draft length as a problem of optimal stopping, exactly on small pairs.
 
 A drafted token costs `token_cost` target calls. With block verification the
-next token x of a draft pays survival(x) D(c x) rounds on average, where D is
-the value of a token (`exact.rounds`) in total cost. So drafting should go on
-while the expected pay of this token and of those after it exceeds the cost.
-The rules of the literature stop by the expected number of accepted tokens.
+next token x of a draft saves survival(x) D(c x) on average, where D is the
+value of a token as in `exact.rounds`, in total cost instead of rounds. So
+drafting should continue while the expected saving by this token and by later
+ones exceeds the cost. The rules of the literature stop by the expected number
+of accepted tokens.
 """
 
 import dataclasses
@@ -52,16 +53,16 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
   """Returns the stopping of drafts that costs least with block verification.
 
   Backward induction over contexts and, within a round, over the drafted
-  tokens. It sees the models at the tokens to come only in expectation, and the
-  text and the draft so far. So no stop rule that depends on these, and no
-  fixed draft length, has a lower expected cost with block verification.
+  tokens. The decision depends on the text and on the draft so far. No stop
+  rule that depends on these, and no fixed draft length, has a lower expected
+  cost with block verification.
 
   Args:
     pair: tables of at least `length` contexts deep.
     gamma: largest draft length.
     length: tokens to write, at least 1.
     token_cost: cost of one drafted token, in target calls.
-    eos: see `exact.rounds_distribution`.
+    eos: the token that ends a sequence; default: no token does.
 
   Raises:
     ValueError: a size is out of range, or the tables are not deep enough.
@@ -94,7 +95,7 @@ def _stopping(pair, n, values, token_cost):
     pair: the models.
     n: tokens of the contexts.
     values: values[l - 1] is D of the contexts after l drafted tokens.
-    token_cost: of one drafted token.
+    token_cost: cost of one drafted token.
 
   Returns:
     `(saved [V**n], goes_on)`: the expected cost that the draft saves, and one

@@ -41,7 +41,7 @@ def tree_potential(pair: Pair, parents: Sequence[int],
   Args:
     pair: tables of at least height + 1 contexts deep.
     parents: N numbers, see `enumerate_trees`.
-    scheme: see `enumerate_trees`.
+    scheme: function that draws the tokens, or its name in `exact.schemes`.
 
   Returns:
     `V**(height + 1)` rational numbers, one for every text.
@@ -133,8 +133,8 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
                      for i, row in enumerate(p[n])])
   possible = [[True]]
   for n in range(length):
-    possible.append([before and bool(x) for before, row in zip(possible[n], p[n])
-                     for x in row])
+    possible.append([before and bool(x)
+                     for before, row in zip(possible[n], p[n]) for x in row])
   # The best y after every context; None where the target never gets there.
   best = [[max((means[n + 1][c * vocab + y] for y in range(vocab)
                 if possible[n + 1][c * vocab + y]), default=None)
@@ -146,9 +146,9 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
       drafts.tokens, drafts.parents, drafts.probs, drafts.weights):
     chance, stops = _drawn(tokens, above, probs, best)
     if abs(float(chance) - weight) > 1e-9:
-      raise ValueError(f"scheme {schemes.name_of(scheme)} draws from other "
-                       "probabilities than it reports; its drafts have no "
-                       "exact probability here")
+      raise ValueError(f"scheme {schemes.name_of(schemes.named(scheme))} draws "
+                       "from other probabilities than it reports; its drafts "
+                       "have no exact probability here")
     total += chance * max(stops)
   return total - means[0][0]
 

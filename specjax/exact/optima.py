@@ -2,7 +2,7 @@
 
 All of them are bounds for ONE round. Sun et al. 2024 (arXiv:2403.10444) treat
 chains of gamma drafted tokens; their program over all valid verifiers is
-extended to trees here. `exact.rounds` uses it for several rounds.
+extended to trees here. `exact.several_rounds` uses it for several rounds.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _GAIN_SCALE = 1e3
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """The most draft tokens that any coupling accepts in one round.
+  """Returns the most draft tokens that any coupling accepts in one round.
 
   sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)): Lemma 8. Greedy block
   verification attains it in its first round (Theorem 3).
@@ -29,7 +29,7 @@ def full_information_optimum(pair: Pair, gamma: int) -> float:
 
 
 def transport_optimum(pair: Pair, gamma: int) -> float:
-  """The same by its definition, an optimal transport problem.
+  """Returns `full_information_optimum` by its definition, optimal transport.
 
   The largest E[longest common prefix of X and Z] over all couplings of a
   draft X of q and a text Z of p, both of gamma tokens: V**(2 gamma)
@@ -233,8 +233,9 @@ def _tree_program(pair, parents, scheme):
       entries.append(np.ones(len(found)))
       prefix = (prefix - 1) // vocab
     count += len(after)
-  return (*map(np.concatenate, (gains, rows, columns, entries)),
-          np.ones(len(weights) + len(texts))), texts - offsets[length], p[length]
+  found = (*map(np.concatenate, (gains, rows, columns, entries)),
+           np.ones(len(weights) + len(texts)))
+  return found, texts - offsets[length], p[length]
 
 
 def _texts(drafts):

@@ -139,22 +139,23 @@ def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
     rule: any verifier for chains without state, or a `Compiled`.
     pair: tables of at least length + gamma contexts deep.
     gamma: draft length.
-    length: tokens to write, those of the context included.
-    eos: see `rounds_distribution`.
-    ended: see `rounds_distribution`.
+    length: tokens to write, including the tokens of the context.
+    eos: the token that ends a sequence; default: no token does.
+    ended: rule that ends the chains early, from `stopping.kept_by`.
     token_cost: cost of one drafted token, in rounds. Then W is the expected
       total cost, rounds + token_cost * drafted tokens.
 
   Returns:
     `[contexts]`, one number for every context of less than `length` tokens,
-    numbered as in `exact.drafts`: W[0] is that of the empty context. It is 0
+    numbered as in `exact.drafts`: W[0] belongs to the empty context. It is 0
     where the context contains `eos`.
 
   Raises:
     ValueError: as `rounds_distribution`; or the rule has state.
   """
   ends, drafted = _round_ends(rule, pair, gamma, length, eos, ended)
-  vocab, complete = pair.vocab_size, complete_contexts(pair.vocab_size, length, eos)
+  vocab = pair.vocab_size
+  complete = complete_contexts(vocab, length, eos)
   offsets = enumeration.first_contexts(vocab, length + 1)
   rounds = np.zeros(offsets[-1])
   for n in reversed(range(length)):
@@ -241,7 +242,7 @@ def _chains(q, contexts, gamma, ended):
 
 
 def _round_ends(rule, pair, gamma, length, eos, ended):
-  """Where rounds end, and how many tokens they draft.
+  """Probabilities of the ends of rounds, and expected drafted tokens.
 
   Returns:
     `(ends [gamma + 1, contexts], drafted [contexts])`: ends[m - 1, c] is the
@@ -251,8 +252,8 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   compiled = Compiled.of(rule)
   if compiled.rule.remembers:
     raise ValueError(
-        f"rule is {type(rule).__name__}, which has state; the contexts alone "
-        "are no Markov chain for it: use rounds_distribution")
+        f"rule is {type(rule).__name__}, which has state, so a context "
+        "alone does not determine the next round; use rounds_distribution")
   check(pair, gamma, length, eos, length + gamma)
   p, q = pair.tables()
   vocab = pair.vocab_size

@@ -1,4 +1,4 @@
-"""What the best valid rule attains over several rounds, by linear programs.
+"""Optima over all valid rules for several rounds, by linear programs.
 
 Backward induction over contexts. At each of them a linear program goes over
 all valid rules of one round (`optima.emission_optimum`) with the value of
@@ -31,7 +31,7 @@ def fewest_rounds(pair: Pair, gamma: int, length: int, *,
     pair: tables of at least `length` contexts deep.
     gamma: largest draft length.
     length: tokens to write, at least 1.
-    eos: see `rounds_distribution`.
+    eos: the token that ends a sequence; default: no token does.
 
   Raises:
     ValueError: as `rounds_distribution`; or a row of the models does not sum
@@ -45,10 +45,11 @@ def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
                             eos: int | None = None) -> np.ndarray:
   """Returns `[contexts]`, `fewest_rounds` from every context.
 
-  The contexts are those of `remaining_rounds`.
+  Contexts are numbered as by `remaining_rounds`.
   """
   rounds_lib.check(pair, gamma, length, eos, length)
-  vocab, complete = pair.vocab_size, rounds_lib.complete_contexts(pair.vocab_size, length, eos)
+  vocab = pair.vocab_size
+  complete = rounds_lib.complete_contexts(vocab, length, eos)
   offsets = enumeration.first_contexts(vocab, length + 1)
   rounds = np.zeros(offsets[-1])
   rounds[offsets[length - 1]:offsets[length]] = 1
@@ -113,7 +114,7 @@ def _from_context(pair, values, offsets, gamma, n, context):
     offsets: first context of every length.
     gamma: draft length.
     n: tokens of the context.
-    context: its number among those of n tokens.
+    context: number of the context among all contexts of n tokens.
   """
   vocab = pair.vocab_size
   below = lambda tables: [

@@ -140,7 +140,7 @@ def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
   """The likeliest children of every node, and a walk of the target over them.
 
   Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
-  drafts no rule accepts more.
+  drafts no valid rule accepts more in one round.
 
   >>> from specjax import testing
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier

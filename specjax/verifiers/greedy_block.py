@@ -1,11 +1,12 @@
-"""Greedy block verification: the most that one round can accept.
+"""Greedy block verification: the most accepted tokens in one round.
 
 Sun et al. 2024 (arXiv:2403.10444, Algorithms 4-6). Its coins are those of
 block verification without the cap on the running ratio. Alone that would be
 biased; what makes it exact is that the target of the positions that the
 rejected part of the draft had covered is modified, and that modification is
-the verifier's state. No rule accepts more in one round (Theorem 3); over
-several rounds it can fall behind block verification.
+the verifier's state. No rule accepts more in one round (Theorem 3). Over
+several rounds it can fall behind block verification and also behind token
+verification.
 """
 
 import dataclasses

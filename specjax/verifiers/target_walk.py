@@ -2,7 +2,8 @@
 
 Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling; on
 deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), its law is
-also that of recursive rejection sampling, and no rule accepts more.
+also that of recursive rejection sampling, and no valid rule accepts more in
+one round.
 """
 
 import dataclasses
