@@ -114,21 +114,22 @@ def test_block_needs_the_fewest_rounds(eos):
   token = []
   for pair in (*pairs, _ties(3, 8, 0), _ties(2, 8, 1)):
     for gamma, length in ((2, 5), (3, 4)):
-      of = lambda rule, what: what(
-          _compiled(rule), pair, gamma, length, eos=eos)
-      block = of(Block(), exact.remaining_rounds)
-      fewest = exact.fewest_remaining_rounds(pair, gamma, length, eos=eos)
+      settings = dict(pair=pair, gamma=gamma, length=length, eos=eos)
+      rule = _compiled(Block())
+      block = exact.remaining_rounds(rule, **settings)
+      fewest = exact.fewest_remaining_rounds(**settings)
       np.testing.assert_allclose(fewest, block, rtol=0, atol=1e-7)
       # The other way to the same number, through the distribution.
-      assert abs(of(Block(), exact.expected_rounds) - block[0]) <= 1e-12
-      value = of(Block(), exact.token_value)
+      assert abs(exact.expected_rounds(rule, **settings) - block[0]) <= 1e-12
+      value = exact.token_value(rule, **settings)
       p, q = (np.concatenate(x[:length]) for x in pair)
       least = np.where(p > 0, 0, q)
       if eos is not None:
         least[:, eos] = q[:, eos]
-      done = block == 0
-      assert (value - np.where(done, 0, least.sum(-1))).min() >= -1e-12
-      token.append((of(Token(), exact.remaining_rounds) - block).max())
+      least = np.where(block == 0, 0, least.sum(-1))  # 0: after the eos
+      assert (value - least).min() >= -1e-12
+      token.append((exact.remaining_rounds(_compiled(Token()), **settings)
+                    - block).max())
   assert min(token) >= -1e-12 and max(token) > 0.01
 
 
