@@ -4,21 +4,25 @@ The theorems of "Block Verification Accelerates Speculative Decoding" (Sun et
 al. 2024, arXiv:2403.10444) are checked on the shipped code. All expectations
 are computed exactly by enumeration of drafts, without sampling.
 
-Example (no model is loaded; several minutes on two CPU cores):
+Block verification is optimal in one round and in expected rounds; it is not
+optimal in the tokens after two rounds.
+
+Example (no model is loaded; under five minutes on two CPU cores):
 
   python experiments/optimality.py
 
 A smaller and faster run:
 
-  python experiments/optimality.py --largest=3 --seeds=1 --gammas=2
+  python experiments/optimality.py --largest=3 --seeds=1 --gammas=2 \
+    --round_pairs=50
 
-Output: three tables on stdout. optimality.csv, optimality.json and three plots
+Output: seven tables on stdout. optimality.csv, optimality.json and five plots
 go to --output_dir. The tables are:
 
   rounds     Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
              example. Greedy block verification is ahead after the first round,
              block verification from the third round on.
-  theorems   Largest deviation of the code from each theorem, on random pairs of
+  one round  Largest deviation of the code from each theorem, on random pairs of
              a target and a drafter that depend on the context; zero up to
              rounding if the theorem holds. In one round, no valid verifier
              accepts more tokens than block verification (Theorem 2, a linear
@@ -27,55 +31,58 @@ go to --output_dir. The tables are:
              prefixes). One round of greedy block verification equals the
              full-information optimum (Theorem 3), which equals the optimum of a
              transport problem (Lemma 8).
-  extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) over all
-             models, where tau is the number of accepted tokens: by gradient
-             ascent over the models, and as a supremum by dynamic programming.
-
-The supremum: let s and t be the probabilities that the draft so far survives
-block and token verification, and r = p(x)/q(x) the ratio of the next token x.
-Block verification updates s to min(1, s r); token verification multiplies t by
-min(1, r). The models control only the distribution of r, under one linear
-constraint, E_q[r] <= 1. A distribution on two points is therefore sufficient,
-and so is a vocabulary of two tokens if the models see their context. The
-supremum is the largest lambda for which the game with payoff s - lambda t has a
-positive value. Dynamic programming over (s, t) computes it.
-
-A simple pair of models comes close. The first token has probability 1 under q
-and d under p. The second token restores s = 1 with probability d and otherwise
-ends the block. After that, p = q. Its ratio is
-(1 + gamma d) / (1 + d + (gamma - 1) d^2). The best d is 1 / (1 + w) with
-w = sqrt(1 + gamma), and the ratio is then (1 + w)^2 / (3 + 2 w). Up to
-gamma = 4 the dynamic program finds no better pair. For larger gamma, restoring
-s in several steps is better. The ratio grows like w / 2, so the supremum is
-unbounded in gamma.
+             An exact dual certificate, in fractions, equals block
+             verification's value.
+  two rounds A valid rule that has more expected tokens than block verification
+             after two rounds (gamma 3, 4, 5) or three (gamma 2), and a pair on
+             which a longer draft gives fewer tokens, as fractions.
+  rounds of  Largest deviation from two theorems on random pairs. R: no valid
+  a text     rule needs fewer expected rounds to write a text than block
+             verification, for any length (linear programs over all valid
+             rules at every context, and the value D(c) of a token in rounds).
+             T: on every text, after every number of rounds, block verification
+             is not behind token verification.
+  lengths    Mean cost of a text, rounds plus a price per drafted token, with
+             the draft length of optimal stopping and with other stop rules.
+  extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
+             round over all models, where tau is the number of accepted tokens:
+             by gradient ascent over the models, and as a supremum by dynamic
+             programming on a grid, good to three decimals.
+  growth     The same ratio for explicit pairs of models up to gamma 4,096. It
+             grows linearly in gamma; lib/growth.py has the proof.
 
 The last line of stdout names optimality.json. The plots are
-optimality_rounds.png, optimality_pairs.png and optimality_extremal.png.
+optimality_rounds.png, optimality_pairs.png, optimality_two_rounds.png,
+optimality_extremal.png and optimality_growth.png.
 """
 
 import itertools
-import math
 import pathlib
+import sys
 
 from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import common
 from lib import flags as shared
+from lib import growth
+from lib import several_rounds
 from lib import style
 import numpy as np
 import optax
-import scipy.optimize
 import tqdm
 
 import specjax as sj
 
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 8, "Table theorems: number of random pairs of models for every "
+    "seeds", 8, "Table one round: number of random pairs of models for every "
     "vocabulary size, draft length and kind of pair", 1)
 _SIZES = flags.DEFINE_integer(
-    "largest", 4, "Table theorems: largest vocabulary size V and largest draft "
-    "length gamma of the pairs; both start at 2", 2, 4)
+    "largest", 4, "Table one round: largest vocabulary size V and largest "
+    "draft length gamma of the pairs; both start at 2", 2, 4)
+_ROUND_PAIRS = flags.DEFINE_integer(
+    "round_pairs", 1008, "Table rounds of a text: number of random pairs of "
+    "models", 1)
 _GAMMAS = shared.gammas(
     "2,4,8", "Table extremal: draft lengths gamma in tokens, comma-separated; "
     "at most 12")
@@ -90,7 +97,7 @@ _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
           "greedy_block": sj.verifiers.GreedyBlock()}
 _COMPILED = {name: sj.exact.Compiled(rule) for name, rule in _RULES.items()}
 _ROUNDS = 4
-_LEAVES = 7000  # limit for the drafts of a pair in gradient ascent
+_LEAVES = 4096  # limit for the drafts of a pair in gradient ascent
 
 
 def _bernoulli():
@@ -141,6 +148,9 @@ def _theorems():
                          - _block_value(pair, gamma, weights))
     row["transport_gap"] = (sj.exact.transport_optimum(pair, gamma)
                             - row["full_information"])
+    certificate = sj.exact.dual_bound(
+        pair, range(-1, gamma), "iid", sj.exact.chain_potential(pair, gamma))
+    row["certificate_gap"] = float(certificate) - row["block"]
     row["greedy_gap"] = row["full_information"] - row["greedy_block"]
     rows.append(row)
   return rows
@@ -148,14 +158,16 @@ def _theorems():
 
 def _print_theorems(rows):
   worst = {name: max(abs(r[name]) for r in rows) for name in (
-      "lp_gap", "prefix_gap", "greedy_gap", "transport_gap")}
+      "lp_gap", "prefix_gap", "certificate_gap", "greedy_gap",
+      "transport_gap")}
   ordered = all(r["token"] <= r["block"] + 1e-12
                 and r["block"] <= r["full_information"] + 1e-12 for r in rows)
   print(f"\n{len(rows)} random pairs, V and gamma 2..{_SIZES.value}, kinds "
         f"{', '.join(_KINDS)}; largest absolute gap:")
   for name, what in (
-      ("lp_gap", "Theorem 2: LP over all valid verifiers - block"),
+      ("lp_gap", "Theorem 2, one round: LP over valid verifiers - block"),
       ("prefix_gap", "Lemma 4: the same under random prefix weights"),
+      ("certificate_gap", "Dual certificate in fractions - block"),
       ("greedy_gap", "Theorem 3: full information - greedy block, one round"),
       ("transport_gap", "Lemma 8: transport LP - sum of min(p, q)")):
     print(f"  {what:56s}{worst[name]:9.1e}")
@@ -234,78 +246,22 @@ def _ascend(vocab, gamma, iid):
     return float(jnp.nanmax(ascend(logits)))
 
 
-def _two_phase(gamma):
-  """Returns the ratio of the simple pair of models (module docstring)."""
-  w = math.sqrt(1 + gamma)
-  return (1 + w)**2 / (3 + 2 * w)
-
-
-def _supremum(gamma, points=96):
-  """Returns the supremum over all models, by dynamic programming on a grid.
-
-  The state is s and u = t / s, both in [0, 1]. A move replaces s by a random s'
-  with mean at most s: either one point below s, or two points around it. For
-  s' < s, t shrinks in proportion and u is unchanged. For s' > s, t is
-  unchanged. Values between grid points of u are interpolated; the error
-  decreases with the square of the grid spacing.
-
-  Args:
-    gamma: draft length.
-    points: number of grid intervals of s; u has twice as many.
-  """
-  s = jnp.linspace(0, 1, points + 1)
-  u = jnp.linspace(0, 1, 2 * points + 1)
-
-  def improve(value, lam):
-    # gain[i, j, k]: payoff of the move from (s_i, u_k) to s_j, and of all later
-    # moves.
-    up = jnp.minimum(1, s[:, None] / jnp.maximum(s, 1e-9))  # u' / u
-    new_u = up[..., None] * u
-    after = jax.vmap(lambda row, at: jnp.interp(at.reshape(-1), u, row),
-                     (0, 1))(value, new_u)
-    after = after.reshape(len(s), len(s), len(u)).swapaxes(0, 1)
-    gain = s[:, None] * (1 - lam * new_u) + after
-    below = s[None, :] <= s[:, None]
-    best = jnp.max(jnp.where(below[..., None], gain, -jnp.inf), axis=1)
-
-    def split(best, high):
-      # Weight of s_high in a distribution on (s_low, s_high) with mean s.
-      weight = (s[:, None] - s) / jnp.maximum(s[high] - s, 1e-9)
-      both = (1 - weight[..., None]) * gain + (
-          weight[..., None] * gain[:, high, None])
-      allowed = below & (s[:, None] < s[high])
-      both = jnp.max(jnp.where(allowed[..., None], both, -jnp.inf), axis=1)
-      return jnp.maximum(best, both), None
-
-    return jax.lax.scan(split, best, jnp.arange(1, len(s)))[0]
-
-  @jax.jit
-  def game(lam):
-    value = jnp.zeros((len(s), len(u)))
-    value = jax.lax.fori_loop(0, gamma, lambda _, v: improve(v, lam), value)
-    return 1 - lam + value[-1, -1]
-
-  return scipy.optimize.brentq(lambda lam: float(game(lam)), 1.0, 1.0 + gamma,
-                               xtol=1e-7)
-
-
 def _extremal(gammas):
-  print("\nlargest (1 + E[tau_block]) / (1 + E[tau_token]):")
+  print("\nlargest (1 + E[tau_block]) / (1 + E[tau_token]) in one round:")
   print(f"{'gamma':>5s} {'V':>2s} {'models':8s} {'ascent':>8s} "
         f"{'two-phase':>9s} {'supremum':>8s}")
-  rows = []
-  for gamma in gammas:
-    with jax.enable_x64(True):
-      supremum = _supremum(gamma)
-    for vocab, iid in itertools.product((2, 3, 4), (True, False)):
-      if vocab**gamma > _LEAVES:
-        continue
-      row = dict(gamma=gamma, vocab=vocab, ratio=_ascend(vocab, gamma, iid),
-                 models="i.i.d." if iid else "context",
-                 two_phase=_two_phase(gamma), supremum=supremum)
-      rows.append(row)
-      print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.4f} "
-            f"{row['two_phase']:9.4f} {row['supremum']:8.4f}", flush=True)
+  cases = [case for case in itertools.product(gammas, (2, 3, 4), (True, False))
+           if case[1]**case[0] <= _LEAVES]
+  suprema, rows = {}, []
+  for gamma, vocab, iid in tqdm.tqdm(cases, unit="ascent", dynamic_ncols=True):
+    if gamma not in suprema:
+      suprema[gamma] = growth.supremum(gamma)
+    row = dict(gamma=gamma, vocab=vocab, ratio=_ascend(vocab, gamma, iid),
+               models="i.i.d." if iid else "context",
+               two_phase=growth.two_phase(gamma), supremum=suprema[gamma])
+    rows.append(row)
+    print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.4f} "
+          f"{row['two_phase']:9.4f} {row['supremum']:8.3f}", flush=True)
   return rows
 
 
@@ -346,10 +302,10 @@ def _plot_extremal(rows, path):
     axes.plot(gammas, best, marker="o", color=color,
               label=f"found by ascent,\n{models} models")
   axes.plot(gammas, [next(r["supremum"] for r in rows if r["gamma"] == g)
-                     for g in gammas], "k--", label="supremum")
+                     for g in gammas], "k--", label="supremum (grid)")
   axes.set(xlabel="draft length gamma", ylabel="block over token")
   style.tried(axes, gammas)
-  style.save(figure, path, "The largest ratio of tokens of a round")
+  style.save(figure, path, "The largest ratio of tokens in one round")
 
 
 def main():
@@ -359,22 +315,35 @@ def main():
                      f"enumerates all drafts, at most {_LEAVES}: give lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  print("compiling the rules; the whole study takes minutes", file=sys.stderr,
+        flush=True)
   bernoulli = _bernoulli()
   rows = _theorems()
   worst, ordered = _print_theorems(rows)
+  two_rounds = several_rounds.counterexample(_COMPILED)
+  several_rounds.print_counterexample(two_rounds)
+  texts = several_rounds.theorems(_COMPILED, _ROUND_PAIRS.value)
+  margins = several_rounds.print_theorems(texts)
+  lengths = several_rounds.draft_lengths(_COMPILED)
+  several_rounds.print_draft_lengths(lengths)
   extremal = _extremal(gammas)
+  explicit = growth.table()
   output_dir.mkdir(parents=True, exist_ok=True)
   common.write_csv(output_dir / "optimality.csv", rows)
   _plot_rounds(bernoulli, output_dir / "optimality_rounds.png")
   _plot_pairs(rows, output_dir / "optimality_pairs.png")
+  several_rounds.plot_counterexample(output_dir / "optimality_two_rounds.png")
   _plot_extremal(extremal, output_dir / "optimality_extremal.png")
-  print(f"wrote optimality.csv and three figures to {output_dir}")
+  growth.plot(explicit, output_dir / "optimality_growth.png")
+  print(f"wrote optimality.csv and five figures to {output_dir}")
   common.finish(output_dir, "optimality", {
       "bernoulli": bernoulli, "pairs": len(rows),
       "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],
+      "max_certificate_gap": worst["certificate_gap"],
       "max_full_information_gap": worst["greedy_gap"],
       "max_transport_gap": worst["transport_gap"], "ordered": ordered,
-      "extremal": extremal})
+      "two_rounds": two_rounds, "round_pairs": len(texts), **margins,
+      "draft_lengths": lengths, "extremal": extremal, "growth": explicit})
 
 
 if __name__ == "__main__":

@@ -79,21 +79,31 @@ def test_optimality(tmp_path):
   """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
   study = last_line(run(
       "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
-      "--steps=300", "--starts=2", cwd=tmp_path, optimised=True))
+      "--steps=300", "--starts=2", "--round_pairs=14", cwd=tmp_path,
+      optimised=True))
   assert study["study"] == "optimality" and study["pairs"] == 12
   assert study["bernoulli"]["greedy_block"] == pytest.approx(
       [21 / 9, 40 / 9, 59 / 9, 78 / 9], abs=1e-12)
   for gap in ("max_lp_gap", "max_prefix_gap", "max_full_information_gap",
-              "max_transport_gap"):
+              "max_transport_gap", "max_certificate_gap"):
     assert abs(study[gap]) <= 1e-9
   assert study["ordered"]
+  tokens = {(row["gamma"], row["rounds"]): row for row in study["two_rounds"]}
+  assert tokens[3, 2]["patient"][1] - tokens[3, 2]["block"][1] == 1 / 8
+  assert study["round_pairs"] == 14 and study["lp_gap"] <= 1e-7
+  assert min(study["value_margin"], study["text_margin"]) >= -1e-12
+  for row in study["draft_lengths"]:
+    assert row["best"] == min(x for k, x in row.items() if k != "token_cost")
   best = {(r["vocab"], r["models"]): r for r in study["extremal"]}
   assert len(best) == 6
   assert best[2, "i.i.d."]["ratio"] == pytest.approx(1.0774, abs=1e-3)
   assert best[2, "context"]["ratio"] == pytest.approx(2 / 3**0.5, abs=1e-3)
   assert best[2, "context"]["supremum"] == pytest.approx(2 / 3**0.5, abs=1e-3)
   assert (tmp_path / "results/optimality/optimality.csv").exists()
-  for name in ("rounds", "pairs", "extremal"):
+  # Linear growth: the ratio over gamma is nearly constant.
+  *_, early, late = [row["ratio"] / row["gamma"] for row in study["growth"]]
+  assert 0.06 < late < early < 0.07
+  for name in ("rounds", "pairs", "two_rounds", "extremal", "growth"):
     figure = tmp_path / f"results/optimality/optimality_{name}.png"
     assert figure.stat().st_size > 10_000
 

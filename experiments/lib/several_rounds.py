@@ -1,0 +1,219 @@
+"""Several rounds of block verification, exactly, for optimality.py.
+
+Rows and tables of the counterexample to the paper's Theorem 2, of the theorems
+on expected rounds, and of the draft lengths that cost least.
+"""
+
+import fractions
+import itertools
+
+import numpy as np
+import tqdm
+
+from lib import style
+import specjax as sj
+from specjax.drafters import stop_rules
+from specjax.exact import stopping
+
+_KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",
+          "disjoint", "mixed", "ties")
+_SIZES = ((2, 1, 5), (2, 2, 5), (2, 3, 5), (2, 4, 6), (3, 1, 4), (3, 2, 4),
+          (3, 3, 4))  # V, gamma, length
+_ROUNDS = 4
+_COSTS = (0.02, 0.05, 0.1, 0.2)
+_THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
+
+
+def counterexample(compiled) -> list[dict]:
+  """Returns expected tokens of block verification and of `Patient`.
+
+  Args:
+    compiled: `exact.Compiled` rules by name, "block" among them.
+
+  Returns:
+    One row per pair: gamma, rounds and the tokens after that many rounds as
+    floats; the last row has a longer draft in place of `Patient`.
+  """
+  rules = {"block": compiled["block"],
+           "patient": sj.exact.Compiled(sj.exact.Patient())}
+  rows = []
+  for gamma, rounds in ((2, 3), (3, 2), (4, 2), (5, 2)):
+    pair = sj.exact.patient_pair(gamma, rounds * (gamma + 1))
+    row = dict(gamma=gamma, rounds=rounds)
+    for name, rule in rules.items():
+      row[name] = sj.exact.expected_tokens(rule, pair, gamma, rounds).tolist()
+    rows.append(row)
+  pair = sj.exact.patient_pair(5, 14, certain=6)
+  rows.append(dict(gamma=5, rounds=2, **{
+      name: sj.exact.expected_tokens(rules["block"], pair, gamma, 2).tolist()
+      for name, gamma in (("block", 5), ("block_longer", 6))}))
+  return rows
+
+
+def print_counterexample(rows) -> None:
+  """Prints the tokens after the first and the last round, as fractions."""
+  print("\nExpected tokens after the first and the last round; Theorem 2 of "
+        "the paper fails:")
+  print(f"{'gamma':>5s} {'rounds':>6s}  {'block':>12s}  other rule")
+  for row in rows:
+    name = next(key for key in row if key not in ("gamma", "rounds", "block"))
+    other = {"patient": "Patient",
+             "block_longer": f"block, gamma {row['gamma'] + 1}"}[name]
+    show = lambda tokens: ", ".join(map(as_fraction, (tokens[0], tokens[-1])))
+    print(f"{row['gamma']:5d} {row['rounds']:6d}  {show(row['block']):>12s}  "
+          f"{show(row[name]):>12s}  {other}")
+
+
+def as_fraction(value: float) -> str:
+  """Returns the simplest fraction within 1e-12 of a number, or the number."""
+  near = fractions.Fraction(value).limit_denominator(1000)
+  return str(near) if abs(float(near) - value) < 1e-12 else f"{value:.6f}"
+
+
+def _ties(vocab, depth, seed):
+  """A pair with multiples of 1/4 as probabilities: many ratios are equal."""
+  rng = np.random.default_rng([vocab, seed])
+  table = lambda n: rng.multinomial(
+      4, np.full(vocab, 1 / vocab), size=vocab**n) / 4
+  return sj.exact.Pair(*([table(n) for n in range(depth)] for _ in "pq"))
+
+
+def theorems(compiled, pairs: int) -> list[dict]:
+  """Returns the margins of both theorems, one row per random pair.
+
+  Args:
+    compiled: `exact.Compiled` rules by name, "block" and "token" among them.
+    pairs: number of pairs; every second one has an eos.
+  """
+  kinds = list(itertools.product(_SIZES, _KINDS, (None, 1)))
+  rows = []
+  for number in tqdm.trange(pairs, unit="pair", desc="rounds of a text",
+                            dynamic_ncols=True):
+    seed, case = divmod(number, len(kinds))
+    (vocab, gamma, length), kind, eos = kinds[case]
+    depth = length + gamma
+    pair = (_ties(vocab, depth, seed) if kind == "ties"
+            else sj.exact.random_pair(kind, vocab, depth, seed))
+    row = dict(kind=kind, vocab=vocab, gamma=gamma, length=length, eos=eos,
+               seed=seed)
+    settings = dict(pair=pair, gamma=gamma, length=length, eos=eos)
+    block = sj.exact.remaining_rounds(compiled["block"], **settings)
+    fewest = sj.exact.fewest_remaining_rounds(**settings)
+    row["lp_gap"] = float(np.abs(block - fewest).max())
+    row["value_margin"] = _value_margin(compiled["block"], block, settings)
+    if eos is None:  # texts of one length
+      behind = [np.cumsum(sj.exact.progress_given_text(
+          compiled[name], pair, gamma, length, _ROUNDS), axis=-1)
+                for name in ("token", "block")]
+      row["text_margin"] = float((behind[0] - behind[1]).min())
+    else:
+      row["text_margin"] = None
+    rows.append(row)
+  return rows
+
+
+def _value_margin(rule, rounds, settings):
+  """The least D(c) - q(p = 0 or eos | c) over all contexts."""
+  length, eos = settings["length"], settings["eos"]
+  p, q = (np.concatenate(tables[:length]) for tables in settings["pair"])
+  unseen = np.where(p > 0, 0, q)
+  if eos is not None:
+    unseen[:, eos] = q[:, eos]
+  value = sj.exact.token_value(rule, **settings)
+  return float((value - unseen.sum(-1))[rounds > 0].min())
+
+
+def print_theorems(rows) -> dict[str, float]:
+  """Prints and returns the worst margins."""
+  texts = [r["text_margin"] for r in rows if r["text_margin"] is not None]
+  worst = {"lp_gap": max(r["lp_gap"] for r in rows),
+           "value_margin": min(r["value_margin"] for r in rows),
+           "text_margin": min(texts, default=0.0)}
+  eos = sum(r["eos"] is not None for r in rows)
+  print(f"\n{len(rows)} random pairs ({', '.join(_KINDS)}; {eos} with an eos); "
+        "worst over all contexts:")
+  for name, text in (
+      ("lp_gap", "Theorem R: |block - fewest expected rounds by LP|"),
+      ("value_margin", "Theorem R: least D(c) - q(p = 0 | c)"),
+      ("text_margin", f"Theorem T: block ahead of token, 1 to {_ROUNDS} "
+                      f"rounds, {len(texts)} pairs")):
+    print(f"  {text:62s}{worst[name]:9.1e}")
+  return worst
+
+
+def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
+  """Returns mean costs of a text by stop rule and price of a drafted token.
+
+  Costs are in target calls: rounds + price * drafted tokens. Every family of
+  stop rules gets its best threshold for each price, and the fixed length its
+  best gamma, over all pairs together.
+  """
+  gamma, length = 4, 5
+  families = {"confidence": [
+      stop_rules.Confidence(threshold=t) for t in _THRESHOLDS],
+              "confidence, likeliest": [
+      stop_rules.Confidence(threshold=t, likeliest=True) for t in _THRESHOLDS],
+              "entropy (AdaEDL)": [
+      stop_rules.Entropy(threshold=t) for t in _THRESHOLDS],
+              "product of q": [
+      stop_rules.Scheduler(speeds=tuple(
+          1 / (1 + price * k) for k in range(gamma + 1)))
+      for price in _COSTS]}
+  ended = {name: [stopping.kept_by(rule) for rule in rules]
+           for name, rules in families.items()}
+  models = [sj.exact.random_pair(kind, 3, length + gamma, seed)
+            for seed in range(pairs // 2) for kind in ("dense", "mixed")]
+  rows = []
+  for price in tqdm.tqdm(_COSTS, unit="price", desc="draft lengths",
+                         dynamic_ncols=True):
+    cost = lambda pair, gamma=gamma, ended=None, price=price: (
+        sj.exact.remaining_rounds(compiled["block"], pair, gamma, length,
+                                  ended=ended, token_cost=price)[0])
+    row = dict(token_cost=price, best=float(np.mean([
+        sj.exact.best_draft_lengths(pair, gamma, length, price).cost[0]
+        for pair in models])))
+    row["fixed length"] = min(
+        float(np.mean([cost(pair, gamma=fixed) for pair in models]))
+        for fixed in range(gamma + 1))
+    for name, stops in ended.items():
+      row[name] = min(
+          float(np.mean([cost(pair, ended=stop) for pair in models]))
+          for stop in stops)
+    rows.append(row)
+  return rows
+
+
+def print_draft_lengths(rows) -> None:
+  """Prints the costs relative to the best stopping."""
+  names = [name for name in rows[0] if name not in ("token_cost", "best")]
+  print("\nCost of 5 tokens in target calls with block verification, and its "
+        "excess in % under other stop rules:")
+  print(f"{'price of a drafted token':>24s} {'best':>7s}  " + "  ".join(
+      f"{name:>12s}" for name in names))
+  for row in rows:
+    excess = "  ".join(
+        f"{100 * (row[name] / row['best'] - 1):{max(12, len(name))}.1f}"
+        for name in names)
+    print(f"{row['token_cost']:24g} {row['best']:7.4f}  {excess}")
+
+
+def plot_counterexample(path) -> None:
+  """Draws the tokens after two rounds on the counterexample with gamma 3."""
+  gamma, rounds = 3, 2
+  longest = rounds * (gamma + 1)
+  pair = sj.exact.patient_pair(gamma, longest + gamma)
+  texts = np.ones(1)
+  for table in pair.p[:longest]:
+    texts = (texts[:, None] * table).reshape(-1)
+  figure, [[axes]] = style.panels()
+  rules = {"block": sj.verifiers.Block(), "Patient": sj.exact.Patient()}
+  for side, (name, rule) in zip((-0.2, 0.2), rules.items()):
+    progress = sj.exact.progress_given_text(rule, pair, gamma, longest, rounds)
+    probs = texts @ progress[-1]
+    mean = probs @ np.arange(longest + 1)
+    axes.bar(np.arange(longest + 1) + side, probs, 0.4,
+             label=f"{name}, mean {as_fraction(mean)}")
+  axes.set(xlabel="tokens after two rounds", ylabel="probability",
+           xlim=(3.4, longest + 0.6))
+  style.save(figure, path, "Block verification is not optimal in the tokens "
+             "after two rounds, gamma 3")
