@@ -260,8 +260,8 @@ def _extremal(gammas):
                models="i.i.d." if iid else "context",
                two_phase=growth.two_phase(gamma), supremum=suprema[gamma])
     rows.append(row)
-    print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.4f} "
-          f"{row['two_phase']:9.4f} {row['supremum']:8.3f}", flush=True)
+    print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.3f} "
+          f"{row['two_phase']:9.3f} {row['supremum']:8.3f}", flush=True)
   return rows
 
 
