@@ -14,6 +14,7 @@ from scripts import ROOT
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
+from lib import growth  # noqa: E402
 from lib import models  # noqa: E402
 from lib import prompts as prompts_lib  # noqa: E402
 from lib import self_drafting_report as report  # noqa: E402
@@ -276,6 +277,35 @@ def test_what_could_not_be_measured_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing is measured of their ans"):
       study._evaluation(None, _Unanswered(range(2)))
   assert common.numbers("--temperature", ["1", "1.0", "0.6"]) == [1.0, 0.6]
+
+
+def test_pairs_whose_gain_grows_are_pairs_of_models():
+  # Broken: the ratio of a recursion that no two models have. Here are the
+  # tables of the models, with s of every context, and both rules on them.
+  gamma, start, back = 7, 80, 360  # s = 0.2 and 0.9 in units of 1 / 400
+  levels, p, q = [np.array([0])], [], []
+  for depth in range(gamma + 1):
+    s = levels[-1]
+    step = max(1, round(400 * 0.6 / (depth + 8)**0.7)) if depth else 0
+    step = np.minimum(step, np.minimum(s, 400 - s))
+    if not depth:
+      rows = [(start / 400, 1 - start / 400)], [(1, 0)]
+      after = np.array([start, 0])
+    else:
+      moves = step > 0
+      up = np.where(moves, 1 + step / np.maximum(s, 1), 2 * back / 400)
+      up = np.where(s == 0, 0, up) / 2
+      rows = (np.stack([up, 1 - up], 1),
+              np.where(moves[:, None], 0.5, (1, 0)))
+      after = np.stack([np.where(moves, s + step, np.where(s == 400, back, 0)),
+                        np.where(moves, s - step, 0)], 1).reshape(-1)
+    p.append(np.array(rows[0], float))
+    q.append(np.array(rows[1], float))
+    levels.append(after)
+  pair = sj.exact.Pair(p, q)
+  block, token = (sj.exact.expected_tokens(rule, pair, gamma, 1)[0]
+                  for rule in (sj.verifiers.Block(), sj.verifiers.Token()))
+  assert abs(block / token - growth.walk(gamma)) <= 1e-12
 
 
 class _Unanswered(list):
