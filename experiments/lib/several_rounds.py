@@ -206,12 +206,13 @@ def plot_counterexample(path) -> None:
   for table in pair.p[:longest]:
     texts = (texts[:, None] * table).reshape(-1)
   figure, [[axes]] = style.panels()
-  rules = {"block": sj.verifiers.Block(), "Patient": sj.exact.Patient()}
-  for side, (name, rule) in zip((-0.2, 0.2), rules.items()):
+  for side, name, color, rule in (
+      (-0.2, "block", style.color("block"), sj.verifiers.Block()),
+      (0.2, "Patient", "black", sj.exact.Patient())):
     progress = sj.exact.progress_given_text(rule, pair, gamma, longest, rounds)
     probs = texts @ progress[-1]
     mean = probs @ np.arange(longest + 1)
-    axes.bar(np.arange(longest + 1) + side, probs, 0.4,
+    axes.bar(np.arange(longest + 1) + side, probs, 0.4, color=color,
              label=f"{name}, mean {as_fraction(mean)}")
   axes.set(xlabel="tokens after two rounds", ylabel="probability",
            xlim=(3.4, longest + 0.6))

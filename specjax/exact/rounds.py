@@ -62,7 +62,8 @@ class RoundsDistribution:
     """
     if not 0 < level <= 1:
       raise ValueError(f"level is {level}; it must be in (0, 1]")
-    return int(np.argmax(np.cumsum(self.probs) >= level - 1e-12))
+    enough = np.cumsum(self.probs)[:-1] >= level - 1e-12
+    return int((~enough).sum())
 
 
 def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
@@ -78,7 +79,7 @@ def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
     >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=6)
     >>> for rule in sj.verifiers.Token(), sj.verifiers.Block():
     ...   print(round(sj.exact.expected_rounds(rule, pair, 2, length=4), 4))
-    2.3704
+    2.2963
     2.2222
   """
   return rounds_distribution(
@@ -178,8 +179,13 @@ def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
   verification D(c) is at least q(p = 0 | c), and q(eos | c) more if there is
   an eos with p(eos | c) > 0.
   """
-  return _token_value(
-      remaining_rounds(rule, pair, gamma, length, eos=eos), pair, length, eos)
+  rounds = remaining_rounds(rule, pair, gamma, length, eos=eos)
+  vocab = pair.vocab_size
+  after = np.concatenate([rounds[1:], np.zeros(vocab**length)])
+  p = np.concatenate(pair.p[:length])
+  complete = complete_contexts(vocab, length, eos)[:len(rounds)]
+  return np.where(
+      complete, 0, rounds - (p * after.reshape(-1, vocab)).sum(-1))
 
 
 def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
@@ -252,7 +258,7 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   compiled = Compiled.of(rule)
   if compiled.rule.remembers:
     raise ValueError(
-        f"rule is {type(rule).__name__}, which has state, so a context "
+        f"rule is {compiled.rule.name}, which has state, so a context "
         "alone does not determine the next round; use rounds_distribution")
   check(pair, gamma, length, eos, length + gamma)
   p, q = pair.tables()
@@ -261,12 +267,16 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   ends = np.zeros((gamma + 1, offsets[-1]))
   drafted = np.zeros(offsets[length])
   piece = max(1, _DRAFTS // vocab**gamma)
+  state = compiled.initial_state(gamma, "float64")
   for first in range(0, offsets[length], piece):
     contexts = np.arange(first, min(first + piece, offsets[length]))
     chains = _chains(q, contexts, gamma, ended)
+    states = jax.tree.map(
+        lambda x, n=len(chains.weights): np.broadcast_to(x, (n, *x.shape)),
+        state)
     stop, next_token, _ = compiled.laws(
-        (chains.tokens, chains.parents, chains.probs, p[chains.contexts], None),
-        enumeration.CHUNK, "float64")
+        (chains.tokens, chains.parents, chains.probs, p[chains.contexts],
+         states), enumeration.CHUNK, "float64")
     lengths = chains.probs.any(-1).sum(-1)
     drafted[contexts] = np.bincount(
         chains.starts, chains.weights * lengths, minlength=len(contexts))
@@ -278,16 +288,6 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
       kept = (after < offsets[-1]) & (mass > 0)
       ends[tau] += np.bincount(after[kept], mass[kept], minlength=offsets[-1])
   return ends, drafted
-
-
-def _token_value(rounds, pair, length, eos):
-  """D of given W `[contexts]`."""
-  vocab = pair.vocab_size
-  longest = np.zeros(vocab**length)
-  after = np.concatenate([rounds[1:], longest]).reshape(-1, vocab)
-  p = np.concatenate(pair.p[:length])
-  complete = complete_contexts(vocab, length, eos)[:len(rounds)]
-  return np.where(complete, 0, rounds - (p * after).sum(-1))
 
 
 def complete_contexts(vocab, length, eos):
