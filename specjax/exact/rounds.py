@@ -271,9 +271,9 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   for first in range(0, offsets[length], piece):
     contexts = np.arange(first, min(first + piece, offsets[length]))
     chains = _chains(q, contexts, gamma, ended)
+    count = len(chains.weights)
     states = jax.tree.map(
-        lambda x, n=len(chains.weights): np.broadcast_to(x, (n, *x.shape)),
-        state)
+        lambda x, n=count: np.broadcast_to(x, (n, *x.shape)), state)
     stop, next_token, _ = compiled.laws(
         (chains.tokens, chains.parents, chains.probs, p[chains.contexts],
          states), enumeration.CHUNK, "float64")
