@@ -70,6 +70,18 @@ def test_trees_have_certificates(scheme):
     assert -1e-9 <= float(bound) - optimum <= 1e-6
 
 
+def test_trees_of_next_to_no_probability():
+  # Broken: the solver refuses ratios of 1e20, or its prices mean nothing.
+  rng = np.random.default_rng(0)
+  for _ in range(4):
+    pair = exact.Pair(*([rng.dirichlet(np.full(3, 0.05), size=3**n)
+                         for n in range(3)] for _ in "pq"))
+    bound = exact.dual_bound(pair, _TREE, "iid",
+                             exact.tree_potential(pair, _TREE, "iid"))
+    optimum = exact.tree_optimum(pair, _TREE, "iid")
+    assert -1e-7 <= float(bound) - optimum <= 1e-5
+
+
 def test_any_potential_is_a_bound():
   # Broken: the bound relies on the solver after all.
   rng = np.random.default_rng(0)

@@ -68,3 +68,18 @@ def test_float32_laws():
                   exact.full_information_optimum):
     with pytest.raises(ValueError, match="normalise"):
       optimum(rounded, 2)
+
+
+@pytest.mark.parametrize("alpha,seed", [(0.02, 0), (0.02, 1), (0.1, 0)])
+def test_probabilities_far_below_the_solvers_tolerance(alpha, seed):
+  # Broken: ratios p / q of 1e20 are refused by the solver, or taken for 0.
+  vocab, gamma, length = 3, 3, 5
+  rng = np.random.default_rng(seed)
+  tables = lambda: [rng.dirichlet(np.full(vocab, alpha), size=vocab**n)
+                    for n in range(length + gamma)]
+  pair = exact.Pair(tables(), tables())
+  block = exact.remaining_rounds(_compiled(Block()), pair, gamma, length)
+  assert abs(exact.verifier_optimum(pair, gamma)
+             - _accepted(Block(), pair, gamma)) <= 1e-8
+  np.testing.assert_allclose(
+      exact.fewest_remaining_rounds(pair, gamma, length), block, atol=1e-7)

@@ -16,6 +16,7 @@ code that shares nothing with the solver that finds a good phi.
 
 from collections.abc import Sequence
 import fractions
+import functools
 import math
 
 import numpy as np
@@ -28,7 +29,6 @@ from specjax.exact.pairs import Pair
 Fraction = fractions.Fraction
 
 _ROUNDED = 1 << 30  # multiples of 1 / _ROUNDED are kept of a solver's numbers
-_LARGEST = 1e6  # of a solver's numbers: those beyond belong to texts of p = 0
 
 
 def tree_potential(pair: Pair, parents: Sequence[int],
@@ -36,7 +36,8 @@ def tree_potential(pair: Pair, parents: Sequence[int],
   """Returns the best phi for an instance, rounded to rational numbers.
 
   The solution of the dual of the linear program of `tree_optimum`. With it
-  `dual_bound` exceeds the optimum by rounding errors of about 1e-8 only.
+  `dual_bound` exceeds the optimum by about 1e-9. It can exceed it by more if
+  the models have probabilities below 1e-9, which the solver cannot resolve.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
@@ -46,9 +47,11 @@ def tree_potential(pair: Pair, parents: Sequence[int],
   Returns:
     `V**(height + 1)` rational numbers, one for every text.
   """
-  prices = optima.tree_prices(pair, parents, scheme)
-  return [-Fraction(round(float(price) * _ROUNDED), _ROUNDED)
-          for price in np.clip(prices, -_LARGEST, _LARGEST)]
+  potentials = [[-Fraction(round(float(price) * _ROUNDED), _ROUNDED)
+                 for price in prices]
+                for prices in optima.tree_prices(pair, parents, scheme)]
+  return min(potentials, key=functools.partial(
+      dual_bound, pair, parents, scheme))
 
 
 def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:

@@ -16,6 +16,10 @@ from specjax.exact.pairs import Pair
 
 # The gain of an improbable text would else lie below the solver's tolerance.
 _GAIN_SCALE = 1e3
+# The solver drops coefficients below this one, and refuses very large ones.
+_SMALLEST = 1e-9
+_RAREST = 1e-12  # of the trees in a program
+_DUAL_ERROR = 1e-11  # of the solver's dual variables of texts
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
@@ -42,8 +46,9 @@ def transport_optimum(pair: Pair, gamma: int) -> float:
                for i in range(gamma))
   columns = np.arange(len(x))
   rows = np.concatenate([x, len(q) + z])
+  totals = np.concatenate([q, p])
   return _maximum(common, rows, np.tile(columns, 2), np.ones(2 * len(x)),
-                  np.concatenate([q, p]))
+                  totals, np.zeros(len(totals), bool))
 
 
 def verifier_optimum(pair: Pair, gamma: int,
@@ -106,9 +111,14 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
             ) -> tuple[np.ndarray, ...]:
   """Returns the linear program of `emission_optimum` in coordinates.
 
+  Drafts that q draws with less than 1e-9, given their prefix, stop at this
+  prefix or before. This changes the optimum by less than 1e-8 per unit of
+  value.
+
   Returns:
-    `(gains, rows, columns, entries, totals)`: maximise gains . f over f >= 0
-    with A f = totals, A[rows[k], columns[k]] = entries[k].
+    `(gains, rows, columns, entries, totals, upper)`: maximise gains . f over f
+    >= 0 with A f <= totals in the rows where `upper` is true and A f = totals
+    in the others, A[rows[k], columns[k]] = entries[k].
   """
   vocab = pair.vocab_size
   p, q = _joint(pair.p, gamma + 1), _joint(pair.q, gamma)
@@ -118,7 +128,8 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   # variables are the mass that stops there with token y, divided by p(vy), and
   # the mass that climbs past v, divided by q(v); so no number is so small that
   # a solver takes it for 0. Rows: one for every v, then one for every text.
-  nodes = [np.flatnonzero(law) for law in q]
+  # Those of v are upper bounds: as all texts have their mass, none is lost.
+  nodes, supply = _nodes(q, vocab)
   first = np.cumsum([0, *map(len, nodes)])
   text_rows = first[-1] + np.arange(len(texts))
   rows, columns, entries, gains = [], [], [], []
@@ -126,8 +137,11 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   for tau in range(gamma + 1):
     node_row = np.full(vocab**tau, -1)
     node_row[nodes[tau]] = first[tau] + np.arange(len(nodes[tau]))
-    # Stops: at the drafts' nodes, with tokens that the target can emit.
-    stops = np.flatnonzero(np.repeat(q[tau] > 0, vocab) & (p[tau + 1] > 0))
+    # Stops: at the drafts' nodes, with tokens that the target can emit. One of
+    # p(vy) >> q(v) could serve next to nothing of p(vy).
+    stops = np.flatnonzero(
+        np.repeat(node_row >= 0, vocab) & (p[tau + 1] > 0)
+        & (_SMALLEST * p[tau + 1] <= np.repeat(q[tau], vocab)))
     at = stops // vocab
     column = np.full(vocab**(tau + 1), -1)
     column[stops] = count + np.arange(len(stops))
@@ -150,9 +164,25 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
       entries += [np.ones(len(climbs)),
                   -q[tau][nodes[tau]] / q[tau - 1][parent]]
     parent_row = node_row
-  totals = np.zeros(text_rows[-1] + 1)
-  totals[first[gamma]:] = 1  # the leaves, where mass starts, and the texts
-  return (*map(np.concatenate, (gains, rows, columns, entries)), totals)
+  totals = np.concatenate([*supply, np.ones(len(texts))])
+  upper = np.arange(len(totals)) < first[-1]
+  return (*map(np.concatenate, (gains, rows, columns, entries)), totals, upper)
+
+
+def _nodes(q, vocab):
+  """Prefixes of drafts that count, and the share of each that starts there.
+
+  The leaves start with all of their mass, and a prefix with the mass of longer
+  drafts that are too improbable to have a node.
+  """
+  nodes, supply = [np.zeros(1, int)], []
+  for before, after in zip(q, q[1:]):
+    mass = after.reshape(-1, vocab)[nodes[-1]] / before[nodes[-1], None]
+    counts = mass >= _SMALLEST
+    supply.append(np.where(counts, 0, mass).sum(-1))
+    at, token = np.nonzero(counts)
+    nodes.append(nodes[-1][at] * vocab + token)
+  return nodes, [*supply, np.ones(len(nodes[-1]))]
 
 
 def tree_optimum(pair: Pair, parents: Sequence[int],
@@ -179,20 +209,37 @@ def tree_optimum(pair: Pair, parents: Sequence[int],
 
 def tree_prices(pair: Pair, parents: Sequence[int],
                 scheme: str | schemes.Scheme) -> np.ndarray:
-  """Returns the solver's dual variable of every text in `tree_optimum`.
+  """Returns prices v(z) of all texts: the solver's dual of `tree_optimum`.
 
-  With v(z) the number of a text, and u(T) that of a tree, u(T) + E[v(z) | z
-  begins with vy] >= depth(v) up to the solver's tolerance. `exact.duals` makes
-  an exact bound of them.
+  With some u(T), u(T) + E[v(z) | z begins with vy] >= depth(v) for the nodes v
+  of all trees T. The solver's variable of a text is p(z) v(z), with an error
+  that does not depend on p(z), so every price gets an allowance for this error.
+  `exact.duals` makes exact bounds of the prices.
 
   Returns:
-    `[V**(height + 1)]`, 0 for texts that the target cannot write.
+    `[2, V**(height + 1)]`: two lists of prices, which differ only for models
+    with probabilities near the solver's tolerance.
   """
-  program_, texts, p = _tree_program(pair, parents, scheme)
-  marginals = _solution(*program_).eqlin.marginals[-len(texts):]
-  prices = np.zeros(len(p))
-  prices[texts] = -marginals / _GAIN_SCALE / p[texts]
-  return prices
+  found, texts, p = _tree_program(pair, parents, scheme)
+  paid = np.zeros(len(p))
+  paid[texts] = _DUAL_ERROR - _solution(*found).eqlin.marginals / _GAIN_SCALE
+  # The solver may let one improbable text pay for others that begin as it
+  # does, by prices far from the average. The first list cuts high prices off.
+  # In the second, texts with the same beginning pay the difference.
+  mean, height = paid.sum(), trees.height(parents)
+  cut = np.minimum(paid, (mean + height) * p)
+  inside = np.maximum(cut, (mean - 3 * height) * p)
+  over = paid - inside
+  for n in reversed(range(height + 1)):
+    groups = inside.reshape(pair.vocab_size**n, -1)
+    room = (mean + height) * p.reshape(groups.shape) - groups
+    over, total = over.reshape(len(groups), -1).sum(-1), room.sum(-1)
+    moved = np.clip(over, 0, total)
+    groups += np.divide(moved, total, out=np.zeros(len(groups)),
+                        where=total > 0)[:, None] * room
+    over = over - moved
+  return np.divide([cut, inside], p, where=p > 0,
+                   out=np.full((2, len(p)), mean + height))
 
 
 def _tree_program(pair, parents, scheme):
@@ -209,6 +256,11 @@ def _tree_program(pair, parents, scheme):
   weights = {}
   for texts, weight in zip(_texts(drafts), drafts.weights):
     weights[texts] = weights.get(texts, 0) + weight
+  # Trees that are next to impossible count as a root without children.
+  rare = [texts for texts, weight in weights.items() if weight < _RAREST]
+  left = sum(weights.pop(texts) for texts in rare)
+  if left >= _RAREST:
+    weights[(0,)] = weights.get((0,), 0) + left
   texts = offsets[length] + np.flatnonzero(p[length])
   # Variables are divided by p(vy), and the rows of trees by P(T), so that no
   # number is so small that a solver takes it for 0.
@@ -233,8 +285,9 @@ def _tree_program(pair, parents, scheme):
       entries.append(np.ones(len(found)))
       prefix = (prefix - 1) // vocab
     count += len(after)
-  found = (*map(np.concatenate, (gains, rows, columns, entries)),
-           np.ones(len(weights) + len(texts)))
+  totals = np.ones(len(weights) + len(texts))
+  found = (*map(np.concatenate, (gains, rows, columns, entries)), totals,
+           np.arange(len(totals)) < len(weights))
   return found, texts - offsets[length], p[length]
 
 
@@ -263,34 +316,42 @@ def _joint(tables, length):
 
 def maxima(programs: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
   """Returns the optimum of each `program`; they are solved in one call."""
-  gains, rows, columns, entries, totals = zip(*programs)
+  gains, rows, columns, entries, totals, upper = zip(*programs)
   shifted = lambda parts, sizes: np.concatenate([
       part + shift for part, shift in zip(parts, np.cumsum([0, *sizes]))])
   gain = np.concatenate(gains)
   solution = _solution(
       gain, shifted(rows, map(len, totals)), shifted(columns, map(len, gains)),
-      np.concatenate(entries), np.concatenate(totals)).x
+      *map(np.concatenate, (entries, totals, upper))).x
   which = np.repeat(np.arange(len(gains)), [len(g) for g in gains])
   return np.bincount(which, gain * solution, minlength=len(gains))
 
 
-def _maximum(gain, rows, columns, entries, totals):
-  """max gain . f over f >= 0 with A f = totals, A in coordinates."""
-  return -_solution(gain, rows, columns, entries, totals).fun / _GAIN_SCALE
+def _maximum(*found):
+  """The optimum of one program, in the form of `program`."""
+  return -_solution(*found).fun / _GAIN_SCALE
 
 
-def _solution(gain, rows, columns, entries, totals):
+def _solution(gain, rows, columns, entries, totals, upper):
   """The solver's result, with gains multiplied by -_GAIN_SCALE."""
   import scipy.optimize  # pylint: disable=g-import-not-at-top
   import scipy.sparse  # pylint: disable=g-import-not-at-top
   matrix = scipy.sparse.csr_matrix(
       (entries, (rows, columns)), shape=(len(totals), len(gain)))
-  found = scipy.optimize.linprog(
-      -_GAIN_SCALE * gain, A_eq=matrix, b_eq=totals, method="highs",
-      # Presolve takes probabilities of 1e-9 for rounding, and then finds the
-      # program infeasible.
-      options=dict(presolve=False, primal_feasibility_tolerance=1e-10,
-                   dual_feasibility_tolerance=1e-10))
-  if found.status != 0:
-    raise ArithmeticError(f"the linear program was not solved: {found.message}")
-  return found
+  # Some programs with probabilities below 1e-9 need the second or third way:
+  # presolve takes such numbers for rounding, and the simplex method without it
+  # gives up, or returns a solution that does not fulfil the equations.
+  tight = dict(primal_feasibility_tolerance=1e-10,
+               dual_feasibility_tolerance=1e-10)
+  equations = matrix[~upper]
+  for method, presolve, options in (
+      ("highs", False, tight), ("highs-ipm", False, {}),
+      ("highs-ipm", True, {})):
+    found = scipy.optimize.linprog(
+        -_GAIN_SCALE * gain, A_ub=matrix[upper], b_ub=totals[upper],
+        A_eq=equations, b_eq=totals[~upper], method=method,
+        options=dict(presolve=presolve, **options))
+    if found.status == 0 and np.allclose(
+        equations @ found.x, totals[~upper], rtol=0, atol=1e-7):
+      return found
+  raise ArithmeticError(f"the linear program was not solved: {found.message}")
