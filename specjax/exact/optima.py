@@ -187,14 +187,15 @@ def _nodes(q, vocab):
 
 def tree_optimum(pair: Pair, parents: Sequence[int],
                  scheme: str | schemes.Scheme) -> float:
-  """Returns the most tokens of a random tree that a valid rule accepts.
+  """Returns the most tokens of a random tree that a rule accepts in one round.
 
   The program of `verifier_optimum` with trees T in place of chains: f(T, v, y)
   >= 0 is the probability of drafting T, stopping at its node v, and emitting
   y; sum_{v,y} f(T, .) = P(T), and for every text z one token longer than the
   deepest path, the sum of f(T, v, y) p(rest of z) over all T and vy that z
   begins with is p(z). No rule that emits one extra token, after which the
-  unmodified target continues, exceeds it, whatever it knows of both models.
+  unmodified target continues, exceeds it in one round, whatever it knows of
+  both models.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
