@@ -102,7 +102,9 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
       wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
     except TypeError:  # an `init` of other arguments
       continue
-    has = form(given[name])
+    # Some drafters have more than their model, which they name "model".
+    part = given[name]
+    has = form(part.get("model", part) if isinstance(part, Mapping) else part)
     for path in sorted({*wanted, *has}):
       if wanted.get(path) != has.get(path):
         describe = lambda shape: "nothing" if shape is None else (
