@@ -38,6 +38,7 @@ except ImportError:  # Windows has no such locks
 # Raised whenever `fingerprint` changes, so that what was recorded under an
 # older one is refused by name and not compared.
 _FORMAT = 2
+_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
 # What a file is called that is not complete: its name, digits, and this.
 _DIGITS, _PARTIAL = 8, ".partial"
 # UTF-32 first: its mark begins with that of UTF-16.
@@ -47,6 +48,15 @@ _MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(rf"{_PAIR}|(\\u[dD][89a-fA-F][0-9a-fA-F]{{2}})|\\.",
                       re.DOTALL)
+
+
+class OtherRunError(ValueError):
+  """The path `directory` holds a run of other data or settings."""
+
+  def __init__(self, directory: pathlib.Path, what: str, difference: str):
+    super().__init__(f"{directory} holds another {what}: {difference}: choose "
+                     "another path, or delete it")
+    self.directory = directory
 
 
 @contextlib.contextmanager
@@ -156,8 +166,8 @@ def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
     what: a word for the error, such as "record".
 
   Raises:
-    ValueError: the file says something else, is of another version, or is not
-      JSON.
+    OtherRunError: the file says something else.
+    ValueError: it is of another version, or is not JSON.
   """
   processes.by_the_first(
       lambda: _claim(pathlib.Path(path), manifest, what))
@@ -169,11 +179,14 @@ def _claim(path, manifest, what):
     write_json(path, {"format": _FORMAT, **manifest}, indent=2)
     return
   found = read_manifest(path, what)
-  others = [_difference(name, found, value)
-            for name, value in manifest.items() if found.get(name) != value]
+  others = [name for name, value in manifest.items()
+            if found.get(name) != value]
   if others:
-    raise ValueError(f"{path.parent} holds another {what}: "
-                     f"{'; '.join(others)}: choose another path, or delete it")
+    # Shortest first: a setting says more than a hash that depends on it.
+    others.sort(key=lambda name: len(str(manifest[name])))
+    more = f" ({len(others) - 2} more differ)" * (len(others) > 2)
+    raise OtherRunError(path.parent, what, "; ".join(
+        _difference(x, found, manifest[x]) for x in others[:2]) + more)
 
 
 def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
@@ -199,6 +212,14 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
   return found
 
 
+def check_downloaded(path: str | os.PathLike[str]) -> None:
+  """Raises `ValueError` if a file is a Git LFS pointer to the real one."""
+  with open(path, "rb") as f:
+    if f.read(len(_POINTER)) == _POINTER:
+      raise ValueError(f"{path} is a Git LFS pointer and not the file itself; "
+                       "download the file: git lfs pull")
+
+
 def write_json(path: str | os.PathLike[str], value: dict[str, Any],
                indent: int | None = None) -> None:
   """Writes a JSON object and a newline, whole or not at all."""
@@ -217,6 +238,7 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
     ValueError: the file is not UTF-8, not JSON, or holds no object, or half of
       a character.
   """
+  check_downloaded(path)
   try:
     text = decoded(pathlib.Path(path).read_bytes())
   except ValueError as e:
@@ -263,6 +285,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     ValueError: the file is not text, or not gzipped.
   """
   path = pathlib.Path(path)
+  check_downloaded(path)
   data = path.read_bytes()
   if path.suffix == ".gz":
     try:

@@ -189,7 +189,7 @@ def test_huggingface(monkeypatch):
 def test_huggingface_is_optional(monkeypatch):
   # Broken: without the package a user gets a traceback and no fix.
   monkeypatch.setitem(sys.modules, "datasets", None)
-  with pytest.raises(ValueError, match="XSum.*pip install datasets"):
+  with pytest.raises(ValueError, match="XSum.*pip install .specjax.datasets"):
     prompt_sets.load("xsum")
 
 

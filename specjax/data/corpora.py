@@ -248,7 +248,7 @@ def _huggingface_documents(source, field):
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError:
     raise ValueError(f"{source} needs the package 'datasets': pip install "
-                     "datasets") from None
+                     "'specjax[datasets]'") from None
   rows = datasets.load_dataset(name, split=split or "train")
   if field not in rows.column_names:
     raise ValueError(f"dataset {name} has no field {field!r}; it has "

@@ -192,7 +192,7 @@ def _huggingface_records(spec):
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError:
     raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
-                     "pip install datasets") from None
+                     "pip install 'specjax[datasets]'") from None
   # Streamed, for a training split may be a thousand times as large.
   rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
                                revision=spec.hf_revision, streaming=True)

@@ -27,7 +27,8 @@ def excerpts(documents: Sequence[corpora.Document], count: int,
 
   Args:
     documents: a list of `corpora.Document`.
-    count: how many prompts.
+    count: number of prompts; fewer are returned if they would overlap because
+      the documents hold fewer.
     characters: length of each; an excerpt begins at the start of a line.
     seed: of the choice of documents and places.
 
@@ -46,6 +47,7 @@ def named_excerpts(documents: Sequence[corpora.Document], count: int,
     raise ValueError(f"no document is longer than {2 * characters} "
                      "characters; ask for shorter prompts, or give a file of "
                      "your own")
+  count = min(count, sum(len(d.text) // characters for d in documents))
   rng = random.Random(seed)
   prompts = []
   while len(prompts) < count:

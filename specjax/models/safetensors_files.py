@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.files import atomically
+from specjax.files import check_downloaded
 
-_AGAIN = "it is truncated or no safetensors file: download it again"
+_AGAIN = ("it is truncated or no safetensors file: download it again, or write "
+          "it again")
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
@@ -56,8 +58,10 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
   and its pages are given back with it.
 
   Raises:
-    ValueError: the file is truncated, or no safetensors file.
+    ValueError: the file is truncated, a Git LFS pointer, or no safetensors
+      file.
   """
+  check_downloaded(path)
   size = path.stat().st_size
   with open(path, "rb") as f:
     length = int.from_bytes(f.read(8), "little")

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import pathlib
+import sys
 
 from specjax.files import atomically
 from specjax.files import naming
@@ -41,6 +42,8 @@ class MetricsLog:
       self._board = tensorboardX.SummaryWriter(
           str(directory), purge_step=start or None)
     except ImportError:
+      print(f"{path} has the metrics, and TensorBoard files need the package "
+            "tensorboardX: pip install 'specjax[experiments]'", file=sys.stderr)
       self._board = None
 
   def write(self, step: int, row: dict[str, float]) -> None:

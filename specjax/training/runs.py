@@ -76,10 +76,9 @@ def _claim_run(directory, manifest, steps):
   more = found.keys() - manifest.keys() - _OWN
   if more:
     name = min(more)
-    raise ValueError(
-        f"{directory} holds another run: {name} is {str(found[name])[:60]} "
-        "there and not told here, as by another version of specjax or without "
-        "this option: choose another path, or delete it")
+    raise files.OtherRunError(
+        directory, "run", f"{name} is {str(found[name])[:60]} there and not "
+        "told here, as by another version of specjax or without this option")
   lengths = found.get("steps")
   if not (isinstance(lengths, list) and lengths
           and all(isinstance(x, int) for x in lengths)):

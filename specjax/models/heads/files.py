@@ -98,7 +98,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     trained_for = _described(record["target"])
   except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
     raise ValueError(f"{config_path} is not a configuration of heads: "
-                     f"{type(e).__name__} {e}") from None
+                     f"{type(e).__name__} {e}; copy the directory again, or "
+                     "run train_drafter.py again") from None
   if trained_for != _described(_sizes(target)):
     raise ValueError(
         f"the heads in {directory} were trained for a target of {trained_for}; "

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.files import check_downloaded
 from specjax.models.published import names
 from specjax.models.published.keys import Keys
 from specjax.models.published.settings import FULL
@@ -98,6 +99,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     raise ValueError(f"{path} needs the package gguf to be read: pip install "
                      "'specjax[gguf]'") from None
   path = pathlib.Path(path)
+  check_downloaded(path)
   try:
     reader = gguf.GGUFReader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
