@@ -14,9 +14,9 @@ on the CPU, in float32, one prompt at a time, with as many threads on either
 side. A time is that of one whole call, from the ids of the prompt to the last
 token, so reading the prompt is in it on both sides; compiling and a first call
 are not. Ids come from specjax's tokenizer on both sides. Without --chat no
-token ends a text, and all have --new_tokens tokens. Run it while nothing else
-runs: torch's threads wait for each other in every product, and on two cores
-with eight busy processes that made it slower by far more than ours.
+token ends a text, and all have --max_new_tokens tokens. Run it while nothing
+else runs: torch's threads wait for each other in every product, and on two
+cores with eight busy processes that made it slower by far more than ours.
 
   python experiments/against_transformers.py --target=smollm2 --chat
   python experiments/against_transformers.py --target=big --drafter=small_one \\
@@ -45,6 +45,7 @@ from lib import common
 from lib import flags as shared
 from lib import generation_arms
 from lib import models
+from lib import progress
 from lib import prompts as prompts_lib
 from lib import rollouts
 import numpy as np
@@ -218,6 +219,7 @@ def _report(runs, prompt_of, model, tokenizer, arms, cluster_of, facts,
 
 
 def main():
+  progress.say("importing torch and transformers")
   versions = generation_arms.prepare_torch()
   named = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
   target, drafters, tokenizer = models.load_models(
@@ -232,6 +234,7 @@ def main():
                    limit + _GAMMA.value + 1)
   context = min(arm.program.context_length for arm in arms.values())
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
+  progress.say("loading the models into transformers")
   model = generation_arms.load_torch(_TARGET.value, target)
   assistants = [_assistant(target, name, member) for name, member in zip(
       named, drafters.values())]

@@ -35,10 +35,12 @@ import functools
 import statistics
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib.timing import bytes_read

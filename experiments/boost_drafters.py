@@ -24,13 +24,16 @@ line of stdout names boost_drafters.json there, which says:
 import functools
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib import models
+from lib import progress
 import numpy as np
 
 import specjax as sj
@@ -52,7 +55,7 @@ _DRAFTER = shared.drafter(
     f"the first: small, tiny, smol, {shared.PUBLISHED}")
 _DTYPE = shared.dtype()
 _DRAFTERS = flags.DEFINE_integer(
-    "drafters", 2, "K, of which K - 1 are trained", 2)
+    "num_drafters", 2, "K, of which K - 1 are trained", 2)
 _DATA = shared.data("text whose beginnings are continued")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
@@ -72,8 +75,8 @@ _LEARNING_RATE = shared.learning_rate(1e-3, "peak, AdamW")
 _WARMUP_STEPS = shared.warmup_steps()
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
-_LENGTH = flags.DEFINE_integer(
-    "length", 4, "tokens of a path when tokens per pass are measured", 1)
+_LENGTH = shared.gamma(
+    4, "Draft length: tokens of a path when tokens per pass are measured")
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the text, sampling and shuffle")
 _MESH = shared.mesh()
@@ -217,6 +220,7 @@ def main():
                            rows["held_out"], tokenizer, output_dir, mesh,
                            specs))
 
+  progress.say("measuring the drafters")
   held_out = rows["held_out"]
   ranks = [_ranks(d, held_out) for d in drafters]
   proposed = np.logical_or.accumulate([r == 0 for r in ranks])

@@ -21,6 +21,7 @@ from absl import flags
 from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 import numpy as np
 
 import specjax as sj
@@ -64,6 +65,7 @@ def main() -> None:
   """Reads, splits, sorts, and writes."""
   path = common.output_file("--output", _OUTPUT.value)
   tokenizer = _tokenizer()
+  progress.say("reading the text")
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   if _PART.value == "training":
     if len(documents) == 1:
@@ -76,6 +78,7 @@ def main() -> None:
   size = sum(map(len, parts))
   print(f"{len(documents):,} documents, {size:,} tokens, split in "
         f"{split - start:.1f} s", file=sys.stderr)
+  progress.say("sorting the suffixes")
   store = datastores.index(parts, tokenizer.vocab_size, _DEPTH.value)
   header = datastores.save(path, store, tokenizer)
   end = time.perf_counter()

@@ -7,7 +7,7 @@ medians over batches. The best fixed length is the best in hindsight.
 
   python experiments/controller_study.py
   python experiments/controller_study.py --drafter=noise,ngram \\
-    --target=smollm2 --chat --prompts=rename,summarise --batch=1
+    --target=smollm2 --chat --prompts=rename,summarise --slots=1
 
 Drafters are named as in free_drafts_study.py, those of trees left out. Killed
 and started again, the study goes on where it was. Writes controller.csv and
@@ -19,9 +19,11 @@ import random
 import sys
 import time
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import compositions
 from lib import flags as shared
 from lib import models
@@ -36,9 +38,10 @@ _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="small,noise", help_=f"{compositions.HELP}, ")
 _BATCH = flags.DEFINE_list(
-    "batch", "1,4,16", "batch sizes: prompts that are decoded together")
-_LENGTHS = flags.DEFINE_list(
-    "lengths", "2,4,8", "lengths of drafts; none at all is always one of them")
+    "slots", "1,4,16", "batch sizes: prompts that are decoded together")
+_LENGTHS = shared.gammas(
+    "2,4,8", "Draft lengths in tokens, comma-separated; 0 is always one of "
+    "them")
 _BATCHES = flags.DEFINE_integer(
     "batches", 6, "batches of each size, of prompts that are drawn anew", 2)
 _PROMPTS = shared.prompts("code,tests,docstrings,prose")
@@ -138,13 +141,13 @@ def _print_table(rows):
 
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  lengths = common.draft_lengths("--lengths", _LENGTHS.value)
-  batches = common.batch_sizes("--batch", _BATCH.value)
+  lengths = common.draft_lengths("--gamma", _LENGTHS.value)
+  batches = common.batch_sizes("--slots", _BATCH.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as ngram"))
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, names), []),
-      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+      ", ".join(compositions.NAMES), dtype=_DTYPE.value)
   drafters = {name: compositions.strategy(name, lengths[-1], target, members)
               for name in names}
   for name, (strategy, _) in drafters.items():

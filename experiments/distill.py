@@ -18,12 +18,15 @@ go on where they were killed. The last line of stdout names distill.json there.
 
 import dataclasses
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib import models
+from lib import progress
 from lib import prompts as prompts_lib
 import numpy as np
 
@@ -314,6 +317,7 @@ def main():
   checkpoint.save_model(output_dir, drafter, saved)
 
   params = loop.cast(saved, sj.models.default_dtype())
+  progress.say("measuring the drafter")
   prompts = [text[:n] for text, n in zip(measured.tokens, measured.starts)]
   found = {name: float(x) for name, x in evaluate({"drafter": params}).items()}
   tokens = _tokens_per_round(target, models.ends(target, tokenizer), drafter,

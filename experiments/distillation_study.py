@@ -24,12 +24,15 @@ distillation.csv and .json.
 import functools
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 import numpy as np
 
 import specjax as sj
@@ -182,6 +185,7 @@ def main():
     raise ValueError(f"--continuation is {_CONTINUATION.value} and --gamma "
                      f"{_GAMMA.value}; give at least {2 * _GAMMA.value} tokens")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  progress.say("reading the text")
   rows, prompts = _texts(target, tokenizer, output_dir)
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Token(),
@@ -200,6 +204,7 @@ def main():
 
   measure = lambda drafter: _measured(
       decoder, {"target": target.params, "drafter": drafter}, prompts)
+  progress.say("measuring the drafter before training")
   before, found = measure(first.params), []
   found.append(_row("none", [before], before))
   for loss in losses:

@@ -17,6 +17,7 @@ from absl import flags
 from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 
 import specjax as sj
 from specjax.training import runs
@@ -25,7 +26,7 @@ _MODEL = flags.DEFINE_string(
     "model", "bundled", "bundled, small, tiny, smol, smollm2, a directory of "
     "train_lm.py or of a published model, a .gguf file, or a name on the "
     "Hugging Face hub")
-_OUTPUT_DIR = shared.output_dir(None, "for the files")
+_OUTPUT_DIR = shared.output_dir(None, "Directory for the exported model")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"],
     "of the weights; float32 holds all others exactly")
@@ -44,6 +45,7 @@ def main() -> None:
                      "another directory")
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
+  progress.say(f"writing {directory}")
   architecture = sj.models.export_pretrained(
       directory, found.model, found.params, tokenizer=found.tokenizer,
       generation=found.generation, dtype=_DTYPE.value)

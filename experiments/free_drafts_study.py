@@ -279,7 +279,7 @@ def main():
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, (
           name for name in names if not models.drafts_for_itself(name))), []),
-      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+      ", ".join((*compositions.NAMES, *models.HEADS)), dtype=_DTYPE.value)
   drafters = _drafters(names, target, members, tokenizer)
   names = list(drafters)
   read = prompts_lib.read(

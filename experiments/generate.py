@@ -53,6 +53,7 @@ from lib import copies
 from lib import flags as shared
 from lib import meshes
 from lib import models
+from lib import progress
 from lib import prompts
 from lib import stops
 from lib import streaming
@@ -165,7 +166,8 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
 _SEED = shared.seed("Random seed for sampling")
 _COLOR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "Colour the generated tokens "
-    "by origin; auto: only on a terminal")
+    "by origin; auto: only on a terminal, unless NO_COLOR is set or TERM is "
+    "dumb")
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Afterwards decode the prompt again with and without the "
     "drafter, in alternation, and print the tokens per second of both")
@@ -207,7 +209,8 @@ def _speculation():
   names = compositions.members(name) if composed else [name]
   target, members, tokenizer = models.load_models(
       _TARGET.value, [] if itself or name == "none" else names,
-      ", ".join((*models.DRAFTERS, *models.HEADS, "none")), dtype=_DTYPE.value)
+      ", ".join((*compositions.NAMES, *models.HEADS, models.ITSELF, "none")),
+      dtype=_DTYPE.value)
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if itself:
     own = models.load_self_drafter(name, target, tokenizer, _DTYPE.value)
@@ -395,7 +398,8 @@ def main():
   target, model, params, strategy, tokenizer = _speculation()
   strategy = stops.stopped(strategy, _STOP.value, _drafter())
   _check_form(_drafter(), strategy.drafter)
-  prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value)
+  prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value,
+                     "--chat" if _CHAT.value else "--interactive")
   decoder = sj.Decoder(
       target=model, **strategy._asdict(),
       transform=sj.LogitsTransform(
@@ -414,14 +418,14 @@ def main():
                      f"context length {decoder.context_length}, the "
                      f"{decoder.context_owner}'s; ask for fewer")
   if _CONTROLLER.value:
+    progress.say("measuring the cost of rounds")
     decoder = dataclasses.replace(
         decoder, controller=sj.costs.measured(
             decoder, params, again=_MEASURE.value))
   placement = mesh and sharding.Placement(
       mesh=mesh, drafter="split" if _SPLIT_DRAFTER.value else "replicate")
   writer = streaming.Writer(decoder, params, _SEED.value, placement)
-  colored = _COLOR.value == "always" or (
-      _COLOR.value == "auto" and sys.stdout.isatty())
+  colored = streaming.is_colored(_COLOR.value)
   printer_of = lambda: streaming.Printer(tokenizer, colored)
   if _INTERACTIVE.value:
     conversation.chat(

@@ -26,11 +26,14 @@ import functools
 import pathlib
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 from lib import style
 import numpy as np
 import optax
@@ -257,6 +260,7 @@ def main():
     decoder = sj.Decoder(
         target=target.model, drafter=drafter, verifier=sj.verifiers.Block(),
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value))
+    progress.say(f"decoding with {arm}")
     windows[arm], texts[arm] = _of_all_seeds(
         decoder, params, streams, output_dir)
   rows = [row for arm, found in windows.items() for row in _rows(arm, found)]

@@ -13,7 +13,7 @@ Example (no model is loaded; under five minutes on two CPU cores):
 
 A smaller and faster run:
 
-  python experiments/optimality.py --largest=3 --seeds=1 --gammas=2 \
+  python experiments/optimality.py --largest=3 --seeds=1 --gamma=2 \
     --round_pairs=50
 
 Output: seven tables on stdout. optimality.csv, optimality.json and five plots
@@ -60,10 +60,12 @@ import itertools
 import pathlib
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import growth
 from lib import several_rounds
@@ -309,9 +311,9 @@ def _plot_extremal(rows, path):
 
 
 def main():
-  gammas = common.draft_lengths("--gammas", _GAMMAS.value)
+  gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   if 2**max(gammas) > _LEAVES:
-    raise ValueError(f"--gammas contains {max(gammas)}; gradient ascent "
+    raise ValueError(f"--gamma contains {max(gammas)}; gradient ascent "
                      f"enumerates all drafts, at most {_LEAVES}: give lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)

@@ -16,6 +16,7 @@ import pathlib
 
 from absl import flags
 from lib import common
+from lib import progress
 from lib import self_drafting_report
 from lib import tree_report
 from lib import verification_cells
@@ -95,6 +96,7 @@ def main():
   if not paths:
     raise ValueError(f"{_RESULTS.value} holds none of {', '.join(_DRAW)}; name "
                      "the --output_dir of a study")
+  progress.say("drawing figures")
   for path in paths:
     draw(path)
     print(f"drew {path}")

@@ -7,7 +7,7 @@ completed by the same command.
 
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
-  python experiments/replay.py --evaluate_only --record=mine --verifiers=token
+  python experiments/replay.py --evaluate_only --record=mine --verifier=token
   python experiments/replay.py --prompts=mt_bench=question.jsonl
 
 The rounds start where the acting verifier left off: compare the rules within
@@ -15,11 +15,16 @@ one record, not with rollouts of their own. Writes replay.json to --output_dir;
 the last line of stdout names it.
 """
 
+import pathlib
+
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 from lib import prompts
 
 import specjax as sj
@@ -28,11 +33,12 @@ from specjax import contract
 from specjax import files
 
 _RECORD = shared.directory(
-    "record", "results/replay", "directory of the record")
+    "record", None, "Directory of the record. Default: --output_dir",
+    required=False)
 _EVALUATE_ONLY = flags.DEFINE_bool(
     "evaluate_only", False, "take the record as it is, whatever made it")
-_VERIFIERS = flags.DEFINE_list(
-    "verifiers", list(common.VERIFIERS), "to evaluate")
+_VERIFIERS = shared.verifiers(
+    list(common.VERIFIERS), "Verification rules to evaluate, comma-separated")
 _ACTING = flags.DEFINE_enum(
     "acting", "token", sorted(common.VERIFIERS), "the recorded verifier")
 _DRAFTER = shared.drafter()
@@ -47,10 +53,17 @@ _NUM_PROMPTS = shared.num_prompts(8)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _SEED = shared.seed()
-_OUTPUT_DIR = shared.output_dir("results/replay", "for the figures as JSON")
+_OUTPUT_DIR = shared.output_dir(
+    "results/replay", "Directory for the results as JSON, and for the record "
+    "unless --record is set")
 
 _MOST_BYTES = 2**31  # of a prompt's record
 _CLUSTERS = "clusters.json"  # beside the record, labels of its prompts
+
+
+def _place():
+  """Returns the directory of the record."""
+  return _RECORD.value or _OUTPUT_DIR.value
 
 
 def _record():
@@ -71,7 +84,7 @@ def _record():
   _check_size(target.model.vocab_size)
   record = analysis.record(
       decoder, {"target": target.params, "drafter": params}, read.all,
-      jax.random.key(_SEED.value), _RECORD.value,
+      jax.random.key(_SEED.value), _place(),
       max_new_tokens=_NEW_TOKENS.value)
   files.write_json(record.path / _CLUSTERS, {"clusters": read.clusters})
   return record
@@ -82,7 +95,7 @@ def _check_size(vocab_size):
   size = 4 * 2 * _NEW_TOKENS.value * (_GAMMA.value + 1) * vocab_size
   if size > _MOST_BYTES:
     raise ValueError(f"a prompt's laws take up to {size / 2**30:.1f} GiB, with "
-                     f"--new_tokens={_NEW_TOKENS.value}, --gamma="
+                     f"--max_new_tokens={_NEW_TOKENS.value}, --gamma="
                      f"{_GAMMA.value} and {vocab_size} tokens, and are held at "
                      f"once; ask for less, up to {_MOST_BYTES / 2**30:.0f} GiB")
 
@@ -121,11 +134,15 @@ def _print_table(rows):
 
 
 def main():
-  names = common.verifier_names("--verifiers", _VERIFIERS.value)
+  names = common.verifier_names("--verifier", _VERIFIERS.value)
   if _EVALUATE_ONLY.value:
-    record = analysis.Record.open(_RECORD.value)
+    if not pathlib.Path(_place(), "record.json").exists():
+      raise ValueError(f"--evaluate_only needs a record, and {_place()} has "
+                       "none; name the directory of one by --record")
+    record = analysis.Record.open(_place())
   else:
     record = _record()
+  progress.say("evaluating the verifiers on the record")
   rows = [_row(name, record) for name in names]
   _print_table(rows)
   common.finish(_OUTPUT_DIR.value, "replay", {

@@ -39,14 +39,16 @@ _positions.png and _training.png.
 import dataclasses
 import functools
 import statistics
-import sys
 from typing import Any
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import self_drafting_report as report
@@ -64,7 +66,7 @@ from specjax.training import methods
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _DRAFTERS = shared.drafters(
-    "drafters", "small,tiny", "language models to compare with: ")
+    "small,tiny", "language models to compare with: ")
 _HEADS = flags.DEFINE_list(
     "heads", list(sj.zoo.HEADS),
     f"{', '.join(sj.zoo.HEADS)}, or directories of train_drafter.py")
@@ -197,7 +199,7 @@ def _sources(target, sources, tokenizer, calibration):
   names = [source.name for source in sources + untrained]
   for name in names:
     if names.count(name) > 1:
-      raise ValueError(f"--heads and --drafters name {name!r} twice; rename a "
+      raise ValueError(f"--heads and --drafter name {name!r} twice; rename a "
                        "directory")
   return sources + untrained
 
@@ -308,7 +310,7 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   for temperature in temperatures:  # a bad one is refused early
     sj.LogitsTransform(temperature=temperature)
-  common.given("--drafters or --heads", _DRAFTERS.value + _HEADS.value,
+  common.given("--drafter or --heads", _DRAFTERS.value + _HEADS.value,
                "what to draft with")
   target, members, tokenizer = models.load_models(
       _TARGET.value, _DRAFTERS.value, dtype=_DTYPE.value)
@@ -324,7 +326,7 @@ def main():
       [target.model.context_length, *(
           contract.context_length(drafts[0].drafter) for source in sources
           for drafts in source.drafts.values())]))
-  print("measuring the heads' accuracies", file=sys.stderr)
+  progress.say("measuring the heads' accuracies")
   sources = _sources(target, sources, tokenizer, read.extra)
   capacity = _capacity(sources, longest)
 
@@ -336,6 +338,7 @@ def main():
             for t in temperatures for one, source in zip(prints, sources)}
   units = {group: [(*group, i, rollouts.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
+  progress.say("timing passes")
   pass_seconds = _pass_seconds(sources, capacity, longest)
   runs = rollouts.run(
       [unit for mine in units.values() for unit in mine],

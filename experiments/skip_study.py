@@ -30,6 +30,7 @@ from absl import flags
 from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 import numpy as np
 
 from specjax import analysis
@@ -218,7 +219,9 @@ def main():
       _TARGET.value, [], dtype=_DTYPE.value)
   _counts(target.model.config.layers)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  progress.say("reading the text")
   rows, held_out = _texts(target, tokenizer, output_dir)
+  progress.say("compiling the target")
   measure = skip_search.scorer(
       target.model, target.params, held_out, _GAMMA.value,
       temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
@@ -226,6 +229,7 @@ def main():
   if not parts:
     raise ValueError("there is nothing to compare: a target of 2 layers has no "
                      "layer to leave out, and --exits is off; leave it on")
+  progress.say(f"measuring {len(parts)} configurations")
   found = [measure(part[-1]) for part in parts]
   table = [_row(part, one, target.params) for part, one in zip(parts, found)]
   gains = _gains(table, found)

@@ -55,7 +55,8 @@ _PROMPTS = shared.prompts("code,docstrings,tests,prose")
 _FIELD = shared.prompt_field()
 _PROMPT_TOKENS = shared.prompt_tokens(64, "of the longest prompts, at least 8")
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 40, "of a text, on average; four times as many at most", 4)
+    "mean_new_tokens", 40, "Mean number of tokens generated per request; the "
+    "maximum is four times as many", 4)
 _TEMPERATURE = shared.temperatures("0,0.6,1", "of the requests, in turn")
 _SEED = shared.seed("of the prompts, the lengths, the arrivals and of sampling")
 _DTYPE = shared.dtype()
@@ -248,7 +249,7 @@ def main():
   sizes = _sizes()
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, names), []),
-      ", ".join((*compositions.FREE, *models.DRAFTERS)), dtype=_DTYPE.value)
+      ", ".join(compositions.NAMES), dtype=_DTYPE.value)
   drafters = {name: compositions.strategy(
       name, _GAMMA.value, target, members) for name in names}
   requests, source = _requests(tokenizer, temperatures)

@@ -64,16 +64,19 @@ import dataclasses
 import pathlib
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import drafter_report
 from lib import drafter_rows
 from lib import flags as shared
 from lib import meshes
 from lib import method_options
 from lib import models
+from lib import progress
 import numpy as np
 
 import specjax as sj
@@ -370,10 +373,10 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
 
 def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
   """Returns a trainer whose batches include the progress of the run."""
-  progress = lambda step: np.float32(step / runs.part_length(lengths, step))
+  share = lambda step: np.float32(step / runs.part_length(lengths, step))
   return loop.Trainer(
       objective=objective, optimizer=optimizer,
-      batch=lambda step: {**batch(step), "progress": progress(step)},
+      batch=lambda step: {**batch(step), "progress": share(step)},
       steps=_STEPS.value, directory=output_dir,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value, accumulate=_ACCUMULATE.value,
@@ -395,6 +398,7 @@ def main():
   source.check(tokenizer, [flag.name for flag in (
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
+  progress.say("reading the text")
   text = source.text(tokenizer)
   # The draft vocabulary is counted in the training text. With --self_chat the
   # target samples this text, which can take hours. All other settings are

@@ -40,13 +40,16 @@ or, as its paper does it, a trained target that goes on so:
 
 import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib import models
+from lib import progress
 import numpy as np
 
 from specjax import processes
@@ -294,6 +297,7 @@ def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   initial = _initial()
+  progress.say("reading the text")
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   training, held_out = ([d.text for d in side]
                         for side in corpora.split(documents))

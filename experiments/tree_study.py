@@ -9,7 +9,7 @@ trees.csv, trees.json and two plots in --output_dir.
 
 Example, with the bundled models:
 
-  python experiments/tree_study.py --budgets=8,64 --temperature=1
+  python experiments/tree_study.py --nodes=8,64 --temperature=1
 
 Methods (--methods selects some of them):
 
@@ -50,13 +50,15 @@ trees.json. The plots are trees_tokens.png and trees_speed.png.
 """
 
 import statistics
-import sys
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
+from lib import progress
 from lib import prompts as prompts_lib
 from lib import rollouts
 from lib import timing
@@ -70,7 +72,7 @@ from specjax import files
 from specjax import strategies
 
 _BUDGETS = flags.DEFINE_list(
-    "budgets", "4,8,16,32,64", "Node budgets N, comma-separated: number of "
+    "nodes", "4,8,16,32,64", "Node budgets N, comma-separated: number of "
     "nodes that the target verifies in one pass, including the root; at least "
     "2")
 _METHODS_WANTED = flags.DEFINE_list(
@@ -222,6 +224,7 @@ def _plan(setting, temperature, budgets):
     depth = None if group[0] in _CHAINS else _DEPTH
     trees = None
     for name in group:
+      progress.say(f"measuring {name} at temperature {temperature:g}")
       acceptance = setting.acceptance(temperature, name)
       if trees is None:  # methods of one group share their trees
         trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
@@ -246,8 +249,6 @@ def _plans(setting, temperatures, budgets, path):
   plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     if f"{temperature:g}" not in plans:
-      print(f"measuring acceptance at temperature {temperature:g}",
-            file=sys.stderr)
       plans[f"{temperature:g}"] = _plan(setting, temperature, budgets)
       files.write_json(path, plans)
   return plans
@@ -320,9 +321,9 @@ def _rows(runs, num_prompts, plans, temperatures, budgets, clusters):
 
 
 def main():
-  budgets = common.draft_lengths("--budgets", _BUDGETS.value)
+  budgets = common.draft_lengths("--nodes", _BUDGETS.value)
   if budgets[0] < 2:
-    raise ValueError("--budgets contains 1; a draft needs a node below the "
+    raise ValueError("--nodes contains 1; a draft needs a node below the "
                      "root: give budgets of at least 2")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   target, drafters, tokenizer = models.load_models(
@@ -337,8 +338,7 @@ def main():
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
       target.model.context_length, drafter.model.context_length))
-  print(f"timing passes over {', '.join(map(str, budgets))} nodes",
-        file=sys.stderr)
+  progress.say(f"timing passes over {', '.join(map(str, budgets))} nodes")
   setting = _Setting(target, drafter, read.extra, budgets, read.longest, eos)
   for temperature in temperatures:  # rejects invalid values early
     setting.decoder(temperature, "chain_token", (-1, 0))

@@ -44,7 +44,7 @@ those of a fixed number. --error=0 decodes all prompts.
 More examples:
 
   python experiments/verification_study.py --error=0
-  python experiments/verification_study.py --gammas=4,6,8,16 \\
+  python experiments/verification_study.py --gamma=4,6,8,16 \\
     --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
   python experiments/verification_study.py --prompts=gsm8k=test.jsonl,mine.txt
   python experiments/verification_study.py --target=smollm2 \\
@@ -80,8 +80,8 @@ from specjax.data import prompt_sets
 _GAMMAS = shared.gammas("2,4,8,16")
 _TEMPERATURE = shared.temperatures("1")
 _TOP_P = shared.top_p()
-_VERIFIERS = flags.DEFINE_list(
-    "verifiers", "token,block,greedy_block",
+_VERIFIERS = shared.verifiers(
+    "token,block,greedy_block",
     "Verification rules to compare, comma-separated: "
     f"{', '.join(common.VERIFIERS)}. token is required; typical and top_2 are "
     "lossy")
@@ -259,10 +259,10 @@ def _report(study, runs, prompts, source, output_dir):
 
 
 def main():
-  gammas = common.draft_lengths("--gammas", _GAMMAS.value)
-  verifiers = common.verifier_names("--verifiers", _VERIFIERS.value)
+  gammas = common.draft_lengths("--gamma", _GAMMAS.value)
+  verifiers = common.verifier_names("--verifier", _VERIFIERS.value)
   if "token" not in verifiers:
-    raise ValueError("--verifiers lacks 'token'; the others are compared to "
+    raise ValueError("--verifier lacks 'token'; the others are compared to "
                      "it: add it")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")

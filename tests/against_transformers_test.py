@@ -45,11 +45,12 @@ def test_both_sides(tmp_path):
   tiny_llama.write_llama(tmp_path / "target")
   (tmp_path / "mine.txt").write_text(
       "what is a draft\n\nwhat is a token\n\na root is a token")
-  flags = ["--target=target", "--prompts=mine.txt", "--new_tokens=12",
+  flags = ["--target=target", "--prompts=mine.txt", "--max_new_tokens=12",
            "--gamma=3"]
   refusals = [
       (["--target=nowhere"], ["nowhere"]),
-      (["--prompts=copy", "--new_tokens=999"], ["--new_tokens=999", "256"]),
+      (["--prompts=copy", "--max_new_tokens=999"],
+       ["--max_new_tokens=999", "256"]),
       (["--gamma=0"], ["--gamma=0", "positive"])]
   agreed, alone, *refused = run_all(
       "against_transformers.py", [*flags, "--drafter=target"],

@@ -169,13 +169,13 @@ def test_errors_of_the_system_end_in_one_line(capsys, error, code, words):
 
 def test_lists_of_draft_lengths():
   """A slip of the finger must not ask for the memory of a million nodes."""
-  assert common.draft_lengths("--budgets", ["8", "4", "511", "4"]) == [
+  assert common.draft_lengths("--nodes", ["8", "4", "511", "4"]) == [
       4, 8, 511]
   for values, words in ((["4", "512"], "holds 512; give at most 511, for"),
                         ([], "start at 1"), (["0"], "start at 1"),
                         (["4", ""], "whole numbers")):
-    with pytest.raises(ValueError, match=f"--budgets .*{words}"):
-      common.draft_lengths("--budgets", values)
+    with pytest.raises(ValueError, match=f"--nodes .*{words}"):
+      common.draft_lengths("--nodes", values)
 
 
 def test_the_kept_code_stays_small(tmp_path):

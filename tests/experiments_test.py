@@ -23,9 +23,9 @@ def test_verification_study(tmp_path):
       '{"turns": ["def add(a, b):"]}\n{"turns": ["import os\\n", "second"]}\n')
   # The third prompt of the embedded set is decoded in a batch.
   study_of = lambda: run_all("verification_study.py", [
-      "--num_prompts=3", "--gammas=2,4", "--prompts=code,mine.jsonl",
-      "--field=turns", "--temperature=1,0", "--new_tokens=16",
-      "--verifiers=token,block,greedy_block,typical"], cwd=tmp_path)[0]
+      "--num_prompts=3", "--gamma=2,4", "--prompts=code,mine.jsonl",
+      "--field=turns", "--temperature=1,0", "--max_new_tokens=16",
+      "--verifier=token,block,greedy_block,typical"], cwd=tmp_path)[0]
   first = study_of()
   study = last_line(first)
   assert study["study"] == "verification" and study["num_prompts"] == 5
@@ -66,11 +66,11 @@ def test_replay(tmp_path):
 
   Also one of a published model, which drafts for itself, on a user's prompts.
   """
-  flags = ["--num_prompts=4", "--new_tokens=48", "--gamma=3"]
+  flags = ["--num_prompts=4", "--max_new_tokens=48", "--gamma=3"]
   write_llama(tmp_path / "model")
   (tmp_path / "mine.txt").write_text("a draft token\n\nwhat is a root")
   own = ["--target=model", "--drafter=model", "--prompts=mine.txt", "--gamma=2",
-         "--record=own", "--acting=block", "--new_tokens=6", "--output_dir=own"]
+         "--acting=block", "--max_new_tokens=6", "--output_dir=own"]
   if importlib.util.find_spec("jinja2"):
     own.append("--chat")
   (tmp_path / "file").touch()
@@ -82,12 +82,14 @@ def test_replay(tmp_path):
       (["--record=file"], ["file is a file", "directory"]),
       (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
-      (["--verifiers="], ["--verifiers", "greedy_block"]),
-      (["--prompts=mine.txt", "--new_tokens=510"], ["510", "context length"]),
-      (["--gamma=500", "--new_tokens=400"], ["GiB", "--gamma=500"]),
+      (["--verifier="], ["--verifier", "greedy_block"]),
+      (["--prompts=mine.txt", "--max_new_tokens=510"],
+       ["510", "context length"]),
+      (["--gamma=500", "--max_new_tokens=400"], ["GiB", "--gamma=500"]),
       (["--prompts=mine.txt,mine.txt"], ["two sets named 'mine'"])]
   made, judged, published, *refused = run_all("replay.py", flags, [
-      "--evaluate_only", "--verifiers=block", "--output_dir=judged"], own, *(
+      "--evaluate_only", "--verifier=block", "--record=results/replay",
+      "--output_dir=judged"], own, *(
           [*flags, *wrong] for wrong, _ in refusals), cwd=tmp_path)
   _check_refused(refused, refusals)
   study = last_line(made)
@@ -104,8 +106,9 @@ def test_replay(tmp_path):
 def test_generate(tmp_path):
   """Text comes out in colours, after the prompt, with its statistics."""
   flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always"]
-  names = ("choose among small, tiny, smol, pass, medusa, eagle3, parallel, "
-           "smol_eagle, none, or give")
+  names = ("choose among small, tiny, smol, ngram, suffix, sampled_suffix, "
+           "suffix_tree, recycling, rest, noise, a+b, a|b, pass, medusa, "
+           "eagle3, parallel, smol_eagle, itself, none, or give")
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
@@ -190,7 +193,7 @@ def test_a_reader_that_leaves(tmp_path):
 
 
 _REFUSED = [
-    (["--gammas=0"], ["--gammas", "start at 1"]),
+    (["--gamma=0"], ["--gamma", "start at 1"]),
     (["--temperature=-1"], ["-1", "at least 0"]),
     (["--top_p=1.5"], ["1.5", "(0, 1]"]),
     (["--prompts=missing.txt"], ["missing.txt", ".jsonl"]),
@@ -199,19 +202,19 @@ _REFUSED = [
     (["--prompts=table.csv"], ["'.csv'", ".jsonl"]),
     (["--prompts=piqa=not_json.jsonl"], ["not_json.jsonl line 1", "PIQA"]),
     (["--prompts=piqa=other.jsonl"], ["other.jsonl", "PIQA", "'goal'"]),
-    (["--verifiers=block"], ["--verifiers", "token"]),
-    (["--verifiers=token,blok"], ["blok", "greedy_block"]),
+    (["--verifier=block"], ["--verifier", "token"]),
+    (["--verifier=token,blok"], ["blok", "greedy_block"]),
     (["--drafter=nowhere"], ["nowhere", "small, tiny, smol", "directory"]),
     (["--drafter=small,mine/small"], ["small and mine/small", "rename"]),
     (["--drafter="], ["--drafter", "small"]),
     (["--prompts="], ["--prompts", "leave it out"]),
     (["--temperature="], ["--temperature", "such as 1,0.6"]),
-    (["--gammas=4,512"], ["--gammas holds 512", "at most 511, for a pass"]),
+    (["--gamma=4,512"], ["--gamma holds 512", "at most 511, for a pass"]),
     (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
     (["--prompts=gpt_prompts=table.csv"], ["table.csv", "no prompt"]),
     (["--output_dir=table.csv"], ["table.csv: File exists", "directory"]),
     (["--output_dir=busy"], ["another study is at work in busy", "wait"]),
-    (["--new_tokens=100000"], ["100", "context length"]),
+    (["--max_new_tokens=100000"], ["100", "context length"]),
 ]
 
 
@@ -227,10 +230,10 @@ def test_study_refuses_bad_input(tmp_path):
   _check_refused(runs, _REFUSED)
   assert not (tmp_path / "results").exists()
   # As a user sees it, be it of this script or of another.
-  for script in (ROOT / "experiments").glob("*.py"):
+  for script in (ROOT / "experiments").glob("[!_]*.py"):
     assert script.read_text("utf-8").endswith(
         '\nif __name__ == "__main__":\n  common.run(main)\n'), script
-  alone = run("verification_study.py", "--gammas=0", cwd=tmp_path)
+  alone = run("verification_study.py", "--gamma=0", cwd=tmp_path)
   assert alone.returncode != 0
   assert alone.stderr.strip().splitlines()[-1] == runs[0]["code"]
 

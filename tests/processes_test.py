@@ -47,11 +47,11 @@ _REFUSED = [  # of eight devices
 _TINY = ["--target=target", "--steps=2", "--warmup_steps=1", "--batch_size=4",
          "--evaluate_every=0", "--save_dtype=float32"]
 _DISTILL = [*_TINY, "--prompts=copy", "--num_prompts=14", "--rows_per_file=4",
-            "--prompt_tokens=4", "--new_tokens=4", "--vocab_size=0", "--top=4",
-            "--width=8", "--layers=1", "--heads=2", "--kv_heads=2",
+            "--prompt_tokens=4", "--max_new_tokens=4", "--vocab_size=0",
+            "--top=4", "--width=8", "--layers=1", "--heads=2", "--kv_heads=2",
             "--head_dim=4", "--mlp_width=8", "--row_tokens=16", "--gamma=2"]
 _BOOST = [*_TINY, "--drafter=target", "--data=corpus.txt", "--rows=4",
-          "--held_out_rows=2", "--length=2", "--prompt_tokens=4",
+          "--held_out_rows=2", "--gamma=2", "--prompt_tokens=4",
           "--continuation=4"]
 _HEADS = ["train_drafter.py", *_TINY, "--method=medusa", "--data=corpus.txt",
           "--row_tokens=8", "--held_out_rows=2", "--heads=1"]

@@ -11,8 +11,8 @@ def test_tree_study(tmp_path):
   (tmp_path / "mine.txt").write_text(
       "def a(x):\n\nimport os\n\nclass A:\n\nx = 1\n\n")
   study = last_line(*run_all("tree_study.py", [
-      "--budgets=4", "--temperature=1", "--num_prompts=2",
-      "--methods=chain_block,traversal,top_k", "--new_tokens=16",
+      "--nodes=4", "--temperature=1", "--num_prompts=2",
+      "--methods=chain_block,traversal,top_k", "--max_new_tokens=16",
       "--drafter=tiny", "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "trees"
   assert set(study["source"]["sets"]) == {"mine"}
@@ -35,8 +35,8 @@ def test_self_drafting_study(tmp_path):
       f"def f{i}(x):\n  return {'x + ' * i}1" for i in range(8)))
   study = last_line(*run_all("self_drafting_study.py", [
       "--heads=medusa", "--nountrained",
-      "--drafters=tiny", "--temperature=1", "--num_prompts=2", "--nodes=5",
-      "--new_tokens=8", "--prompts=code,mine.txt"], cwd=tmp_path))
+      "--drafter=tiny", "--temperature=1", "--num_prompts=2", "--nodes=5",
+      "--max_new_tokens=8", "--prompts=code,mine.txt"], cwd=tmp_path))
   assert study["study"] == "self_drafting"
   rows = {(r["drafter"], r["verifier"]): r for r in study["rows"]}
   assert len(rows) == len(study["rows"]) == 12
@@ -57,7 +57,7 @@ def test_self_drafting_study(tmp_path):
 
 def test_boost_drafters(tmp_path):
   """The second drafter proposes what the first does not."""
-  flags = ["--drafter=tiny", "--rows=32", "--held_out_rows=8", "--length=2",
+  flags = ["--drafter=tiny", "--rows=32", "--held_out_rows=8", "--gamma=2",
            "--prompt_tokens=16", "--continuation=16", "--output_dir=out",
            "--data=mine.txt", "--evaluate_every=0", "--learning_rate=0.01"]
   (tmp_path / "mine.txt").write_text("\n\n".join(
@@ -78,7 +78,7 @@ def test_boost_drafters(tmp_path):
 def test_optimality(tmp_path):
   """The theorems hold, and the ascent comes near the supremum 2 / sqrt(3)."""
   study = last_line(run(
-      "optimality.py", "--largest=3", "--seeds=1", "--gammas=2",
+      "optimality.py", "--largest=3", "--seeds=1", "--gamma=2",
       "--steps=300", "--starts=2", "--round_pairs=14", cwd=tmp_path,
       optimised=True))
   assert study["study"] == "optimality" and study["pairs"] == 12
@@ -129,8 +129,8 @@ def test_controller_study(tmp_path):
   """The controller stands beside every fixed length, of which one is best."""
   (tmp_path / "mine.txt").write_text("def f(x):\n  return x\n\n" * 3)
   study = last_line(*run_all("controller_study.py", [
-      "--drafter=noise", "--batch=2", "--lengths=2",
-      "--batches=2", "--num_prompts=2", "--new_tokens=16",
+      "--drafter=noise", "--slots=2", "--gamma=2",
+      "--batches=2", "--num_prompts=2", "--max_new_tokens=16",
       "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "controller" and study["lengths"] == [2]
   rows = {row["length"]: row for row in study["rows"]}
@@ -193,8 +193,8 @@ def test_free_drafts_study(tmp_path):
       f"def f{i}(x):\n  return x + {i}\n" * 6 for i in range(2)))
   study = last_line(*run_all("free_drafts_study.py", [
       "--drafter=ngram,noise|ngram", "--nocontroller",
-      "--transformers=no", "--num_prompts=2", "--new_tokens=24", "--gamma=4",
-      "--prompts=mine.txt"], cwd=tmp_path))
+      "--transformers=no", "--num_prompts=2", "--max_new_tokens=24",
+      "--gamma=4", "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "free_drafts" and study["different"] == 0
   rows = {row["drafter"]: row for row in study["rows"]}
   assert list(rows) == ["none", "ngram", "noise|ngram"]

@@ -94,7 +94,7 @@ def test_heads_that_were_trained_again_are_measured_again(
                         lambda: {"torch": "9.9"})
     fingerprint = lambda compared: _error(
         study, f"--drafter={heads}", f"--prompts={tmp_path / 'mine.txt'}",
-        "--new_tokens=8", f"--transformers={compared}",
+        "--max_new_tokens=8", f"--transformers={compared}",
         f"--output_dir={tmp_path / 'out'}")
     first, again, with_theirs = map(fingerprint, ("no", "no", "yes"))
     weights = load_file(heads / "heads.safetensors")
@@ -115,8 +115,8 @@ def test_passes_are_timed_over_the_cache_that_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(study.timing, "passes", passes)
     monkeypatch.setattr(study.rollouts, "run",
                         lambda *_, beside, **__: beside[0]())
-    found = _error(study, f"--prompts={tmp_path / 'mine.txt'}", "--gammas=3",
-                   "--new_tokens=16", "--drafter=tiny",
+    found = _error(study, f"--prompts={tmp_path / 'mine.txt'}", "--gamma=3",
+                   "--max_new_tokens=16", "--drafter=tiny",
                    f"--output_dir={tmp_path / 'out'}")
   tokenizer = models.load_tokenizer(sj.zoo.tokenizer_path())
   longest = max(len(tokenizer.encode(text)) for text in ("a = 1", "import os"))
@@ -268,7 +268,7 @@ def test_what_could_not_be_measured_is_refused(tmp_path):
   # Broken: hours of training end in no numbers, a division by 0 or an empty
   # table, or a temperature that is written twice is decoded twice.
   with imported("optimality.py") as study:
-    assert "at most 12" in _error(study, "--gammas=2,13")
+    assert "at most 12" in _error(study, "--gamma=2,13")
   with imported("boost_drafters.py") as study:
     found = _error(study, "--continuation=9999", f"--output_dir={tmp_path}")
     assert "--continuation 9999" in found and "may be 512" in found

@@ -30,7 +30,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
       "\n\n".join("abcdefg"[i % 7] + 9 * "a fed cab " for i in range(12)))
   out = tmp_path / "out"
   flags = [f"--output_dir={out}", f"--prompts={tmp_path / 'mine.txt'}",
-           "--requests=12", "--prompt_tokens=20", "--new_tokens=6",
+           "--requests=12", "--prompt_tokens=20", "--mean_new_tokens=6",
            "--drafter=noise", "--gamma=1", "--slots=2", "--loads=0.5,1"]
 
   def study(*more):

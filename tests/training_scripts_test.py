@@ -37,7 +37,7 @@ _BEFORE_THE_TARGET_WRITES = [  # for hours
     (["--prompts=code"], "--prompts=code are overlapping excerpts"),
     (["--prompts=copy", "--prompt_tokens=24", "--row_tokens=24"],
      "--row_tokens is 24 and the longest prompt has 24"),
-    (["--prompts=copy", "--prompt_tokens=24", "--new_tokens=8"],
+    (["--prompts=copy", "--prompt_tokens=24", "--max_new_tokens=8"],
      "there are 8 prompts, 8 are held out and 0 others"),
     (["--prompts=copy", "--top=5000"], "--top is 5000")]
 
@@ -278,7 +278,7 @@ def test_distill(tmp_path):
   """
   learned, *refused = scripts.run_all("distill.py", [
       "--prompts=copy", "--num_prompts=8", "--rows_per_file=4",
-      "--prompt_tokens=24", "--new_tokens=16", "--vocab_size=600",
+      "--prompt_tokens=24", "--max_new_tokens=16", "--vocab_size=600",
       "--width=32", "--layers=1", "--heads=1", "--head_dim=16",
       "--mlp_width=32", "--row_tokens=64", "--batch_size=4", "--steps=40",
       "--warmup_steps=1", "--evaluate_every=0", "--gamma=2",

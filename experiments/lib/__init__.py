@@ -1,1 +1,5 @@
-"""What the experiment scripts share."""
+"""Parts that the experiment scripts share."""
+
+from lib import progress
+
+progress.importing()

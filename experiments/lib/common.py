@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import sys
 from typing import Any
@@ -21,6 +22,7 @@ import jax
 
 from lib import compilation
 from lib import flags as shared
+from lib import progress
 import specjax as sj
 from specjax import files
 from specjax import processes
@@ -60,8 +62,8 @@ def run(main, argv=None) -> None:
   """`app.run` for a `main` whose errors are, as a rule, the user's to mend.
 
   They end the program with one line on stderr instead of a traceback: bad
-  flags, bad values, what the system refuses, Ctrl-C, and a reader of stdout
-  that has left, such as `head`.
+  flags, bad values, a missing package or device, what the system refuses,
+  Ctrl-C, and a reader of stdout that has left, such as `head`.
 
   Args:
     main: without arguments.
@@ -72,16 +74,19 @@ def run(main, argv=None) -> None:
       sys.exit(f"error: unexpected argument {argv[1]!r}; see --help")
     # Orbax narrates every checkpoint, and also what it raises.
     logging.set_verbosity(logging.FATAL)
+    _print_any_text()
     compilation.keep()
     # Tracing makes millions of small objects that stay; looking for garbage
     # among them over and over takes an eighth of its time.
     gc.set_threshold(200_000, 20, 50)
+    progress.imported()
     try:
       with _HELD:
+        _check_figures()
         main()
         sys.stdout.flush()
     except (ValueError, FloatingPointError) as e:
-      end(f"error: {' '.join(str(e).split())}")
+      end(f"error: {' '.join(str(e).split())}{_other_directory(e)}")
     except processes.Stopped as e:
       end(str(e), 128 + signal.SIGTERM)
     except jax.errors.JaxRuntimeError as e:
@@ -90,6 +95,11 @@ def run(main, argv=None) -> None:
       # Else the other processes are waited for, which wait for this one.
       end(f"error: {' '.join(str(e).split())[:200]}; another process may have "
           "ended: start all of them again")
+    except (RuntimeError, AssertionError):  # jax has either for a platform
+      line = _missing_platform()
+      if line is None:
+        raise
+      end(f"error: {line}")
     except KeyboardInterrupt:
       end("\nstopped by Ctrl-C; what was complete is kept",
           128 + signal.SIGINT)
@@ -114,7 +124,60 @@ def run(main, argv=None) -> None:
   # Beside the script's own flags in --help.
   flags.FLAGS.register_key_flag_for_module(
       sys.argv[0], flags.FLAGS[compilation.CACHE.name])
-  app.run(guarded, argv, flags_parser=_parsed)
+  try:
+    app.run(guarded, argv, flags_parser=_parsed)
+  except BrokenPipeError:  # `--help | head`
+    sys.exit(1)
+  finally:
+    try:
+      sys.stdout.flush()
+    except BrokenPipeError:
+      _forget_stdout()
+
+
+def _check_figures():
+  """Raises `ValueError` if a script that draws figures lacks matplotlib."""
+  if "lib.style" not in sys.modules:
+    return
+  try:
+    import matplotlib  # noqa: F401  # pylint: disable=g-import-not-at-top
+  except ImportError as e:
+    raise ValueError("this script draws figures by the package matplotlib, "
+                     f"which cannot be imported ({e}): pip install "
+                     "'specjax[experiments]'") from None
+
+
+def _print_any_text():
+  """Prints "?" for a character that the terminal's encoding lacks."""
+  for stream in (sys.stdout, sys.stderr):
+    if getattr(stream, "errors", None) == "strict" and hasattr(
+        stream, "reconfigure"):
+      stream.reconfigure(errors="replace")
+
+
+def _other_directory(error):
+  """Returns the flag that names the directory of another run, in words."""
+  directory = getattr(error, "directory", None)
+  if directory is None:
+    return ""
+  for name in flags.FLAGS:
+    value = flags.FLAGS[name].value
+    if isinstance(value, str) and value and (
+        pathlib.Path(value).absolute() == directory.absolute()):
+      return f" (--{name} names the directory)"
+  return ""
+
+
+def _missing_platform():
+  """Returns the error of a platform that jax cannot use; None if it can."""
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as e:
+    reason = " ".join(str(e).split())[:200] or "no plugin for it is installed"
+    return (f"JAX_PLATFORMS is {jax.config.jax_platforms!r}, and jax finds no "
+            f"such device ({reason}); set JAX_PLATFORMS=cpu, or install jax "
+            "for the device")
+  return None
 
 
 def _parsed(argv):
@@ -122,7 +185,12 @@ def _parsed(argv):
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as e:
-    sys.exit(f"error: {' '.join(str(e).split())}; see --help")
+    text = " ".join(str(e).split())
+    missing = re.fullmatch(
+        r"flag --(\w+)=None: Flag --\1 must have a value .*", text)
+    if missing:
+      text = shared.missing(missing[1])
+    sys.exit(f"error: {text}; see --help")
   for name in flags.FLAGS:
     value = flags.FLAGS[name].value
     # No bound refuses NaN, which is neither below nor above it.

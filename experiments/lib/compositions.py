@@ -50,6 +50,8 @@ OWN_DEPTH = ("recycling", "suffix_tree")  # trees that no length changes
 _TREES = ("rest", *OWN_DEPTH)
 _LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # in a datastore
 FREE = tuple(_FREE)
+# Every name of a drafter that needs no heads, for errors.
+NAMES = (*models.DRAFTERS, *FREE, "a+b", "a|b")
 HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (b drafts if a has no draft)")
 

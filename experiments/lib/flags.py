@@ -5,7 +5,9 @@ A script calls one function per flag, with its own default:
   _TARGET = shared.target()
   _NUM_PROMPTS = shared.num_prompts(12)
 
-A flag of a single script is defined in that script.
+A flag of a single script is defined in that script. A flag has the same name
+where a script takes one value and where it takes a comma-separated list:
+--drafter, --gamma, --nodes, --temperature and --verifier.
 """
 
 from typing import NamedTuple
@@ -22,6 +24,7 @@ TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
 
 PUBLISHED = ("a model directory (Hugging Face or specjax format), a .gguf "
              "file, smollm2, or OWNER/NAME on the Hugging Face hub")
+_EXAMPLES = {"output_dir": "results/mine", "output": "results/mine.store"}
 _DATA = ("stdlib, stdlib-no-tests, a text file, a .jsonl file, a directory of "
          "text files, or hf:NAME[:SPLIT] for a Hugging Face dataset")
 _SHIPPED = [s.name for s in prompt_sets.PROMPT_SETS.values() if s.shipped]
@@ -47,11 +50,11 @@ def drafter(help_="Draft model: small or tiny (bundled, for the bundled "
   return flags.DEFINE_string("drafter", default, help_)
 
 
-def drafters(name="drafter", default="small",
+def drafters(default="small",
              help_="Draft models to compare, comma-separated: "):
   """Draft models that a study compares."""
   return flags.DEFINE_list(
-      name, default, f"{help_}small, tiny, smol, or any value of --target "
+      "drafter", default, f"{help_}small, tiny, smol, or any value of --target "
       "except bundled")
 
 
@@ -133,9 +136,14 @@ def nodes(default, help_="Size of a draft tree in nodes, including the root"):
   return flag
 
 
-def gammas(default, help_="Draft lengths gamma in tokens, comma-separated"):
+def gammas(default, help_="Draft lengths in tokens, comma-separated"):
   """Several draft lengths; `common.draft_lengths` reads them."""
-  return flags.DEFINE_list("gammas", default, help_)
+  return flags.DEFINE_list("gamma", default, help_)
+
+
+def verifiers(default, help_):
+  """Several verification rules; `common.verifier_names` reads them."""
+  return flags.DEFINE_list("verifier", default, help_)
 
 
 def temperature(default=1.0, help_="Sampling temperature of target and "
@@ -172,8 +180,8 @@ def prompt_tokens(default=96, help_="Maximum prompt length in tokens; longer "
 def new_tokens(default):
   """Length of a continuation."""
   return flags.DEFINE_integer(
-      "new_tokens", default, "Tokens generated per prompt; fewer if --chat is "
-      "set and the model ends its answer", 1)
+      "max_new_tokens", default, "Tokens generated per prompt; fewer if --chat "
+      "is set and the model ends its answer", 1)
 
 
 def seed(help_="Random seed for choosing prompts and for sampling"):
@@ -187,12 +195,21 @@ def output_dir(default, help_="Directory for results, tables and figures; it "
   return directory("output_dir", default, help_)
 
 
-def directory(name, default, help_):
+def directory(name, default, help_, required=True):
   """A directory to write to. An empty value is rejected, "." is allowed."""
-  flag = flags.DEFINE_string(name, default, help_, required=default is None)
+  flag = flags.DEFINE_string(
+      name, default, help_, required=required and default is None)
   flags.register_validator(flag, lambda path: path != "",
                            "give a directory, such as results/mine")
   return flag
+
+
+def missing(name):
+  """Returns the error of a required flag that is not set."""
+  flag = flags.FLAGS[name]
+  example = _EXAMPLES.get(name) or flag.parser.enum_values[0]
+  return (f"--{name} is missing ({flag.help}); give it, such as "
+          f"--{name}={example}")
 
 
 def data(help_="Training text"):

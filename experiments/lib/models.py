@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lib import flags as shared
+from lib import progress
 import specjax as sj
 from specjax import files
 from specjax import strategies
@@ -72,6 +73,7 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   paths = {name: sj.zoo.model_path(name) if name in DRAFTERS else
            place if name == ITSELF else _place("drafter", name, choices)
            for name in drafters}
+  progress.say(f"loading {', '.join(dict.fromkeys((target, *drafters)))}")
   load = functools.cache(functools.partial(_load, dtype=dtype))
   model = load(place)
   tokenizer = tokenizer_of(model, target)
@@ -93,6 +95,7 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
     ValueError: there is no such model.
   """
   boxed = {"bundled": "target", **{name: name for name in DRAFTERS}}
+  progress.say(f"loading {name}")
   return _load(sj.zoo.model_path(boxed[name]) if name in boxed
                else _place("model", name, ", ".join(boxed)), dtype)
 
@@ -357,6 +360,7 @@ def load_self_drafter(name: str, target: Pretrained,
     raise ValueError(f"no heads {name!r}; choose among "
                      f"{', '.join(HEADS)}, or give a directory of "
                      "train_drafter.py")
+  progress.say(f"loading {name}")
   directory = _heads_directory(name)
   if not (directory / "heads.json").exists() and (
       published_drafters.drafter_layout(directory)):

@@ -9,6 +9,7 @@ from typing import Any
 from typing import NamedTuple
 
 from lib import common
+from lib import progress
 from specjax import files
 from specjax.data import copy_prompts
 from specjax.data import prompt_sets
@@ -82,6 +83,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   """
   common.given("--prompts", items, "one set at least, or leave it out")
   check_chat(tokenizer, chat)
+  progress.say("reading prompts")
 
   def encode(item, text):
     try:
@@ -131,18 +133,18 @@ def user(tokenizer: Tokenizer, text: str, tokens: int) -> dict[str, str]:
   return {"role": "user", "content": text}
 
 
-def check_chat(tokenizer: Tokenizer, chat: bool) -> None:
-  """Refuses a chat with a model that knows none."""
+def check_chat(tokenizer: Tokenizer, chat: bool, flag: str = "--chat") -> None:
+  """Refuses a chat with a model that knows none; `flag` is what asks for it."""
   if chat and tokenizer.chat_template is None:
-    raise ValueError("--chat needs a chat template, and the target's tokenizer "
-                     "has none; leave --chat out, or give a model that was "
-                     "trained to chat")
+    raise ValueError(f"{flag} needs a chat template, and the target's "
+                     f"tokenizer has none; leave {flag} out, or give a model "
+                     "that was trained to chat")
 
 
 def check_room(longest: int, new_tokens: int, context: int) -> None:
   """Refuses rows that are longer than the models' context."""
   if longest + new_tokens > context:
-    raise ValueError(f"{longest} tokens of a prompt and --new_tokens="
+    raise ValueError(f"{longest} tokens of a prompt and --max_new_tokens="
                      f"{new_tokens} exceed the context length of {context}, "
                      "the target's or that of a drafter with its tokens; ask "
                      "for fewer, also by --prompt_tokens")
@@ -154,6 +156,13 @@ def _document(text):
   "summarise" and "questions" have one prompt each about these texts.
   """
   return next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
+
+
+def _report_missing(name, count, asked):
+  """Reports that a set has fewer prompts than --num_prompts."""
+  if count < asked:
+    print(f"{name} has {count:,} prompts of this length, and --num_prompts is "
+          f"{asked:,}", file=sys.stderr)
 
 
 def _tell_of_cuts(tokenizer, name, texts, tokens):
@@ -170,6 +179,8 @@ def _texts(item, field, count, extra, tokens, seed, needs_extra):
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:
     texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
+    asked, count = count, min(count, max(2, len(texts) - extra))
+    _report_missing(name, count, asked)
     return name, texts[:count], texts[count:], source
   if path or name in prompt_sets.PROMPT_SETS:
     texts = prompt_sets.load(name, path or None)

@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import os
 import statistics
 import sys
 import time
@@ -10,12 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lib import progress
 import specjax as sj
 from specjax import processes
 
 _ROUNDS_A_CALL = 2  # rounds between two looks from the host
 _PAIRS = 3  # of timed runs that are compared
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
+
+
+def is_colored(choice: str) -> bool:
+  """Returns whether output is coloured: "always", "never" or "auto"."""
+  if choice != "auto":
+    return choice == "always"
+  return (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+          and os.environ.get("TERM") != "dumb")
 
 
 class Printer:
@@ -105,10 +115,14 @@ class Writer:
     self.decoder = decoder
     self._params = placement.put(decoder, params) if placement else params
     self._key, self._placement = jax.random.key(seed), placement
-    self._compiled = set()
+    self._compiled, self._announced = set(), set()
 
   def start(self, ids, new_tokens, number=0, capacity=0):
     """The state after a prompt; `number` tells apart texts of one seed."""
+    slots = max(len(ids) + new_tokens + self.decoder.num_nodes, capacity)
+    if slots not in self._announced:
+      progress.say(f"compiling for {slots} tokens")
+      self._announced.add(slots)
     return self.decoder.prefill(
         self._params, [ids], self._key, limits=len(ids) + new_tokens,
         request_ids=[number], capacity=capacity, placement=self._placement)
@@ -171,6 +185,7 @@ def compare(writers, ids, new_tokens, tokenizer) -> str:
   Raises:
     ValueError: at temperature 0 the two wrote different texts.
   """
+  progress.say("comparing the speed with and without the drafter")
   for writer in writers:  # a short text, by the program of the long ones
     writer.time(ids, min(new_tokens, 8),
                 len(ids) + new_tokens + writer.decoder.num_nodes)

@@ -22,28 +22,28 @@ END
 prompts=rename,summarise
 for name in mt_bench gsm8k humaneval; do prompts+=,$name=$few/$name.jsonl; done
 python experiments/free_drafts_study.py --target=smollm2 --chat --gamma=10 \
-  --num_prompts=8 --new_tokens=128 --drafter='ngram,ngram|smol' \
+  --num_prompts=8 --max_new_tokens=128 --drafter='ngram,ngram|smol' \
   --prompts="$prompts" --output_dir=results/free_drafts/drafters
 # How near the controller comes to the best length, for drafts of noise as well.
 # Not as messages: so no text ends before its 192 tokens.
 python experiments/controller_study.py --target=smollm2 --drafter=noise \
-  --batch=1 --lengths=2,4 --prompts=summarise,docstrings --new_tokens=192 \
+  --slots=1 --gamma=2,4 --prompts=summarise,docstrings --max_new_tokens=192 \
   --batches=16 --output_dir=results/controller/smollm2
 python experiments/controller_study.py --target=smollm2 --chat \
-  --drafter=ngram --prompts=rename,summarise --batch=1 --lengths=2,4,8 \
+  --drafter=ngram --prompts=rename,summarise --slots=1 --gamma=2,4,8 \
   --output_dir=results/controller/smollm2_ngram
 python experiments/controller_study.py --batches=20 \
   --output_dir=results/controller/bundled
-python experiments/controller_study.py --drafter=small --batch=4 --batches=60 \
+python experiments/controller_study.py --drafter=small --slots=4 --batches=60 \
   --output_dir=results/controller/bundled_small_4
 # N-grams, a small model, and both together.
 python experiments/free_drafts_study.py --gamma=4 --nocontroller \
   --drafter='small,ngram,ngram+small,ngram|small,ngram|ngram+small' \
   --transformers=no --temperature=0,1 --prompts=code,tests --num_prompts=192 \
-  --prompt_tokens=256 --new_tokens=160 --seed=2 \
+  --prompt_tokens=256 --max_new_tokens=160 --seed=2 \
   --output_dir=results/free_drafts/cascade
 # Certain drafts beside drawn ones, at temperature 1.
 python experiments/free_drafts_study.py --drafter=suffix,sampled_suffix,ngram \
   --nocontroller --transformers=no --temperature=1 --gamma=8 \
   --prompts=code,docstrings,tests,prose --num_prompts=24 --prompt_tokens=256 \
-  --new_tokens=128 --output_dir=results/free_drafts/drawn
+  --max_new_tokens=128 --output_dir=results/free_drafts/drawn

@@ -47,20 +47,20 @@ _COMMANDS = {
         "--steps=60", "--evaluate_every=20", "--checkpoint_every=10"]],
     "boost_drafters": [[
         "--drafter=tiny", "--data=corpus", "--rows=128", "--held_out_rows=8",
-        "--prompt_tokens=16", "--continuation=16", "--length=2",
+        "--prompt_tokens=16", "--continuation=16", "--gamma=2",
         "--steps=600", "--evaluate_every=200"]],
     "verification_study": [[
-        "--prompts=code,docstrings", "--num_prompts=8", "--gammas=2,4",
-        "--new_tokens=64"]],
+        "--prompts=code,docstrings", "--num_prompts=8", "--gamma=2,4",
+        "--max_new_tokens=64"]],
     "tree_study": [[
-        "--budgets=4,8", "--temperature=1", "--num_prompts=8",
-        "--methods=chain_block,traversal", "--new_tokens=32",
+        "--nodes=4,8", "--temperature=1", "--num_prompts=8",
+        "--methods=chain_block,traversal", "--max_new_tokens=32",
         "--drafter=tiny"]],
     "self_drafting_study": [[
-        "--heads=medusa", "--nountrained", "--drafters=tiny",
+        "--heads=medusa", "--nountrained", "--drafter=tiny",
         "--temperature=1", "--num_prompts=8", "--nodes=5",
-        "--new_tokens=32"]],
-    "replay": [["--num_prompts=12", "--new_tokens=96", "--gamma=3"]],
+        "--max_new_tokens=32"]],
+    "replay": [["--num_prompts=12", "--max_new_tokens=96", "--gamma=3"]],
 }
 _TIMES = {"seconds", "tokens_per_second", "speedup", "predicted_speedup",
           "measured_over_predicted", "verify_ms", "draft_ms", "overhead_ms",
@@ -135,8 +135,6 @@ class _Script:
   def start(self, command, directory):
     """A process that runs one of the commands."""
     outputs = [f"--output_dir={directory}"]
-    if self._name == "replay":
-      outputs.append(f"--record={directory}")
     with open(self._work / f"{self._name}.log", "ab") as log:
       return subprocess.Popen(
           [sys.executable, str(_EXPERIMENTS / f"{self._name}.py"),

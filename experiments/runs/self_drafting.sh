@@ -22,10 +22,10 @@ heads=pass,medusa
 for name in medusa2 blockwise blockwise_tuned blockwise_distilled; do
   heads+=,$runs/$name
 done
-python experiments/self_drafting_study.py --num_prompts=12 --new_tokens=72 \
+python experiments/self_drafting_study.py --num_prompts=12 --max_new_tokens=72 \
   --heads="$heads" "$@"
 # What reads the target's features, on more prompts: what a rule adds. Its
 # self_drafting.csv is kept as experiments/results/self_drafting/features.csv.
-python experiments/self_drafting_study.py --num_prompts=32 --new_tokens=80 \
-  --drafters=small --nountrained --heads=medusa,eagle3,parallel \
+python experiments/self_drafting_study.py --num_prompts=32 --max_new_tokens=80 \
+  --drafter=small --nountrained --heads=medusa,eagle3,parallel \
   --output_dir=results/self_drafting_features

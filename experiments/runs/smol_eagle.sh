@@ -9,6 +9,6 @@ cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}
 python experiments/free_drafts_study.py --target=smollm2 --chat \
   --drafter=smol_eagle,smol --gamma=2 --nocontroller --transformers=no \
-  --temperature=0,1 --num_prompts=5 --new_tokens=64 --prompt_tokens=256 \
+  --temperature=0,1 --num_prompts=5 --max_new_tokens=64 --prompt_tokens=256 \
   --prompts="mt_bench=$data/mt_bench.jsonl,humaneval=$data/HumanEval.jsonl.gz" \
   --output_dir=results/smol_eagle "$@"

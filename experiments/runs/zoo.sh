@@ -65,13 +65,13 @@ with_muon parallel parallel_again parallel_last  3600  0.005 0.8   4
 with_muon eagle3   eagle3_last    eagle3_flat    3200  0.003  1    5
 with_muon parallel parallel_last  parallel_flat  1800  0.0025 1    5
 # The acceptance of a drafted token.
-python experiments/verification_study.py --drafter=small,tiny --gammas=1,4 \
+python experiments/verification_study.py --drafter=small,tiny --gamma=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
 
 python experiments/runs/smol_prompts.py "$DATA" > "$runs/smol.jsonl"
 python experiments/distill.py --target=smollm2 --chat \
   --prompts="$runs/smol.jsonl" --num_prompts=40000 --prompt_tokens=128 \
-  --new_tokens=160 --rows_per_file=512 --row_tokens=320 --batch_size=32 \
+  --max_new_tokens=160 --rows_per_file=512 --row_tokens=320 --batch_size=32 \
   --vocab_size=8192 --width=256 --layers=3 --heads=4 --kv_heads=1 \
   --mlp_width=512 --steps=14000 --evaluate_every=1000 --checkpoint_every=4000 \
   --output_dir="$runs/smol"

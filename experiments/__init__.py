@@ -1,0 +1,6 @@
+"""Scripts; `python -m experiments.generate` runs one as its path does."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
