@@ -18,7 +18,6 @@ from scripts import start
 
 import specjax as sj
 from specjax import files
-from specjax.constraints import grammars
 from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets
@@ -93,7 +92,6 @@ def test_every_figure_is_drawn_by_what_is_checked():
 _NEEDS = {  # by package: its extra, and what cannot do without it
     "gguf": ("gguf", lambda path: gguf.open_gguf(path)),
     "jinja2": ("chat", lambda path: chat._environment()),
-    "outlines_core": ("grammar", lambda path: grammars._library()),
     "datasets": ("datasets", lambda path: prompt_sets.load("gsm8k")),
     "tensorboardX": (
         "experiments", lambda path: metrics.MetricsLog(path.parent, 0))}

@@ -1,5 +1,6 @@
 """What flags ask of a text, as constraints."""
 
+from lib import progress
 from specjax import constraints as constraints_lib
 from specjax import files
 
@@ -27,6 +28,8 @@ def constraints(tokenizer, vocab_size, ends, *, regex, schema, repetition,
   """
   found = []
   options = dict(vocab_size=vocab_size, banned=ends or ())
+  if regex is not None or schema is not None:
+    progress.say("building the automaton of the output")
   if regex is not None:
     found.append(constraints_lib.Automaton.from_regex(
         regex, tokenizer, **options))
