@@ -144,6 +144,9 @@ _TIMES = dict(step=1.0, draft=0.1)
         [1.0, 0.5], verify={3: 1.0}, **_TIMES), ["gamma 3", "ends at 1"]),
     (lambda: analysis.best_gamma([0.9, 0.5], verify={}, **_TIMES), ["0.9"]),
     (lambda: analysis.best_gamma([1, 1.5], verify={}, **_TIMES), ["1.5"]),
+    (lambda: analysis.best_gamma([1, 0.5, 0.6], verify={}, **_TIMES),
+     ["0.5 at 1", "0.6"]),
+    (lambda: analysis.best_gamma([1, np.nan], verify={}, **_TIMES), ["nan"]),
     (lambda: analysis.best_gamma([[1]], verify={}, **_TIMES), ["(1, 1)"]),
     (lambda: analysis.ratio_estimate([1, 2], [1]), ["(2,)", "(1,)"]),
     (lambda: analysis.ratio_estimate([], []), ["at least one"])])

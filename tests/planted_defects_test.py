@@ -278,7 +278,7 @@ def test_twins_that_are_not_summed_are_seen(rule):
       texts((b"a", b"b", b"a", b"x")), texts((b"b", b"a", b"c")))
   q = np.array([0.3, 0.3, 0.4, 0.0])  # a, b, a
   to_target, gamma = np.asarray(vocabulary.to_target), 2
-  pair = exact.iid_pair([0.2, 0.5, 0.3], [1, 1, 1], gamma + 1)
+  pair = exact.iid_pair([0.2, 0.5, 0.3], np.full(3, 1 / 3), gamma + 1)
 
   def found(vocabulary):
     reported = np.asarray(translation.summed(jnp.array(q), vocabulary))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Numbers = np.ndarray | np.float64
+_RISE = 0.01  # of a measured survival: P(tau >= i | x^i) is not ordered in i
 
 
 def expected_tokens(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
@@ -224,7 +225,9 @@ def best_gamma(survival: ArrayLike, *, step: float,
   record one with it, and call `predicted_speedup` with its block efficiency.
 
   Args:
-    survival: `[G + 1]`, P(tau >= i) for i = 0..G; the first is 1.
+    survival: `[G + 1]`, P(tau >= i) for i = 0..G; the first is 1 and none is
+      above the one before it. A rise of less than 0.01 is taken for the
+      sampling error of a mean over rounds.
     step: seconds of decoding one token with the target alone.
     verify: from a gamma to the seconds of the target's pass over gamma + 1
       tokens: a mapping, or a sequence that starts at gamma = 0. Its lengths
@@ -249,6 +252,12 @@ def best_gamma(survival: ArrayLike, *, step: float,
                      "P(tau >= 0) and must be 1")
   _require("survival", survival, (survival >= 0) & (survival <= 1 + 1e-5),
            "P(tau >= i) must lie in [0, 1]")
+  rises = np.diff(survival)
+  if (rises > _RISE).any():
+    i = int(np.argmax(rises))
+    raise ValueError(f"survival rises from {survival[i]:g} at {i} to "
+                     f"{survival[i + 1]:g}; P(tau >= i) cannot rise: take the "
+                     "mean over more rounds")
   if not isinstance(verify, Mapping):
     verify = dict(enumerate(verify))
   best = (0, 1.0)

@@ -29,13 +29,17 @@ class Compiled:
     def law(tokens, parents, q, p, state):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
       drawn = rule.by_row(draft, p, state).law()
-      if not rule.makes_rows:
-        return drawn.stop, drawn.next_token, None
-      said = rule.law(draft, p, state)
-      rows = jnp.where(drawn.stop[:, None] > 0,
-                       jnp.abs(said.next_token - drawn.next_token), 0)
-      return drawn.stop, drawn.next_token, jnp.maximum(
-          jnp.max(jnp.abs(said.stop - drawn.stop)), jnp.max(rows))
+      gap = survival = None
+      if hasattr(rule.verifier, "survival"):
+        depths = jnp.arange(tokens.shape[0])  # of a chain
+        survival = rule.survival(draft, p, state, drawn, depths)
+      if rule.makes_rows:
+        said = rule.law(draft, p, state)
+        rows = jnp.where(drawn.stop[:, None] > 0,
+                         jnp.abs(said.next_token - drawn.next_token), 0)
+        gap = jnp.maximum(
+            jnp.max(jnp.abs(said.stop - drawn.stop)), jnp.max(rows))
+      return drawn.stop, drawn.next_token, gap, survival
 
     def commit(tokens, parents, q, p, state, verdict):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
@@ -54,11 +58,12 @@ class Compiled:
                         self.rule.initial_state(gamma))
 
   def laws(self, drafts, chunk: int, dtype: str
-           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None,
+                      np.ndarray | None]:
     """`stop [n, N]` and `next_token [n, N, V]` of n drafts, as they are drawn.
 
-    Third comes by how much `law` differs from them, `[n]`, where the rule says
-    both (`by_row`).
+    Third is the largest difference from `law`, `[n]`, of a rule with both
+    `law` and `by_row`; fourth `survival [n, N]` of a rule that has it.
 
     Args:
       drafts: tokens, parents `[n, N]`, q, p `[n, N, V]`, and the states.

@@ -97,20 +97,55 @@ class Drafts:
                   probs=add(old.probs, probs[row]),
                   contexts=add(old.contexts, context))
 
-  def padded(self, nodes: int, token: int = 0, chain: bool = False) -> "Drafts":
+  def padded(self, nodes: int, token: int | None = 0, chain: bool = False
+             ) -> "Drafts":
     """Padding up to N = `nodes`.
 
     Args:
       nodes: N.
-      token: the id that padding carries; it may be V or more.
+      token: the id that padding carries; it may be V or more. None: ids of all
+        kinds, others in every draft.
       chain: each is below the node before it; else all are below the root.
     """
     drafts, law = self, np.zeros_like(self.probs[:, 0])
     real = drafts.tokens.shape[1]
     for node in range(real, nodes):
       drafts = drafts.grow(node - 1 if chain else 0, law)
-    drafts.tokens[:, real:] = token
+    drafts.tokens[:, real:] = (
+        drafts.any_tokens()[:, real:] if token is None else token)
     return drafts
+
+  def scattered(self, nodes: int) -> "Drafts":
+    """Padding before and between the real nodes, up to N = `nodes`.
+
+    Padding hangs anywhere, has real nodes below it in no case, and carries ids
+    of all kinds. The unused row 0 of `probs` is filled.
+    """
+    count, real, vocab_size = self.probs.shape
+    rng = np.random.default_rng([nodes, real])
+    places = np.append(0, np.sort(
+        1 + rng.permutation(nodes - 1)[:real - 1]))
+    if nodes > real > 1 and places[1] == 1:  # padding comes first
+      free = np.setdiff1d(np.arange(nodes), places)
+      places = np.sort(np.append(np.setdiff1d(places, [1]), free[0]))
+    parents = np.tile([-1, *(rng.integers(i) for i in range(1, nodes))],
+                      (count, 1))
+    parents[:, places[1:]] = places[self.parents[:, 1:]]
+    probs = np.zeros((count, nodes, vocab_size))
+    probs[:, places] = self.probs
+    probs[:, 0] = 1 / vocab_size
+    contexts = np.tile(self.contexts[:, :1], (1, nodes))
+    contexts[:, places] = self.contexts
+    new = dataclasses.replace(self, parents=parents, probs=probs,
+                              contexts=contexts, tokens=contexts)
+    tokens = new.any_tokens()
+    tokens[:, places] = self.tokens
+    return dataclasses.replace(new, tokens=tokens)
+
+  def any_tokens(self) -> np.ndarray:
+    """`[n, N]`, arbitrary ids, some beyond the vocabulary."""
+    rng = np.random.default_rng(self.tokens.shape)
+    return rng.integers(self.probs.shape[-1] + 2, size=self.tokens.shape)
 
   def cut(self, kept) -> "Drafts":
     """Chains of which `kept [n]` tokens stay; what follows is padding.

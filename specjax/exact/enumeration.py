@@ -10,7 +10,11 @@ import numpy as np
 from specjax import contract
 from specjax.exact import drafts
 from specjax.exact.compiled import Compiled
+from specjax.exact import pairs
+from specjax.exact.examples import Example
 from specjax.exact.pairs import Pair
+from specjax.types import Draft
+from specjax.types import Law
 from specjax.types import Verdict
 from specjax.types import Verifier
 
@@ -18,6 +22,8 @@ CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
 _DENSE = 1 << 22  # contexts of one length that are counted without sorting
 DRAFTING = ("autoregressive", "product")
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+_ENTRIES = 1 << 26  # of the largest array of an enumeration, at most
 
 
 class Outcome(NamedTuple):
@@ -83,7 +89,8 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   continues alone, H = rounds (gamma + 1). One with state (`init` and `commit`)
   has no such end: it goes on for as many rounds as H = rounds + gamma + 1
   tokens take, so that `rounds` rounds are followed by gamma + 1 more tokens
-  however few each of them emitted. Equal (tokens, state) are merged.
+  however few each of them emitted. Equal (tokens, state) are merged. The root of
+  the first draft is every token in turn, with probability 1 / V.
 
   Args:
     verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
@@ -99,17 +106,28 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
     ended: what ends the chains, `stopping.kept_by` a rule; default: nothing.
 
   Raises:
-    ValueError: `drafting` is neither, or the tables are not deep enough.
+    ValueError: `drafting` is neither, the tables are not deep enough or a row
+      of them is not a distribution, a number is too small, or there are too
+      many drafts.
   """
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
                      f"{', '.join(DRAFTING)}")
-  product = drafting == "product"
+  pairs.check_depth(gamma, "gamma", 0)
+  pairs.check_depth(rounds, "rounds")
+  pairs.check_pair(pair)
+  check_size(pair.vocab_size, gamma, gamma + 1)
   nodes = max(nodes, gamma + 1)
-  ended = ended or (lambda drafts: drafts)
-  scheme = lambda q, contexts: ended(drafts.chains(
-      q, contexts, gamma, product)).padded(nodes)
+  scheme = chain_scheme(gamma, drafting, nodes, ended)
   return enumerate_drafts(verifier, pair, scheme, nodes, gamma, rounds, dtype)
+
+
+def chain_scheme(gamma: int, drafting: str, nodes: int, ended
+                 ) -> Callable[[np.ndarray, np.ndarray], drafts.Drafts]:
+  """The scheme of `enumerate_chains`; its arguments are described there."""
+  ended = ended or (lambda drafts: drafts)
+  return lambda q, contexts: ended(drafts.chains(
+      q, contexts, gamma, drafting == "product")).padded(nodes)
 
 
 def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
@@ -128,14 +146,10 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
     dtype: of the numbers handed to the law.
     chunk: laws evaluated in one call.
   """
-  compiled = Compiled.of(verifier)
-  depth = depth_of(compiled.rule, longest, rounds)
-  if pair.depth < depth:
-    raise ValueError(f"the models are {pair.depth} deep; {rounds} rounds of "
-                     f"gamma {longest} need {depth}")
-  horizon = horizon_of(compiled.rule, longest, rounds)
-  run = Run(compiled, pair, scheme, nodes, dtype, chunk)
-  starts, expected = run.rounds(rounds, horizon)
+  plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds, dtype,
+              chunk)
+  run, starts, expected = plan.run()
+  horizon = plan.horizon
 
   law, target = np.zeros(1), np.ones(1)
   for k in range(horizon + 1):  # the target continues from wherever it stands
@@ -147,6 +161,61 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
   return Outcome(law, target, expected, frozenset(run.defects), run.laws)
 
 
+class Plan(NamedTuple):
+  """The arguments of `enumerate_drafts`, to run an enumeration again."""
+
+  compiled: Compiled
+  pair: Any
+  scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts]
+  nodes: int
+  longest: int
+  rounds: int
+  dtype: str
+  chunk: int = CHUNK
+
+  @property
+  def horizon(self) -> int:
+    return horizon_of(self.compiled.rule, self.longest, self.rounds)
+
+  def run(self, watch: int | None = None
+          ) -> tuple["Run", dict[int, Starts], float]:
+    """Runs it: the `Run`, where decoding stands after it, and E[tau].
+
+    Args:
+      watch: a context; `Run.example` becomes the draft that stops there most.
+
+    Raises:
+      ValueError: the tables are not deep enough.
+    """
+    depth = depth_of(self.compiled.rule, self.longest, self.rounds)
+    if self.pair.depth < depth:
+      raise ValueError(f"the models are {self.pair.depth} deep; {self.rounds} "
+                       f"rounds of gamma {self.longest} need {depth}")
+    run = Run(self.compiled, self.pair, self.scheme, self.nodes, self.dtype,
+              self.chunk, watch)
+    return run, *run.rounds(self.rounds, self.horizon)
+
+
+def check_size(vocab_size: int, drafted: int, nodes: int) -> None:
+  """Checks that all drafts of a model fit into memory.
+
+  Args:
+    vocab_size: V.
+    drafted: tokens that are drawn for a draft.
+    nodes: N.
+
+  Raises:
+    ValueError: the V**(drafted + 1) drafts, roots included, are too many.
+  """
+  if vocab_size**(drafted + 2) * nodes > _ENTRIES:
+    raise ValueError(
+        f"vocab_size {vocab_size} with {drafted} drafted tokens has "
+        f"{vocab_size}**{drafted + 1} = {float(vocab_size)**(drafted + 1):.1e} "
+        "drafts, which do not fit into memory; use a smaller vocabulary or "
+        f"shorter drafts, or audit this size: certify(rule, at=[({drafted}, "
+        f"{vocab_size})])")
+
+
 def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
                     rounds: int) -> np.ndarray:
   """`[rounds]`, the expected number of tokens emitted after 1, 2, ... rounds.
@@ -156,7 +225,14 @@ def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
     pair: tables of at least rounds * (gamma + 1) contexts deep.
     gamma: draft length.
     rounds: rounds of draft-and-verify.
+
+  Raises:
+    ValueError: as for `enumerate_chains`.
   """
+  pairs.check_depth(gamma, "gamma", 0)
+  pairs.check_depth(rounds, "rounds", 0)
+  pairs.check_pair(pair)
+  check_size(pair.vocab_size, gamma, gamma + 1)
   scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)
   run = Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
   starts, totals = {0: run.first()}, []
@@ -223,16 +299,18 @@ class Run:
   Attributes:
     defects: ways in which some law was not a probability law.
     laws: number of laws evaluated.
+    example: a draft of the first defect; or of the watched context; or None.
   """
 
   def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
-               chunk: int):
+               chunk: int, watch: int | None = None):
     self._compiled, self._scheme, self._nodes = compiled, scheme, nodes
     self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
     self._p, self._q = pair.tables()
     # Of every length, the number of its first context; see `Drafts`.
     self._offsets = first_contexts(pair.vocab_size, pair.depth)
-    self.defects, self.laws = set(), 0
+    self.defects, self.laws, self.example = set(), 0, None
+    self._watch, self._most = watch, 0.0
 
   def rounds(self, count: int, horizon: int
              ) -> tuple[dict[int, Starts], float]:
@@ -244,7 +322,7 @@ class Run:
     """
     starts, expected = {0: self.first()}, None
     if self._compiled.rule.remembers:
-      while min(starts) < horizon:
+      while starts and min(starts) < horizon:
         length = min(starts)
         outcomes = self.round(length, starts.pop(length), horizon)
         expected = _accepted(outcomes, length) if expected is None else expected
@@ -254,13 +332,15 @@ class Run:
       outcomes = [self.round(*start) for start in starts.items()]
       expected = _accepted(outcomes[0], 0) if expected is None else expected
       starts = _merged(outcomes, self._vocab)
-    return starts, expected
+    return starts, expected or 0.0
 
   def first(self) -> Starts:
-    """The empty context and the rule's first state."""
+    """The empty context, once for every root, and the rule's first state."""
+    roots = self._vocab
     state = self._compiled.initial_state(self._nodes - 1, self._dtype)
-    return Starts(np.zeros(1, np.int64),
-                  jax.tree.map(lambda x: x[None], state), np.ones(1))
+    return Starts(np.zeros(roots, np.int64),
+                  jax.tree.map(lambda x: np.repeat(x[None], roots, axis=0),
+                               state), np.full(roots, 1 / roots))
 
   def round(self, length: int, starts: Starts, horizon: int | None = None
             ) -> dict[int, Starts]:
@@ -268,19 +348,22 @@ class Run:
 
     Tokens after `horizon` are cut off and the state there is dropped.
     """
+    firsts = range(0, len(starts.weights), _STARTS)
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
-              for i in range(0, len(starts.weights), _STARTS)]
-    return _merged([self._round(length, piece, horizon) for piece in pieces],
-                   self._vocab)
+              for i in firsts]
+    return _merged([self._round(length, piece, horizon, first)
+                    for piece, first in zip(pieces, firsts)], self._vocab)
 
-  def _round(self, length, starts, horizon):
+  def _round(self, length, starts, horizon, first):
     found = self._scheme(self._q, self._offsets[length] + starts.contexts)
     weights = found.weights * starts.weights[found.starts]
+    if not length:  # the empty context has no last token
+      found.tokens[:, 0] = (first + found.starts) % self._vocab
     found, weights = found.rows(weights > 0), weights[weights > 0]
     states = jax.tree.map(lambda x: x[found.starts], starts.states)
     arguments = (found.tokens, found.parents, found.probs,
                  self._p[found.contexts], states)
-    stop, next_token = self._laws(arguments)
+    stop, next_token = self._laws(arguments, found, weights)
     mass = weights[:, None, None] * (stop[..., None] * next_token)
 
     row, node, extra = np.nonzero(mass)
@@ -302,25 +385,70 @@ class Run:
       outcomes.append({new_length: Starts(contexts, new_states, mass[these])})
     return _merged(outcomes, self._vocab)
 
-  def _laws(self, arguments):
+  def _laws(self, arguments, found, weights):
     """`stop` and `next_token` in float64, 0 where they do not count."""
-    stop, next_token, gap = self._compiled.laws(
+    stop, next_token, gap, survival = self._compiled.laws(
         arguments, self._chunk, self._dtype)
     self.laws += len(stop)
-    if not (np.isfinite(stop).all()
-            and np.isfinite(next_token[stop > 0]).all()):
-      self.defects.add("a law is not finite")
-    if (stop < 0).any() or (next_token[stop > 0] < 0).any():
-      self.defects.add("a law is negative")
-    if (np.abs(stop.sum(-1) - 1) > 1e-6).any():
-      self.defects.add("stop does not sum to 1")
-    if (np.abs(next_token.sum(-1) - 1)[stop > 0] > 1e-6).any():
-      self.defects.add("a row of next_token does not sum to 1")
-    if gap is not None and not (gap <= 1e-6).all():
-      self.defects.add("by_row is not the law")
-    next_token = np.where(stop[..., None] > 0, next_token, 0)
-    return (np.nan_to_num(stop).astype(np.float64),
-            np.nan_to_num(next_token).astype(np.float64))
+    some, each = stop > 0, lambda bad: bad.any(-1)
+    for defect, bad in (
+        ("a law is not finite", ~np.isfinite(stop).all(-1) | each(
+            some & ~np.isfinite(next_token).all(-1))),
+        ("a law is negative", each(
+            (stop < 0) | some & (next_token < 0).any(-1))),
+        ("stop does not sum to 1", np.abs(stop.sum(-1) - 1) > 1e-6),
+        ("a row of next_token does not sum to 1", each(
+            some & (np.abs(next_token.sum(-1) - 1) > 1e-6))),
+        ("by_row is not the law",
+         np.zeros(len(stop), bool) if gap is None else ~(gap <= 1e-6))):
+      if bad.any():
+        self._note(np.argmax(bad), arguments, stop, next_token, defect)
+    known = lambda x: np.where(np.isfinite(x), x, 0).astype(np.float64)
+    stop, next_token = known(stop), known(next_token) * some[..., None]
+    if survival is not None:
+      off = self._survival_gap(found, weights, stop, survival)
+      if not off.sum() <= TOLERANCE[self._dtype]:
+        self._note(np.argmax(np.nan_to_num(off, nan=np.inf)), arguments, stop,
+                   next_token, "survival is not P(tau >= i)")
+    if self._watch is not None:
+      here = weights[:, None] * stop * (found.contexts == self._watch)
+      if here.max(initial=0) > self._most:
+        self._most = here.max()
+        row, node = np.unravel_index(np.argmax(here), here.shape)
+        self._note(row, arguments, stop, next_token, None, node)
+    return stop, next_token
+
+  def _note(self, row, arguments, stop, next_token, defect, node=None):
+    """Keeps one draft for readers, the first of a defect."""
+    tokens, parents, q, p, _ = (
+        x if x is None else jax.tree.map(lambda leaf: leaf[row], x)
+        for x in arguments)
+    if defect is None or not self.defects:
+      self.example = Example(
+          Draft(tokens, parents, q), p, Law(stop[row], next_token[row]), node)
+    if defect is not None:
+      self.defects.add(defect)
+
+  def _survival_gap(self, found, weights, stop, survival):
+    """`[n]`, by how much a survival differs from the law's, draft by draft.
+
+    P(tau >= i | x^i) of a prefix x^i is the mean over the drafts that begin
+    with it. So the two are compared in sums over these.
+    """
+    count, nodes = stop.shape
+    real = found.probs.any(-1)
+    real[:, 0] = True
+    below = found.parents == np.arange(-1, nodes - 1)
+    if (real & ~below).any():  # a tree: survival is declared for chains
+      return np.zeros(count)
+    tails = np.cumsum((stop * real)[:, ::-1], axis=-1)[:, ::-1]
+    off, gap = np.zeros(count), survival - tails * real
+    for node in range(nodes):
+      _, first, which = np.unique(found.contexts[:, node], return_index=True,
+                                  return_inverse=True)
+      sums = np.bincount(which.reshape(-1), weights * gap[:, node])
+      np.add.at(off, first, np.abs(sums))
+    return off
 
   def _committed(self, arguments, tau, node, extra):
     path = np.zeros((len(node), self._nodes), np.int32)

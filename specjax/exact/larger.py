@@ -16,7 +16,7 @@ from specjax.exact import enumeration
 from specjax.exact.compiled import Compiled
 
 _ROWS = 211  # laws that the contexts of one model share, by a hash
-_CHUNK = 128
+CHUNK = 128
 
 
 class SparseOutcome(NamedTuple):
@@ -65,8 +65,8 @@ class SparsePair(NamedTuple):
     return self.p, self.q
 
 
-def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False
-                ) -> SparsePair:
+def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
+                single: float | None = None) -> SparsePair:
   """A random `SparsePair`.
 
   Args:
@@ -75,18 +75,21 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False
     seed: of the random numbers.
     narrow: p too knows two tokens at most, and most contexts know one: few
       texts are left, through many rounds.
+    single: the share of contexts after which q knows one token.
   """
   if vocab_size**(depth + 1) >= 2**62:
     raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
                      "are numbered in 62 bits: make one of them smaller")
   rng = np.random.default_rng([vocab_size, depth, seed])
+  if single is None:
+    single = 0.6 if narrow else 0.2
   eye = np.eye(vocab_size)
   p, q = [], []
   for _ in range(_ROWS):
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
     two = lambda pair=pair: rng.dirichlet([0.8, 0.8]) @ pair
     choice = rng.random()
-    q.append(pair[0] if choice < (0.6 if narrow else 0.2) else two())
+    q.append(pair[0] if choice < single else two())
     if narrow:
       p.append(two() if rng.random() < 0.3 else pair[rng.integers(2)])
       continue
@@ -102,22 +105,38 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False
 def enumerate_sparse(verifier, pair: SparsePair, scheme, nodes: int,
                      longest: int, rounds: int, dtype: str) -> SparseOutcome:
   """`enumerate_drafts` for a `SparsePair`; the arguments are the same."""
-  compiled = Compiled.of(verifier)
-  run = enumeration.Run(compiled, pair, scheme, nodes, dtype, _CHUNK)
-  starts, _ = run.rounds(
-      rounds, enumeration.horizon_of(compiled.rule, longest, rounds))
-  return SparseOutcome(_total_variation(starts, pair), frozenset(run.defects),
-                       run.laws)
+  plan = enumeration.Plan(Compiled.of(verifier), pair, scheme, nodes, longest,
+                          rounds, dtype, CHUNK)
+  run, starts, _ = plan.run()
+  return SparseOutcome(deviation(starts, pair).total_variation,
+                       frozenset(run.defects), run.laws)
 
 
-def _total_variation(starts, pair) -> float:
+class Deviation(NamedTuple):
+  """How the law of an enumeration differs from the target's.
+
+  Attributes:
+    total_variation: of the two joint laws.
+    context: the context after which the next token's law is farthest off,
+      weighted by the context's probability; None without one.
+    obtained: `[V]`, the law of the token after it.
+  """
+
+  total_variation: float
+  context: int | None
+  obtained: np.ndarray | None
+
+
+def deviation(starts, pair) -> Deviation:
   """Half the sum of |law - target| over the texts, told apart where it counts.
 
   With W(c) the mass that stands at context c, from where the target goes on,
   and U(c) that of c and all that begin with it, a text that begins with c has
   probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
   """
-  vocab_size = pair.vocab_size
+  if not starts:  # no law was finite
+    return Deviation(0.5, None, None)
+  vocab_size, p = pair.vocab_size, pair.tables()[0]
   longest = max(starts)
   offsets = enumeration.first_contexts(vocab_size, longest + 1)
   # Upwards: every context at which, or below which, mass stands, with W and U.
@@ -136,15 +155,29 @@ def _total_variation(starts, pair) -> float:
     after, below = contexts, under
   # Downwards: texts that begin with a context, less those told apart below it.
   from_above, target, distance = np.zeros(1), np.ones(1), 0.0
+  farthest, where, obtained = 1e-15, None, None
   while levels:
     contexts, standing, under = levels.pop()
-    difference = under + from_above - target
+    reached, stays = under + from_above, from_above + standing
+    difference = reached - target
     if levels:
       after, _, below = levels[-1]
       above = np.searchsorted(contexts, (after - 1) // vocab_size)
-      p = pair.p[contexts][above, (after - 1) % vocab_size]
-      from_above = (from_above + standing)[above] * p
-      target = target[above] * p
-      np.subtract.at(difference, above, below + from_above - target)
+      token = (after - 1) % vocab_size
+      wanted = p[contexts][above, token]
+      from_above = stays[above] * wanted
+      law = below + from_above
+      # Of the next token: at those with mass of their own, and at all others.
+      gap = np.abs(stays - reached) * np.maximum(
+          1 - np.bincount(above, wanted, minlength=len(contexts)), 0)
+      np.add.at(gap, above, np.abs(law - reached[above] * wanted))
+      if gap.max() > farthest:
+        here = np.argmax(gap)
+        farthest, where = gap[here], int(contexts[here])
+        obtained = stays[here] * p[contexts[here:here + 1]][0]
+        np.add.at(obtained, token[above == here], below[above == here])
+        obtained = obtained / reached[here]
+      target = target[above] * wanted
+      np.subtract.at(difference, above, law - target)
     distance += np.abs(difference).sum()
-  return 0.5 * float(distance)
+  return Deviation(0.5 * float(distance), where, obtained)

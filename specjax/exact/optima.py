@@ -12,6 +12,8 @@ import numpy as np
 from specjax.exact import schemes
 from specjax.exact import trees
 from specjax.exact.drafts import longer
+from specjax.exact.pairs import check_depth
+from specjax.exact.pairs import check_rows
 from specjax.exact.pairs import Pair
 
 # The gain of an improbable text would else lie below the solver's tolerance.
@@ -305,8 +307,10 @@ def _texts(drafts):
 
 def _joint(tables, length):
   """Joint laws `[V**i]` of the first i tokens, for i = 0..length."""
+  check_depth(length, "gamma", 0)
   laws = [np.ones(1)]
   for d in range(length):
+    check_rows(f"table {d} of the pair", tables[d])
     error = np.abs(tables[d].sum(-1) - 1).max()
     if error > 1e-12:  # the programs would have no solution
       raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "

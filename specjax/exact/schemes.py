@@ -163,10 +163,15 @@ def expanded_by_score(drafts: Drafts, q, parents, replaced: bool = False
   return drafts
 
 
+def expanded_iid(drafts: Drafts, q, parents) -> Drafts:
+  """`expanded_by_score` with children that are independent draws."""
+  return expanded_by_score(drafts, q, parents, replaced=True)
+
+
 IID = (iid, paths)
 CONDITIONAL = (*IID, without_replacement, top_k, hybrid, several)
 ALL = (*CONDITIONAL, larger_of_two, confident)
-_NAMED = (*ALL, expanded_by_score)
+_NAMED = (*ALL, expanded_by_score, expanded_iid)
 
 
 def sound_for(verifier: Verifier | contract.Rule) -> tuple[Scheme, ...]:

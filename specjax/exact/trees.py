@@ -8,13 +8,14 @@ import numpy as np
 
 from specjax import trees as shapes
 from specjax.exact import enumeration
+from specjax.exact import pairs
 from specjax.exact import schemes
 from specjax.exact.compiled import Compiled
 from specjax.exact.drafts import Drafts
 from specjax.exact.pairs import Pair
 from specjax.types import Verifier
 
-_CHUNK = 128  # laws evaluated in one call: most trees have few drafts
+CHUNK = 256  # laws evaluated in one call: most trees have few drafts
 
 
 def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
@@ -58,14 +59,18 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
       share a compiled law; default: none is.
 
   Raises:
-    ValueError: `nodes` is less than the tree has, or the tables are not deep
-      enough.
+    ValueError: `nodes` is less than the tree has, the tables are not deep
+      enough or a row of them is not a distribution, or there are too many
+      drafts.
   """
   longest, nodes = height(parents), nodes or len(parents)
   if nodes < len(parents):
     raise ValueError(f"nodes is {nodes}; the tree alone has {len(parents)}")
+  pairs.check_pair(pair)
+  pairs.check_depth(rounds, "rounds")
+  enumeration.check_size(pair.vocab_size, len(parents) - 1, nodes)
   scheme = schemes.named(scheme)
   drafting = lambda q, contexts: draw(
       scheme, parents, q, contexts).padded(nodes)
   return enumeration.enumerate_drafts(
-      verifier, pair, drafting, nodes, longest, rounds, dtype, _CHUNK)
+      verifier, pair, drafting, nodes, longest, rounds, dtype, CHUNK)

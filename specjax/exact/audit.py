@@ -1,0 +1,451 @@
+"""Audits of sizes at which the drafts of dense models cannot be enumerated.
+
+Both audits evaluate the rule in float32, as the decoding loop does, on models
+whose rows are picked from a small pool by a hash of the text. So every context
+has its own pair of distributions, and only the rows along a draft are needed.
+
+* `enumerate_few`: the drafter knows at most two tokens after a context and the
+  target all of them. The drafts are few and are summed over: no chance is
+  involved, and the total variation is exact.
+* `sample_dense`: the drafter knows all tokens; drafts are drawn. Let d_t be any
+  function of the text with mean 0 under p given the tokens before t, and D_i
+  the sum of d_1..d_i along a path. For a valid rule the sum over nodes i of
+  stop_i (D_i + sum_y next_i(y) d(y | x^i)) has mean 0 over the drafts, because
+  the emitted tokens follow p. The mean over independent drafts is compared with
+  `LIMIT` standard errors. A normal mean exceeds them with probability 3e-12, so
+  all functions at all sizes together raise a false alarm with probability below
+  1e-9. The standard error is at least a tenth of that of the sum of d over the
+  emitted tokens, whose variance is known, so that a few equal terms cannot make
+  it 0.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import trees as shapes
+from specjax.exact.compiled import Compiled
+from specjax.exact.examples import Example
+from specjax.types import Draft
+from specjax.types import Law
+
+LIMIT = 7.0  # standard errors
+TOLERANCE = 1e-4  # of float32 sums over a whole vocabulary
+_BATCH = 8  # drafts of one call
+_ENTRIES = 1 << 26  # of the masses of all contexts
+_LAWS = 1 << 27  # numbers of all laws of one audit: sets how many are drawn
+_DRAWN = 96, 240  # the fewest and the most drafts
+_ROOTS = 4
+_FEW_ROWS, _DENSE_ROWS = 41, 12
+_GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))  # depths, first to last
+
+
+class Audited(NamedTuple):
+  """Result of an audit, with the fields of an `Outcome` that `certify` reads.
+
+  Attributes:
+    total_variation: on the few drafts; 0 where drafts were drawn.
+    defects: ways in which a law was wrong.
+    laws: laws evaluated.
+    example: a draft that shows the fault, or None.
+  """
+
+  total_variation: float
+  defects: frozenset[str]
+  laws: int
+  example: Example | None
+
+
+class Pool(NamedTuple):
+  """Rows of p and q, of which a text's hash picks one.
+
+  Attributes:
+    p: `[K, V]` float32, the target.
+    q: `[K, V]` float32, the drafter.
+    two: `[K, 2]`, the tokens that the drafter knows, or None if it knows all.
+    shares: `[K, 2]`, their probabilities.
+  """
+
+  p: np.ndarray
+  q: np.ndarray
+  two: np.ndarray | None = None
+  shares: np.ndarray | None = None
+
+  def rows(self, hashes):
+    """The row numbers of texts."""
+    return ((hashes >> np.uint64(32)) % np.uint64(len(self.p))).astype(np.int64)
+
+
+class _Drafts(NamedTuple):
+  """n drafts of N nodes: weights `[n]`, and arrays `[n, N]`."""
+
+  weights: np.ndarray
+  tokens: np.ndarray
+  rows: np.ndarray
+  hashes: np.ndarray
+
+
+def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
+  """Returns models whose drafter knows one or two tokens after a context.
+
+  They prefer token ids at which programs break: the first and the last ones,
+  and those around powers of 2.
+  """
+  rng = np.random.default_rng([vocab_size, nodes, seed])
+  ids = [0, 1, 2, vocab_size - 2, vocab_size - 1, vocab_size // 128 * 128,
+         *(x for k in (7, 8, 15, 16, 17) for x in (2**k - 1, 2**k)), 99_999]
+  ids = sorted({x for x in ids if 0 <= x < vocab_size})
+  p, q = np.zeros((2, _FEW_ROWS, vocab_size), np.float32)
+  pairs, shares = np.zeros((_FEW_ROWS, 2), int), np.zeros((_FEW_ROWS, 2))
+  branching = min(0.8, 3 / max(nodes - 1, 1))
+  for row in range(_FEW_ROWS):
+    two = rng.choice(ids, 2, replace=False)
+    if rng.random() < 0.5:
+      two[1] = (two[0] + rng.integers(1, vocab_size)) % vocab_size
+    share = rng.dirichlet([1, 1]) if rng.random() < branching else np.eye(2)[0]
+    pairs[row], shares[row], q[row, two] = two, share, share
+    # Close to q as a rule, so that the ends of long drafts are reached too.
+    other = 10**rng.uniform(-3, -0.2)
+    dense = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
+    dense *= other / dense.sum()
+    dense[two] += (1 - other) * (
+        share * rng.dirichlet([8, 8]) + [1e-3, 1e-3])
+    if rng.random() < 0.1:  # q's token is impossible
+      dense[two[0]] = 0
+    p[row] = dense / dense.sum(dtype=np.float64)
+  return Pool(p, q, pairs, shares)
+
+
+def dense_pool(vocab_size: int, seed: int) -> Pool:
+  """Returns models that know all tokens and resemble each other."""
+  rng = np.random.default_rng([vocab_size, seed])
+  logits = 3 * rng.standard_normal((_DENSE_ROWS, vocab_size))
+  other = logits + 1.2 * rng.standard_normal(logits.shape)
+  softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+  return Pool(*(softmax(x).astype(np.float32) for x in (logits, other)))
+
+
+def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
+                  seed: int = 0) -> Audited:
+  """The exact total variation on models with few drafts, see the module.
+
+  Args:
+    compiled: the rule. Of a rule that remembers earlier rounds only the first
+      emitted token is compared: later ones depend on its next rounds.
+    parents: `[N]`, the shape of the drafts; children are independent draws.
+    vocab_size: V.
+    seed: of the models.
+  """
+  nodes = len(parents)
+  most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
+  rng = np.random.default_rng([vocab_size, nodes, seed, 1])
+  pool, drafts = few_pool(vocab_size, nodes, seed), None
+  roots = _roots(vocab_size, _ROOTS, rng)
+  for salt in range(100):  # in most models the drafts are too many or too few
+    new = _grow(pool, parents, roots, salt, most)
+    if new and (drafts is None or len(new.weights) > len(drafts.weights)):
+      drafts = new
+    if drafts and len(drafts.weights) > most // 2:
+      break
+  run = _Evaluation(compiled, pool, parents)
+  texts, which = np.unique(drafts.hashes, return_inverse=True)
+  which = which.reshape(drafts.hashes.shape)
+  mass = np.zeros((len(texts), vocab_size))
+  for batch, stop, next_token, survival in run.laws(drafts):
+    weight = drafts.weights[batch, None] * stop
+    for row, node in np.argwhere(weight > 0):
+      mass[which[batch][row, node]] += weight[row, node] * next_token[row, node]
+    run.check_survival(which[batch], drafts.weights[batch], stop, survival)
+  run.check_survival_sums()
+  distance, worst, obtained = _compared(
+      pool, parents, drafts, which, mass, compiled.rule.remembers)
+  example = run.example
+  if distance > TOLERANCE and not run.defects:
+    here = (which == worst)
+    draft, node = np.argwhere(here)[0]
+    example = run.shown(drafts, draft)._replace(node=node, obtained=obtained)
+  return Audited(distance, frozenset(run.defects), len(drafts.weights), example)
+
+
+def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
+                 seed: int = 0) -> Audited:
+  """Draws drafts and compares means with the target's, see the module.
+
+  Args:
+    compiled: the rule. Of a rule that remembers earlier rounds only the first
+      emitted token is compared: later ones depend on its next rounds.
+    parents: `[N]`, the shape of the drafts; children are independent draws.
+    vocab_size: V.
+    seed: of the models and of the drafts.
+  """
+  nodes = len(parents)
+  count = int(np.clip(_LAWS // (nodes * vocab_size), *_DRAWN))
+  count -= count % _BATCH
+  pool = dense_pool(vocab_size, seed)
+  rng = np.random.default_rng([vocab_size, nodes, seed, 2])
+  drafts = _grow(pool, parents, _roots(vocab_size, count, rng), 0, rng=rng)
+  functions = Functions(pool, rng)
+  run = _Evaluation(compiled, pool, parents)
+  depth = np.array(shapes.depths(parents))
+  inside = np.array([(first <= depth) & (depth <= last)
+                     for first, last in _GROUPS])  # of a node's own token
+  after = np.array([(first <= depth + 1) & (depth + 1 <= last)
+                    for first, last in _GROUPS])  # of the token after it
+  if compiled.rule.remembers:  # the tokens after the first wait for its state
+    inside[1:], after[1:] = False, False
+  terms = []
+  for batch, stop, next_token, _ in run.laws(drafts):
+    rows, tokens = drafts.rows[batch], drafts.tokens[batch]
+    for draft in range(len(rows)):
+      total = np.zeros((2, nodes, len(_GROUPS), functions.count))
+      for node in range(1, nodes):
+        above = parents[node]
+        value = functions.at(rows[draft, above], tokens[draft, node])
+        own = inside[:, node, None] * np.stack(
+            [value, functions.variances[rows[draft, above]]])[:, None]
+        total[:, node] = total[:, above] + own
+      for node in np.flatnonzero(stop[draft] > 0):
+        row = rows[draft, node]
+        total[:, node] += after[:, node, None] * np.stack([
+            functions.mean(row, next_token[draft, node]),
+            functions.variances[row]])[:, None]
+      terms.append(np.einsum("n,sngf->sgf", stop[draft], total))
+  value, known = np.moveaxis(np.array(terms), 1, 0)
+  error = np.sqrt(np.maximum(value.var(0), 0.01 * known.mean(0)) / len(value))
+  off = np.maximum(np.abs(value.mean(0)) - TOLERANCE, 0)
+  size = off / np.maximum(error, 1e-12)
+  example = run.example
+  if size.max() > LIMIT:
+    group, which = np.unravel_index(np.argmax(size), size.shape)
+    run.defects.add(
+        f"the mean of {functions.names[which]} over {count} drafts is "
+        f"{size.max():.0f} standard errors from the target's; {LIMIT:.0f} are "
+        "allowed")
+    if example is None:
+      example = run.shown(drafts, np.argmax(np.abs(value[:, group, which])))
+  return Audited(0.0, frozenset(run.defects), count, example)
+
+
+class Functions:
+  """The functions of a token whose means are compared, centred under p.
+
+  Attributes:
+    names: for readers.
+    variances: `[K, F]`, under p.
+  """
+
+  def __init__(self, pool: Pool, rng: np.random.Generator):
+    rows, vocab_size = pool.p.shape
+    signs = np.where(rng.random((3, vocab_size)) < 0.5, -1, 1)
+    ids = np.arange(vocab_size)
+    made = {
+        "the sign of p - q": np.sign(pool.p - pool.q),
+        "the sign of p - 2 q": np.sign(pool.p - 2 * pool.q),
+        "log p": np.clip(np.log(pool.p * vocab_size + 1e-30) / 4, -2, 2),
+        "whether it is the likeliest token": (
+            pool.p == pool.p.max(-1, keepdims=True)),
+        "the half of the vocabulary that it is in": np.tile(
+            np.where(ids * 2 < vocab_size, -1, 1), (rows, 1)),
+        **{f"random signs of the tokens ({i})": np.tile(sign, (rows, 1))
+           for i, sign in enumerate(signs)}}
+    self.names = tuple(made)
+    values = np.stack([*made.values()], axis=1).astype(np.float32)
+    p = pool.p / pool.p.sum(-1, keepdims=True, dtype=np.float64)
+    means = np.stack([v @ row for v, row in zip(values, p)])
+    self._centred = values - means[..., None].astype(np.float32)
+    self.variances = np.stack(
+        [v**2 @ row for v, row in zip(self._centred, p)])
+
+  @property
+  def count(self) -> int:
+    return len(self.names)
+
+  def at(self, row, token):
+    """`[F]`, their values at a token after a context of this row."""
+    return self._centred[row, :, token]
+
+  def mean(self, row, law):
+    """`[F]`, their means under `law [V]`."""
+    return self._centred[row] @ law
+
+
+class _Evaluation:
+  """Evaluates laws at drafts and checks that they are laws.
+
+  Attributes:
+    defects: ways in which some law was not a law.
+    example: a draft of the first defect.
+  """
+
+  def __init__(self, compiled: Compiled, pool: Pool, parents: Sequence[int]):
+    self._compiled, self._pool = compiled, pool
+    self._parents = np.array(parents)
+    self._gaps, self.defects, self.example = {}, set(), None
+    self._state = compiled.initial_state(len(parents) - 1, "float32")
+
+  def laws(self, drafts):
+    """Yields a slice, `stop`, `next_token` and `survival` or None."""
+    for start in range(0, len(drafts.weights), _BATCH):
+      batch = slice(start, start + _BATCH)
+      stop, next_token, gap, survival = self._law(drafts, batch)
+      sums = next_token @ np.ones(next_token.shape[-1], np.float32)
+      some = stop > 0
+      for defect, bad in (
+          ("a law is not finite", ~np.isfinite(stop).all(-1)
+           | (some & ~np.isfinite(sums)).any(-1)),
+          ("a law is negative", (stop < 0).any(-1)
+           | (some & (next_token.min(-1) < 0)).any(-1)),
+          ("stop does not sum to 1", np.abs(stop.sum(-1) - 1) > TOLERANCE),
+          ("a row of next_token does not sum to 1",
+           (some & (np.abs(sums - 1) > TOLERANCE)).any(-1)),
+          ("by_row is not the law",
+           np.zeros(len(stop), bool) if gap is None else ~(gap <= TOLERANCE))):
+        if bad.any() and defect not in self.defects:
+          self.defects.add(defect)
+          self.example = self.example or self.shown(
+              drafts, start + np.argmax(bad))
+      if "a law is not finite" in self.defects:
+        stop, next_token = (np.where(np.isfinite(x), x, 0)
+                            for x in (stop, next_token))
+      yield batch, stop, next_token, survival
+
+  def _law(self, drafts, batch):
+    p, q = self._inputs(drafts, batch)
+    tokens = drafts.tokens[batch]
+    state = self._state
+    if state is not None:
+      state = jax.tree.map(
+          lambda x: np.repeat(x[None], len(tokens), axis=0), state)
+    return self._compiled.laws(
+        (tokens, np.tile(self._parents, (len(tokens), 1)), q, p, state),
+        _BATCH, "float32")
+
+  def _inputs(self, drafts, batch):
+    rows = drafts.rows[batch]
+    q = self._pool.q[rows[:, self._parents]]
+    q[:, 0] = 0
+    return self._pool.p[rows], q
+
+  def shown(self, drafts, draft) -> Example:
+    """One draft with its law, for readers."""
+    one = slice(draft, draft + 1)
+    p, q = self._inputs(drafts, one)
+    stop, next_token, *_ = self._law(drafts, one)
+    return Example(Draft(drafts.tokens[draft], self._parents, q[0]), p[0],
+                   Law(stop[0], next_token[0]))
+
+  def check_survival(self, texts, weights, stop, survival):
+    """Adds up survival - P(tau >= i) by prefix; chains alone."""
+    if survival is None or (
+        self._parents != np.arange(-1, len(self._parents) - 1)).any():
+      return
+    gap = survival - np.cumsum(stop[:, ::-1], axis=-1)[:, ::-1]
+    for text, value in zip(texts.ravel(), (weights[:, None] * gap).ravel()):
+      self._gaps[text] = self._gaps.get(text, 0.0) + value
+
+  def check_survival_sums(self):
+    """Reports a survival that is not P(tau >= i)."""
+    if self._gaps and not max(map(abs, self._gaps.values())) <= TOLERANCE:
+      self.defects.add("survival is not P(tau >= i)")
+
+
+def _compared(pool, parents, drafts, which, mass, first):
+  """Total variation, the worst context, and the law of the token after it.
+
+  `mass [T, V]` is what stops at a text and emits a token. From there the target
+  continues, so a text that leaves the tree of drafts after context c with token
+  y has probability mass[c, y] + continued[c] p(y | c), where `continued` is the
+  mass that stopped above c and was continued to c by the target. With `first`
+  only the law of the first token is compared.
+  """
+  count = len(mass)
+  target, continued, under = np.zeros(count), np.zeros(count), mass.sum(-1)
+  known, children = {}, [[] for _ in range(count)]
+  order = []
+  for node in range(len(parents)):
+    above = which[:, max(parents[node], 0)]
+    for draft, text in enumerate(which[:, node]):
+      if text in known:
+        continue
+      known[text] = drafts.rows[draft, node]
+      order.append(text)
+      if node:
+        children[above[draft]].append((drafts.tokens[draft, node], text))
+  roots, where = np.unique(which[:, 0], return_inverse=True)
+  target[roots] = np.bincount(where.reshape(-1), drafts.weights)
+  below = [(text, child) for text in order for _, child in children[text]]
+  for text, child in reversed(below):
+    under[text] += under[child]
+  distance, farthest, worst, obtained = 0.0, -1.0, None, None
+  queue = list(roots)
+  while queue:
+    text = queue.pop()
+    p = pool.p[known[text]].astype(np.float64)
+    p /= p.sum()
+    here = mass[text] + continued[text] * p
+    whole = here.copy()
+    gap = here - target[text] * p
+    for token, child in children[text]:
+      continued[child], target[child] = here[token], target[text] * p[token]
+      whole[token] += under[child]
+      gap[token] = 0
+      queue.append(child)
+    if first:
+      gap, queue = whole - target[text] * p, queue[:len(queue) - len(
+          children[text])]
+    distance += np.abs(gap).sum()
+    total = whole.sum()
+    off = np.abs(whole - total * p).sum()
+    if off > farthest:
+      farthest, worst = off, text
+      obtained = whole / total if total > 0 else whole
+  return 0.5 * float(distance), worst, obtained
+
+
+def _roots(vocab_size, count, rng):
+  """Root tokens: the first, the last, and others at random."""
+  return np.concatenate([[0, vocab_size - 1], rng.integers(
+      vocab_size, size=max(count - 2, 0))])[-count:]
+
+
+def drawn(laws, rng):
+  """`[n]` tokens, one drawn from each of `laws [n, V]`, normalised."""
+  sums = np.cumsum(laws, axis=-1, dtype=np.float64)
+  u = rng.random(len(laws)) * sums[:, -1]
+  return np.array([min(np.searchsorted(row, x, side="right"),
+                       np.flatnonzero(law)[-1])
+                   for row, x, law in zip(sums, u, laws)])
+
+
+def extended(hashes, tokens):
+  """Hashes of texts with one more token."""
+  mixed = (hashes ^ (np.asarray(tokens).astype(np.uint64)
+                     + np.uint64(0x51ED270B))) * np.uint64(0x9E3779B97F4A7C15)
+  return mixed ^ (mixed >> np.uint64(29))
+
+
+def _grow(pool, parents, roots, salt, most=None, rng=None) -> _Drafts | None:
+  """All drafts below `roots`, or with `rng` one drawn below each.
+
+  None if there are more than `most`. Another `salt` is another model.
+  """
+  count = len(roots)
+  hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]
+  weights, tokens = np.full(count, 1 / count), np.asarray(roots)[:, None]
+  for parent in parents[1:]:
+    rows = pool.rows(hashes[:, parent])
+    if rng is None:
+      draft, option = np.nonzero(pool.shares[rows])
+      new = pool.two[rows][draft, option]
+      weights = (weights[:, None] * pool.shares[rows])[draft, option]
+      if len(draft) > most:
+        return None
+    else:
+      draft, new = np.arange(count), drawn(pool.q[rows], rng)
+    hashes, tokens = hashes[draft], tokens[draft]
+    tokens = np.concatenate([tokens, new[:, None]], axis=1)
+    hashes = np.concatenate(
+        [hashes, extended(hashes[:, parent], new)[:, None]], axis=1)
+  return _Drafts(weights, tokens.astype(np.int32), pool.rows(hashes), hashes)

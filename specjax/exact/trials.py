@@ -1,0 +1,324 @@
+"""The models and drafts that `certify` tries, kind by kind."""
+
+from collections.abc import Iterator
+import functools
+import itertools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.exact import audit
+from specjax.exact import drafts
+from specjax.exact import enumeration
+from specjax.exact import larger
+from specjax.exact import schemes as schemes_lib
+from specjax.exact import trees as trees_lib
+from specjax.exact import walks
+from specjax.exact.compiled import Compiled
+from specjax.exact.examples import Example
+from specjax.exact.pairs import random_pair
+from specjax.types import Draft
+from specjax.types import Law
+
+_MOST_NODES = 7  # of a tree by default; smaller ones are padded to share code
+_ALL_TREES, _SOME_TREES = 81, 729  # drafts of a tree, V**(N - 1), at most
+_SEVERAL_ROUNDS = 27  # drafts of a tree, at most, for more than one round
+_TELLING_KINDS = ("dense", "mixed", "varied")
+
+# What is tried beside the small models, see `certify`.
+_LARGER_CHAINS = (  # V, gamma
+    (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12))
+_LARGER_TREE = (11, (-1, 0, 0, 1, 1, 2, 3, 3, 4, 6))  # V, parents
+_SINGLE = 0.55  # of the contexts of the largest trees have one drafted token
+_LARGEST_TREES = (17, (  # V, parents, padded to one size
+    (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 5, 6, 8, 8, 9, 12),
+    (-1, *[0] * 9), (-1, 0, 1, *[2] * 9), tuple(range(-1, 12))))
+_EXPANDED = ((-1, 0, 0, 1, 1, 2), (-1, 0, 0, 2, 2, 1))
+_LARGER_WITH_STATE = ((5, 5), (101, 3))
+_LONG_MEMORY = (3, 2, 14)  # V, gamma, rounds
+_WALK = (4, 6, 160, 400)  # gamma, V, tokens, rows
+_PRODUCTION_CHAINS = ((16, 32_000), (3, 128_259))  # gamma, V
+_PRODUCTION_TREES = (  # parents, V
+    ((-1, *[0] * 5, 1, 1, 2, *range(8, 20), *range(2, 13)), 32_000),
+    ((-1, 0, 0, 1), 128_259))
+
+
+class Found(NamedTuple):
+  """One enumeration or audit.
+
+  Attributes:
+    trial: which kind of trial it belongs to.
+    outcome: an `Outcome`, a `SparseOutcome` or an `Audited`.
+    dtype: of the numbers.
+    witness: what to repeat it with.
+    sizes: `(gamma, V, N)`; N is 0 for a chain.
+    tolerance: the largest total variation that is rounding.
+    plan: an enumeration, to run it again, or None.
+  """
+
+  trial: str
+  outcome: Any
+  dtype: str
+  witness: dict[str, Any]
+  sizes: tuple[int, int, int]
+  tolerance: float
+  plan: enumeration.Plan | None = None
+
+  @property
+  def fails(self) -> bool:
+    return (not self.outcome.total_variation <= self.tolerance
+            or bool(self.outcome.defects))
+
+  def example(self) -> Example | None:
+    """A draft that shows what is wrong."""
+    if self.plan is None:
+      return self.outcome.example
+    run, starts, _ = self.plan.run()
+    if self.outcome.defects:
+      return run.example
+    found = larger.deviation(starts, self.plan.pair)
+    if found.context is None:
+      return None
+    example = self.plan.run(watch=found.context)[0].example
+    return example and example._replace(obtained=found.obtained)
+
+
+def _found(trial, outcome, dtype, witness, sizes, plan=None):
+  tolerance = (audit.TOLERANCE if plan is None
+               else enumeration.TOLERANCE[dtype])
+  return Found(trial, outcome, dtype, witness, sizes, tolerance, plan)
+
+
+def _enumerated(trial, compiled, pair, scheme, nodes, longest, rounds, dtype,
+                witness, tree=0, chunk=enumeration.CHUNK) -> Found:
+  plan = enumeration.Plan(compiled, pair, scheme, nodes, longest, rounds, dtype,
+                          chunk)
+  enumerate_drafts = (enumeration.enumerate_drafts
+                      if not isinstance(pair, larger.SparsePair)
+                      else lambda *plan: larger.enumerate_sparse(*plan[:-1]))
+  return _found(trial, enumerate_drafts(*plan), dtype, witness,
+                (longest, pair.vocab_size, tree), plan)
+
+
+def telling(kinds):
+  """The kinds of models that are tried where not all of them are."""
+  return tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
+
+
+def on_chains(compiled, vocab_size, gammas, kinds, seeds, rounds, dtype,
+              drafting, padded_to=0, ended=None) -> Iterator[Found]:
+  """Small models, all drafts of every length, or `ended` by a rule."""
+  for gamma, kind, seed in itertools.product(gammas, kinds, seeds):
+    depth = enumeration.depth_of(compiled.rule, gamma, rounds)
+    nodes = max(padded_to, gamma + 1)
+    scheme = enumeration.chain_scheme(gamma, drafting, nodes, ended)
+    witness = dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma,
+                   rounds=rounds)
+    if drafting != "autoregressive":
+      witness["drafting"] = drafting
+    yield _enumerated(
+        f"{drafting} chains of {', '.join(map(str, gammas))} tokens, V = "
+        f"{vocab_size}, {dtype}", compiled,
+        random_pair(kind, vocab_size, depth, seed), scheme, nodes, gamma,
+        rounds, dtype, witness)
+
+
+def padded(compiled, vocab_size, gammas, seeds, kinds, dtype
+           ) -> Iterator[Found]:
+  """Chains of which the first `real` tokens are drawn."""
+  gamma = max(gammas)
+  for real, token, chain, kind, seed in itertools.product(
+      range(gamma), (0, vocab_size, None), (True, False), kinds, seeds):
+    def scheme(q, contexts, real=real, token=token, chain=chain):
+      found = drafts.chains(q, contexts, real).padded(gamma + 1, token, chain)
+      found.probs[:, 0] = found.probs[:, 1] if token is None else 0
+      return found
+
+    pair = random_pair(
+        kind, vocab_size, enumeration.depth_of(compiled.rule, gamma, 1), seed)
+    yield _enumerated(
+        f"chains of {gamma} tokens that end in padding, V = {vocab_size}, "
+        f"{dtype}", compiled, pair, scheme, gamma + 1, gamma, 1, dtype, dict(
+            kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma, rounds=1,
+            real=real, padding="any" if token is None else token))
+
+
+def in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
+               ) -> Iterator[Found]:
+  """The same in the precision of the loop, on fewer models."""
+  if trees is None:
+    trees = list(default_trees(vocab_size))
+  if not trees:
+    yield from on_chains(
+        compiled, vocab_size, tuple(sorted({min(gammas), max(gammas)})), kinds,
+        seeds, 1, "float32", "autoregressive")
+  yield from on_trees(compiled, vocab_size, trees[-3:], schemes, kinds[-1:],
+                      seeds, 1, "float32")
+
+
+def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
+             dtype, scattered=False) -> Iterator[Found]:
+  """Small models, all drafts of every tree; trees None is the default."""
+  if trees is None:
+    trees = list(default_trees(vocab_size))
+  largest = max(map(len, trees), default=1) + scattered
+  for parents, scheme, kind, seed in itertools.product(
+      trees, map(schemes_lib.named, schemes), kinds, seeds):
+    few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
+    times = rounds if few else 1
+    longest = trees_lib.height(parents)
+    depth = enumeration.depth_of(compiled.rule, longest, times)
+    draw = functools.partial(_drawn_tree, scheme, parents, largest, scattered)
+    witness = dict(kind=kind, vocab_size=vocab_size, seed=seed,
+                   parents=tuple(parents), scheme=schemes_lib.name_of(scheme),
+                   rounds=times)
+    if scattered:
+      witness["padding"] = "before and between"
+    what = "nodes with padding between" if scattered else "nodes"
+    yield _enumerated(
+        f"trees of up to {largest} {what}, V = {vocab_size}, {dtype}", compiled,
+        random_pair(kind, vocab_size, depth, seed), draw, largest, longest,
+        times, dtype, witness, len(parents), trees_lib.CHUNK)
+
+
+def _drawn_tree(scheme, parents, nodes, scattered, q, contexts):
+  found = trees_lib.draw(scheme, parents, q, contexts)
+  return found.scattered(nodes) if scattered else found.padded(nodes)
+
+
+def default_trees(vocab_size):
+  """All trees of up to 5 nodes and some of up to 7, fewer for larger V."""
+  for nodes in range(2, _MOST_NODES + 1):
+    drafted = vocab_size**(nodes - 1)
+    if drafted <= _SOME_TREES:
+      few = nodes <= 5 and drafted <= _ALL_TREES
+      step = 1 if few else max(math.factorial(nodes - 1) // 5, 1)
+      yield from itertools.islice(
+          trees_lib.all_trees(nodes), step // 2, None, step)
+      if not few:  # a star
+        yield (-1, *[0] * (nodes - 1))
+
+
+def on_special_trees(compiled, vocab_size, schemes, kinds, seeds, dtype
+                     ) -> Iterator[Found]:
+  """Trees with padding before real nodes, and trees expanded by score."""
+  few = [tree for tree in default_trees(3) if len(tree) in (3, 4, 5)][::4]
+  yield from on_trees(compiled, vocab_size, few, schemes, kinds, seeds, 1,
+                      dtype, scattered=True)
+  expanded = [schemes_lib.expanded_iid]
+  if schemes_lib.without_replacement in schemes:
+    expanded.append(schemes_lib.expanded_by_score)
+  if not {"iid", "conditional", "chain"} >= set(compiled.rule.requires):
+    return
+  yield from on_trees(compiled, 3, _EXPANDED, expanded, kinds, seeds, 1, dtype)
+
+
+def on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[Found]:
+  """Long chains, large vocabularies, large trees, many rounds."""
+  def one(trial, seed, vocab_size, scheme, parents, witness, rounds=1,
+          narrow=False, nodes=0, single=None):
+    longest, nodes = trees_lib.height(parents), nodes or len(parents)
+    depth = enumeration.depth_of(compiled.rule, longest, rounds)
+    draw = lambda q, contexts: trees_lib.draw(
+        scheme, parents, q, contexts).padded(nodes)
+    return _enumerated(
+        f"{trial}, V = {vocab_size}, {dtype}", compiled,
+        larger.sparse_pair(vocab_size, depth, seed, narrow, single), draw,
+        nodes, longest, rounds, dtype, dict(
+            kind="sparse", vocab_size=vocab_size, seed=seed, rounds=rounds,
+            **witness), len(parents) if schemes else 0, larger.CHUNK)
+
+  def chain(seed, vocab_size, gamma, rounds=1, narrow=False):
+    trial = f"{rounds} rounds" if rounds > 1 else "chains"
+    # Of long chains many tokens are certain, so that the drafts stay few.
+    single = 0.6 if gamma > 8 and not narrow else None
+    return one(f"{trial} of {gamma} tokens", seed, vocab_size, "iid",
+               range(-1, gamma), dict(gamma=gamma), rounds, narrow,
+               single=single)
+
+  for seed in seeds:
+    if compiled.rule.remembers:
+      yield chain(seed, *_LONG_MEMORY, narrow=True)
+      for vocab_size, gamma in _LARGER_WITH_STATE:
+        yield chain(seed, vocab_size, gamma, narrow=True)
+      continue
+    for vocab_size, gamma in _LARGER_CHAINS[::2 if schemes else 1]:
+      yield chain(seed, vocab_size, gamma)
+    vocab_size, parents = _LARGER_TREE
+    for scheme in map(schemes_lib.named, schemes):
+      yield one(f"trees of {len(parents)} nodes", seed, vocab_size, scheme,
+                parents, dict(parents=parents,
+                              scheme=schemes_lib.name_of(scheme)))
+    vocab_size, trees = _LARGEST_TREES
+    largest = max(map(len, trees))
+    # Without replacement all tokens come up once those of q are used.
+    few = (schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)
+    for scheme, parents in itertools.product(
+        [s for s in map(schemes_lib.named, schemes) if s in few], trees):
+      yield one(f"trees of up to {largest} nodes", seed, vocab_size, scheme,
+                parents, dict(parents=parents,
+                              scheme=schemes_lib.name_of(scheme)),
+                nodes=largest, single=_SINGLE)
+
+
+def audits(compiled: Compiled, is_tree: bool, seeds) -> Iterator[Found]:
+  """Production sizes, and for a rule that remembers many rounds."""
+  sizes = [(tuple(range(-1, gamma)), vocab_size)
+           for gamma, vocab_size in _PRODUCTION_CHAINS]
+  for seed in seeds:
+    for parents, vocab_size in _PRODUCTION_TREES if is_tree else sizes:
+      yield from audited(compiled, parents, vocab_size, seed, is_tree)
+    if compiled.rule.remembers:
+      gamma, vocab_size, tokens, rows = _WALK
+      yield _found(
+          f"sampled decoding of {rows} x {tokens} tokens, gamma {gamma}, V = "
+          f"{vocab_size}", walks.walk(compiled, *_WALK, seed=seed), "float32",
+          dict(kind="walk", vocab_size=vocab_size, gamma=gamma, seed=seed),
+          (gamma, vocab_size, 0))
+
+
+def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
+            ) -> Iterator[Found]:
+  """Both audits of one size."""
+  nodes, longest = len(parents), trees_lib.height(parents)
+  shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
+  for what, run in (("exact sum over few drafts", audit.enumerate_few),
+                    (f"drawn drafts, {audit.LIMIT:.0f} standard errors",
+                     audit.sample_dense)):
+    yield _found(
+        f"audit at {shape}, V = {vocab_size:,}, float32: {what}",
+        run(compiled, parents, vocab_size, seed), "float32",
+        dict(kind="audit", vocab_size=vocab_size, seed=seed,
+             **(dict(parents=parents) if is_tree else dict(gamma=longest))),
+        (longest, vocab_size, nodes if is_tree else 0))
+
+
+def outside_of_loops(compiled: Compiled, dtype: str) -> Iterator[Found]:
+  """The law of one draft without `jit` and `vmap`, against the compiled one."""
+  rule, rng = compiled.rule, np.random.default_rng(0)
+  p, q = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "pq")
+  q[0] = 0
+  chain = np.arange(-1, 2, dtype=np.int32)
+  tokens = np.array([0, 1, 2], np.int32)
+  state = compiled.initial_state(2, dtype)
+  add = functools.partial(jax.tree.map, lambda x: np.asarray(x)[None])
+  stop, next_token, *_ = compiled.laws(
+      (tokens[None], chain[None], q[None], p[None],
+       None if state is None else add(state)), 1, dtype)
+  with jax.enable_x64(True):
+    law = rule.law(Draft(*map(jax.numpy.asarray, (tokens, chain, q))),
+                   jax.numpy.asarray(p), state)
+  both = [s[:, None] * n for s, n in (
+      (stop[0], next_token[0]),
+      (np.asarray(law.stop), np.asarray(law.next_token)))]
+  off = 0.5 * float(np.abs(both[0] - both[1]).sum())
+  defects = frozenset() if off <= 1e-5 else frozenset({
+      "law outside of jit and vmap is another one"})
+  yield _found(
+      "law outside of jit and vmap", audit.Audited(
+          0.0, defects, 2, Example(Draft(tokens, chain, q), p, Law(
+              np.asarray(law.stop), np.asarray(law.next_token)))), dtype,
+      dict(kind="eager", vocab_size=3, gamma=2), (2, 3, 0))

@@ -1,0 +1,357 @@
+"""Wrong rules of the kinds that small random models do not show.
+
+Each is token, block or recursive verification, and wrong where a condition
+holds: a condition on the numbers, on the sizes, on the root, on the padding, or
+on the state. The sound ones of the table must pass.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import exact
+from specjax.exact import trials
+from specjax.exact import walks
+from specjax.types import LawByRow
+from specjax.verifiers import Block
+from specjax.verifiers import GreedyBlock
+from specjax.verifiers import KSeq
+from specjax.verifiers import Recursive
+from specjax.verifiers import residual
+from specjax.verifiers import Token
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Where:
+  """A rule, with the extra token drawn from p where `where(draft, p)` holds."""
+
+  where: Any
+  base: Any = Token()
+  wrong: Any = staticmethod(lambda draft, p, law: law.replace(next_token=p))
+
+  @property
+  def requires(self):
+    return self.base.requires
+
+  def law(self, draft, p):
+    law = self.base.law(draft, p)
+    wrong = self.wrong(draft, p, law)
+    here = self.where(draft, p)
+    return jax.tree.map(lambda a, b: jnp.where(here, a, b), wrong, law)
+
+
+def _ties(rows):
+  rows = jnp.sort(rows, axis=-1)
+  return ((rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] > 0)
+          & (rows[:, 1:] < 1)).any()
+
+
+def _q(draft):
+  return draft.probs[1:]
+
+
+def _ratio(value):
+  return lambda draft, p: (
+      residual.chain_ratios(draft, p) == value).any() & (p.max(-1) < 1).all()
+
+
+def _below(limit):
+  return lambda draft, p: ((p > 0) & (p < limit)).any()
+
+
+def _near_one(k):
+  return lambda draft, p: ((p > 1 - 1.5 * 10.0**-k) & (p < 1 - 1e-9)).any()
+
+
+def _nan_where(where):
+  return _Where(where, wrong=lambda draft, p, law: law.replace(
+      stop=law.stop * jnp.nan))
+
+
+_NUMBERS = {
+    "ties of p": _Where(lambda draft, p: _ties(p)),
+    "ties of q": _Where(lambda draft, p: _ties(_q(draft))),
+    "ratio 1": _Where(_ratio(1)),
+    "ratio 2": _Where(_ratio(2)),
+    "ratio a half": _Where(_ratio(0.5)),
+    "uniform q": _Where(
+        lambda draft, p: (_q(draft) == 1 / p.shape[1]).all(-1).any()),
+    "nearly one-hot, 2": _Where(_near_one(2)),
+    "nearly one-hot, 4": _Where(_near_one(4)),
+    "nearly one-hot, 7": _Where(_near_one(7)),
+    "q nearly one-hot": _Where(lambda draft, p: (
+        (_q(draft) > 0.98) & (_q(draft) < 1)).any()),
+    "below 1e-3": _Where(_below(1e-3)),
+    "below 1e-6": _Where(_below(1e-6)),
+    "below 1e-9": _Where(_below(1e-9)),
+    "tails of q": _Where(
+        lambda draft, p: ((_q(draft) > 0) & (_q(draft) < 1e-6)).any()),
+    "clipped p": _Where(lambda draft, p: True, wrong=lambda draft, p, law: (
+        Token().law(draft, jnp.where(p < 1e-4, 0, p)))),
+    "NaN at ties": _nan_where(lambda draft, p: _ties(p)),
+    "last token": _Where(
+        lambda draft, p: (draft.tokens[1:] == p.shape[1] - 1).any()),
+    "token 0": _Where(lambda draft, p: (draft.tokens[1:] == 0).any()),
+    "root 2": _Where(lambda draft, p: draft.tokens[0] == 2),
+    "row 0 of probs": _Where(lambda draft, p: draft.probs[0].any()),
+}
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+def test_numbers_that_real_models_have(name):
+  # Broken: a rule that is wrong at numbers of real models, or below one root, is
+  # approved.
+  found = exact.certify(_NUMBERS[name], vocab_sizes=(3,), gammas=(2, 3), rounds=1,
+                        thorough=False)
+  assert not found.lossless, name
+
+
+def _real(draft):
+  return jnp.sum(draft.probs[1:].any(-1))
+
+
+def _rows_differ(draft, p, law):
+  del draft
+  return law.replace(stop=law.stop[::-1], next_token=p)
+
+
+_CHAINS = {
+    "gamma 5": (_Where(lambda draft, p: p.shape[0] > 5), "larger"),
+    "gamma 8": (_Where(lambda draft, p: p.shape[0] == 9), "larger"),
+    "gamma 12": (_Where(lambda draft, p: _real(draft) > 10), "larger"),
+    "V 300": (_Where(lambda draft, p: p.shape[1] > 256), "larger"),
+    "V no multiple of 128": (_Where(
+        lambda draft, p: p.shape[1] > 128 and p.shape[1] % 128 > 0), "larger"),
+    "gamma 16": (_Where(lambda draft, p: p.shape[0] > 14), "audit"),
+    "V 128,000": (_Where(lambda draft, p: p.shape[1] >= 128_000, Block()),
+                  "audit"),
+    "large and last token": (_Where(lambda draft, p: (p.shape[1] > 10_000) & (
+        draft.tokens[1:] == p.shape[1] - 1).any(), Block()), "audit"),
+    "large and dense": (_Where(lambda draft, p: (p.shape[1] > 10_000) & (
+        (_q(draft) > 0).all())), "audit"),
+    "padding of some id": (_Where(
+        lambda draft, p: ((draft.tokens == 1) & ~draft.probs.any(-1))[1:].any(),
+        wrong=_rows_differ), "padded"),
+    "row 0 of probs": (_NUMBERS.pop("row 0 of probs"), "padded"),
+}
+
+
+def _residual_of_one(draft, p, law):
+  """Block verification with 1 in place of p_tau."""
+  rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
+  return law.replace(next_token=residual.normalised(rest, p))
+
+
+_CHAINS["residual of one, large"] = (_Where(
+    lambda draft, p: p.shape[0] >= 10 or p.shape[1] >= 100_000, Block(),
+    _residual_of_one), "audit")
+
+
+def _trials(rule, kind):
+  compiled = exact.Compiled(rule)
+  if kind == "larger":
+    return trials.on_larger_models(compiled, (0,), "float64", ())
+  if kind == "padded":
+    return trials.padded(compiled, 4, (3,), (0,), ("dense",), "float64")
+  return trials.audits(compiled, False, (0,))
+
+
+@pytest.mark.parametrize("name", _CHAINS)
+def test_sizes_and_padding(name):
+  # Broken: a rule that is wrong only at sizes of real decoding, or beside
+  # certain padding, is approved.
+  assert any(found.fails for found in _trials(*_CHAINS[name]))
+
+
+def _children(draft):
+  """`[N]`, how many real children every node has."""
+  real = draft.probs.any(-1) & (jnp.arange(draft.tokens.shape[0]) > 0)
+  nodes = jnp.arange(draft.tokens.shape[0])
+  return jnp.sum((draft.parents == nodes[:, None]) & real, axis=-1)
+
+
+def _padding_first(draft):
+  real = draft.probs.any(-1)
+  return (real[2:] & (draft.parents[2:] == 0)).any() & ~real[1]
+
+
+def _twins(draft):
+  same = ((draft.parents[:, None] == draft.parents)
+          & (draft.tokens[:, None] == draft.tokens)
+          & draft.probs.any(-1) & draft.probs.any(-1)[:, None])
+  return jnp.triu(same, 1)[1:].any()
+
+
+def _deep(draft, depth):
+  at = jnp.arange(draft.tokens.shape[0])
+  for _ in range(depth):
+    at = jnp.where(at > 0, draft.parents[at], -1)
+  return (at >= 0).any()
+
+
+_TREES = {
+    "padding before siblings": lambda draft, p: _padding_first(draft),
+    "more than 4 children": lambda draft, p: (_children(draft) > 4).any(),
+    "more than 8 children": lambda draft, p: (_children(draft) > 8).any(),
+    "more than 10 nodes": lambda draft, p: _children(draft).sum() > 9,
+    "deeper than 8": lambda draft, p: _deep(draft, 8),
+    "equal siblings": lambda draft, p: _twins(draft),
+    "a second child with children": lambda draft, p: (
+        (_children(draft)[2] > 0) & (_children(draft)[1] == 0)),
+    "large trees": lambda draft, p: p.shape[0] > 20,
+}
+
+
+@pytest.mark.parametrize("name", _TREES)
+def test_trees(name):
+  # Broken: a rule that is wrong for certain trees alone is approved.
+  compiled = exact.Compiled(_Where(_TREES[name], Recursive()))
+  tried = (exact.schemes.iid,)
+  small = dict(kinds=("dense",), seeds=(0,), dtype="float64")
+  some = itertools.chain(
+      trials.on_special_trees(compiled, 3, tried, **small),
+      trials.on_trees(compiled, 3, None, tried, rounds=1, **small),
+      trials.on_larger_models(compiled, (0,), "float64", tried),
+      trials.audits(compiled, True, (0,)))
+  assert any(found.fails for found in some)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late(GreedyBlock):
+  """Right until its 25th round."""
+
+  def init(self, gamma):
+    return super().init(gamma), jnp.zeros((), jnp.int32)
+
+  def by_row(self, draft, p, state=None):
+    kept, rounds = state
+    row = super().by_row(draft, p, kept)
+    wrong = rounds >= 25
+    return LawByRow(stop=row.stop, next_row=lambda node: jnp.where(
+        wrong, residual.at_node(p, node), row.next_row(node)))
+
+  def survival(self, draft, p, state=None):
+    return super().survival(draft, p, state[0])
+
+  def commit(self, state, draft, p, verdict):
+    return super().commit(state[0], draft, p, verdict), state[1] + 1
+
+
+def test_late_rounds():
+  # Broken: a rule with state that is wrong after many rounds is approved; or
+  # one that is right is not.
+  for rule, right in ((_Late(), False), (GreedyBlock(), True)):
+    found = walks.walk(exact.Compiled(rule), 4, 6, 160, 400)
+    assert bool(found.defects) != right, found.defects
+
+
+@dataclasses.dataclass(frozen=True)
+class _Survives:
+  """Block verification with a survival that is `scale` times too large."""
+
+  scale: float
+
+  def law(self, draft, p):
+    return Block().law(draft, p)
+
+  def survival(self, draft, p):
+    return jnp.minimum(Block().survival(draft, p) * self.scale, 1)
+
+
+def test_survival_is_compared_with_the_law():
+  # Broken: `best_gamma` and the studies report what no rule has.
+  few = dict(vocab_sizes=(3,), gammas=(2,), kinds=("dense",), rounds=1,
+             thorough=False)
+  assert exact.certify(_Survives(1.0), **few).lossless
+  found = exact.certify(_Survives(1.2), **few)
+  assert not found.lossless and "survival is not P(tau" in str(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float32:
+  """Computes in float32, whatever it is given."""
+
+  def law(self, draft, p):
+    low = lambda x: x.astype(jnp.float32)
+    return Block().law(draft.replace(probs=low(draft.probs)), low(p))
+
+
+def test_the_first_line_says_what_is_wrong(capsys):
+  # Broken: the most common first bug raises, and a reader does not learn what
+  # was tried, what is wrong, or where.
+  few = dict(vocab_sizes=(3,), gammas=(1, 2), kinds=("dense",), rounds=1,
+             thorough=False)
+  head = lambda rule: str(exact.certify(rule, **few)).splitlines()[0]
+  assert head(Token()).startswith(
+      "lossless on everything tried: gamma <= 2, V <= 3")
+  nan = _nan_where(lambda draft, p: True)
+  assert head(nan) == "NOT LOSSLESS: a law is not finite"
+  assert "rounding?" in head(_Float32())
+  found = exact.certify(_NUMBERS["token 0"], **few)
+  exact.certify(nan, **few).show()
+  assert "stops with nan" in capsys.readouterr().out
+  found.show()
+  shown = capsys.readouterr().out
+  for words in ("NOT LOSSLESS", "below root", "q, drawn from", "p, the target",
+                "expected, the target", "obtained with the rule"):
+    assert words in shown, words
+  # The two printed distributions are the ones that differ.
+  example = found.example
+  want = example.target_probs[example.node]
+  assert np.abs(example.obtained - want).sum() > 0.01
+  assert example.obtained.sum() == pytest.approx(1)
+
+
+def test_sizes_of_the_users_own():
+  # Broken: `certify` runs out of memory, or a size is silently left out.
+  rule = _Where(lambda draft, p: p.shape == (6, 1000))
+  few = dict(vocab_sizes=(3,), gammas=(1,), kinds=("dense",), rounds=1,
+             thorough=False)
+  assert exact.certify(rule, at=[(4, 1000), (2, 5)], **few).lossless
+  found = exact.certify(rule, at=[(5, 1000)], **few)
+  assert not found.lossless and found.witness["vocab_size"] == 1000
+  assert "audit at gamma 5, V = 1,000" in str(found)
+  with pytest.raises(ValueError, match=r"30\*\*9.*at=\[\(8, 30\)\]"):
+    exact.certify(Token(), vocab_sizes=(30,), gammas=(8,))
+  for at in ([(0, 5)], [(3,)], [5], [(4000, 128_000)]):
+    with pytest.raises(ValueError, match="at holds"):
+      exact.certify(Token(), at=at, **few)
+
+
+def test_models_that_are_no_distributions():
+  # Broken: a number is reported of what is no model.
+  good = exact.iid_pair([0.5, 0.5], [0.25, 0.75], 3)
+  bad = exact.Pair([1.1 * table for table in good.p], good.q)
+  nan = exact.Pair(good.p, [np.nan * table for table in good.q])
+  for make, words in (
+      (lambda: exact.iid_pair([0.5, 0.6], [0.5, 0.5], 2), "p has the row"),
+      (lambda: exact.iid_pair([0.5, 0.5], [-0.5, 1.5], 2), "q has the row"),
+      (lambda: exact.iid_pair([0.5, 0.5], [np.nan, 1], 2), "q has the row"),
+      (lambda: exact.iid_pair([1, 0], [1, 0, 0], 2), "same length"),
+      (lambda: exact.iid_pair([1, 0], [1, 0], -1), "depth is -1"),
+      (lambda: exact.random_pair("best", 3, 2, 0), "kind is 'best'"),
+      (lambda: exact.random_pair("dense", 1, 2, 0), "vocab_size is 1"),
+      (lambda: exact.random_pair("dense", 3, 0, 0), "depth is 0"),
+      (lambda: exact.enumerate_chains(Token(), good, -1), "gamma is -1"),
+      (lambda: exact.enumerate_chains(Token(), good, 1, 0), "rounds is 0"),
+      (lambda: exact.enumerate_chains(Token(), bad, 1), r"p\[0\] of the pair"),
+      (lambda: exact.enumerate_chains(Token(), nan, 1), r"q\[0\] of the pair"),
+      (lambda: exact.expected_tokens(Token(), good, -1, 1), "gamma is -1"),
+      (lambda: exact.enumerate_trees(Token(), bad, (-1, 0), "iid"), "of the pair"),
+      (lambda: exact.full_information_optimum(good, -1), "gamma is -1"),
+      (lambda: exact.full_information_optimum(nan, 1), "sums to 1")):
+    with pytest.raises(ValueError, match=words):
+      make()
+
+
+def test_k_seq_accepts_all_where_both_models_agree():
+  # Broken: 1 - beta is the rounding of a sum, and its cube root moves rho.
+  rng = np.random.default_rng(0)
+  for vocab_size, count in ((3, 3), (50, 3), (1000, 8)):
+    for q in rng.dirichlet(np.full(vocab_size, 0.5), 20).astype(np.float32):
+      assert float(KSeq()._rho(q, q, np.float32(count))) <= 1 + 1e-6
