@@ -160,9 +160,9 @@ def certify(verifier: Verifier | Compiled, *,
       whose end is padding, as the loop makes them where a drafter has little to
       propose; padding before real nodes of a tree; drafts from position laws
       ("product") unless the rule requires an autoregressive drafter; float32;
-      gamma up to 12 and V up to 300, and trees of up to 16 nodes; many rounds of
-      a rule with state; and audits in float32 at two production sizes (gamma 16
-      with V = 32,000, and V = 128,259), see `exact.audit`.
+      gamma up to 12 and V up to 300, and trees of up to 16 nodes; many rounds
+      of a rule with state; and audits in float32 at two production sizes
+      (gamma 16 with V = 32,000, and V = 128,259), see `exact.audit`.
     at: `(gamma, V)` of further sizes, with chains. A size with at most 2^14
       drafts is enumerated, a larger one is audited; `tried` tells which.
     stop: the rule that ends the drafted chains: a `drafters.stop_rules.
@@ -250,7 +250,7 @@ def certify(verifier: Verifier | Compiled, *,
           compiled, most["vocab_size"], schemes, telling, seeds, dtype)
     more += trials.on_larger_models(
         compiled, seeds, dtype, schemes if by_default else ())
-    more += trials.outside_of_loops(compiled, dtype)
+    more += trials.unbatched(compiled, dtype)
     more += trials.audits(compiled, by_default, seeds)
   for gamma, vocab_size in at:
     more += _at(compiled, gamma, vocab_size, kinds, seeds, dtype)
@@ -305,9 +305,9 @@ def _check_at(at):
     gamma, vocab_size = size
     if (gamma + 1) * vocab_size > _AUDITED:
       raise ValueError(
-          f"at holds gamma {gamma} with V = {vocab_size:,}; a law of (gamma + 1) "
-          f"V = {(gamma + 1) * vocab_size:,} numbers is too large: at most "
-          f"{_AUDITED:,} are audited")
+          f"at holds gamma {gamma} with V = {vocab_size:,}; its law has "
+          f"(gamma + 1) V = {(gamma + 1) * vocab_size:,} numbers, and at most "
+          f"{_AUDITED:,} can be audited: make one of the two smaller")
 
 
 def _certificate(small, more, expected, bounds, dtype, rule) -> Certificate:
@@ -321,9 +321,11 @@ def _certificate(small, more, expected, bounds, dtype, rule) -> Certificate:
     dtype: the dtype that was asked for.
     rule: the `Rule`.
   """
-  # A small model is the better witness.
   found, failed = small + more, lambda some: [x for x in some if x.fails]
-  worst = max(failed(small) or failed(more) or small, key=lambda one: (
+  # A small model is the better witness, and trials are in order of size.
+  other = failed(more)
+  other = [x for x in other if x.trial == other[0].trial]
+  worst = max(failed(small) or other or small, key=lambda one: (
       one.outcome.total_variation, len(one.outcome.defects)))
   defects = frozenset().union(*(one.outcome.defects for one in found))
   return Certificate(
@@ -348,20 +350,16 @@ def _sorted(defects):
 
 
 def _sizes(found):
-  """The largest sizes, in words."""
-  words = []
-  for enumerated in (True, False):
-    sizes = [x.sizes for x in found if (x.plan is not None) == enumerated]
-    if not enumerated:
-      sizes = [x for x in sizes if x[1] > 3]
-    if not sizes:
-      continue
-    gamma, vocab_size, nodes = map(max, zip(*sizes))
-    text = f"gamma <= {gamma}, V <= {vocab_size:,}"
-    if nodes:
-      text += f", trees of up to {nodes} nodes"
-    words.append(text if enumerated else f"audited up to {text}")
-  return "; ".join(words)
+  """The largest sizes that were enumerated, and those audited, in words."""
+  gamma, vocab_size, nodes = map(max, zip(*(
+      x.sizes for x in found if x.plan is not None)))
+  text = f"gamma <= {gamma}, V <= {vocab_size:,}"
+  if nodes:
+    text += f", trees of up to {nodes} nodes"
+  audited = [f"{f'{nodes} nodes' if nodes else f'gamma {gamma}'} with V = "
+             f"{vocab_size:,}" for gamma, vocab_size, nodes in dict.fromkeys(
+                 x.sizes for x in found if x.trial.startswith("audit"))]
+  return text + ("; audited at " + " and ".join(audited) if audited else "")
 
 
 def _cause(found):

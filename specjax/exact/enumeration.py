@@ -9,10 +9,14 @@ import numpy as np
 
 from specjax import contract
 from specjax.exact import drafts
-from specjax.exact.compiled import Compiled
 from specjax.exact import pairs
+from specjax.exact.compiled import Compiled
 from specjax.exact.examples import Example
 from specjax.exact.pairs import Pair
+from specjax.exact.starts import dense
+from specjax.exact.starts import first_contexts
+from specjax.exact.starts import merged
+from specjax.exact.starts import Starts
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
@@ -20,9 +24,8 @@ from specjax.types import Verifier
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
-_DENSE = 1 << 22  # contexts of one length that are counted without sorting
 DRAFTING = ("autoregressive", "product")
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of a total variation
 _ENTRIES = 1 << 26  # of the largest array of an enumeration, at most
 
 
@@ -48,20 +51,6 @@ class Outcome(NamedTuple):
     return 0.5 * float(np.abs(self.law - self.target).sum())
 
 
-class Starts(NamedTuple):
-  """Where rounds start: n contexts of one length, each with a state.
-
-  Attributes:
-    contexts: `[n]` int64, rows of the models' tables.
-    states: the rule's states, leaves `[n, ...]`; None without one.
-    weights: `[n]`, probabilities.
-  """
-
-  contexts: np.ndarray
-  states: Any
-  weights: np.ndarray
-
-
 def horizon_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
   """Tokens whose joint law `enumerate_chains` returns."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
@@ -71,11 +60,6 @@ def depth_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
-
-
-def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
-  """The number of the first context of every length up to `depth`."""
-  return np.cumsum([0, *(vocab_size**k for k in range(depth))])
 
 
 def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
@@ -89,8 +73,8 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   continues alone, H = rounds (gamma + 1). One with state (`init` and `commit`)
   has no such end: it goes on for as many rounds as H = rounds + gamma + 1
   tokens take, so that `rounds` rounds are followed by gamma + 1 more tokens
-  however few each of them emitted. Equal (tokens, state) are merged. The root of
-  the first draft is every token in turn, with probability 1 / V.
+  however few each of them emitted. Equal (tokens, state) are merged. The first
+  draft has every token as its root, each with probability 1 / V.
 
   Args:
     verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
@@ -146,15 +130,15 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
     dtype: of the numbers handed to the law.
     chunk: laws evaluated in one call.
   """
-  plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds, dtype,
-              chunk)
+  plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds,
+              dtype, chunk)
   run, starts, expected = plan.run()
   horizon = plan.horizon
 
   law, target = np.zeros(1), np.ones(1)
   for k in range(horizon + 1):  # the target continues from wherever it stands
     if k in starts:
-      law = law + _dense(starts[k], pair.vocab_size**k)
+      law = law + dense(starts[k], pair.vocab_size**k)
     if k < horizon:
       law = (law[:, None] * pair.p[k]).reshape(-1)
       target = (target[:, None] * pair.p[k]).reshape(-1)
@@ -237,7 +221,7 @@ def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   run = Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
   starts, totals = {0: run.first()}, []
   for _ in range(rounds):
-    starts = _merged([run.round(*start) for start in starts.items()],
+    starts = merged([run.round(*start) for start in starts.items()],
                      pair.vocab_size)
     totals.append(sum(length * start.weights.sum()
                       for length, start in starts.items()))
@@ -247,50 +231,6 @@ def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
 def _accepted(outcomes, length):
   return float(sum((new - length - 1) * found.weights.sum()
                    for new, found in outcomes.items()))
-
-
-def _dense(starts: Starts, size: int) -> np.ndarray:
-  return np.bincount(starts.contexts, starts.weights, minlength=size)
-
-
-def _counted(contexts, weights, size):
-  """Each of `contexts`, numbers below `size`, once, with all of its weight."""
-  if size > _DENSE:
-    contexts, which = np.unique(contexts, return_inverse=True)
-    return contexts, np.bincount(which.reshape(-1), weights)
-  dense = np.bincount(contexts, weights, minlength=size)
-  contexts = np.flatnonzero(dense)
-  return contexts, dense[contexts]
-
-
-def _merged(outcomes: list[dict[int, Starts]], vocab: int
-            ) -> dict[int, Starts]:
-  """The starts of all `outcomes`, equal (context, state) as one."""
-  lengths = sorted({length for found in outcomes for length in found})
-  merged = {}
-  for length in lengths:
-    parts = [found[length] for found in outcomes if length in found]
-    contexts = np.concatenate([part.contexts for part in parts])
-    weights = np.concatenate([part.weights for part in parts])
-    leaves = [jax.tree.leaves(part.states) for part in parts]
-    structure = jax.tree.structure(parts[0].states)
-    leaves = [np.concatenate(column) for column in zip(*leaves)]
-    if not leaves:
-      contexts, weights = _counted(contexts, weights, vocab**length)
-      merged[length] = Starts(contexts, parts[0].states, weights)
-      continue
-    columns = [contexts, *leaves]
-    rows = np.concatenate([
-        np.ascontiguousarray(x).reshape(len(contexts), -1).view(np.uint8)
-        for x in columns], axis=1)
-    _, first, which = np.unique(
-        rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1),
-        return_index=True, return_inverse=True)
-    merged[length] = Starts(
-        contexts[first],
-        jax.tree.unflatten(structure, [x[first] for x in leaves]),
-        np.bincount(which.reshape(-1), weights))
-  return merged
 
 
 class Run:
@@ -326,12 +266,12 @@ class Run:
         length = min(starts)
         outcomes = self.round(length, starts.pop(length), horizon)
         expected = _accepted(outcomes, length) if expected is None else expected
-        starts = _merged([starts, outcomes], self._vocab)
+        starts = merged([starts, outcomes], self._vocab)
       return starts, expected
     for _ in range(count):
       outcomes = [self.round(*start) for start in starts.items()]
       expected = _accepted(outcomes[0], 0) if expected is None else expected
-      starts = _merged(outcomes, self._vocab)
+      starts = merged(outcomes, self._vocab)
     return starts, expected or 0.0
 
   def first(self) -> Starts:
@@ -351,7 +291,7 @@ class Run:
     firsts = range(0, len(starts.weights), _STARTS)
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
               for i in firsts]
-    return _merged([self._round(length, piece, horizon, first)
+    return merged([self._round(length, piece, horizon, first)
                     for piece, first in zip(pieces, firsts)], self._vocab)
 
   def _round(self, length, starts, horizon, first):
@@ -383,7 +323,7 @@ class Run:
             jax.tree.map(lambda x, row=row[these]: x[row], arguments),
             new_length - length - 1, node[these], extra[these])
       outcomes.append({new_length: Starts(contexts, new_states, mass[these])})
-    return _merged(outcomes, self._vocab)
+    return merged(outcomes, self._vocab)
 
   def _laws(self, arguments, found, weights):
     """`stop` and `next_token` in float64, 0 where they do not count."""

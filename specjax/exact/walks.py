@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from specjax.exact import audit
+from specjax.exact import pools
 from specjax.exact.compiled import Compiled
 from specjax.exact.examples import Example
 from specjax.types import Draft
@@ -36,9 +37,9 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
     An `Audited`; its total variation is 0, because nothing is enumerated.
   """
   rng = np.random.default_rng([vocab_size, gamma, seed, 3])
-  pool = audit.dense_pool(vocab_size, seed)
+  pool = pools.dense_pool(vocab_size, seed)
   functions = audit.Functions(pool, rng)
-  hashes = audit.extended(np.arange(rows).astype(np.uint64), 0)
+  hashes = pools.extended(np.arange(rows).astype(np.uint64), 0)
   roots = rng.integers(vocab_size, size=rows).astype(np.int32)
   states = jax.tree.map(lambda x: np.repeat(x[None], rows, axis=0),
                         compiled.initial_state(gamma, "float32"))
@@ -62,8 +63,8 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
           laws, Example(Draft(*(x[row] for x in arguments[:3])),
                         arguments[3][row], Law(stop[row], next_token[row])))
     each = np.arange(rows)
-    taus = audit.drawn(np.maximum(stop, 0), rng)
-    extra = audit.drawn(np.maximum(next_token[each, taus], 0), rng)
+    taus = pools.drawn(np.maximum(stop, 0), rng)
+    extra = pools.drawn(np.maximum(next_token[each, taus], 0), rng)
     for node in range(gamma + 1):
       live = (node <= taus) & (lengths + node < tokens)
       token = np.where(node == taus, extra, drafted[:, min(node, gamma - 1)])
@@ -76,7 +77,7 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
     states = compiled.commits(
         arguments, Verdict(path=path, num_accepted=taus.astype(np.int32),
                            next_token=extra.astype(np.int32)), rows, "float32")
-    hashes = audit.extended(texts[each, taus], extra)
+    hashes = pools.extended(texts[each, taus], extra)
     roots, lengths = extra.astype(np.int32), lengths + taus + 1
   return _compared(functions, sums[:, :tokens], laws)
 
@@ -85,9 +86,9 @@ def _draft(pool, hashes, gamma, rng):
   """Drafted tokens `[n, gamma]`, rows and hashes `[n, gamma + 1]`."""
   tokens, texts = [], [hashes]
   for _ in range(gamma):
-    new = audit.drawn(pool.q[pool.rows(texts[-1])], rng)
+    new = pools.drawn(pool.q[pool.rows(texts[-1])], rng)
     tokens.append(new)
-    texts.append(audit.extended(texts[-1], new))
+    texts.append(pools.extended(texts[-1], new))
   texts = np.stack(texts, axis=1)
   return np.stack(tokens, axis=1).astype(np.int32), pool.rows(texts), texts
 
