@@ -163,6 +163,7 @@ def certify(verifier: Verifier | Compiled, *,
       gamma up to 12 and V up to 300, and trees of up to 16 nodes; many rounds
       of a rule with state; and audits in float32 at two production sizes
       (gamma 16 with V = 32,000, and V = 128,259), see `exact.audit`.
+      The first failure ends them.
     at: `(gamma, V)` of further sizes, with chains. A size with at most 2^14
       drafts is enumerated, a larger one is audited; `tried` tells which.
     stop: the rule that ends the drafted chains: a `drafters.stop_rules.
@@ -232,28 +233,33 @@ def certify(verifier: Verifier | Compiled, *,
   for vocab_size in vocab_sizes:
     small += trials.on_trees(compiled, vocab_size, trees, schemes, kinds, seeds,
                              some_rounds, dtype)
-  more = []
+  groups = []
   if thorough:
     most = dict(vocab_size=max(vocab_sizes), gammas=gammas, seeds=seeds)
     telling = trials.telling(kinds)
     if drafting is None and "autoregressive" not in rule.requires:
-      more += trials.on_chains(
+      groups.append(trials.on_chains(
           compiled, **most, kinds=telling, dtype=dtype, drafting="product",
           rounds=some_rounds if rule.remembers else 1, padded_to=padded_to,
-          ended=ended)
-    more += trials.padded(compiled, **most, kinds=telling, dtype=dtype)
+          ended=ended))
+    groups.append(trials.padded(compiled, **most, kinds=telling, dtype=dtype))
     if dtype == "float64":
-      more += trials.in_float32(
-          compiled, **most, kinds=telling, trees=trees, schemes=schemes)
+      groups.append(trials.in_float32(
+          compiled, **most, kinds=telling, trees=trees, schemes=schemes))
     if by_default:
-      more += trials.on_special_trees(
-          compiled, most["vocab_size"], schemes, telling, seeds, dtype)
-    more += trials.on_larger_models(
-        compiled, seeds, dtype, schemes if by_default else ())
-    more += trials.unbatched(compiled, dtype)
-    more += trials.audits(compiled, by_default, seeds)
-  for gamma, vocab_size in at:
-    more += _at(compiled, gamma, vocab_size, kinds, seeds, dtype)
+      groups.append(trials.on_special_trees(
+          compiled, most["vocab_size"], schemes, telling, seeds, dtype))
+    groups += [trials.on_larger_models(
+        compiled, seeds, dtype, schemes if by_default else ()),
+               trials.unbatched(compiled, dtype),
+               trials.audits(compiled, by_default, seeds)]
+  groups += [_at(compiled, gamma, vocab_size, kinds, seeds, dtype)
+             for gamma, vocab_size in at]
+  more = []
+  for found in itertools.chain(*groups):  # until the rule is refuted
+    more.append(found)
+    if found.fails:
+      break
   return _certificate(small, more, expected, bounds, dtype, rule)
 
 
@@ -263,8 +269,8 @@ def _at(compiled, gamma, vocab_size, kinds, seeds, dtype):
     return trials.on_chains(
         compiled, vocab_size, (gamma,), trials.telling(kinds), seeds, 1, dtype,
         "autoregressive")
-  return [found for seed in seeds for found in trials.audited(
-      compiled, tuple(range(-1, gamma)), vocab_size, seed)]
+  return (found for seed in seeds for found in trials.audited(
+      compiled, tuple(range(-1, gamma)), vocab_size, seed))
 
 
 def _check_sizes(**sizes):
@@ -322,10 +328,8 @@ def _certificate(small, more, expected, bounds, dtype, rule) -> Certificate:
     rule: the `Rule`.
   """
   found, failed = small + more, lambda some: [x for x in some if x.fails]
-  # A small model is the better witness, and trials are in order of size.
-  other = failed(more)
-  other = [x for x in other if x.trial == other[0].trial]
-  worst = max(failed(small) or other or small, key=lambda one: (
+  # A small model is the better witness.
+  worst = max(failed(small) or failed(more) or small, key=lambda one: (
       one.outcome.total_variation, len(one.outcome.defects)))
   defects = frozenset().union(*(one.outcome.defects for one in found))
   return Certificate(
