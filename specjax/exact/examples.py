@@ -56,7 +56,7 @@ class Example(NamedTuple):
       lines += [f"the token that decoding emits {where}, over all drafts:",
                 f"  {'expected, the target':36s}{'':8s}{row(p[self.node])}",
                 f"  {'obtained with the rule':36s}{'':8s}{row(self.obtained)}"]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
   def _text(self, node):
     """The tokens on the path to a node, without the root."""

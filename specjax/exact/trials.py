@@ -224,42 +224,45 @@ def on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[Found]:
     draw = lambda q, contexts: trees_lib.draw(
         scheme, parents, q, contexts).padded(nodes)
     return _enumerated(
-        f"{trial}, V = {vocab_size}, {dtype}", compiled,
+        f"{trial}, {dtype}", compiled,
         larger.sparse_pair(vocab_size, depth, seed, narrow, single), draw,
         nodes, longest, rounds, dtype, dict(
             kind="sparse", vocab_size=vocab_size, seed=seed, rounds=rounds,
             **witness), len(parents) if schemes else 0, larger.CHUNK)
 
   def chain(seed, vocab_size, gamma, rounds=1, narrow=False):
-    trial = f"{rounds} rounds" if rounds > 1 else "chains"
+    trial = (f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
+             if rounds > 1 else f"chains of (gamma, V) = {listed}")
     # Of long chains many tokens are certain, so that the drafts stay few.
     single = 0.6 if gamma > 8 and not narrow else None
-    return one(f"{trial} of {gamma} tokens", seed, vocab_size, "iid",
-               range(-1, gamma), dict(gamma=gamma), rounds, narrow,
-               single=single)
+    return one(trial, seed, vocab_size, "iid", range(-1, gamma),
+               dict(gamma=gamma), rounds, narrow, single=single)
 
+  chains = (_LARGER_WITH_STATE if compiled.rule.remembers
+            else _LARGER_CHAINS[::2 if schemes else 1])
+  listed = ", ".join(str((gamma, vocab_size)) for vocab_size, gamma in chains)
   for seed in seeds:
     if compiled.rule.remembers:
       yield chain(seed, *_LONG_MEMORY, narrow=True)
-      for vocab_size, gamma in _LARGER_WITH_STATE:
+      for vocab_size, gamma in chains:
         yield chain(seed, vocab_size, gamma, narrow=True)
       continue
-    for vocab_size, gamma in _LARGER_CHAINS[::2 if schemes else 1]:
+    for vocab_size, gamma in chains:
       yield chain(seed, vocab_size, gamma)
     vocab_size, parents = _LARGER_TREE
     for scheme in map(schemes_lib.named, schemes):
-      yield one(f"trees of {len(parents)} nodes", seed, vocab_size, scheme,
-                parents, dict(parents=parents,
-                              scheme=schemes_lib.name_of(scheme)))
+      yield one(f"trees of {len(parents)} nodes, V = {vocab_size}", seed,
+                vocab_size, scheme, parents, dict(
+                    parents=parents, scheme=schemes_lib.name_of(scheme)))
     vocab_size, trees = _LARGEST_TREES
     largest = max(map(len, trees))
     # Without replacement all tokens come up once those of q are used.
     few = (schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)
     for scheme, parents in itertools.product(
         [s for s in map(schemes_lib.named, schemes) if s in few], trees):
-      yield one(f"trees of up to {largest} nodes", seed, vocab_size, scheme,
-                parents, dict(parents=parents,
-                              scheme=schemes_lib.name_of(scheme)),
+      yield one(f"trees of up to {largest} nodes, V = {vocab_size}", seed,
+                vocab_size, scheme, parents, dict(
+                    parents=parents, scheme=schemes_lib.name_of(scheme)),
                 nodes=largest, single=_SINGLE)
 
 
@@ -284,12 +287,11 @@ def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
   """Both audits of one size."""
   nodes, longest, rule = len(parents), trees_lib.height(parents), compiled.rule
   shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
-  for what, run in (("exact sum over few drafts", audit.enumerate_few),
-                    ("drawn drafts, false alarm below 1e-9",
-                     audit.sample_dense))[:1 if rule.remembers else 2]:
+  for run in (audit.enumerate_few, audit.sample_dense)[
+      :1 if rule.remembers else 2]:
     yield _found(
-        f"audit at {shape}, V = {vocab_size:,}, float32: {what}",
-        run(compiled, parents, vocab_size, seed), "float32",
+        f"audit at {shape}, V = {vocab_size:,}, float32, false alarm below "
+        "1e-9", run(compiled, parents, vocab_size, seed), "float32",
         dict(kind="audit", vocab_size=vocab_size, seed=seed,
              **(dict(parents=parents) if is_tree else dict(gamma=longest))),
         (longest, vocab_size, nodes if is_tree else 0))
