@@ -21,7 +21,7 @@ plots in --output_dir. Columns of the table:
                        rollout by token verification at the largest gamma;
                        greedy block verification starts from a fresh state
   gain over token    relative gain in block efficiency over token verification
-    own rollouts       what a user gets
+    own rollouts       the gain that a user of the rule gets
     same drafts        less noise, but not the gain of own rollouts, where
                        rounds start elsewhere
   speed-up           speed relative to autoregressive decoding of the same
@@ -39,7 +39,7 @@ Prompts are decoded, equally many of every set, until the gain of block
 verification on the same drafts is known to about --error. A pilot on other
 prompts, with the shared drafts alone, estimates how many are needed. Stopping
 does therefore not depend on the results, and the intervals cover as often as
-those of a fixed number. --error=0 decodes all prompts.
+intervals of a fixed number. --error=0 decodes all prompts.
 
 More examples:
 
@@ -213,18 +213,18 @@ def _turns(needed, read):
 
 
 def _needed(read, decode, study_of):
-  """How many clusters --error needs, by a pilot on other prompts.
+  """Returns the number of clusters that --error needs, by a pilot.
 
-  Their documents are others than those of the prompts that the study reports
-  on, so the number does not depend on what these give.
+  The pilot decodes prompts of documents that the study does not report on. So
+  the number does not depend on the study's results.
 
   Args:
     read: the `Prompts`.
-    decode: from the pilot's prompts to the runs of the shared drafts.
-    study_of: from runs to a `cells.Study`.
+    decode: function from the pilot's prompts to the runs of the shared drafts.
+    study_of: function from runs to a `cells.Study`.
 
   Returns:
-    The number; None takes all, because too few other prompts are there.
+    The number, or None (decode all) if there are too few other prompts.
   """
   measured = set(read.clusters)
   pilot = [row for row in read.extra
