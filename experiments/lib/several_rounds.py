@@ -141,12 +141,23 @@ def print_theorems(rows) -> dict[str, float]:
   return worst
 
 
+def _within(length, ended=lambda drafts: drafts):
+  """Ends chains by `ended`, and before the last token of a text of `length`."""
+  def within(drafts):
+    drafts = ended(drafts)
+    first = np.cumsum([0, *(3**n for n in range(2 * length))])
+    written = np.searchsorted(first, drafts.contexts[:, 0], "right") - 1
+    return drafts.cut(np.maximum(length - written - 1, 0))
+
+  return within
+
+
 def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
   """Returns mean costs of a text by stop rule and price of a drafted token.
 
   Costs are in target calls: rounds + price * drafted tokens. Every family of
-  stop rules gets its best threshold for each price, and the fixed length its
-  best gamma, over all pairs together.
+  stop rules gets its best threshold and its best largest gamma for each price,
+  over all pairs together. No draft goes beyond the end of the text.
   """
   gamma, length = 4, 5
   families = {"confidence": [
@@ -159,26 +170,26 @@ def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
       stop_rules.Scheduler(speeds=tuple(
           1 / (1 + price * k) for k in range(gamma + 1)))
       for price in _COSTS]}
-  ended = {name: [stopping.kept_by(rule) for rule in rules]
+  ended = {name: [_within(length, stopping.kept_by(rule)) for rule in rules]
            for name, rules in families.items()}
+  ended = {"fixed length": [_within(length)], **ended}
   models = [sj.exact.random_pair(kind, 3, length + gamma, seed)
             for seed in range(pairs // 2) for kind in ("dense", "mixed")]
   rows = []
   for price in tqdm.tqdm(_COSTS, unit="price", desc="draft lengths",
                          dynamic_ncols=True):
-    cost = lambda pair, gamma=gamma, ended=None, price=price: (
+    cost = lambda pair, gamma, ended, price=price: (
         sj.exact.remaining_rounds(compiled["block"], pair, gamma, length,
                                   ended=ended, token_cost=price)[0])
     row = dict(token_cost=price, best=float(np.mean([
         sj.exact.best_draft_lengths(pair, gamma, length, price).cost[0]
         for pair in models])))
-    row["fixed length"] = min(
-        float(np.mean([cost(pair, gamma=fixed) for pair in models]))
-        for fixed in range(gamma + 1))
     for name, stops in ended.items():
       row[name] = min(
-          float(np.mean([cost(pair, ended=stop) for pair in models]))
-          for stop in stops)
+          float(np.mean([cost(pair, gamma=most, ended=stop)
+                         for pair in models]))
+          for stop in stops
+          for most in range(name != "fixed length", gamma + 1))
     rows.append(row)
   return rows
 

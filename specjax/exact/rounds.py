@@ -274,7 +274,7 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
     count = len(chains.weights)
     states = jax.tree.map(
         lambda x, n=count: np.broadcast_to(x, (n, *x.shape)), state)
-    stop, next_token, _ = compiled.laws(
+    stop, next_token, *_ = compiled.laws(
         (chains.tokens, chains.parents, chains.probs, p[chains.contexts],
          states), enumeration.CHUNK, "float64")
     lengths = chains.probs.any(-1).sum(-1)
