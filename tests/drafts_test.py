@@ -183,6 +183,17 @@ class _OfThePreviousPosition(_Spoilt):
   wrong = lambda self, q, logits, token, rows, state: rows[-1] if rows else q
 
 
+class _AtPageBorders(_Spoilt):
+  where = lambda self, i, state: state.lengths % 16 == 0
+
+
+class _NearlyCertain(_Spoilt):
+  """Rows of q with a large entry are mixed with the uniform law."""
+
+  wrong = lambda self, q, logits, *_: _only(
+      (q.max(1) > 0.9) & (q.max(1) < 1), q, 0.9 * q + 0.1 / VOCAB)
+
+
 class _Learns(_Spoilt):
   """q after one step of training on the token that was drawn."""
 
@@ -256,6 +267,25 @@ class _RoundsShareCoins(Chain):
     return fixed(state.keys)
 
 
+class _EverySecondRoundSharesCoins(Chain):
+
+  def coins(self, coins, state):
+    one = lambda key, turn: jax.random.uniform(
+        jax.random.fold_in(key, 77 + turn), coins.shape[1:])
+    return jax.vmap(one)(state.keys, state.rounds % 2)
+
+
+class _PositionsShareCoins(Chain):
+  """Coins belong to positions, and a rejected token's are used again."""
+
+  def coins(self, coins, state):
+    one = lambda key, at: jax.random.uniform(
+        jax.random.fold_in(key, 77 + at), (2,))
+    at = state.lengths[:, None] + jnp.arange(self.gamma)
+    return jax.vmap(jax.vmap(one, (None, 0)))(state.keys, at).reshape(
+        coins.shape)
+
+
 class _CallsShareCoins(Chain):
 
   def coins(self, coins, state):
@@ -315,6 +345,10 @@ _PLANTED = {
     _RowsShareCoins: f"{WRONG_Q}.*drawn 1 rows before",
     _RowsShareCoinsFrom128: f"{WRONG_Q}.*drawn 128 rows before",
     _RoundsShareCoins: f"{WRONG_Q}.*same node in the round before",
+    _EverySecondRoundSharesCoins: f"{WRONG_Q}.*same node 2 rounds before",
+    _PositionsShareCoins: f"{WRONG_Q}.*same position in the round before",
+    _AtPageBorders: f"{WRONG_Q}.*0 mod 16 tokens",
+    _NearlyCertain: rf"{WRONG_Q}.*7 / 8 or more",
     _CallsShareCoins: f"{WRONG_Q}.*call before",
     _TokensShareCoins: f"{WRONG_Q}.*its parent",
     _DependsOnTheBatch: "depends on its place or on the other rows",
@@ -326,8 +360,9 @@ _PLANTED = {
 @pytest.mark.parametrize("drafter", _PLANTED, ids=lambda d: d.__name__)
 def test_a_wrong_chain_is_refused(drafter):
   # Broken: a drafter of this kind passes the bar.
-  # Few rows have one length, and 1.1 is close to 1.
-  calls = 32 if drafter in (_InThePrompt17, _OfTemperature11) else 8
+  # Few draws are wrong, or all are by little.
+  calls = 32 if drafter in (_InThePrompt17, _OfTemperature11, _AtPageBorders,
+                            _NearlyCertain) else 8
   drafter = dataclasses.dataclass(frozen=True, kw_only=True)(drafter)
   with pytest.raises(AssertionError, match=_PLANTED[drafter]):
     assert_exact(drafter(), calls=calls)

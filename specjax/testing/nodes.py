@@ -101,6 +101,7 @@ class Nodes:
     """The sum over drafted tokens that deviates most."""
     found, requests = self.found, self.found.requests
     emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
+    length = requests.lengths[self.row] + emitted
     parent_token = found.tokens[
         self.call, self.round, self.row, self.parent] % 8
     sibling_token = np.where(self.sibling > 0, found.tokens[
@@ -124,13 +125,16 @@ class Nodes:
         "a prompt of {} tokens": requests.lengths[self.row],
         "a sibling of {} mod 8 before it": sibling_token,
         "a grandparent of {} mod 8": grandparent,
+        "{} / 8 or more as the largest entry of q": (
+            8 * self.laws.max(1)).astype(int),
+        "{} eos ids in the request": (requests.eos >= 0).sum(1)[self.row],
+        "8 x {} tokens or up to 7 more before the round": length // 8,
+        "{} mod 16 tokens before the round": length % 16,
     }
     partners = {
         "its parent": above,
         "its last sibling": self._at(self.sibling),
-        "the same node in the round before": np.where(
-            self.round > 0, self.index[self.call, self.round - 1, self.row,
-                                       self.node], -1),
+        **self._in_earlier_rounds(),
         **lags(self.index, self.where, row_axis=2),
     }
     open_ = self.laws.max(1) < _CERTAIN
@@ -141,6 +145,24 @@ class Nodes:
     return evidence.largest(
         single.taken(open_), double.taken(open_),
         {name: values[open_] for name, values in groups.items()}, crossed=8)
+
+  def _in_earlier_rounds(self):
+    """Draws for the same node, or the same position, in earlier rounds."""
+    found = {}
+    for back in range(1, self.found.active.shape[1]):
+      when = "in the round before" if back == 1 else f"{back} rounds before"
+      found[f"the same node {when}"] = np.where(
+          self.round >= back, self.index[
+              self.call, self.round - back, self.row, self.node], -1)
+    # In a chain, node n + emitted of the round before had this position. If
+    # keys belong to positions, a rejected token's key is used again here.
+    before = self.call, np.maximum(self.round - 1, 0), self.row
+    node = self.node + self.found.emitted[before]
+    size = self.index.shape[-1]
+    found["the same position in the round before"] = np.where(
+        (self.round > 0) & (node < size),
+        self.index[*before, np.minimum(node, size - 1)], -1)
+    return found
 
   def _others_of_the_draft(self):
     """Nodes that are neither parent nor last sibling, by the distance."""
