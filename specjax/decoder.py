@@ -107,10 +107,11 @@ class Decoder:
   controller: Controller | None = None
 
   def __post_init__(self):
+    named = lambda x: (f"the class {x.__name__}" if isinstance(x, type) else
+                       f"a {type(x).__name__}")
     if not isinstance(self.observers, tuple | list):
-      name = type(self.observers).__name__
-      raise ValueError(f"observers is a {name}; give a tuple of verifiers, "
-                       f"such as ({name}(),)")
+      raise ValueError(f"observers is {named(self.observers)}; give a "
+                       "tuple of verifiers, such as (Token(),)")
     object.__setattr__(self, "observers", tuple(self.observers))
     contract.check_model("target", self.target)
     for name, kind in (("transform", LogitsTransform),
@@ -118,9 +119,8 @@ class Decoder:
       value = getattr(self, name)
       if not isinstance(value, kind) and (
           name == "transform" or value is not None):
-        found = (f"the class {value.__name__}" if isinstance(value, type) else
-                 f"a {type(value).__name__}")
-        raise ValueError(f"{name} is {found}; give a {kind.__name__}(...)")
+        raise ValueError(
+            f"{name} is {named(value)}; give a {kind.__name__}(...)")
     self._check_target()
     ids = inputs.eos_ids("eos", self.eos, self.target.vocab_size)
     object.__setattr__(self, "eos", None if self.eos is None else (

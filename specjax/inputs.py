@@ -209,6 +209,11 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
   return np.broadcast_to(values, (rows,))
 
 
+def _is_single(x: Any) -> bool:
+  # Bytes and mappings iterate over numbers that are no token ids.
+  return isinstance(x, str | bytes | Mapping) or not np.iterable(x)
+
+
 def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
   """The ids of one row's `eos`, all of them tokens.
 
@@ -217,7 +222,7 @@ def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
     eos: a token id, several of them, or None.
     vocab_size: V, of the target.
   """
-  one = eos is not None and (isinstance(eos, str) or not np.iterable(eos))
+  one = eos is not None and _is_single(eos)
   ids = () if eos is None else (eos,) if one else eos
   for token in ids:
     if not (fields.is_whole(token) and 0 <= token < vocab_size):
@@ -241,7 +246,7 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
   """
   given = default if given is None else given
   given = np.asarray(given).tolist() if hasattr(given, "shape") else given
-  is_id = lambda x: x is not None and (isinstance(x, str) or not np.iterable(x))
+  is_id = lambda x: x is not None and _is_single(x)
   entries = [] if given is None else [given] if is_id(given) else list(given)
   ids = [*map(is_id, entries)]
   if all(ids):

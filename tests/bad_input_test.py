@@ -78,7 +78,7 @@ def test_decoder_settings():
       lambda: _decoder(transform=sj.LogitsTransform(banned=range(_VOCAB))),
       "banned", _VOCAB, "at least one")
   _raises_one_line(lambda: _decoder(eos=_VOCAB), "eos", _VOCAB)
-  for eos in ("</s>", [[1], [2]], (1, None), 1.0):
+  for eos in ("</s>", b"\1", {1: 2}, [[1], [2]], (1, None), 1.0):
     _raises_one_line(lambda eos=eos: _decoder(eos=eos), "eos", "a token id")
   _raises_one_line(lambda: _decoder(gamma=-1), "gamma", -1, "at least 0")
   _raises_one_line(lambda: _decoder(gamma=1.5), "gamma", 1.5, "whole")
