@@ -144,7 +144,7 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
     if not arms:
       arms[cells.BASELINE] = arm(
           decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
-          change=lambda state: state.replace(drafter=None))
+          change=lambda state: state.replace(drafter=None, made_by=None))
     for gamma in gammas:
       own = decoder(drafter=draft(gamma), verifier=rules)
       for verifier in verifiers:
