@@ -102,9 +102,9 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
       wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
     except TypeError:  # an `init` of other arguments
       continue
-    # Some drafters have more than their model, which they name "model".
-    part = given[name]
-    has = form(part.get("model", part) if isinstance(part, Mapping) else part)
+    has = form(given[name])
+    if name == "drafter" and not {*wanted} & {*has}:
+      continue  # a drafter whose parameters are not those of its model alone
     for path in sorted({*wanted, *has}):
       if wanted.get(path) != has.get(path):
         describe = lambda shape: "nothing" if shape is None else (
