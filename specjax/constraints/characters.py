@@ -12,6 +12,7 @@ import functools
 import numpy as np
 
 from specjax.constraints import fragments
+from specjax.constraints import minimisation
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -22,7 +23,7 @@ _UTF8 = ((0, 0x7F, 0, (128,)), (0x80, 0x7FF, 0xC0, (32, 64)),
          (0x10000, _LAST, 0xF0, (8, 64, 64, 64)))
 _SHORT = {0x22: b'"', 0x5C: b"\\", 0x2F: b"/", 8: b"b", 12: b"f", 10: b"n",
           13: b"r", 9: b"t"}
-_MOST_MINIMISED = 3000  # states; each round sorts them all
+_MOST_MINIMISED = 20_000  # states
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,20 +57,12 @@ class Characters:
     """Returns the automaton with equivalent states merged."""
     if len(self.table) > _MOST_MINIMISED:
       return self
-    block, count = self.final.astype(np.int64), 0
-    while True:
-      after = np.where(self.table >= 0, block[self.table], -1)
-      rows = np.column_stack([block, after])
-      _, first, block = np.unique(
-          rows, axis=0, return_index=True, return_inverse=True)
-      block = block.reshape(-1)
-      if len(first) == count:
-        break
-      count = len(first)
+    block = minimisation.equivalent_states(self.table, self.final)
+    _, first, block = np.unique(block, return_index=True, return_inverse=True)
     order = np.argsort(first)  # by their first states, so that 0 stays 0
     rank = np.empty_like(order)
-    rank[order] = np.arange(count)
-    block = rank[block]
+    rank[order] = np.arange(len(order))
+    block = rank[block.reshape(-1)]
     kept = first[order]
     table = np.where(self.table[kept] >= 0, block[self.table[kept]], -1)
     return dataclasses.replace(
@@ -150,29 +143,19 @@ def counted(automaton: Characters, least: int, most: int | None
   table, states = automaton.table, len(automaton.table)
   counts = (least if most is None else most) + 1
   fragments.check_size(counts, f"the string of up to {counts - 1} characters")
+  source, atom = np.nonzero(table >= 0)
+  target = table[source, atom]
   reached = np.zeros((counts, states), bool)
   reached[0, 0] = True
-  links = np.zeros((states, states), bool)
-  source = np.nonzero(table >= 0)
-  links[source[0], table[source]] = True
   for i in range(1, counts):
-    reached[i] = links[reached[i - 1]].any(0)
-  if most is None:  # the last count stands for all from `least` on
-    while True:
-      more = reached[-1] | links[reached[-1]].any(0)
-      if (more == reached[-1]).all():
-        break
-      reached[-1] = more
+    reached[i, target[reached[i - 1, source]]] = True
   ends = np.zeros((counts, states), bool)
   ends[least:] = automaton.final
-  if most is None:
-    while True:
-      more = ends[-1] | links[:, ends[-1]].any(1)
-      if (more == ends[-1]).all():
-        break
-      ends[-1] = more
+  if most is None:  # the last count stands for all from `least` on
+    reached[-1] = _closed(reached[-1], source, target)
+    ends[-1] = _closed(ends[-1], target, source)
   for i in reversed(range(counts - 1)):
-    ends[i] |= links[:, ends[i + 1]].any(1)
+    ends[i, source[ends[i + 1, target]]] = True
   kept = reached & ends
   if not kept[0, 0]:
     return []
@@ -185,6 +168,20 @@ def counted(automaton: Characters, least: int, most: int | None
     places = np.full(len(row), -1) if after is None else np.where(
         row >= 0, number[after, row], -1)
     found.append((places.tolist(), bool(automaton.final[state]) and i >= least))
+  return found
+
+
+def _closed(states, source, target):
+  """Returns a mask of states and of all that moves lead to from them."""
+  after = [[] for _ in states]
+  for a, b in set(zip(source.tolist(), target.tolist())):
+    after[a].append(b)
+  found, work = states.copy(), np.flatnonzero(states).tolist()
+  while work:
+    for state in after[work.pop()]:
+      if not found[state]:
+        found[state] = True
+        work.append(state)
   return found
 
 
