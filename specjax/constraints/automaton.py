@@ -163,7 +163,7 @@ class Automaton:
       as itself or with any of its escapes. A constant is written as by
       `json.dumps`, with or without `ensure_ascii`.
     * An integer has no point and no exponent. A number with bounds has no
-      exponent and up to 14 digits after the point.
+      exponent. With a point it has at most 15 digits, or 16 and ".0".
     * A value without keywords holds at most four levels of arrays and objects.
       A `$ref` within itself is followed six times, or three times if six need
       too many states.

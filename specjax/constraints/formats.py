@@ -106,8 +106,8 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
   Args:
     limits: the keywords of a JSON schema that bound a number.
     integer: whether the number is written without a point and an exponent. A
-      bounded fraction has no exponent either, and so few digits that a parser
-      does not round it onto its bound.
+      bounded number has no exponent either. With a point it has so few digits
+      that a parser does not round it onto its bound.
   """
   bounds = {key: decimal.Decimal(repr(x)) for key, x in limits.items()
             if key in ("minimum", "maximum", "exclusiveMinimum",
@@ -117,8 +117,9 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
   elif not bounds:
     kind = rf"{_INTEGER}(\.[0-9]+)?([eE][+-]?[0-9]+)?"
   else:
-    long = max(abs(x).adjusted() + 1 for x in bounds.values())
-    kind = rf"{_INTEGER}(\.[0-9]{{1,{max(1, _DIGITS - max(1, long))}}})?"
+    kind = "|".join([_INTEGER, *(
+        rf"-?(0|[1-9][0-9]{{0,{n - 1}}})\.[0-9]{{1,{_DIGITS - n}}}"
+        for n in range(1, _DIGITS)), r"-?([1-9][0-9]{14}|[1-8][0-9]{15})\.0"])
   found = regexes.compiled(kind, search=False)
   for key, bound in bounds.items():
     found = characters.intersected(found, regexes.compiled(
