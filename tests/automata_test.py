@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,8 @@ _TREE = {"required": ["kids"], "properties": {
     {"type": "object", "minProperties": 1,
      "additionalProperties": {"type": "boolean"}},
     {"type": "object", "additionalProperties": False},
-    {"allOf": [{"oneOf": [{"type": "null"}, {"type": "number"}]}]},
+    {"allOf": [{"oneOf": [{"type": "null"}, {"type": "number"}]}],
+     "discriminator": {"propertyName": "kind"}},
     *({"type": "string", "format": name} for name in (
         "date", "time", "date-time", "uuid", "email", "uri")),
     {"type": "string", "pattern": "^a", "format": "uri", "maxLength": 9},
@@ -203,6 +205,14 @@ def test_every_text_follows_its_schema(schema):
      ['{"a": 0}']),
     ({"type": "number", "maximum": 1, "exclusiveMinimum": 0},
      ["0.5", "1", "1.0", "0.00001"], ["0", "-1", "1.01", "0.0"]),
+    ({"type": "number", "minimum": 0, "maximum": 1.7976931348623157e308},
+     ["0.25", "12.75", "1000000000000000.0"], ["-0.5", "-1"]),
+    # A double rounds these onto their bounds.
+    ({"type": "number", "exclusiveMaximum": 1e17}, ["99999999999999999", "0.5"],
+     ["99999999999999999.9"]),
+    ({"type": "number", "exclusiveMinimum": 1e16}, ["10000000000000001"],
+     ["10000000000000000.1"]),
+    ({"const": 1e22}, ["1e+22", "10000000000000000000000"], ["1e22"]),
     ({"type": "string", "maxLength": 2},
      [r'"\ud83d\ude00x"', '"\U0001f600\xe9"'],
      [r'"\ud83d\ude00xy"', r'"\ud83d"']),
@@ -237,6 +247,9 @@ def test_the_texts_of_the_documented_form_are_written(
     ({"type": "string", "pattern": "a^b"}, ["no string", "'a^b'", "'pattern'"]),
     ({"type": "string", "pattern": "(a"}, ["'(a'", "'pattern'"]),
     ({"type": "string", "maxLength": 10**9}, ["1000000000 characters"]),
+    ({"type": "string", "maxLength": 60_000}, ["'maxLength' 60000", "states"]),
+    ({"type": "string", "format": "uri", "maxLength": 2083},
+     ["'format' 'uri'", "'maxLength' 2083"]),
     ({"type": "array", "maxItems": 9000, "items": {"type": "string"}},
      ["'maxItems' 9000", "states"]),
     ({"type": "string", "pattern": "a.{99}$"}, ["'a.{99}$'", "states"]),
@@ -301,6 +314,17 @@ def test_the_tables_are_what_the_bytes_of_tokens_do(schema):
       after = table[after, byte]
     np.testing.assert_array_equal(
         found[token], np.where(after < fragment.size, after, -1))
+
+
+def test_long_repetitions_take_seconds():
+  # Broken: an automaton of n states takes n sorts of its states, or a product
+  # of all pairs of them at every character: half a minute.
+  start = time.process_time()
+  for pattern, size in (("^.{1,4000}$", 4002), ("^([ab]{1,2000};){2,}$", 4004)):
+    found = regexes.compiled(pattern, search=True)
+    assert len(found.table) == size
+    assert characters.counted(found, 0, None)
+  assert time.process_time() - start < 10
 
 
 def test_large_schemas_have_small_tables():

@@ -11,8 +11,10 @@ from specjax.constraints import characters
 from specjax.constraints import exclusion
 from specjax.constraints import formats
 from specjax.constraints import fragments
+from specjax.constraints import regexes
 from specjax.constraints import schemas
 
+_LARGEST = 1e308  # of whole numbers that may be written as 1.0 or 1e+22
 _FREE = 4  # levels of arrays and objects within a value without keywords
 
 
@@ -277,7 +279,7 @@ class _Object:
 def _scalar_texts(value):
   """The texts of a constant: escaped or not, a whole number as 1 or 1.0."""
   found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
-  if type(value) is int and abs(value) < 2**53:
+  if type(value) is int and abs(value) < _LARGEST and float(value) == value:
     found.add(json.dumps(float(value)))
   return [text.encode() for text in sorted(found)]
 
@@ -290,5 +292,12 @@ def _number(limits, integer):
 
 @functools.lru_cache(maxsize=64)
 def _string(patterns, names, least, most):
-  return characters.spelled(formats.string_automaton(patterns, names),
-                            json=True, least=least, most=most)
+  try:
+    return characters.spelled(formats.string_automaton(patterns, names),
+                              json=True, least=least, most=most)
+  except fragments.TooLargeError as e:
+    parts = [*(f"'format' {name!r}" for name in names),
+             *(f"'pattern' {regexes.shown(x)}" for x in patterns),
+             *([f"'minLength' {least}"] if least else []),
+             *([f"'maxLength' {most}"] if most is not None else [])]
+    raise fragments.TooLargeError(f"{e} ({', '.join(parts)})") from None

@@ -17,7 +17,9 @@ from specjax.constraints import exclusion
 # They describe a value and do not restrict it, or are looked up by $ref.
 _NOTES = frozenset((
     "title", "description", "default", "examples", "deprecated", "readOnly",
-    "writeOnly", "$schema", "$id", "$comment", "$defs", "definitions"))
+    "writeOnly", "$schema", "$id", "$comment", "$defs", "definitions",
+    # Of OpenAPI.
+    "discriminator", "example", "externalDocs", "xml"))
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_OBJECTS = ("properties", "required", "additionalProperties",
                "minProperties", "maxProperties")
