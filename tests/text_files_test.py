@@ -204,7 +204,9 @@ def test_the_users_turn(tmp_path, keys, place, turns, expected):
     ([{"content": "S"}, {"role": "user", "content": "U"}],
      "turn 1 does not say who speaks"),
     ([{"role": "narrator", "content": "N"}], "'narrator' is an unknown"),
-    ([{"role": "user", "content": None}], "expected text|'messages.content'"),
+    ([{"role": "user", "content": None}], "'messages.content' is None"),
+    ([{"role": "user", "content": [{"type": "text", "text": "U"}]}],
+     r"'messages.content' is \[\{'text': 'U'"),
     ([{"role": "user"}], "expected text|'messages.content'")])
 def test_turns_that_are_none(tmp_path, turns, words):
   # Broken: a prompt is guessed from turns that do not say who speaks.

@@ -8,6 +8,7 @@ added. "copy" is our own and ships with specjax, as do its halves "rename" and
 """
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -16,11 +17,13 @@ import os
 import pathlib
 import platform
 import re
+import reprlib
 
 from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
 from specjax.files import fingerprint
+from specjax.files import parse_json
 from specjax.files import read_text
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
@@ -227,7 +230,12 @@ def _csv_records(path, text):
     csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
     line = 1 + bool(rows.fieldnames) * rows.line_num
     for i, row in enumerate(rows, 1):
-      if any(isinstance(x, list) or (x or "").strip() for x in row.values()):
+      # The cells beyond those of the header are under None.
+      if any(map(str.strip, row.pop(None, ()))):
+        raise ValueError(
+            f"{path} row {i} (line {line}) has more cells than the header; put "
+            "a text with a comma into quotation marks")
+      if any((x or "").strip() for x in row.values()):
         found.append((f"row {i} (line {line})", row))
       line = rows.line_num + 1
   except csv.Error as e:
@@ -240,6 +248,9 @@ def _csv_records(path, text):
 
 def _json_records(path):
   text = read_text(path)
+  if path.suffix == ".json" and text.lstrip().startswith("{"):
+    with contextlib.suppress(ValueError):  # more than one object
+      return [("line 1", parse_json(text, path))]
   if not text.lstrip().startswith("["):
     return [(f"line {i}", record) for i, record in corpora.json_lines(path)]
   found = []
@@ -253,27 +264,38 @@ def _json_records(path):
 
 def _prompt(spec, source, where, record):
   place = f"{source} {where}"
+  what = f"it has fields {', '.join(map(repr, record)) or 'none'}"
   for field in spec.fields:
-    prompt = _follow(place, record, field)
-    if prompt is not None:
+    try:
+      prompt = _follow(place, record, field)
+    except KeyError:
+      continue
+    if isinstance(prompt, str):
       return corpora.text_of(place, field, prompt)
-  raise ValueError(f"{place} is not {spec.title}: it has fields "
-                   f"{', '.join(map(repr, record)) or 'none'}; expected text "
-                   f"in {' or '.join(map(repr, spec.fields))}")
+    what = f"{field!r} is {reprlib.repr(prompt)}"
+  raise ValueError(f"{place} is not {spec.title}: {what}; expected text in "
+                   f"{' or '.join(map(repr, spec.fields))}")
 
 
 def _follow(place, value, field):
-  """The text at a dotted path, "" if the user has no turn, None if missing."""
+  """Returns the value at a dotted path, "" if the user has no turn.
+
+  Raises:
+    KeyError: there is no value at the path.
+  """
+  is_turn = False
   for key in field.split("."):
-    if not isinstance(value, dict) or key not in value:
-      return None
+    if not isinstance(value, dict):
+      raise KeyError(key)
     value = value[key]
-    if isinstance(value, list):
+    if isinstance(value, list) and not is_turn:
       # ShareGPT cuts long conversations: a piece may open with the model.
-      value = prompts_lib.users_turn(place, value)
+      value, is_turn = prompts_lib.users_turn(place, value), True
       if value is None:
         return ""
-  return value if isinstance(value, str) else None
+  if is_turn and isinstance(value, dict) and "." not in field:
+    return prompts_lib.turn_text(place, field, value)
+  return value
 
 
 def _documents(name):
