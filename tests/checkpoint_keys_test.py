@@ -167,7 +167,8 @@ def test_layers_that_are_assumed_are_told(tmp_path, capsys):
   assert _IDS in told
   _drafter(tmp_path, "eagle3_speculators", drop=(_IDS,))
   assert "2, 6 and 9 are assumed" in capsys.readouterr().err
-  for keys in ({"draft_layer_ids": [1, 4, 7]},
+  for keys in ({"draft_layer_ids": [1, 4, 7]}, {"fused_layers": [1, 4, 7]},
+               {"dflash_config": {"target_layer_ids": [1, 4, 7]}},
                {"eagle_config": {"layers_to_capture": [1, 4, 7]}}):
     with pytest.raises(ValueError, match=f"write it as {_IDS}") as e:
       _drafter(tmp_path, "eagle3", **keys)

@@ -245,9 +245,12 @@ class Keys:
 
   def refuse(self, name: str, value: Any) -> None:
     """Raises a `ValueError` about a value that is not understood."""
-    advice = _ADVICE.get(
-        "layers" if _NUMBERS.search(name) else name,
-        "use another model, or take the key out if it does not")
+    names = [name, *value] if isinstance(value, Mapping) else [name]
+    numbers = "layer" in name and isinstance(value, list) and value and all(
+        map(is_number, value))
+    advice = _ADVICE.get(name) or _ADVICE.get(
+        "layers" if numbers or any(map(_NUMBERS.search, map(str, names))) else
+        "", "use another model, or take the key out if it does not")
     raise ValueError(
         f"{self.source} has {_short(value)} for {name}, which specjax does not "
         "know for this architecture and which may change what the model "

@@ -135,7 +135,7 @@ def _eagle3(found, keys, outer):
     found.fail(f"has {columns} columns in fc.weight; {len(taps)} hidden states "
                f"of a target of width {target.width} have "
                f"{len(taps) * target.width}: give the target that it was made "
-               "for")
+               "for, or correct the number of layers in its config.json")
   taps_lib.check(found, taps)
   return fields | dict(
       taps=taps, entry_norm=norms[0] if norms else None,
