@@ -5,6 +5,7 @@ is written for one part is valid under another. Parts may differ by a type, a
 value, a length, a bound, a pattern or a property.
 """
 
+import functools
 import json
 
 from specjax.constraints import characters
@@ -84,7 +85,8 @@ def refuted(reader, value, b):
   """Returns whether a value is not valid under an alternative."""
   if b.types is not None and not types_of(value) & b.types:
     return True
-  if b.values is not None and json.dumps(value) not in b.values:
+  if b.values is not None and not common(
+      (json.dumps(value),), b.values):
     return True
   below = lambda x, node: all(
       refuted(reader, x, one) for one in reader.alternatives(
@@ -122,3 +124,25 @@ def types_of(value):
     return {"integer" if float(value).is_integer() else "fraction"}
   return {{str: "string", list: "array", dict: "object"}.get(
       type(value), "null")}
+
+
+def common(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+  """Returns the values of `some` that are in `others`, in any order of keys.
+
+  Args:
+    some: JSON texts.
+    others: JSON texts.
+  """
+  return tuple(x for x in some if _unordered(x) in _all_unordered(others))
+
+
+@functools.lru_cache(maxsize=64)
+def _all_unordered(values):
+  return frozenset(map(_unordered, values))
+
+
+def _unordered(text):
+  """Returns one text for objects that differ in the order of their keys."""
+  if text[0] not in "[{":
+    return text
+  return json.dumps(json.loads(text), sort_keys=True)

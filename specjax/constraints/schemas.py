@@ -212,8 +212,7 @@ def _plain(part, refs):
     values = tuple(map(_text, part["enum"] if "enum" in part else
                        [part["const"]]))
     if "const" in part and "enum" in part:
-      values = tuple(x for x in map(_text, part["enum"])
-                     if x == _text(part["const"]))
+      values = exclusion.common(values, (_text(part["const"]),))
   kinds = part.get("type")
   limits = {key: part[key] for key in (
       *_LEAST, *_MOST, *_BOUNDS, "uniqueItems") if key in part}
@@ -255,7 +254,7 @@ def _conjunction(a, b):
     return None
   values = b.values if a.values is None else a.values
   if a.values is not None and b.values is not None:
-    values = tuple(x for x in a.values if x in b.values)
+    values = exclusion.common(a.values, b.values)
   limits = {**a.limits, **b.limits}
   for key in a.limits.keys() & b.limits.keys():
     pick = max if key in (*_LEAST, "minimum", "exclusiveMinimum",
