@@ -114,6 +114,12 @@ def _real(draft):
   return jnp.sum(draft.probs[1:].any(-1))
 
 
+def _triple(rows):
+  """Whether three positive entries of a row are equal, and no fourth."""
+  same = ((rows[:, :, None] == rows[:, None]) & (rows > 0)[:, None]).sum(-1)
+  return ((same == 3).any(-1) & ((rows > 0).sum(-1) > 3)).any()
+
+
 def _rows_differ(draft, p, law):
   del draft
   return law.replace(stop=law.stop[::-1], next_token=p)
@@ -123,6 +129,11 @@ _CHAINS = {
     "gamma 5": (_Where(lambda draft, p: p.shape[0] > 5), "larger"),
     "gamma 8": (_Where(lambda draft, p: p.shape[0] == 9), "larger"),
     "gamma 12": (_Where(lambda draft, p: _real(draft) > 10), "larger"),
+    "gamma 10": (_Where(lambda draft, p: p.shape[0] == 11), "larger"),
+    "gamma 13": (_Where(lambda draft, p: p.shape[0] == 14), "larger"),
+    "three equal entries": (_Where(lambda draft, p: _triple(p)), "larger"),
+    "V is 1 above a multiple of 128": (_Where(
+        lambda draft, p: p.shape[1] > 128 and p.shape[1] % 128 == 1), "larger"),
     "V 300": (_Where(lambda draft, p: p.shape[1] > 256), "larger"),
     "V no multiple of 128": (_Where(
         lambda draft, p: p.shape[1] > 128 and p.shape[1] % 128 > 0), "larger"),
@@ -179,6 +190,33 @@ def _padding_first(draft):
   return (real[2:] & (draft.parents[2:] == 0)).any() & ~real[1]
 
 
+def _padding_before(draft):
+  """`[N, N]`, where padding i comes before a real node j."""
+  real, nodes = draft.probs.any(-1), jnp.arange(draft.tokens.shape[0])
+  return (~real & (nodes > 0))[:, None] & real & (nodes[:, None] < nodes)
+
+
+def _padding_below_padding(draft):
+  # The chain of one drafter is padding, that of another one follows.
+  nodes = jnp.arange(draft.tokens.shape[0])
+  pads = ~draft.probs.any(-1) & (nodes > 0)
+  return (_padding_before(draft)
+          & (pads & pads[jnp.maximum(draft.parents, 0)])[:, None]).any()
+
+
+def _padding_before_grandchild(draft):
+  same = (draft.parents[:, None] == draft.parents) & (draft.parents > 0)
+  return (_padding_before(draft) & same).any()
+
+
+def _third_child_branches(draft):
+  real = draft.probs.any(-1)
+  nodes = jnp.arange(draft.tokens.shape[0])
+  earlier = ((draft.parents[:, None] == draft.parents) & real[:, None]
+             & (nodes[:, None] < nodes)).sum(0)
+  return (real & (earlier == 2) & (_children(draft) > 1)).any()
+
+
 def _twins(draft):
   same = ((draft.parents[:, None] == draft.parents)
           & (draft.tokens[:, None] == draft.tokens)
@@ -196,6 +234,16 @@ def _deep(draft, depth):
 _TREES = {
     "padding before siblings": (
         lambda draft, p: _padding_first(draft), "special"),
+    "padding below padding": (
+        lambda draft, p: _padding_below_padding(draft), "special"),
+    "padding before a grandchild": (
+        lambda draft, p: _padding_before_grandchild(draft), "special"),
+    "two nodes with three children": (
+        lambda draft, p: (_children(draft) > 2).sum() > 1, "larger"),
+    "a third child with two children": (
+        lambda draft, p: _third_child_branches(draft), "larger"),
+    "branches below depth 8": (lambda draft, p: _deep(
+        draft, 9) & (_children(draft)[-3] > 1), "larger"),
     "equal siblings": (lambda draft, p: _twins(draft), "special"),
     "a second child with children": (lambda draft, p: (
         (_children(draft)[2] > 0) & (_children(draft)[1] == 0)), "special"),
@@ -206,7 +254,7 @@ _TREES = {
     "more than 10 nodes": (
         lambda draft, p: _children(draft).sum() > 9, "larger"),
     "deeper than 8": (lambda draft, p: _deep(draft, 8), "larger"),
-    "large trees": (lambda draft, p: p.shape[0] > 20, "audit"),
+    "large trees": (lambda draft, p: p.shape[0] > 33, "audit"),
 }
 
 

@@ -160,7 +160,7 @@ def certify(verifier: Verifier | Compiled, *,
       whose end is padding, as the loop makes them where a drafter has little to
       propose; padding before real nodes of a tree; drafts from position laws
       ("product") unless the rule requires an autoregressive drafter; float32;
-      gamma up to 12 and V up to 300, and trees of up to 16 nodes; many rounds
+      gamma up to 15 and V up to 300, and trees of up to 17 nodes; many rounds
       of a rule with state; and audits in float32 at two production sizes
       (gamma 16 with V = 32,000, and V = 128,259), see `exact.audit`.
       The first failure ends them.

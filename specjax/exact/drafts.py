@@ -118,11 +118,12 @@ class Drafts:
   def scattered(self, nodes: int) -> "Drafts":
     """Padding before and between the real nodes, up to N = `nodes`.
 
-    Padding hangs anywhere, has real nodes below it in no case, and carries ids
+    Padding is a child of the next real node's parent, of the padding before it,
+    or of any earlier node. It never has real nodes below it, and it carries ids
     of all kinds. The unused row 0 of `probs` is filled.
     """
     count, real, vocab_size = self.probs.shape
-    rng = np.random.default_rng([nodes, real])
+    rng = np.random.default_rng([nodes, *(self.parents[0] + 1)])
     places = np.append(0, np.sort(
         1 + rng.permutation(nodes - 1)[:real - 1]))
     if nodes > real > 1 and places[1] == 1:  # padding comes first
@@ -131,6 +132,12 @@ class Drafts:
     parents = np.tile([-1, *(rng.integers(i) for i in range(1, nodes))],
                       (count, 1))
     parents[:, places[1:]] = places[self.parents[:, 1:]]
+    for node in np.setdiff1d(np.arange(nodes), places):
+      later = places[places > node]
+      if node - 1 not in places and rng.random() < 0.5:
+        parents[:, node] = node - 1
+      elif len(later) and rng.random() < 0.8:
+        parents[:, node] = parents[:, later[0]]
     probs = np.zeros((count, nodes, vocab_size))
     probs[:, places] = self.probs
     probs[:, 0] = 1 / vocab_size

@@ -88,16 +88,20 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
   for _ in range(_ROWS):
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
     two = lambda pair=pair: rng.dirichlet([0.8, 0.8]) @ pair
-    choice = rng.random()
-    q.append(pair[0] if choice < single else two())
+    # The first row is that of the empty context. If the target rejected all of
+    # its drafts, no other row would matter.
+    first, choice = not p, rng.random()
+    q.append(pair[0] if choice < single and not first else two())
     if narrow:
-      p.append(two() if rng.random() < 0.3 else pair[rng.integers(2)])
+      p.append(two() if first or rng.random() < 0.3 else pair[rng.integers(2)])
       continue
     weight = rng.random()
     row = weight * two() + (1 - weight) * rng.dirichlet(
         np.full(vocab_size, 0.5))
-    if rng.random() < 0.2:  # what q likes is impossible
+    if rng.random() < 0.2 and not first:  # what q likes is impossible
       row = row * (1 - pair[0])
+    if rng.random() < 0.3:  # ties of several tokens, as logits of few bits have
+      row = 2.0**np.ceil(np.log2(np.where(row > 0, row, 1))) * (row > 0)
     p.append(row / row.sum())
   return SparsePair(_Hashed(np.array(p)), _Hashed(np.array(q)), depth)
 

@@ -28,20 +28,24 @@ _SEVERAL_ROUNDS = 27  # drafts of a tree, at most, for more than one round
 _TELLING_KINDS = ("dense", "mixed", "varied")
 
 # What is tried beside the small models, see `certify`.
-_LARGER_CHAINS = (  # V, gamma
-    (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12))
+_LARGER_CHAINS = (  # V, gamma; a rule for trees takes every second one
+    (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12), (33, 10),
+    (257, 3), (20, 11), (13, 13), (11, 14), (128, 4), (9, 15))
 _LARGER_TREE = (11, (-1, 0, 0, 1, 1, 2, 3, 3, 4, 6))  # V, parents
 _SINGLE = 0.55  # of the contexts of the largest trees have one drafted token
 _LARGEST_TREES = (17, (  # V, parents, padded to one size
     (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 5, 6, 8, 8, 9, 12),
-    (-1, *[0] * 9), (-1, 0, 1, *[2] * 9), tuple(range(-1, 12))))
+    (-1, *[0] * 9), (-1, 0, 1, *[2] * 9), tuple(range(-1, 12)),
+    (-1, 0, 0, 0, 2, 3, 3, 3, 7, 7, 9, 10, 11, 12, 13, 14, 14),
+    (-1, *[0] * 7, *[4] * 3, *[7] * 4)))
 _EXPANDED = ((-1, 0, 0, 1, 1, 2), (-1, 0, 0, 2, 2, 1))
 _LARGER_WITH_STATE = ((5, 5), (101, 3), (3, 9))
 _LONG_MEMORY = (3, 2, 14)  # V, gamma, rounds
 _WALK = (4, 6, 160, 400)  # gamma, V, tokens, rows
 _PRODUCTION_CHAINS = ((16, 32_000), (3, 128_259))  # gamma, V
 _PRODUCTION_TREES = (  # parents, V
-    ((-1, *[0] * 5, 1, 1, 2, *range(8, 20), *range(2, 13)), 32_000),
+    ((-1, *[0] * 5, 1, 1, 2, *range(8, 20), *range(2, 13), 3, 3, 4, 4, 20, 20),
+     32_000),
     ((-1, 0, 0, 1), 128_259))
 
 
@@ -163,7 +167,7 @@ def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
   """Small models, all drafts of every tree; trees None is the default."""
   if trees is None:
     trees = list(default_trees(vocab_size))
-  largest = max(map(len, trees), default=1) + scattered
+  largest = max(map(len, trees), default=1) + 3 * scattered
   for parents, scheme, kind, seed in itertools.product(
       trees, map(schemes_lib.named, schemes), kinds, seeds):
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
@@ -300,7 +304,9 @@ def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
 def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
   """The law of one draft without `vmap`, against the batched one."""
   rule, rng = compiled.rule, np.random.default_rng(0)
-  p, q = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "pq")
+  # With these numbers decoding can stop at every node.
+  q, p = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "qp")
+  q[1:] = q[:-1].copy()
   q[0] = 0
   draft = Draft(np.array([0, 1, 2], np.int32),
                 np.arange(-1, 2, dtype=np.int32), q)
