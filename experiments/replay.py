@@ -11,7 +11,17 @@ completed by the same command.
   python experiments/replay.py --prompts=mt_bench=question.jsonl
 
 The rounds start where the acting verifier left off: compare the rules within
-one record, not with rollouts of their own. Writes replay.json to --output_dir;
+one record, not with rollouts of their own.
+
+The column "over the best" compares a rule with the best possible in one round
+on these drafts. Let R_i be the product of p/q over the first i drafted tokens.
+A rule is valid if it emits one extra token and the unmodified target continues.
+Every valid rule accepts the first l drafted tokens with probability at most
+min_{i<=l} R_l / R_i, given these tokens. This needs only the rows along the
+draft. Block verification attains it for every l, so it is at 0 %. The bound is
+for one round, and does not hold for lossy rules or for those with state.
+
+Writes replay.json to --output_dir;
 the last line of stdout names it.
 """
 
@@ -26,6 +36,7 @@ from lib import flags as shared
 from lib import models
 from lib import progress
 from lib import prompts
+import numpy as np
 
 import specjax as sj
 from specjax import analysis
@@ -100,31 +111,57 @@ def _check_size(vocab_size):
                      f"once; ask for less, up to {_MOST_BYTES / 2**30:.0f} GiB")
 
 
-def _row(name, record):
+def _over_best(replayed, best, clusters):
+  """Returns block efficiency over the best possible, less 1, an `Estimate`.
+
+  `best` is block verification. Both are summed from P(tau >= l) given the first
+  l drafted tokens, for which the bound holds. For all i <= l, with X the draft
+  and z the text, a valid rule has
+
+    P(tau >= l, X^l = x^l) <= P(tau >= i, z^l = x^l)
+      = P(tau >= i, X^i = x^i) p(x_{i+1..l} | x^i) <= q(x^i) p(x_{i+1..l} | x^i)
+
+  where the equality holds because the target continues whenever tau < i, so
+  that the remaining text follows p also given tau >= i. Division by q(x^l)
+  gives R_l / R_i.
+  """
+  accepted, most = ([x[:, 1:].sum(dtype=np.float64) for x in one.survival]
+                    for one in (replayed, best))
+  rounds = [len(x) for x in replayed.survival]
+  return analysis.relative_gain(accepted, rounds, most, rounds,
+                                clusters=clusters)
+
+
+def _row(name, record, best):
   verifier = common.VERIFIERS[name]
+  rule = contract.rule(verifier)
   replayed = analysis.evaluate(record, verifier)
   online = None
   if repr(verifier) == record.manifest["verifier"]:
     online = analysis.online(record).block_efficiency
   path = record.path / _CLUSTERS  # another record may have been made without
-  found = replayed.estimate(
-      files.read_json(path, "delete it")["clusters"] if path.exists()
-      else None)
+  clusters = (files.read_json(path, "delete it")["clusters"] if path.exists()
+              else None)
+  found = replayed.estimate(clusters)
+  over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
+  if rule.lossless and not rule.remembers:
+    over_best = _over_best(replayed, best, clusters).columns("over_best")
   return {"verifier": name, "clusters": found.clusters,
-          **found.columns("block_efficiency"),
-          "online_block_efficiency": online,
-          "lossless": contract.rule(verifier).lossless}
+          **found.columns("block_efficiency"), **over_best,
+          "online_block_efficiency": online, "lossless": rule.lossless}
 
 
 def _print_table(rows):
   print(f"{'verifier':14s} {'block efficiency':>29s} {'online':>10s} "
-        f"{'lossless':>9s}")
+        f"{'lossless':>9s} {'over the best':>29s}")
   for r in rows:
     online = r["online_block_efficiency"]
     found = f"{analysis.Estimate.of_columns(r, 'block_efficiency'):.4f}"
+    over = ("" if r["over_best"] is None else
+            f"{analysis.Estimate.of_columns(r, 'over_best'):+.1%}")
     print(f"{r['verifier']:14s} {found:>29s} "
           f"{'' if online is None else f'{online:.4f}':>10s} "
-          f"{'yes' if r['lossless'] else 'no':>9s}")
+          f"{'yes' if r['lossless'] else 'no':>9s} {over:>29s}")
   acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
   afresh = [r["verifier"] for r in rows if r["verifier"] not in acted
             and contract.rule(common.VERIFIERS[r["verifier"]]).remembers]
@@ -143,7 +180,8 @@ def main():
   else:
     record = _record()
   progress.say("evaluating the verifiers on the record")
-  rows = [_row(name, record) for name in names]
+  best = analysis.evaluate(record, sj.verifiers.Block())
+  rows = [_row(name, record, best) for name in names]
   _print_table(rows)
   common.finish(_OUTPUT_DIR.value, "replay", {
       "rows": rows, "record": {"path": str(record.path), **record.manifest}})

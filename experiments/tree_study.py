@@ -39,6 +39,11 @@ is paired. The last row of a temperature (dynamic program's choice) is the
 tree, chain or plain decoding with the highest predicted speed on this machine.
 The prediction uses measured costs of passes, draft levels and rounds.
 
+A second table has the rounds of a text: passes until --new_tokens or an eos in
+own rollouts, mean and 90 % quantile over texts. For chains it also has the
+tokens per pass relative to the best possible on the same drafts, which is
+known in closed form (see replay.py). --methods must include both chains.
+
 More examples:
 
   python experiments/tree_study.py
@@ -61,6 +66,7 @@ from lib import models
 from lib import progress
 from lib import prompts as prompts_lib
 from lib import rollouts
+from lib import text_rounds
 from lib import timing
 from lib import tree_report as report
 import numpy as np
@@ -270,7 +276,7 @@ def _arms(setting, plans, temperature, budget):
   return arms
 
 
-def _row(runs, num_prompts, own, shared, law, clusters):
+def _row(runs, num_prompts, own, shared, law, best, clusters):
   """Returns the figures of a configuration, on its own and shared rollouts.
 
   The baseline and the dynamic program's choice have no budget. The runs of
@@ -283,6 +289,7 @@ def _row(runs, num_prompts, own, shared, law, clusters):
     own: name of the configuration.
     shared: name of the configuration whose rollouts are shared.
     law: index of the method's rule among the rules of the shared rollouts.
+    best: index of the rule that is the best possible there, or None.
     clusters: labels of the prompts, see `analysis.estimate`.
   """
   once = runs[:num_prompts]
@@ -295,8 +302,17 @@ def _row(runs, num_prompts, own, shared, law, clusters):
       lambda total, count: 1 + total / count,
       [r["expected"][i] for r in arms], [r["rounds"] for r in arms],
       clusters=clusters) for arms, i in ((others, law), (mine, 0)))
+  over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
+  if best is not None:
+    rounds = [r["rounds"] for r in others]
+    totals, most = ([sum(r["survival"][i][1:]) for r in others]
+                    for i in (law, best))
+    over_best = analysis.relative_gain(
+        totals, rounds, most, rounds, clusters=clusters).columns("over_best")
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
+          **text_rounds.columns([r["rounds"] for r in mine], clusters),
+          **over_best,
           "tokens_per_second": 1 / statistics.median(pace),
           "speedup": statistics.median(baseline / pace)}
 
@@ -305,17 +321,20 @@ def _rows(runs, num_prompts, plans, temperatures, budgets, clusters):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
-    cells = [(name, f"{name} {n}", f"{group[0]} {n}", law)
+    best = lambda group: (
+        group.index("chain_block") if "chain_block" in group else None)
+    cells = [(name, f"{name} {n}", f"{group[0]} {n}", law, best(group))
              for group in _groups() for n in budgets
              for law, name in enumerate(group)]
-    cells += [(name, name, name, 0) for name in (_BASELINE, _FASTEST)]
-    for name, arm, paired, law in cells:
+    cells += [(name, name, name, 0, None) for name in (_BASELINE, _FASTEST)]
+    for name, arm, paired, law, best_law in cells:
       mine = [arms for unit, arms in runs.items()
               if unit[1] == temperature and arm in arms]
       parents = plan[arm][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **_row(mine, num_prompts, arm, paired, law, clusters),
+                   **_row(mine, num_prompts, arm, paired, law, best_law,
+                          clusters),
                    "parents": list(parents)})
   return rows
 

@@ -39,6 +39,7 @@ def test_verification_study(tmp_path):
     assert row["speedup"] > 0 and row["tokens_per_second"] > 0
     assert 0.3 < row["measured_over_predicted"] < 3
     assert row["lossless"] == (row["verifier"] != "typical")
+    assert 16 / (row["gamma"] + 1) <= row["rounds"] <= row["rounds_p90"] + 3
   paired = lambda name, gamma: rows[name, gamma, 1]["paired_block_efficiency"]
   assert paired("greedy_block", 4) > paired("block", 4) > paired("token", 4)
   assert rows["block", 4, 0]["block_efficiency"] == pytest.approx(
@@ -97,6 +98,9 @@ def test_replay(tmp_path):
   assert rows["token"]["online_block_efficiency"] == pytest.approx(
       rows["token"]["block_efficiency"], abs=1e-6)
   assert rows["block"]["block_efficiency"] > rows["token"]["block_efficiency"]
+  assert rows["token"]["over_best"] < 0 == rows["block"]["over_best"]
+  for name in ("greedy_block", "typical"):  # the bound is not theirs
+    assert rows[name]["over_best"] is None
   assert last_line(judged)["rows"] == [rows["block"]]
   for row in last_line(published)["rows"]:  # all is accepted, but by "typical"
     if row["lossless"]:

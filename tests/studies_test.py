@@ -12,13 +12,18 @@ def test_tree_study(tmp_path):
       "def a(x):\n\nimport os\n\nclass A:\n\nx = 1\n\n")
   study = last_line(*run_all("tree_study.py", [
       "--nodes=4", "--temperature=1", "--num_prompts=2",
-      "--methods=chain_block,traversal,top_k", "--max_new_tokens=16",
+      "--methods=chain_token,chain_block,traversal", "--max_new_tokens=16",
       "--drafter=tiny", "--prompts=mine.txt"], cwd=tmp_path))
   assert study["study"] == "trees"
   assert set(study["source"]["sets"]) == {"mine"}
   rows = {r["method"]: r for r in study["rows"]}
   assert len(rows) == len(study["rows"]) == 5
+  assert rows["chain_token"]["over_best"] <= 0 == (
+      rows["chain_block"]["over_best"])
+  assert rows["traversal"]["over_best"] is None
+  assert rows["autoregressive"]["rounds"] == 16
   for row in rows.values():
+    assert 16 / row["nodes"] <= row["rounds"] <= row["rounds_p90"] <= 16
     assert 1 <= row["tokens_per_pass"] <= row["nodes"]
     assert row["tokens_per_second"] > 0
     assert len(row["parents"]) == row["nodes"]

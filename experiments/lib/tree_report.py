@@ -20,7 +20,19 @@ def print_table(rows):
           f"{shown(r, 'tokens_per_pass'):>26s} "
           f"{shown(r, 'own_tokens_per_pass'):>26s} "
           f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
-  print("intervals are of 95 % intervals over prompts")
+  print("rounds until a text is complete, own rollouts; tokens of a pass over "
+        "the best possible on the same drafts:")
+  print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'mean':>26s} "
+        f"{'90 % quantile':>20s} {'over the best':>29s}")
+  for r in rows:
+    over = ("" if r["over_best"] is None
+            else f"{Estimate.of_columns(r, 'over_best'):+.1%}")
+    print(f"{r['temperature']:4g} {style.label(r['method']):{width}s} "
+          f"{r['nodes']:5d} "
+          f"{format(Estimate.of_columns(r, 'rounds'), '.1f'):>26s} "
+          f"{format(Estimate.of_columns(r, 'rounds_p90'), '.0f'):>20s} "
+          f"{over:>29s}")
+  print("intervals are of 95 % over prompts")
   for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)

@@ -16,13 +16,14 @@ import statistics
 import numpy as np
 
 from lib import common
+from lib import text_rounds
 from specjax import analysis
 from specjax import contract
 
 BASELINE = "autoregressive"
 PROMPTS = "verification_prompts.csv"  # what intervals are computed from
 _CELL = "drafter", "gamma", "temperature", "verifier"
-_PLACE = *_CELL, "prompts", "number", "cluster"
+_PLACE = *_CELL, "prompts", "number", "seed", "cluster"
 _SUMS = "own_accepted", "own_rounds", "shared_accepted", "shared_rounds"
 
 
@@ -65,7 +66,8 @@ class Study:
                               if prompts in (None, row["prompts"])]):
       cell = {name: mine[0][name] for name in _CELL}
       rows.append({
-          "prompts": prompts or "all", **cell, "num_prompts": len(mine),
+          "prompts": prompts or "all", **cell,
+          "num_prompts": len({(r["prompts"], r["number"]) for r in mine}),
           "lossless": contract.rule(
               common.VERIFIERS[cell["verifier"]]).lossless,
           **columns(mine, base), **self._speed(
@@ -101,24 +103,21 @@ class Study:
     return max(map(figure, gains))
 
   def prompt_rows(self, verifiers=None):
-    """Returns the acceptance of every prompt in every cell, over its seeds.
+    """Returns the acceptance of every rollout in every cell.
 
     The intervals are computed from these rows alone. Columns "own_" are of the
     rule's own rollouts, and "shared_" of the drafts that all rules evaluate.
     """
     verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
-    rows = {}
+    rows = []
     for drafter, (unit, arms), gamma, verifier in itertools.product(
         self._drafters, self._runs.items(), self._gammas, verifiers):
-      _, temperature, _, prompts, number, digest = unit
-      place = (drafter, gamma, temperature, verifier, prompts, number,
+      _, temperature, seed, prompts, number, digest = unit
+      place = (drafter, gamma, temperature, verifier, prompts, number, seed,
                self._cluster_of(digest))
-      row = rows.setdefault(
-          place, dict(zip(_PLACE, place)) | dict.fromkeys(_SUMS, 0))
-      for name, total in self._acceptance(
-          arms, drafter, gamma, verifier).items():
-        row[name] += total
-    return list(rows.values())
+      rows.append(dict(zip(_PLACE, place)) | dict.fromkeys(_SUMS, 0)
+                  | self._acceptance(arms, drafter, gamma, verifier))
+    return rows
 
   def _acceptance(self, arms, drafter, gamma, verifier):
     """Accepted tokens and rounds of a rollout."""
@@ -211,11 +210,19 @@ def estimates(rows, base):
 
 
 def columns(rows, base):
-  """The `estimates` of a cell, as columns of verification.csv."""
+  """The `estimates` of a cell and its rounds, as columns of verification.csv.
+
+  A text is a rollout of the rule, up to --new_tokens or an eos.
+  """
   found = estimates(rows, base)
+  rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))
+  clusters = [r["cluster"] for r in rows]
+  found_rounds = (text_rounds.columns(rounds, clusters)
+                  | text_rounds.compared(rounds, other, clusters))
   return {"clusters": found["gain"].clusters} | functools.reduce(
       lambda done, name: done | found[name].columns(name),
-      ("block_efficiency", "own_gain", "paired_block_efficiency", "gain"), {})
+      ("block_efficiency", "own_gain", "paired_block_efficiency", "gain"),
+      {}) | found_rounds
 
 
 def recomputed(rows, prompt_rows):

@@ -2,6 +2,7 @@
 
 from lib import common
 from lib import style
+from lib import text_rounds
 from lib import verification_cells as cells
 from specjax import analysis
 from specjax import contract
@@ -44,6 +45,8 @@ def print_table(rows):
   if afresh:
     print(f"* on the same drafts {', '.join(afresh)} starts afresh in every "
           "round, which its own rollouts do not allow")
+  print("rounds until a text is complete, own rollouts:")
+  text_rounds.print_table(rows)
   ratios = [r["measured_over_predicted"] for r in rows]
   print("measured speed-up over what costs on the other half of the prompts "
         f"predict: {min(ratios):.2f} to {max(ratios):.2f}")

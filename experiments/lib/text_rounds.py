@@ -1,0 +1,150 @@
+"""Rounds until a text is complete: latency, in target calls.
+
+All rules have the same limit of tokens. A text is complete with its last token
+or with an eos.
+"""
+
+import numpy as np
+
+from lib import style
+from specjax import analysis
+
+LEVEL = 0.9  # the quantile beside the mean
+_TAIL = 0.025
+
+
+def columns(rounds, clusters):
+  """Returns the mean and the 90 % quantile of a rule's rounds, as columns.
+
+  Args:
+    rounds: `[texts]`, rounds of every text of the rule; or `[texts, K]`, the
+      probability of at most k = 0, ..., K - 1 rounds.
+    clusters: `[texts]` labels, see `analysis.estimate`.
+  """
+  [within] = _within(rounds)
+  mean = analysis.estimate(np.divide, (1 - within).sum(1),
+                           np.ones(len(within)), clusters=clusters)
+  return {**mean.columns("rounds"),
+          **quantile(within, clusters).columns("rounds_p90")}
+
+
+def compared(rounds, base, clusters):
+  """Returns columns that compare a rule's rounds with those of another.
+
+  Args:
+    rounds: as in `columns`.
+    base: the same of the other rule, for the same prompts.
+    clusters: `[texts]` labels.
+
+  Returns:
+    "rounds_gain" is the mean over that of `base`, less 1. "slow_texts" is the
+    share of texts that need more rounds than the 90 % quantile of `base`, less
+    that share of `base`. Both are negative if the rule is better.
+  """
+  within, within_base = _within(rounds, base)
+  limit = _quantile(within_base.mean(0))
+  gain = analysis.estimate(
+      lambda mine, other: mine / other - 1, (1 - within).sum(1),
+      (1 - within_base).sum(1), clusters=clusters)
+  slow = analysis.estimate(
+      lambda other, mine, count: (other - mine) / count,
+      within_base[:, limit], within[:, limit], np.ones(len(within)),
+      clusters=clusters)
+  return gain.columns("rounds_gain") | slow.columns("slow_texts")
+
+
+# Columns of `columns` and `compared`, their heads and formats.
+SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
+         ("rounds_gain", "mean over token's", "+.1%"),
+         ("slow_texts", "slow texts over token's", "+.1%"))
+
+
+def print_table(rows):
+  """Prints the rounds of every drafter, temperature, gamma and verifier."""
+  width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
+  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':13s} "
+        + " ".join(f"{head:>23s}" for _, head, _ in SHOWN))
+  for r in rows:
+    shown = (format(analysis.Estimate.of_columns(r, name), form)
+             for name, _, form in SHOWN)
+    print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
+          f"{style.label(r['verifier']):13s} "
+          + " ".join(f"{text.rpartition(' ')[0]:>23s}" for text in shown))
+  print("slow texts need more rounds than the 90 % quantile of token "
+        "verification; the column is their share less that of token's own "
+        "texts")
+
+
+def quantile(within, clusters):
+  """Returns the 90 % quantile of the rounds, with its 95 % interval.
+
+  The interval holds every k for which 0.9 is in the interval of P(at most k
+  rounds), which is a mean over texts (Woodruff 1952). If all texts are within
+  k, the lower end of that probability is that of Clopper and Pearson, with
+  clusters as observations. With fewer than 36 clusters that end is below 0.9,
+  and there is no interval.
+
+  Args:
+    within: `[texts, K]`, P(at most k rounds) of every text.
+    clusters: `[texts]` labels.
+  """
+  value = _quantile(within.mean(0))
+  low = 0
+  for k in range(within.shape[1]):
+    share = analysis.estimate(np.divide, within[:, k], np.ones(len(within)),
+                              clusters=clusters)
+    if share.high < LEVEL:
+      low = k + 1
+    if min(share.low, _TAIL**(1 / share.clusters)) >= LEVEL:
+      return analysis.Estimate(value, low, k, share.clusters)
+  return analysis.Estimate(value, np.nan, np.nan, share.clusters)
+
+
+def given_text(ratios, gamma, rule):
+  """Returns the distribution of the rounds, given the text that is written.
+
+  The drafter's q depends on the text alone. Then, given the text, the position
+  after each round is a Markov chain (`exact.progress_given_text`). A round from
+  position n passes position n + l with probability prod_j min(1, 1 / r_j) under
+  token verification, and 1 / max(1, max_j r_1 ... r_j) under block
+  verification, with the ratios r of the l tokens after n.
+
+  Args:
+    ratios: `[T]`, p/q of every token of the text; inf where q is 0.
+    gamma: draft length.
+    rule: "token" or "block".
+
+  Returns:
+    `[T + 1]`, P(at most k rounds) for k = 0, ..., T.
+  """
+  length = len(ratios)
+  ends = np.zeros((length, length + 1))  # P(a round from n ends at m)
+  for n in range(length):
+    ahead = np.asarray(ratios[n:n + gamma], np.float64)
+    with np.errstate(divide="ignore"):
+      logs = np.log(ahead)
+    lost = (np.cumsum(np.maximum(logs, 0)) if rule == "token" else
+            np.maximum.accumulate(np.maximum(np.cumsum(logs), 0)))
+    passed = np.r_[1.0, np.exp(-lost)]
+    ends[n, n + 1:n + 1 + len(passed)] = (
+        passed - np.r_[passed[1:], 0])[:length - n]
+    ends[n, length] += 1 - ends[n].sum()
+  now, within = np.r_[1.0, np.zeros(length)], [0.0]
+  for _ in range(length):
+    now = np.r_[now[:length] @ ends[:, :length],
+                now[length] + now[:length] @ ends[:, length]]
+    within.append(now[length])
+  return np.array(within)
+
+
+def _within(*rounds):
+  """`[texts, K]`, P(at most k rounds), of as many k for all."""
+  rounds = [np.asarray(x, np.float64) for x in rounds]
+  if rounds[0].ndim == 2:
+    return rounds
+  most = 1 + int(max(x.max() for x in rounds))
+  return [(x[:, None] <= np.arange(most)).astype(np.float64) for x in rounds]
+
+
+def _quantile(shares):
+  return int((shares < LEVEL - 1e-9).sum())
