@@ -39,7 +39,11 @@ def compared(rounds, base, clusters):
   Returns:
     "rounds_gain" is the mean over that of `base`, less 1. "slow_texts" is the
     share of texts that need more rounds than the 90 % quantile of `base`, less
-    that share of `base`. Both are negative if the rule is better.
+    that share of `base`. Both are negative if the rule is better. If the rounds
+    are counts, few texts are slow, and the interval of "slow_texts" is too
+    short. In a simulation with 40 texts it missed the true value in 12 % of the
+    cases, with 100 texts in 8 %. The interval of "rounds_p90" missed it in 0 to
+    4 %.
   """
   within, within_base = _within(rounds, base)
   limit = _quantile(within_base.mean(0))
