@@ -2,7 +2,7 @@
 
   python experiments/rounds_study.py
 
-The target writes a text for every prompt, up to --new_tokens or an eos. Its
+The target writes a text for every prompt, up to --max_new_tokens or an eos. Its
 tokens' ratios p/q then give the distribution of the number of rounds exactly,
 for every draft length (`lib.text_rounds.given_text`). All rules have the same
 texts, so a comparison has no noise from sampling or accept and reject
@@ -17,9 +17,11 @@ formula. Writes rounds.csv to --output_dir.
 
 import dataclasses
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 import jax
 import jax.numpy as jnp
-from lib import common
 from lib import flags as shared
 from lib import models
 from lib import prompts as prompts_lib
@@ -109,7 +111,7 @@ def _padded(within):
 
 
 def main():
-  gammas = common.draft_lengths("--gammas", _GAMMAS.value)
+  gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(

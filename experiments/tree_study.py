@@ -39,10 +39,10 @@ is paired. The last row of a temperature (dynamic program's choice) is the
 tree, chain or plain decoding with the highest predicted speed on this machine.
 The prediction uses measured costs of passes, draft levels and rounds.
 
-A second table has the rounds of a text: passes until --new_tokens or an eos in
-own rollouts, mean and 90 % quantile over texts. For chains it also has the
-tokens per pass relative to the best possible on the same drafts, which is
-known in closed form (see replay.py). --methods must include both chains.
+A second table has the rounds of a text: passes until --max_new_tokens or an
+eos in own rollouts, mean and 90 % quantile over texts. For chains it also has
+the tokens per pass relative to the best possible on the same drafts, which is
+known in closed form (see replay.py). --methods must include chain_block.
 
 More examples:
 

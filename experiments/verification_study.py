@@ -29,12 +29,12 @@ plots in --output_dir. Columns of the table:
   predicted          speed-up predicted from the prompt's own block efficiency
                      and the cost of a round on the other half of the prompts
 
-A second table has the rounds of a text: target calls until --new_tokens or an
-eos, which are its latency. Columns: the mean over texts, the 90 % quantile, the
-mean relative to token verification, and the share of slow texts. A text is slow
-if it needs more rounds than the 90 % quantile of token verification.
-rounds_study.py computes the same figures of token and block verification
-given the text, without noise from accept and reject decisions.
+A second table has the rounds of a text: target calls until --max_new_tokens or
+an eos, which are its latency. Columns: the mean over texts, the 90 % quantile,
+the mean relative to token verification, and the share of slow texts. A text is
+slow if it needs more rounds than the 90 % quantile of token verification.
+rounds_study.py computes the same figures of token and block verification given
+the text, without noise from accept and reject decisions.
 
 Accuracy: given a draft, the expected number of accepted tokens is computed
 exactly (Rao-Blackwell), so block efficiency and gain have no noise from accept

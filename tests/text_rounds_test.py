@@ -73,8 +73,8 @@ def test_texts_of_a_pair(tmp_path):
   # is ahead of block verification.
   (tmp_path / "mine.txt").write_text("a = 1\n\nimport os\n\ndef f(x):")
   rows = last_line(run_all("rounds_study.py", [
-      "--prompts=mine.txt", "--drafter=tiny", "--gammas=1,4",
-      "--new_tokens=12"], cwd=tmp_path)[0])["rows"]
+      "--prompts=mine.txt", "--drafter=tiny", "--gamma=1,4",
+      "--max_new_tokens=12"], cwd=tmp_path)[0])["rows"]
   of = {(r["verifier"], r["gamma"]): r for r in rows}
   assert len(of) == len(rows) == 4
   for row in rows:

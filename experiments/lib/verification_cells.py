@@ -212,7 +212,7 @@ def estimates(rows, base):
 def columns(rows, base):
   """The `estimates` of a cell and its rounds, as columns of verification.csv.
 
-  A text is a rollout of the rule, up to --new_tokens or an eos.
+  A text is a rollout of the rule, up to --max_new_tokens or an eos.
   """
   found = estimates(rows, base)
   rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))

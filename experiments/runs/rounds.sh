@@ -10,9 +10,9 @@ data=${DATA:?give the directory of the published prompt sets}
 prompts=mt_bench=$data/mt_bench.jsonl,gsm8k=$data/gsm8k_test.jsonl
 prompts+=,humaneval=$data/HumanEval.jsonl.gz
 smollm2=(--target=smollm2 --drafter=smol --chat --prompts="$prompts"
-         --num_prompts=13 --new_tokens=64 --prompt_tokens=256)
+         --num_prompts=13 --max_new_tokens=64 --prompt_tokens=256)
 python experiments/rounds_study.py --output_dir=results/rounds/bundled
-python experiments/rounds_study.py "${smollm2[@]}" --gammas=2,4,8 \
+python experiments/rounds_study.py "${smollm2[@]}" --gamma=2,4,8 \
   --output_dir=results/rounds/smollm2
-python experiments/verification_study.py "${smollm2[@]}" --gammas=4 --error=0 \
+python experiments/verification_study.py "${smollm2[@]}" --gamma=4 --error=0 \
   --output_dir=results/rounds/smollm2_own
