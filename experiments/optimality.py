@@ -13,7 +13,7 @@ Example (no model is loaded; under five minutes on two CPU cores):
 
 A smaller and faster run:
 
-  python experiments/optimality.py --largest=3 --seeds=1 --gamma=2 \
+  python experiments/optimality.py --largest=3 --seeds=1 --gamma=2 \\
     --round_pairs=50
 
 Output: seven tables on stdout. optimality.csv, optimality.json and five plots

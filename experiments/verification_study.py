@@ -7,7 +7,7 @@ answers how many more it accepts, and whether the gain pays in time. It produces
 the tables and figures of "Block Verification Accelerates Speculative Decoding"
 (Sun et al. 2024, arXiv:2403.10444) for any pair of models and any prompts.
 
-Example, with the bundled models (one to two minutes on two CPU cores):
+Example, with the bundled models (about two minutes on two CPU cores):
 
   python experiments/verification_study.py
 

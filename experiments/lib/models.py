@@ -28,8 +28,8 @@ from specjax.training import methods
 from specjax.types import Verifier
 
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
-           "rounds_study.py, self_drafting_study.py and verification_study.py draft "
-           "across vocabularies")
+           "rounds_study.py, self_drafting_study.py and "
+           "verification_study.py draft across vocabularies")
 _COUNTED = 2_000_000  # characters of text that tokens are counted in
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
