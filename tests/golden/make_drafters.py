@@ -9,6 +9,7 @@ PUBLIC holds clones of the public implementations:
   EAGLE (SafeAILab) cb7e084          SpecForge (sgl-project) a6b6b02
   speculators (vllm-project) c05b95b dflash (z-lab) 44947fb
   DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
+  vllm (vllm-project) 01dbb08
 
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
@@ -31,6 +32,7 @@ import shutil
 import sys
 import tempfile
 import types
+import typing
 import unittest.mock
 
 import numpy as np
@@ -179,6 +181,30 @@ def _medusa(public, layers, full):
     weights["model.embed_tokens.weight"] = _embedding(3)
   return config, weights, dict(hidden=hidden, logits=logits), (
       "model.safetensors" if full else "medusa_lm_head.safetensors")
+
+
+def _medusa_vllm(public):
+  """Heads as vLLM names them, whose LM heads are its plain products."""
+  lm_head = lambda rows, columns, **_: nn.Linear(columns, rows, bias=False)
+  _, medusa = _classes(
+      public / "vllm/vllm/model_executor/models/medusa.py",
+      ["ResidualBlock", "Medusa"], nn=nn, torch=torch, VllmConfig=None,
+      SamplingMetadata=None, SamplerOutput=None, Optional=typing.Optional,
+      Iterable=typing.Iterable, ParallelLMHead=lm_head,
+      DEFAULT_VOCAB_PADDING_SIZE=64, LogitsProcessor=lambda *_: None)
+  config = dict(architectures=["MedusaModel"], model_type="medusa",
+                hidden_size=_WIDTH, vocab_size=_VOCAB, num_heads=3,
+                num_hidden_layers=2, medusa_fc_bias=True,
+                truncated_vocab_size=_VOCAB, max_paths=64, topk=10)
+  part = types.SimpleNamespace
+  model = _randomise(medusa(vllm_config=part(speculative_config=part(
+      draft_model_config=part(hf_config=part(**config))))), 8)
+  hidden = _draw(9, _ROWS, _WIDTH)
+  with torch.no_grad():
+    logits = torch.stack([head(states) for head, states in zip(
+        model.lm_heads, model(hidden))])
+  return config, model.state_dict(), dict(hidden=hidden, logits=logits), (
+      "model.safetensors")
 
 
 def _hydra(public, layers):
@@ -655,6 +681,7 @@ def _dspark(public, kind):
 CASES = {
     "medusa": lambda public: _medusa(public, 1, False),
     "medusa_shared_blocks": lambda public: _medusa(public, 2, True),
+    "medusa_vllm": _medusa_vllm,
     "hydra": lambda public: _hydra(public, 1),
     "hydra_shared_blocks": lambda public: _hydra(public, 3),
     "eagle1": lambda public: _eagle1(public, True),

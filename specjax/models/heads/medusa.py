@@ -1,10 +1,12 @@
 """The heads of Medusa (Cai et al. 2024, arXiv:2401.10774)."""
 
 import dataclasses
+from typing import Any
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import fields
 from specjax.models.heads import base
@@ -73,6 +75,33 @@ class MedusaHeads(base.HiddenStateHeads):
           key, (k, d, self.rank), jnp.float32)
       params["up"] = jnp.zeros((k, self.rank, v), jnp.float32)
     return params
+
+  def merged(self, params: Params, target_params: Params
+             ) -> tuple["MedusaHeads", dict[str, Any]]:
+    """Returns the same heads, each with an output matrix of its own.
+
+    W2_k is the LM head, plus A_k B_k with `output="low_rank"`. The matrices
+    are K D V numbers, where A_k and B_k were K rank (D + V).
+
+    Args:
+      params: of the heads.
+      target_params: of the `Transformer` that they are for.
+
+    Returns:
+      `(heads, params)`; `output` is a float32 array in the host's memory.
+    """
+    heads = dataclasses.replace(self, output="own", rank=MedusaHeads.rank)
+    if self.output == "own":
+      return heads, dict(params)
+    kept = {name: x for name, x in params.items() if name.startswith("block")}
+    head = np.asarray(base.lm_head(target_params), np.float32)
+    output = np.empty((self.heads, *head.shape), np.float32)
+    for k in range(self.heads):
+      output[k] = head
+      if self.output == "low_rank":
+        output[k] += np.asarray(params["down"][k], np.float32) @ np.asarray(
+            params["up"][k], np.float32)
+    return heads, {**kept, "output": output}
 
   def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
            ) -> jax.Array:

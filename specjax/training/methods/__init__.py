@@ -9,10 +9,13 @@ and `own_layers`; `base` is what a record says.
 """
 
 import os
+import pathlib
 from typing import Any
 
 from specjax.models import heads as heads_lib
 from specjax.models.heads import Heads
+from specjax.models.published.drafters import drafter_layout
+from specjax.models.published.drafters import load_drafter
 from specjax.models.transformer import Transformer
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
@@ -57,7 +60,29 @@ def of(heads: Heads) -> Method:
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
-               dtype: Any = None) -> tuple[Heads, dict[str, Any]]:
-  """`models.heads.load_heads`, of whatever kind a method here has."""
+               dtype: Any = None, target_params: Any = None
+               ) -> tuple[Heads, dict[str, Any]]:
+  """Loads heads of any method here, or a published drafter.
+
+  Args:
+    directory: a directory of `models.heads.save_heads`, or what
+      `models.load_drafter` takes, in any layout that it reads.
+    target: the model that is to draft with them.
+    dtype: of the parameters; None is `default_dtype()`.
+    target_params: the target's parameters. With them, copies of the target's
+      matrices in a published drafter are not kept.
+
+  Returns:
+    `(heads, params)`.
+
+  Raises:
+    ValueError: see `models.heads.load_heads` and `models.load_drafter`.
+  """
+  path = pathlib.Path(directory)
+  ours = any((path / f"heads.{kind}").exists() for kind in (
+      "json", "safetensors"))
+  if not ours and ((path / "config.json").exists() or drafter_layout(path)
+                   or not path.is_dir()):
+    return load_drafter(directory, target, target_params, dtype=dtype)
   kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
   return heads_lib.load_heads(directory, target, dtype, kinds)

@@ -159,7 +159,8 @@ class Found:
                 "again")
     return self.tensors[name].shape
 
-  def own(self, name: str, part: str, ids: Sequence[int] = ()) -> bool:
+  def own(self, name: str, part: str, ids: Sequence[int] = (),
+          more: int = 0) -> bool:
     """Whether a tensor is more than a copy of the target's.
 
     Without the target's parameters nobody knows, and it is kept.
@@ -168,6 +169,7 @@ class Found:
       name: of the tensor, which need not be there.
       part: "embedding" or "head".
       ids: the tokens whose rows it has; (): all.
+      more: rows after these, which are not the target's.
     """
     if name not in self.tensors:
       return False
@@ -177,21 +179,22 @@ class Found:
             else lm_head(self.target_params).T)
     if ids:
       ours = ours[np.array(ids)]
-    theirs = self.tensors[name]
-    same = theirs.shape == ours.shape and np.allclose(
-        np.asarray(ours, np.float32), theirs.read().astype(np.float32), **_NEAR)
+    theirs, rows = self.tensors[name], len(ours)
+    same = theirs.shape == (rows + more, *ours.shape[1:]) and np.allclose(
+        np.asarray(ours, np.float32),
+        theirs.read()[:rows].astype(np.float32), **_NEAR)
     if same:
       self.used.add(name)
     return not same
 
-  def copy(self, name: str, part: str, ids: Sequence[int] = ()) -> None:
+  def copy(self, name: str, part: str, ids: Sequence[int] = (),
+           more: int = 0) -> None:
     """Leaves out a tensor that its trainer copied from the target, as `own`.
 
     Raises:
       ValueError: it is another one than the target's, as far as that is known.
     """
-    if self.target_params is not None and self.own(
-        name, part, ids):
+    if self.target_params is not None and self.own(name, part, ids, more):
       self.fail(f"has a tensor {name} that is not the target's; the drafter "
                 "is for other weights: give the target that it was made for")
     self.used.add(name)

@@ -23,7 +23,9 @@ class Layout:
   Attributes:
     read: from what a directory holds to the heads.
     names: of the tensors.
-    write: from the heads to the keys of a configuration.
+    write: from the heads to the keys of a configuration; None: specjax reads
+      this layout and does not write it.
+    counts_target_layers: configurations must have `num_target_layers`.
     kind: of the heads.
     file: of the weights.
     algorithm: `speculators_model_type` of its configurations.
@@ -33,21 +35,19 @@ class Layout:
       `names`; what has another beginning belongs to the target.
     within: a pattern that begins the names of its tensors, and is part of
       them; what does not belongs to the target.
-    copies: tensors of every module that are copies of the target's "embedding"
-      or "head", by their names.
   """
 
   read: Callable[[Found], Heads]
   kind: str
   names: tables.Table
-  write: Callable[[Any], dict[str, Any]]
+  write: Callable[[Any], dict[str, Any]] | None = None
+  counts_target_layers: bool = False
   file: str = WEIGHTS
   algorithm: str = ""
   architectures: tuple[str, ...] = ()
   sign: str = ""
   prefix: str = ""
   within: str = ""
-  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def in_target(self) -> bool:
@@ -69,19 +69,26 @@ class Layout:
 _dspark = functools.partial(readings.parallel, from_anchor=True)
 
 # By the names that `load_drafter` may be told. Of two that look alike the first
-# is taken.
+# is taken. Those with `write` are read by servers: Medusa's by Text Generation
+# Inference and vLLM, EAGLE-1 and speculators by vLLM, SpecForge by SGLang,
+# DFlash by both.
 LAYOUTS = {
     "medusa": Layout(
         kind="medusa",
         read=readings.medusa, names=tables.MEDUSA, write=writings.medusa,
         file="medusa_lm_head.safetensors", sign=r"0\.0\.linear\."),
+    "medusa of vllm": Layout(
+        kind="medusa",
+        read=readings.medusa_vllm, names=tables.MEDUSA_VLLM,
+        write=writings.medusa_vllm, architectures=("MedusaModel",),
+        sign=r"blocks\.0\.layers\.0\."),
     "medusa in its target": Layout(
         kind="medusa",
-        read=readings.medusa, names=tables.MEDUSA, write=writings.medusa,
+        read=readings.medusa, names=tables.MEDUSA,
         sign=r"medusa_head\.", prefix="medusa_head."),
     "hydra": Layout(
         kind="hydra",
-        read=readings.hydra, names=tables.HYDRA, write=writings.hydra,
+        read=readings.hydra, names=tables.HYDRA,
         file="hydra_lm_head.safetensors", sign=r"hydra_mlp\."),
     "eagle3 of speculators": Layout(
         kind="eagle3",
@@ -94,36 +101,35 @@ LAYOUTS = {
     "eagle3 of deepspec": Layout(
         kind="eagle3",
         read=readings.eagle3, names=tables.EAGLE_3_LAYERS,
-        write=writings.deepspec, architectures=("Qwen3Eagle3Model",)),
+        architectures=("Qwen3Eagle3Model",)),
     "eagle3": Layout(
         kind="eagle3",
-        read=readings.eagle3, names=tables.EAGLE_3, write=writings.safeailab,
-        sign=r"midlayer\."),
+        read=readings.eagle3, names=tables.EAGLE_3, sign=r"midlayer\."),
     "dspark of deepspec": Layout(
         kind="parallel",
         read=_dspark, names=tables.PARALLEL,
-        write=writings.dspark_deepspec, architectures=("Qwen3DSparkModel",)),
+        architectures=("Qwen3DSparkModel",)),
     "dspark of specforge": Layout(
         kind="parallel",
         read=_dspark, names=tables.PARALLEL,
-        write=writings.dspark_specforge, architectures=("DSparkDraftModel",)),
+        architectures=("DSparkDraftModel",)),
+    "dflash of speculators": Layout(
+        kind="parallel",
+        read=functools.partial(
+            readings.parallel_speculators, from_anchor=False),
+        names=tables.PARALLEL_SPECULATORS, write=writings.dflash_speculators,
+        algorithm="dflash"),
     "dspark of speculators": Layout(
         kind="parallel",
         read=functools.partial(
             readings.parallel_speculators, from_anchor=True),
-        names=tables.PARALLEL, write=writings.dspark_speculators,
+        names=tables.PARALLEL_SPECULATORS, write=writings.dspark_speculators,
         algorithm="dspark"),
     "dflash": Layout(
         kind="parallel",
         read=functools.partial(readings.parallel, from_anchor=False),
         names=tables.PARALLEL, write=writings.dflash,
-        architectures=("DFlashDraftModel",)),
-    "dflash of speculators": Layout(
-        kind="parallel",
-        read=functools.partial(
-            readings.parallel_speculators, from_anchor=False),
-        names=tables.PARALLEL, write=writings.dflash_speculators,
-        algorithm="dflash"),
+        counts_target_layers=True, architectures=("DFlashDraftModel",)),
     "mtp of speculators": Layout(
         kind="mtp",
         read=readings.mtp_speculators, names=tables.MTP_SPECULATORS,
@@ -131,11 +137,10 @@ LAYOUTS = {
     "mtp of qwen": Layout(
         kind="mtp",
         read=readings.mtp_qwen, names=tables.MTP_QWEN,
-        write=writings.mtp_qwen, sign=r"mtp\.fc\.", within=r"mtp\."),
+        sign=r"mtp\.fc\.", within=r"mtp\."),
     "mtp of deepseek": Layout(
         kind="mtp",
         read=readings.mtp_deepseek, names=tables.MTP_DEEPSEEK,
-        write=writings.mtp_deepseek, copies=readings.MTP_DEEPSEEK_COPIES,
         sign=r"model\.layers\.\d+\.eh_proj\.",
         within=r"model\.layers\.{modules}\."),
     "eagle1": Layout(

@@ -131,21 +131,15 @@ def _recognised(directory, config, tensors) -> str:
       f"{', '.join(LAYOUTS)}")
 
 
-def names_of(layout: Layout, tensors: Mapping[str, Any], target: Transformer
-             ) -> list[str]:
-  """Which tensors of the files of a layout are the drafter's."""
+def _own(layout, tensors, target):
+  """Returns the drafter's tensors, by their names without those of a target."""
   layers = target.config.layers
   # Numbers of layers that the target does not have.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
-  return [name for name in tensors if name.startswith(layout.prefix)
-          and re.match(within, name) and not _COMPUTED.search(name)]
-
-
-def _own(layout, tensors, target):
-  """The drafter's tensors, by the names that they have without a target."""
   return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
-          for name in names_of(layout, tensors, target)}
+          for name in tensors if name.startswith(layout.prefix)
+          and re.match(within, name) and not _COMPUTED.search(name)}
 
 
 def places(layout: Layout, heads: Heads, target: Transformer) -> tuple[

@@ -19,7 +19,7 @@ from specjax.models.published.keys import Keys
 _DEPTH = 5  # tokens of a draft where a file does not say
 # Copies of the target's, which only train.
 _OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
-MTP_DEEPSEEK_COPIES = {
+_MTP_DEEPSEEK_COPIES = {
     "model.layers.{i}.embed_tokens.weight": "embedding",
     "model.layers.{i}.shared_head.head.weight": "head",
 }
@@ -40,6 +40,31 @@ def medusa(found: Found) -> Heads:
       width=found.columns("0.0.linear.weight"),
       vocab_size=found.shape(f"0.{blocks}.weight")[0],
       bias="0.0.linear.bias" in found.tensors)
+  _check_target(found, heads)
+  return heads
+
+
+def medusa_vllm(found: Found) -> Heads:
+  """Medusa heads as vLLM reads them, with the whole vocabulary."""
+  keys = found.keys()
+  heads = heads_lib.MedusaHeads(
+      heads=found.count(r"lm_heads\.(\d+)\."),
+      blocks=found.count(r"blocks\.0\.layers\.(\d+)\."),
+      width=found.columns("blocks.0.layers.0.weight"),
+      vocab_size=found.shape("lm_heads.0.weight")[0],
+      bias="blocks.0.layers.0.bias" in found.tensors)
+  for name, value in (
+      ("num_heads", heads.heads), ("num_hidden_layers", heads.blocks),
+      ("hidden_size", heads.width), ("vocab_size", heads.vocab_size),
+      ("truncated_vocab_size", heads.vocab_size),
+      ("medusa_fc_bias", heads.bias), ("original_lm_head", False),
+      ("logit_scale", 1)):
+    if keys(name, value) != value:
+      found.fail(f"has {keys(name)!r} for {name}, and the tensors are of heads "
+                 f"with {value!r}; specjax reads Medusa heads that have the "
+                 "whole vocabulary and their own output matrices")
+  keys.ignore("max_paths", "topk", "max_seq_len")
+  keys.refuse_others()
   _check_target(found, heads)
   return heads
 
@@ -91,9 +116,10 @@ def eagle1(found: Found) -> Heads:
   if keys("bias") is not None and bool(keys("bias")) != bias:
     found.fail(f"has {keys('bias')!r} for bias and {'a' if bias else 'no'} "
                "tensor fc.bias; correct the configuration")
+  depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
   return heads_lib.Eagle1Heads(
-      **fields, forecasts=_DEPTH, taps=(FINAL,), fusion_bias=bias,
+      **fields, forecasts=depth, taps=(FINAL,), fusion_bias=bias,
       own_embedding=found.own("embed_tokens.weight", "embedding"))
 
 
@@ -116,9 +142,10 @@ def eagle3(found: Found, *, bare: bool = False) -> Heads:
   if not head_norm:
     found.used.add("norm.weight")
   fields = _eagle3(found, keys, keys)
+  depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
   return heads_lib.Eagle3Heads(
-      **fields, forecasts=_DEPTH, final_norm="own" if head_norm else None)
+      **fields, forecasts=depth, final_norm="own" if head_norm else None)
 
 
 def _eagle3(found, keys, outer):
@@ -225,7 +252,7 @@ def mtp_deepseek(found: Found) -> Heads:
   first = found.target.config.layers
   modules = found.count(r"model\.layers\.(\d+)\.") - first
   for i in range(first, first + modules):
-    for name, part in MTP_DEEPSEEK_COPIES.items():
+    for name, part in _MTP_DEEPSEEK_COPIES.items():
       found.copy(name.format(i=i), part)
   return _mtp_of_target(found, modules)
 
@@ -294,7 +321,10 @@ def parallel(found: Found, *, from_anchor: bool) -> Heads:
 
 
 def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
-  """DFlash and DSpark of speculators."""
+  """DFlash and DSpark of speculators.
+
+  A mask that is the token after the target's vocabulary is a learned one.
+  """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
   found.used.update(_OF_VERIFIER)
@@ -317,10 +347,14 @@ def parallel_speculators(found: Found, *, from_anchor: bool) -> Heads:
 
 
 def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
+  mask, whole = own("mask_token_id"), found.target.vocab_size
+  learned = mask == whole and keys("vocab_size") == whole + 1
+  if learned:
+    keys.trust("vocab_size", whole)
   fields = found.layer(keys, max(1, found.count(r"layers\.(\d+)\.")))
   config = found.target.config
   found.check("width", fields["width"], config.width)
-  found.copy("embed_tokens.weight", "embedding")
+  found.copy("embed_tokens.weight", "embedding", more=learned)
   found.copy("lm_head.weight", "head", ids)
   if not taps:
     found.fail("does not name the target's layers whose input it reads; "
@@ -340,7 +374,7 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
       markov=_MARKOV[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
       confidence=("markov" if with_markov else "hidden") if confident
-      else "none", mask_token=own("mask_token_id"),
+      else "none", mask_token=None if learned else mask,
       logit_softcap=config.logit_softcap,
       embedding_scale=config.embedding_scale))
 

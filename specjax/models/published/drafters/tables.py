@@ -56,6 +56,40 @@ class Row(Stored):
     return [np.asarray(x)[None]]
 
 
+class MaskRow(Stored):
+  """A learned mask, which a file holds as the row after an embedding.
+
+  `split` takes the embedding with this row.
+  """
+
+  def shapes(self, config, shape):
+    return [(config.input_size, *shape)]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype)[-1].astype(dtype)
+
+  def split(self, config, x):
+    return [x]
+
+
+class InputRows(Stored):
+  """Rows of tokens, and in a file one of zeros for a learned mask.
+
+  No token comes after a mask, so that nothing reads this row.
+  """
+
+  def shapes(self, config, shape):
+    return [(config.input_size, *shape[1:])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype)[:shape[0]].astype(dtype)
+
+  def split(self, config, x):
+    return [np.pad(x, ((0, config.input_size - len(x)), (0, 0)))]
+
+
 def locate(table: Table, path: str, shape: tuple[int, ...],
            sizes: Mapping[str, int]) -> tuple[Stored, list[str]]:
   """Where a parameter is stored, and the names of the tensors.
@@ -138,6 +172,11 @@ MEDUSA = {
     "block_bias": Each(("{}.{}.linear",), axes=2),
     "output": Each(("{}.{blocks}",)),
 }
+MEDUSA_VLLM = {
+    "blocks": Each(("blocks.{}.layers.{}",), axes=2),
+    "block_bias": Each(("blocks.{}.layers.{}",), axes=2),
+    "output": Each(("lm_heads.{}",)),
+}
 HYDRA = _table({
     "head_{i}/skip": "hydra_mlp.{i}.0.res_connection",
     "head_{i}/inner": "hydra_mlp.{i}.0.linear",
@@ -164,3 +203,7 @@ PARALLEL = _layer("layers.{i}") | _table({
     "markov/joint": "markov_head.joint_proj",
     "confidence": Row(("confidence_head.proj",)),
 })
+PARALLEL_SPECULATORS = PARALLEL | {
+    "mask": MaskRow(("embed_tokens",)),
+    "markov/w1": InputRows(("markov_head.markov_w1",)),
+}
