@@ -1,39 +1,75 @@
-"""Writes a model as a Hugging Face directory, for transformers and others.
+"""Writes a model or trained heads in a published format.
+
+A model becomes a Hugging Face directory, for transformers and others:
 
   python experiments/export.py --model=bundled --output_dir=exported/target
-  python experiments/export.py --model=tiny --output_dir=exported/tiny
   python experiments/export.py --model=smollm2 --output_dir=exported/smollm2
 
 Any model that specjax loads can be written, if a published architecture
 computes what it does. Then `transformers.AutoModelForCausalLM` and
 `AutoTokenizer` read it with `from_pretrained(output_dir)`.
+
+Heads become a drafter for servers. --target is the model that they were trained
+for:
+
+  python experiments/export.py --model=/tmp/eagle --target=smollm2 \\
+    --layout=speculators --output_dir=exported/eagle
+  python experiments/generate.py --target=smollm2 --drafter=exported/eagle
+
+Layouts of --layout, by the method that trained the heads:
+
+  medusa, medusa2   medusa (files of Medusa's authors, read by Text Generation
+                    Inference) or vllm. Each head gets an output matrix of its
+                    own, so that the files are larger than low-rank heads
+  eagle1            eagle1 (vLLM)
+  eagle3            speculators (vLLM) or specforge (SGLang)
+  parallel          speculators (vLLM); dflash for heads without a Markov head,
+                    a learned mask and a draft vocabulary
+  mtp               speculators, for one module that is applied again (--reuse)
+  others            none: no server reads blockwise, hydra, kangaroo,
+                    parallel_layers and pass heads
+
+A drafter of fewer tokens than its target (--draft_vocabulary) stores which ones
+they are: the tensors d2t and t2d. The files of speculators name the target, so
+that `vllm serve exported/eagle` loads both.
 """
 
 import json
 import os
 import pathlib
+import sys
 
 from absl import flags
 from lib import common
+from lib import exports
 from lib import flags as shared
 from lib import models
 from lib import progress
 
 import specjax as sj
+from specjax.models.published import drafters
 from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
-    "model", "bundled", "bundled, small, tiny, smol, smollm2, a directory of "
-    "train_lm.py or of a published model, a .gguf file, or a name on the "
-    "Hugging Face hub")
+    "model", "bundled", "Model or heads to export. Models: bundled, small, "
+    "tiny, smol, smollm2, a directory of train_lm.py or of a published model, "
+    "a .gguf file, or a name on the Hugging Face hub. Heads: "
+    f"{', '.join(models.HEADS)}, a directory of train_drafter.py or of a "
+    "published drafter")
+_LAYOUT = flags.DEFINE_string(
+    "layout", None, "Heads only: layout of the exported files, one of "
+    f"{', '.join(drafters.WRITTEN)}, or the name after 'of', such as "
+    "speculators. Required to export the heads of a directory that also holds "
+    "a target. Default: the first one that can hold the heads")
+_TARGET = shared.target()
 _OUTPUT_DIR = shared.output_dir(None, "Directory for the exported model")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"],
-    "of the weights; float32 holds all others exactly")
+    "Precision of the exported weights; float32 holds all others exactly")
 
 
-def main() -> None:
-  """Loads, and writes."""
+def _check_output():
+  """Refuses an output directory whose files would be replaced."""
   if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
     raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
                      "training run, whose weights would be replaced; choose "
@@ -43,6 +79,10 @@ def main() -> None:
     raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds the "
                      "model itself, whose files would be replaced; choose "
                      "another directory")
+
+
+def _model():
+  """Exports a language model; returns its summary."""
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
   progress.say(f"writing {directory}")
@@ -52,8 +92,49 @@ def main() -> None:
   size = common.num_parameters(found.params)
   print(f"{size:,} parameters as {architecture}, {_DTYPE.value}, in "
         f"{directory}")
-  print(json.dumps({"architecture": architecture, "parameters": size,
-                    "output_dir": str(directory)}))
+  return {"architecture": architecture, "parameters": size}
+
+
+def _heads():
+  """Exports heads; returns their summary."""
+  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype="float32")
+  own = models.load_self_drafter(_MODEL.value, target, tokenizer, "float32")
+  directory = pathlib.Path(_OUTPUT_DIR.value)
+  progress.say(f"writing {directory}")
+  verifier = (exports.hub_name(_TARGET.value) if own.target is target
+              else None)  # the target is in the directory of the heads
+  layout = sj.models.export_drafter(
+      directory, own.heads, own.params, own.target.model, own.target.params,
+      dtype=_DTYPE.value, layout=_LAYOUT.value, verifier=verifier)
+  exports.copy_training(_MODEL.value, directory)
+  size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+  before = common.num_parameters(own.params)
+  print(f"{before:,} parameters in the layout '{layout}', {_DTYPE.value}, "
+        f"{size:,} bytes in {directory}")
+  bits = {"float32": 4}.get(_DTYPE.value, 2)
+  if size > 1.05 * bits * before:
+    print(f"{size / (bits * before):.1f} times the size of the heads: the "
+          "layout has places only for matrices that these heads share with "
+          "their target")
+  if verifier is None and layout.endswith("speculators"):
+    print("config.json names no target: add its name or directory as "
+          "speculators_config.verifier.name_or_path", file=sys.stderr)
+  return {"layout": layout, "parameters": before, "bytes": size}
+
+
+def main() -> None:
+  """Exports the model or the heads that --model names."""
+  _check_output()
+  heads = models.drafts_for_itself(_MODEL.value, _TARGET.value)
+  if heads and _LAYOUT.value is None and os.path.isdir(_MODEL.value):
+    heads = not pathlib.Path(_MODEL.value, "heads.json").exists() or (
+        not pathlib.Path(_MODEL.value, "model.safetensors").exists())
+  if not heads and _LAYOUT.value is not None:
+    raise ValueError(f"--layout is {_LAYOUT.value}, and --model="
+                     f"{_MODEL.value} names no heads; leave it out, or give a "
+                     "directory of train_drafter.py")
+  summary = _heads() if heads else _model()
+  print(json.dumps({**summary, "output_dir": str(_OUTPUT_DIR.value)}))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ import jax
 import jax.numpy as jnp
 from lib import drafter_report
 from lib import drafter_rows
+from lib import exports
 from lib import flags as shared
 from lib import meshes
 from lib import method_options
@@ -114,9 +115,12 @@ _HEADS = flags.DEFINE_integer(
     "heads", 4, "K, the number of tokens beyond the next one that are "
     "predicted: heads, modules, draft steps or look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
-    "heads_from", None, "Directory of trained heads to start from; excludes "
-    "--heads, --draft_vocabulary and the flags for the form of heads. Default: "
-    "new heads")
+    "heads_from", None, "Heads to start from: a directory of this script, or a "
+    "published drafter of --target (a directory, or a name on the Hugging Face "
+    "hub) in a layout of Medusa, Hydra, EAGLE-1 or 3, speculators, SpecForge, "
+    "DeepSpec, DFlash, DSpark or MTP modules. Excludes --heads, "
+    "--draft_vocabulary and the flags for the form of heads. Default: new heads"
+    )
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "eagle3, parallel (eagle1 with --narrow_head): "
     "number of tokens that can be drafted, the most frequent ones in the "
@@ -243,11 +247,13 @@ def _heads(method, target, tokenizer, tokens, own_text):
           heads, ids=_frequent(target, tokenizer, tokens))
     return heads, heads.init(jax.random.key(_SEED.value), target.params)
   heads, params = methods.load_heads(
-      _HEADS_FROM.value, target.model, jnp.float32)
+      _HEADS_FROM.value, target.model, jnp.float32, target.params)
   if heads.kind != method.heads.kind:
+    fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
     raise ValueError(f"--heads_from holds {type(heads).__name__} and --method="
                      f"{method.name} trains {method.heads.__name__}; give "
-                     "others, or another method")
+                     f"--method={' or --method='.join(fitting)}, or other "
+                     "heads")
   return heads, params
 
 
@@ -450,6 +456,8 @@ def main():
       _HEADS_FROM.value)}
   drafter_report.write(output_dir, method, taken, added, before,
                        evaluate({"target": target.params, **saved}))
+  print(exports.advice(output_dir, heads, target.model, _TARGET.value),
+        file=sys.stderr)
 
 
 if __name__ == "__main__":

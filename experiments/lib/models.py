@@ -269,7 +269,8 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
       drafter, model=model, params=model.parameters(drafter.params, ids))
 
 
-def _heads_directory(name):
+def heads_directory(name: str) -> pathlib.Path:
+  """Returns the directory of bundled heads or of those that a path names."""
   return (sj.zoo.heads_path(name) if name in HEADS
           else pathlib.Path(name))
 
@@ -292,7 +293,7 @@ def drafts_for_itself(name: str, target: str | None = None) -> bool:
     target: of the target. Its own directory may hold its drafter, too.
   """
   return (name in HEADS
-          or bool(name) and (_heads_directory(name) / "heads.json").exists()
+          or bool(name) and (heads_directory(name) / "heads.json").exists()
           or _published(name, target) is not None)
 
 
@@ -361,20 +362,17 @@ def load_self_drafter(name: str, target: Pretrained,
                      f"{', '.join(HEADS)}, or give a directory of "
                      "train_drafter.py")
   progress.say(f"loading {name}")
-  directory = _heads_directory(name)
-  if not (directory / "heads.json").exists() and (
-      published_drafters.drafter_layout(directory)):
-    heads, params = sj.models.load_drafter(
-        directory, target.model, target.params,
-        dtype=dtype and jnp.dtype(dtype))
-    return SelfDrafter(target, tokenizer, heads, params, {
-        "accuracy": _unmeasured(heads)})
-  if (directory / "model.safetensors").exists():
+  directory = heads_directory(name)
+  if (directory / "model.safetensors").exists() and (
+      directory / "heads.json").exists():
     target = _load(directory, dtype)
     tokenizer = tokenizer_of(target, name)
   heads, params = methods.load_heads(
-      directory, target.model, dtype and jnp.dtype(dtype))
+      directory, target.model, dtype and jnp.dtype(dtype), target.params)
   path = directory / "training.json"
+  if not path.exists() and not (directory / "heads.json").exists():
+    return SelfDrafter(target, tokenizer, heads, params, {
+        "accuracy": _unmeasured(heads)})
   again = "run train_drafter.py again, with the same flags"
   if not path.exists():
     raise ValueError(f"{path} is missing, which says how good the heads are; "

@@ -1,0 +1,57 @@
+"""How trained heads leave: the command that exports them for servers."""
+
+import pathlib
+
+from lib import models
+from specjax.files import read_json
+from specjax.files import write_json
+from specjax.models.published import drafters
+
+_ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_TRAINING = "training.json"
+
+
+def advice(directory, heads, model, target: str) -> str:
+  """Returns the line that names the command for exporting heads.
+
+  Args:
+    directory: the directory of the heads.
+    heads: the heads, see `models.heads`.
+    model: their target.
+    target: the value of --target.
+  """
+  layouts = drafters.layouts_for(heads, model)
+  if not layouts:
+    return (f"No layout of a server holds these {type(heads).__name__}; "
+            "generate.py and load_heads read them as they are")
+  flag = "" if target == "bundled" else f" --target={target}"
+  return (f"To export them for servers: python experiments/export.py "
+          f"--model={directory}{flag} --layout='{layouts[0]}' "
+          f"--output_dir={directory}-exported")
+
+
+def hub_name(target: str) -> str | None:
+  """Returns the name by which servers find a target; None if there is none.
+
+  Args:
+    target: the value of --target.
+  """
+  path = pathlib.Path(target)
+  if path.exists():
+    config = path / "config.json"
+    published = config.is_file() and "model_type" in read_json(
+        config, "download it again")
+    return str(path.resolve()) if published else None
+  return target if "/" in target else _ON_THE_HUB.get(target)
+
+
+def copy_training(name: str, directory: pathlib.Path) -> None:
+  """Copies the accuracies of heads, by which generate.py chooses its trees.
+
+  Args:
+    name: the heads, see `models.load_self_drafter`.
+    directory: the directory of the exported heads.
+  """
+  path = models.heads_directory(name) / _TRAINING
+  if path.exists():
+    write_json(directory / _TRAINING, read_json(path, "train the heads again"))
