@@ -125,11 +125,6 @@ class ParallelHeads(TransformerConfig):
     return len(self.ids) or self.vocab_size
 
   @property
-  def input_size(self) -> int:
-    """Tokens that can be read: the vocabulary, and a mask that is learned."""
-    return self.vocab_size + (self.mask_token is None)
-
-  @property
   def num_forecasts(self) -> int:
     """K, tokens after the anchor that are forecast."""
     return self.block_size - (not self.from_anchor)

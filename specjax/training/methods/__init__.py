@@ -10,6 +10,7 @@ and `own_layers`; `base` is what a record says.
 
 import os
 import pathlib
+import re
 from typing import Any
 
 from specjax.models import heads as heads_lib
@@ -81,8 +82,10 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   path = pathlib.Path(directory)
   ours = any((path / f"heads.{kind}").exists() for kind in (
       "json", "safetensors"))
-  if not ours and ((path / "config.json").exists() or drafter_layout(path)
-                   or not path.is_dir()):
+  on_the_hub = not path.exists() and re.fullmatch(
+      r"[\w-][\w.-]*/[\w.-]+", os.fspath(directory))
+  if on_the_hub or not ours and (
+      (path / "config.json").exists() or drafter_layout(path)):
     return load_drafter(directory, target, target_params, dtype=dtype)
   kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
   return heads_lib.load_heads(directory, target, dtype, kinds)

@@ -20,6 +20,7 @@ from specjax.models.published.drafters.found import Found
 from specjax.models.published.drafters.layouts import LAYOUTS
 from specjax.models.published.drafters.load import drafter_layout
 from specjax.models.published.drafters.load import places
+from specjax.models.published.drafters.tables import input_size
 from specjax.models.published.export import express
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
@@ -228,7 +229,7 @@ def _vocabulary(heads):
   ids = np.array(getattr(heads, "ids", ()), np.int64)
   if not ids.size:
     return {}
-  size = (heads.input_size if isinstance(heads, ParallelHeads)
+  size = (input_size(heads) if isinstance(heads, ParallelHeads)
           else heads.vocab_size)
   used = np.zeros(size, np.bool_)
   used[ids] = True

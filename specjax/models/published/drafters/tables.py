@@ -13,6 +13,7 @@ import re
 
 import numpy as np
 
+from specjax.models.heads import ParallelHeads
 from specjax.models.published.layouts import apart
 from specjax.models.published.layouts import gate_apart
 from specjax.models.published.layouts import Stored
@@ -56,6 +57,11 @@ class Row(Stored):
     return [np.asarray(x)[None]]
 
 
+def input_size(heads: ParallelHeads) -> int:
+  """Returns how many tokens heads read: the vocabulary and a learned mask."""
+  return heads.vocab_size + (heads.mask_token is None)
+
+
 class MaskRow(Stored):
   """A learned mask, which a file holds as the row after an embedding.
 
@@ -63,7 +69,7 @@ class MaskRow(Stored):
   """
 
   def shapes(self, config, shape):
-    return [(config.input_size, *shape)]
+    return [(input_size(config), *shape)]
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
@@ -80,14 +86,14 @@ class InputRows(Stored):
   """
 
   def shapes(self, config, shape):
-    return [(config.input_size, *shape[1:])]
+    return [(input_size(config), *shape[1:])]
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
     return tensor.read(dtype)[:shape[0]].astype(dtype)
 
   def split(self, config, x):
-    return [np.pad(x, ((0, config.input_size - len(x)), (0, 0)))]
+    return [np.pad(x, ((0, input_size(config) - len(x)), (0, 0)))]
 
 
 def locate(table: Table, path: str, shape: tuple[int, ...],

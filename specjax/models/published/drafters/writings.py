@@ -9,6 +9,7 @@ from typing import Any
 
 from specjax.models.configuration import TransformerConfig
 from specjax.models.heads import Heads
+from specjax.models.published.drafters.tables import input_size
 from specjax.models.published.export import express
 
 _MARKOV = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
@@ -88,7 +89,7 @@ def _parallel_speculators(heads, algorithm, architecture, **keys):
   mask = heads.mask_token
   return _speculators(
       heads, algorithm, architecture, _layers(
-          heads, vocab_size=heads.input_size, logit_softcap=None,
+          heads, vocab_size=input_size(heads), logit_softcap=None,
           embedding_scale=1.0),
       block_size=heads.block_size, draft_vocab_size=heads.draft_size,
       mask_token_id=heads.vocab_size if mask is None else mask,
