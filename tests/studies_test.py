@@ -21,6 +21,7 @@ def test_tree_study(tmp_path):
   assert rows["chain_token"]["over_best"] <= 0 == (
       rows["chain_block"]["over_best"])
   assert rows["traversal"]["over_best"] is None
+  assert rows["traversal"]["over_bound"] <= 0
   assert rows["autoregressive"]["rounds"] == 16
   for row in rows.values():
     assert 16 / row["nodes"] <= row["rounds"] <= row["rounds_p90"] <= 16

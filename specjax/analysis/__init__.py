@@ -1,5 +1,9 @@
 """Expected lengths and speed-ups, and verifiers judged on recorded drafts."""
 
+from specjax.analysis.bounds import accepted_bound
+from specjax.analysis.bounds import bound_terms
+from specjax.analysis.bounds import BoundTerms
+from specjax.analysis.bounds import fit_bound
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.estimates import relative_gain
 from specjax.analysis.intervals import clusters_needed
@@ -22,11 +26,14 @@ from specjax.analysis.replay import online
 from specjax.analysis.replay import Replayed
 
 __all__ = [
+    "BoundTerms",
     "Estimate",
     "Record",
     "Replayed",
     "Rollout",
+    "accepted_bound",
     "best_gamma",
+    "bound_terms",
     "clusters_needed",
     "estimate",
     "evaluate",
@@ -34,6 +41,7 @@ __all__ = [
     "expected_tokens",
     "expected_tokens_by_position",
     "expected_tokens_over",
+    "fit_bound",
     "online",
     "operations_factor",
     "optimal_gamma",

@@ -1,0 +1,187 @@
+"""Upper bounds on every valid rule, from drafts that were drawn.
+
+Let T be a draft tree and m(c, y) any function of texts whose mean over y under
+p(. | c) is 0 for every c. A valid rule stops at a node v of T and emits one
+token y, after which the unmodified target continues, so its text has the
+target's distribution. The sum of m along such a text is a martingale, so it has
+mean 0 at the end of the round, and in one round
+
+  E[tau] = E[depth(v) + sum of m along the text of v and y]
+        <= E_T[max over v, y of (depth(v) + sum of m along vy)],
+
+where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
+This is `exact.dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends on p
+and q along the text alone. So every drawn tree gives an unbiased sample of the
+bound, whatever the vocabulary is and whatever the rule knows of both models.
+
+m(c, y) = E_p[w(c, .)] - w(c, y), where w is a table: its row is the depth of c
+and its column the survival of block verification after y, s(c) p(y|c) / q(y|c)
+with s(cy) = min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound`
+looks for a low one. The mean over the drafts that it was fitted on is too low
+and not a bound, so evaluate the table on other drafts.
+"""
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+import optax
+
+from specjax import topology
+from specjax.types import Draft
+
+# Between two columns of a table: natural logarithms of the survival.
+_EDGES = (-6, -4, -3, -2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1,
+          1.5, 2, 3)
+_COLUMNS = len(_EDGES) + 1
+_STEPS = 400
+_RATE = 0.1
+_SOFTNESS = 0.3, 0.003  # of the maximum, at the first and at the last steps
+_HALVINGS = 6  # of softness and learning rate
+_SMOOTHNESS = 0.01  # penalty on the squared differences of adjacent columns
+
+
+@struct.dataclass
+class BoundTerms:
+  """All that the bound needs of a draft; leading axes are allowed.
+
+  Attributes:
+    parents: `[N]` int32, as in `Draft`.
+    valid: `[N]` bool, nodes that are no padding and whose text has p > 0.
+    mass: `[N, K]`, p of the tokens after every node, summed by the columns of
+      the table.
+    possible: `[N, K]` bool, whether a column has a token with p > 0.
+    columns: `[N]` int32, the column of every node's token after its parent.
+  """
+
+  parents: jax.Array
+  valid: jax.Array
+  mass: jax.Array
+  possible: jax.Array
+  columns: jax.Array
+
+
+def bound_terms(draft: Draft, target_probs: jax.Array, draft_probs: jax.Array
+                ) -> BoundTerms:
+  """Returns what the bound needs of one draft.
+
+  Args:
+    draft: draft tree of one sequence with N nodes, drawn in any way.
+    target_probs: `[N, V]`, p of the token after every node.
+    draft_probs: `[N, V]`, q of the token after every node, given its text
+      alone. The first child of a node that `strategies.specinfer` or `sequoia`
+      drew has it as its row of `draft.probs`. Nodes at the depth of the tree do
+      not need it if the table has one row for each smaller depth.
+  """
+  p, q = jnp.asarray(target_probs), jnp.asarray(draft_probs)
+  parents = jnp.asarray(draft.parents)
+  above = jnp.maximum(parents, 0)
+  tokens = jnp.minimum(jnp.asarray(draft.tokens), p.shape[-1] - 1)
+  logs = jnp.where(p > 0, jnp.log(p) - jnp.log(q), -jnp.inf)
+  exists = jnp.asarray(draft.drafted) & (p[above, tokens] > 0)
+
+  def walk(node, carry):
+    survival, valid = carry
+    parent, token = above[node], tokens[node]
+    value = jnp.minimum(0, survival[parent] + logs[parent, token])
+    return (survival.at[node].set(value),
+            valid.at[node].set(valid[parent] & exists[node]))
+
+  size = parents.shape[0]
+  survival, valid = jax.lax.fori_loop(
+      1, size, walk, (jnp.zeros(size, p.dtype), jnp.ones(size, bool)))
+  survival = jnp.where(valid, survival, 0)
+  columns = jnp.searchsorted(
+      jnp.array(_EDGES, p.dtype), survival[:, None] + logs, side="right")
+  row = jnp.arange(size)[:, None]
+  empty = jnp.zeros((size, _COLUMNS), p.dtype)
+  return BoundTerms(
+      parents=parents, valid=valid,
+      mass=empty.at[row, columns].add(p / p.sum(-1, keepdims=True)),
+      possible=empty.astype(bool).at[row, columns].max(p > 0),
+      columns=columns[above, tokens].astype(jnp.int32))
+
+
+def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
+  """Returns the bound's sample of every draft.
+
+  The mean over drafts that are independent of `table` is an unbiased estimate
+  of an upper bound on the expected accepted tokens of one round of every valid
+  rule, from the contexts at which the drafts were drawn.
+
+  Args:
+    terms: of R drafts, `[R, ...]`.
+    table: `[D, K]`, w of the texts c with depths 0, ..., D - 1. For deeper c,
+      w is 0. K is 18.
+
+  Returns:
+    `[R]`, the largest depth(v) + sum of m along vy of every draft. With a table
+    of zeros it is the depth of the deepest node that the target can reach.
+  """
+  return _maxima(terms, jnp.asarray(table))
+
+
+def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
+              ) -> np.ndarray:
+  """Returns a table whose bound is low on these drafts.
+
+  The mean of `accepted_bound` is convex in the table. Adam minimises it with a
+  soft maximum that hardens, and a penalty that keeps adjacent columns close.
+
+  Args:
+    terms: of R drafts, `[R, ...]`; do not evaluate the table on them.
+    depth: rows of the table: the height of the drafts, or less.
+    weights: `[R]`, weights of the drafts; default: equal.
+
+  Returns:
+    `[depth, K]`.
+  """
+  weights = (jnp.ones(len(terms.valid)) if weights is None
+             else jnp.asarray(weights))
+  if not depth or not len(weights):
+    return np.zeros((depth, _COLUMNS), np.float32)
+  return np.asarray(_fitted(terms, depth, weights / weights.sum()))
+
+
+def _maxima(terms, table, softness=None):
+  """`[R]`, the maxima over nodes and columns; soft ones for the fit."""
+  on_path = jax.vmap(topology.ancestors)(terms.parents)
+  depths = topology.depths_of(on_path)
+  rows = jnp.concatenate([table, jnp.zeros_like(table[:1])])[
+      jnp.minimum(depths, len(table))]
+  mean = jnp.sum(rows * terms.mass, -1)
+  above = jnp.maximum(terms.parents, 0)
+  paid = jax.vmap(lambda row, parent, column: row[parent, column])(
+      rows, above, terms.columns)
+  step = jnp.where(terms.parents < 0, 0,
+                   jnp.take_along_axis(mean, above, 1) - paid)
+  # No product of matrices, which may be of low precision on a device.
+  value = depths + mean + jnp.where(on_path, step[:, None], 0).sum(-1)
+  if softness is None:
+    last = jnp.where(terms.possible, -rows, -jnp.inf).max(-1)
+    return jnp.where(terms.valid, value + last, -jnp.inf).max(-1)
+  soft = lambda x, where: softness * jax.nn.logsumexp(
+      jnp.where(where, x / softness, -jnp.inf), axis=-1)
+  return soft(value + soft(-rows, terms.possible), terms.valid)
+
+
+@jax.jit(static_argnames="depth")
+def _fitted(terms, depth, weights):
+  cooled = lambda step: 0.5**(step * _HALVINGS / _STEPS)
+  optimizer = optax.adam(lambda step: _RATE * cooled(step), b2=0.99)
+
+  def loss(table, step):
+    softness = jnp.maximum(_SOFTNESS[0] * cooled(step), _SOFTNESS[1])
+    return (weights @ _maxima(terms, table, softness)
+            + _SMOOTHNESS * jnp.sum(jnp.diff(table)**2))
+
+  def update(carry, step):
+    table, state = carry
+    change, state = optimizer.update(jax.grad(loss)(table, step), state)
+    return (optax.apply_updates(table, change), state), None
+
+  table = jnp.zeros((depth, _COLUMNS))
+  (table, _), _ = jax.lax.scan(
+      update, (table, optimizer.init(table)), jnp.arange(_STEPS))
+  return table
