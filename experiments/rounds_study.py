@@ -13,6 +13,15 @@ rule's own rollouts, and the mixture over texts their quantiles.
 The drafter's q must depend on the text alone, so that a draft of one token
 gives q at every position. Greedy block verification has state and no such
 formula. Writes rounds.csv to --output_dir.
+
+--token_cost also compares rules for the draft length with block verification,
+at these prices of a drafted token in target calls: the best fixed length, a
+threshold on the confidence, and optimal stopping by estimates
+(`lib.draft_stopping`). They are tuned on one half of the prompts and judged on
+the other. This draws one draft of the largest --gamma at every position, and
+writes lengths.csv:
+
+  python experiments/rounds_study.py --token_cost=0.02,0.05,0.1,0.2
 """
 
 import dataclasses
@@ -20,8 +29,10 @@ import dataclasses
 from lib import common  # before jax, which takes long to import
 
 # isort: split
+from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import draft_stopping
 from lib import flags as shared
 from lib import models
 from lib import prompts as prompts_lib
@@ -47,6 +58,10 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/rounds")
 
+_TOKEN_COST = flags.DEFINE_list(
+    "token_cost", [], "Prices of a drafted token in target calls, "
+    "comma-separated, at which to compare draft lengths; above 0")
+
 _ROWS, _ROUNDS = 8, 8  # decoded at a time: bounds the memory of the trace
 
 
@@ -62,16 +77,22 @@ class _RejectAll:
 
 
 @jax.jit
-def _ratios(trace):
-  """p/q of the emitted tokens."""
-  token = trace.verdict.next_token[..., None]
-  at = lambda probs, node: jnp.take_along_axis(
-      probs[..., node, :], token, -1)[..., 0]
-  return at(trace.target_probs, 0) / at(trace.draft.probs, 1)
+def _seen(trace):
+  """p/q of the emitted tokens; max q and survival along the drafts."""
+  at = lambda probs, token: jnp.take_along_axis(
+      probs, token[..., None], -1)[..., 0]
+  p, q = trace.target_probs[..., :-1, :], trace.draft.probs[..., 1:, :]
+  token = trace.verdict.next_token
+  ratios = at(p[..., 0, :], token) / at(q[..., 0, :], token)
+  drawn = trace.draft.tokens[..., 1:]
+  step = lambda survival, ratio: (jnp.minimum(1, survival * ratio),) * 2
+  along = jnp.moveaxis(at(p, drawn) / at(q, drawn), -1, 0)
+  survival = jax.lax.scan(step, jnp.ones_like(ratios), along)[1]
+  return ratios, q.max(-1), jnp.moveaxis(survival, 0, -1)
 
 
 def _texts(decoder, params, prompts):
-  """The ratios of one text per prompt, `[T]` arrays."""
+  """A `draft_stopping.Text` of every prompt."""
   found = []
   for first in tqdm.trange(0, len(prompts), _ROWS, dynamic_ncols=True):
     some = prompts[first:first + _ROWS]
@@ -83,9 +104,10 @@ def _texts(decoder, params, prompts):
     while not state.done.all():
       state, stats, trace = decoder.decode_traced(params, state, _ROUNDS)
       sj.raise_if_not_finite(stats)
-      parts.append(jax.device_get((_ratios(trace), stats.active)))
-    ratios, active = (np.concatenate(x) for x in zip(*parts))
-    found += [ratios[active[:, row], row] for row in range(len(some))]
+      parts.append(jax.device_get((stats.active, *_seen(trace))))
+    active, *seen = (np.concatenate(x) for x in zip(*parts))
+    found += [draft_stopping.Text(*(x[active[:, row], row] for x in seen))
+              for row in range(len(some))]
   return found
 
 
@@ -93,7 +115,7 @@ def _rows(name, texts, gammas, clusters):
   """Rows of one drafter: every gamma and rule."""
   rows = []
   for gamma in gammas:
-    within = {rule: _padded([text_rounds.given_text(text, gamma, rule)
+    within = {rule: _padded([text_rounds.given_text(text.ratios, gamma, rule)
                              for text in texts]) for rule in ("token", "block")}
     rows += [{
         "drafter": name, "gamma": gamma, "temperature": _TEMPERATURE.value,
@@ -112,17 +134,23 @@ def _padded(within):
 
 def main():
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
+  prices = (common.numbers("--token_cost", _TOKEN_COST.value)
+            if _TOKEN_COST.value else [])
+  if min(prices, default=1) <= 0:
+    raise ValueError(f"--token_cost holds {min(prices):g}; give prices above "
+                     "0: without one the longest drafts are best")
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  rows = []
+  rows, lengths = [], []
   for name, drafter in drafters.items():
     chain, params = models.chain(target, drafter, name)
     decoder = sj.Decoder(
-        target=target.model, drafter=chain(1).drafter, verifier=_RejectAll(),
+        target=target.model, verifier=_RejectAll(),
+        drafter=chain(max(gammas) if prices else 1).drafter,
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
         eos=models.ends(target, tokenizer) if _CHAT.value else None)
     if "autoregressive" not in contract.capabilities(decoder.drafter):
@@ -133,10 +161,16 @@ def main():
     texts = _texts(decoder, {"target": target.params, "drafter": params},
                    read.all)
     rows += _rows(name, texts, gammas, read.clusters)
+    lengths += [{"drafter": name, "temperature": _TEMPERATURE.value, **row}
+                for price in prices for row in draft_stopping.compare(
+                    texts, read.clusters, price)]
   text_rounds.print_table(rows)
   common.write_csv(output_dir / "rounds.csv", rows)
+  if lengths:
+    draft_stopping.print_table(lengths)
+    common.write_csv(output_dir / "lengths.csv", lengths)
   common.finish(output_dir, "rounds", {
-      "rows": rows, "source": read.source})
+      "rows": rows, "lengths": lengths, "source": read.source})
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ tokens per pass with the best possible in one round on the same drafts. For
 chains that is known in closed form (see replay.py; --methods must include
 chain_block). For i.i.d. trees and trees without replacement it is not known,
 but bounded (see `analysis.accepted_bound`): "at least -15 %" says that no
-rule is more than 15 % below the best. These drafts come from rollouts of their own.
+rule is more than 15 % below the best. Drafts of their own give the bounds.
 
 More examples:
 

@@ -72,9 +72,10 @@ def test_texts_of_a_pair(tmp_path):
   # Broken: rules are given other texts, or on one of them token verification
   # is ahead of block verification.
   (tmp_path / "mine.txt").write_text("a = 1\n\nimport os\n\ndef f(x):")
-  rows = last_line(run_all("rounds_study.py", [
+  study = last_line(run_all("rounds_study.py", [
       "--prompts=mine.txt", "--drafter=tiny", "--gamma=1,4",
-      "--max_new_tokens=12"], cwd=tmp_path)[0])["rows"]
+      "--max_new_tokens=12", "--token_cost=5"], cwd=tmp_path)[0])
+  rows = study["rows"]
   of = {(r["verifier"], r["gamma"]): r for r in rows}
   assert len(of) == len(rows) == 4
   for row in rows:
@@ -84,3 +85,6 @@ def test_texts_of_a_pair(tmp_path):
   assert of["block", 4]["rounds"] < of["token", 4]["rounds"] < (
       of["token", 1]["rounds"])
   assert (tmp_path / "results/rounds/rounds.csv").exists()
+  assert len(study["lengths"]) == 5  # at this price no token is drafted
+  assert {round(r["cost"], 6) for r in study["lengths"]} == {12}
+  assert (tmp_path / "results/rounds/lengths.csv").exists()

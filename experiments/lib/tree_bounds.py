@@ -18,8 +18,9 @@ from specjax import contract
 from specjax import topology
 
 _TRACED_BYTES = 2**28  # limit for the distributions of one call
-UNKNOWN = dict.fromkeys(name + end for name in ("bound", "over_bound")
-                        for end in ("", "_low", "_high"))
+UNKNOWN = dict.fromkeys(
+    name + end for name in ("bounded_tokens", "bound", "over_bound")
+    for end in ("", "_low", "_high"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,9 +121,10 @@ def columns(judged, clusters):
     clusters: `[prompts]` labels, see `analysis.estimate`.
 
   Returns:
-    A dict for every rule: "bound", tokens per pass that no valid rule exceeds
-    on these drafts in one round, and "over_bound", the rule's tokens per pass
-    over it, less 1. No rule can be further from the best possible.
+    A dict for every rule: "bounded_tokens", its tokens per pass on these
+    drafts; "bound", tokens per pass that no valid rule exceeds on them in one
+    round; and "over_bound", the first over the second, less 1. The rule is at
+    most that far from the best possible.
   """
   places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
   half = np.array([places[label] % 2 for label in clusters])[judged.prompts]
@@ -133,8 +135,11 @@ def columns(judged, clusters):
     most[half == mine] = analysis.accepted_bound(take(half == mine), table)
   total = lambda x: np.bincount(judged.prompts, x, len(clusters))
   rounds, bound = total(np.ones(len(half))), total(most)
-  tokens = analysis.estimate(lambda accepted, count: 1 + accepted / count,
-                             bound, rounds, clusters=clusters)
-  return [{**tokens.columns("bound"), **analysis.relative_gain(
-      total(accepted), rounds, bound, rounds, clusters=clusters).columns(
-          "over_bound")} for accepted in judged.expected.T]
+  tokens = lambda accepted: analysis.ratio_estimate(
+      rounds + accepted, rounds, clusters=clusters)
+  return [{
+      **tokens(accepted).columns("bounded_tokens"),
+      **tokens(bound).columns("bound"),
+      **analysis.relative_gain(accepted, rounds, bound, rounds,
+                               clusters=clusters).columns("over_bound"),
+  } for accepted in map(total, judged.expected.T)]

@@ -1,0 +1,207 @@
+"""Draft lengths as optimal stopping, estimated from recorded texts.
+
+Every position of a text has one recorded draft. The cost of a text is its
+rounds plus a price for every drafted token. Given the text, block verification
+passes each position with a known probability, provided that the draft is long
+enough (`exact.draft_lengths`). The drafts add the expected number of drafted
+tokens. So the cost of a rule has no noise from accept and reject decisions.
+
+All rules see q alone. Drafting one token more saves survival * D, where D is
+the value of a token in cost. The survival is estimated as a product of
+acceptance rates of bins of the confidence max q. D is estimated from the costs
+of texts, as one number or by the confidence of the row that drew the token.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from specjax import analysis
+
+_BINS = 12
+_SWEEPS = 4  # of the rule and of D, which depend on each other
+_THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
+               1.0)  # 1 drafts nothing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+  """One text of T tokens, with a draft of G tokens from every position.
+
+  Attributes:
+    ratios: `[T]`, p/q of every token of the text.
+    confidence: `[T, G]`, max q of the rows that drew the drafts.
+    survival: `[T, G]`, survival of the drafts under block verification.
+  """
+
+  ratios: np.ndarray
+  confidence: np.ndarray
+  survival: np.ndarray
+
+  @functools.cached_property
+  def passed(self):
+    """`[T, G]`, P(the round passes l + 1 tokens | the text), drafts ample."""
+    logs = np.log(np.maximum(self.ratios, 1e-300))
+    rows = _ahead(logs, self.confidence.shape[1], np.inf)
+    most = np.maximum.accumulate(np.cumsum(rows, 1), 1)
+    return np.exp(-np.maximum(most, 0))
+
+  @functools.cached_property
+  def along(self):
+    """`[T, G]`, max q of the rows of the text from every position."""
+    return _ahead(self.confidence[:, 0], self.confidence.shape[1], 0)
+
+  @functools.cached_property
+  def room(self):
+    """`[T, G]` bool: whether a token at this place can be of any use."""
+    length, most = self.confidence.shape
+    return np.arange(length)[:, None] + np.arange(most) + 1 < length
+
+
+def _ahead(values, most, otherwise):
+  padded = np.r_[values, np.full(most, otherwise)]
+  return np.lib.stride_tricks.sliding_window_view(padded, most)[:len(values)]
+
+
+def costs_to_go(text, rule, price):
+  """Returns `[T + 1]`, the expected cost from every position, given the text.
+
+  Args:
+    text: a `Text`.
+    rule: function from confidences `[T, G]` to whether to draft each token,
+      `[T, G]` bool; it sees the rows up to the token's own.
+    price: cost of a drafted token, in target calls.
+  """
+  reach, drafted = (
+      np.logical_and.accumulate(rule(rows) & text.room, axis=1)
+      for rows in (text.along, text.confidence))
+  length = len(text.ratios)
+  passes = np.where(reach, text.passed, 0)
+  ends = (np.concatenate([np.ones((length, 1)), passes], 1)
+          - np.concatenate([passes, np.zeros((length, 1))], 1))
+  here = 1 + price * drafted.sum(1)
+  cost = np.zeros(length + 1 + passes.shape[1])
+  for n in reversed(range(length)):
+    cost[n] = here[n] + ends[n] @ cost[n + 1:n + 1 + ends.shape[1]]
+  return cost[:length + 1]
+
+
+def fixed(gamma):
+  """Drafts gamma tokens."""
+  return lambda rows: np.broadcast_to(np.arange(rows.shape[1]) < gamma,
+                                      rows.shape)
+
+
+def confident(threshold, gamma):
+  """Drafts while max q exceeds the threshold, at most gamma tokens."""
+  return lambda rows: (rows > threshold) & fixed(gamma)(rows)
+
+
+class Estimates:
+  """Acceptance rates and values of tokens by bins of the confidence."""
+
+  def __init__(self, texts):
+    rows = np.concatenate([x.confidence for x in texts])
+    after = np.concatenate([x.survival for x in texts])
+    before = np.concatenate([np.ones_like(after[:, :1]), after[:, :-1]], 1)
+    self._edges = np.quantile(rows, np.arange(1, _BINS) / _BINS)
+    self._texts = texts
+    self._rate = self._means(rows, after, before)
+
+  def _means(self, rows, totals, counts):
+    sums = [np.bincount(self._bins(rows).ravel(), np.ravel(x), _BINS)
+            for x in (totals, counts)]
+    return sums[0] / np.maximum(sums[1], 1e-9)
+
+  def _bins(self, rows):
+    return np.searchsorted(self._edges, rows)
+
+  def survival(self, rows):
+    """`[T, G]`, the estimated survival of each token, before it is drawn."""
+    return np.cumprod(self._rate[self._bins(rows)], axis=1)
+
+  def worth(self, price, by_context):
+    """Returns the rule "survival * D > price", D from the texts."""
+    value = np.ones(_BINS)
+    for _ in range(_SWEEPS):
+      rule = functools.partial(self._pays, value, price)
+      drops, rows, chances = [], [], []
+      for text in self._texts:
+        cost = costs_to_go(text, rule, price)
+        drops.append((cost[:-1] - cost[1:])[1:])
+        rows.append(text.confidence[:-1, 0])  # the row that drew the token
+        chances.append(1 / np.maximum(text.ratios[:-1], 1))
+      drops, rows, chances = map(np.concatenate, (drops, rows, chances))
+      value = (self._means(rows, drops * chances, chances) if by_context else
+               np.full(_BINS, drops @ chances / chances.sum()))
+    return functools.partial(self._pays, value, price)
+
+  def _pays(self, value, price, rows):
+    return self.survival(rows) * value[self._bins(rows)] > price
+
+
+def rules(texts, price):
+  """Returns rules by their names, tuned on these texts."""
+  most = texts[0].confidence.shape[1]
+  found = Estimates(texts)
+  tuned = lambda choices: min(choices, key=lambda rule: sum(
+      costs_to_go(text, rule, price)[0] for text in texts))
+  return {
+      "fixed length": tuned([fixed(gamma) for gamma in range(most + 1)]),
+      "confidence": tuned([confident(threshold, gamma) for gamma in
+                           range(1, most + 1) for threshold in _THRESHOLDS]),
+      "survival, tuned threshold": tuned([
+          lambda rows, least=least: found.survival(rows) > least
+          for least in _THRESHOLDS]),
+      "survival * D": found.worth(price, by_context=False),
+      "survival * D(context)": found.worth(price, by_context=True),
+  }
+
+
+def compare(texts, clusters, price):
+  """Returns a row for every rule, tuned on one half and judged on the other.
+
+  Args:
+    texts: a `Text` for every prompt.
+    clusters: `[prompts]` labels, see `analysis.estimate`.
+    price: cost of a drafted token, in target calls.
+
+  Returns:
+    Dicts with "rule", "cost" (target calls per text) and "over_fixed",
+    "over_confidence": the cost over that of the best fixed length and of the
+    best confidence threshold, less 1; with 95 % intervals.
+  """
+  places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
+  half = np.array([places[label] % 2 for label in clusters])
+  cost = {}
+  for mine in (0, 1):
+    chosen = rules([x for x, side in zip(texts, half) if side != mine], price)
+    for name, rule in chosen.items():
+      values = cost.setdefault(name, np.zeros(len(texts)))
+      for i in np.flatnonzero(half == mine):
+        values[i] = costs_to_go(texts[i], rule, price)[0]
+  over = lambda name, base: analysis.estimate(
+      lambda a, b: a / b - 1, cost[name], cost[base], clusters=clusters)
+  return [{
+      "rule": name, "token_cost": price, "clusters": len(places),
+      **analysis.estimate(np.divide, values, np.ones(len(texts)),
+                          clusters=clusters).columns("cost"),
+      **over(name, "fixed length").columns("over_fixed"),
+      **over(name, "confidence").columns("over_confidence"),
+  } for name, values in cost.items()]
+
+
+def print_table(rows):
+  """Prints the cost of every rule at every price."""
+  shown = lambda row, name, form: format(
+      analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
+  print("cost of a text: target calls + price of its drafted tokens; tuned on "
+        "one half of the prompts, judged on the other")
+  print(f"{'drafter':10s} {'price':>5s} {'rule':26s} {'cost':>22s} "
+        f"{'over fixed length':>26s} {'over confidence':>26s}")
+  for r in rows:
+    print(f"{r['drafter']:10s} {r['token_cost']:5g} {r['rule']:26s} "
+          f"{shown(r, 'cost', '.2f'):>22s} "
+          f"{shown(r, 'over_fixed', '+.2%'):>26s} "
+          f"{shown(r, 'over_confidence', '+.2%'):>26s}")
