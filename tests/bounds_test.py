@@ -1,16 +1,23 @@
 """Upper bounds from drawn trees, against the optimum of linear programs."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import ROOT
 
 from specjax import analysis
 from specjax import exact
+from specjax import trees as shapes
 from specjax.exact import trees
 from specjax.types import Draft
+
+sys.path.append(str(ROOT / "experiments"))
+
+from lib import tree_bounds  # noqa: E402
 
 _TREE = (-1, 0, 0, 1, 1, 2)
 _terms = jax.jit(jax.vmap(analysis.bound_terms))
@@ -78,3 +85,17 @@ def test_padding_is_no_node():
   draft = Draft.chain(0, jnp.array([1, 1]), jnp.array([[0.5, 0.5], [0, 0]]))
   terms = jax.tree.map(lambda x: x[None], analysis.bound_terms(draft, p, p))
   assert analysis.accepted_bound(terms, np.zeros((2, 18))).tolist() == [1.0]
+
+
+def test_larger_trees_have_q_at_every_node():
+  # Broken: a node whose q the bound needs has no child, or the nodes that the
+  # rules see are others.
+  for parents in ((-1, 0, 1), (-1, 0, 0, 0, 1, 2, 2, 4),
+                  (-1, *[0] * 11, 1, 12)):  # more than ten siblings
+    larger, nodes = tree_bounds.extended(parents)
+    depths = np.array(shapes.depths(parents))
+    assert (np.array(larger)[nodes[1:]] == nodes[list(parents[1:])]).all()
+    assert set(nodes[depths < depths.max()]) <= set(larger)
+    assert len(larger) - len(parents) == sum(
+        node not in parents for node in np.flatnonzero(depths < depths.max()))
+    assert shapes.breadth_first(larger) == larger

@@ -85,6 +85,7 @@ def test_texts_of_a_pair(tmp_path):
   assert of["block", 4]["rounds"] < of["token", 4]["rounds"] < (
       of["token", 1]["rounds"])
   assert (tmp_path / "results/rounds/rounds.csv").exists()
-  assert len(study["lengths"]) == 5  # at this price no token is drafted
-  assert {round(r["cost"], 6) for r in study["lengths"]} == {12}
+  # At this price no token is worth its draft. (Few texts choose a threshold.)
+  assert [r["cost"] for r in study["lengths"] if "threshold" not in r["rule"]
+          and r["rule"] != "confidence"] == pytest.approx([12] * 3)
   assert (tmp_path / "results/rounds/lengths.csv").exists()

