@@ -41,21 +41,53 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
   """Attention of a block of T tokens that has no past.
 
   Args:
-    query: `[B, T, G * H, D]`.
+    query: `[B, S, G * H, D]`, of the last S tokens of the block.
     key: `[B, T, H, D]`.
     value: `[B, T, H, D]`.
-    ancestors: `[B, T, T]` bool.
+    ancestors: `[B, S, T]` bool.
     window: how many tokens back each one sees, itself included; 0: all.
     softcap: see `attention.block_attention`.
 
   Returns:
-    `[B, T, G * H, D]`.
+    `[B, S, G * H, D]`.
   """
   if window:
     none = jnp.zeros(query.shape[:1], jnp.int32)
-    ancestors = visible_slots(none, ancestors, query.shape[1], window)
+    ancestors = visible_slots(none, ancestors, key.shape[1], window)
   return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
                            ancestors, softcap)
+
+
+@struct.dataclass
+class BlockCache:
+  """Keys and values of a block that is never committed, for training.
+
+  It takes the place of a cache where a pass reads the tokens of passes before
+  it. There are no empty slots to attend to, and gradients need no copy of them.
+
+  Attributes:
+    lengths: `[B]` int32 zeros; no token is committed.
+    layers: `{layer: (keys, values)}`, each `[B, T, H, D]`.
+  """
+
+  lengths: jax.Array
+  layers: dict[int, tuple[jax.Array, jax.Array]] = struct.field(
+      default_factory=dict)
+
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "BlockCache":
+    """Adds `[B, S, H, D]` of the new tokens of a layer, as in `KVCache`."""
+    new = k, v
+    if after:
+      new = tuple(jnp.concatenate([old[:, :after], x], axis=1)
+                  for old, x in zip(self.layers[layer], new))
+    return self.replace(layers={**self.layers, layer: new})
+
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
+             **options: Any) -> jax.Array:
+    """Returns `attention_in_block` of the layer."""
+    return attention_in_block(
+        query, *self.layers[layer], ancestors, **options)
 
 
 @struct.dataclass

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import prefill
 from specjax import topology
+from specjax.kv_cache import BlockCache
 from specjax.models.heads import check_fits
 from specjax.models.heads import LookaheadEmbeddings
 from specjax.models.heads import with_lookahead
@@ -99,8 +99,7 @@ class Lookahead:
     cuts, count = positions.shape[1], self.embeddings.count
     branch = cuts * count
     target = params["target"]
-    cache = prefill.empty_cache(
-        self.model, target, positions[:, 0], size + branch)
+    cache = BlockCache(lengths=jnp.zeros((batch,), jnp.int32))
     row, causal = topology.causal(batch, size)
     cache = jax.lax.stop_gradient(
         self.model(target, tokens, row, causal, cache).cache)

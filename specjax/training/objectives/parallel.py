@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.kv_cache import attention_in_block
+from specjax.kv_cache import BlockCache
 from specjax.models.heads import ParallelHeads
 from specjax.models.heads.base import check_sizes_match
 from specjax.models.transformer import Transformer
@@ -207,7 +207,8 @@ class Parallel:
     text = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32),
                             (batch, length))
     cache = heads.with_context(
-        own, _Block({}), heads.context(own, features), text)
+        own, BlockCache(lengths=jnp.zeros((batch,), jnp.int32)),
+        heads.context(own, features), text)
     slots = heads.slots(own, target_params, jnp.take_along_axis(
         tokens, anchors, axis=1)).reshape(batch, count * size, -1)
     positions = anchors[..., None] + jnp.arange(size, dtype=jnp.int32)
@@ -233,28 +234,6 @@ class Parallel:
     scores = [score(k, logits[:, :, k - 1], anchors - 1)
               for k in range(1, logits.shape[2] + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
-
-
-class _Block(NamedTuple):
-  """In place of a cache: nothing is committed, and a mask says all.
-
-  Attributes:
-    layers: of each layer the keys and values `[B, T, H, D]`, of the text and
-      then of the slots.
-  """
-
-  layers: dict[int, tuple[jax.Array, jax.Array]]
-
-  def append(self, layer, key, value, after):
-    new = key, value
-    if after:
-      new = tuple(jnp.concatenate(parts, axis=1)
-                  for parts in zip(self.layers[layer], new))
-    return _Block({**self.layers, layer: new})
-
-  def attend(self, layer, query, ancestors, **options):
-    return attention_in_block(
-        query, *self.layers[layer], ancestors, **options)
 
 
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
