@@ -72,7 +72,7 @@ _WINDOW = flags.DEFINE_integer(
 _BATCH_SIZE = shared.batch_size()
 _STEPS = shared.steps(1000, "training steps of a drafter")
 _LEARNING_RATE = shared.learning_rate(1e-3, "peak, AdamW")
-_WARMUP_STEPS = shared.warmup_steps()
+_WARMUP_FRACTION = shared.warmup_fraction()
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _LENGTH = shared.gamma(
@@ -159,8 +159,8 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
       "rows": fingerprint(rows),
       "trained_on": fingerprint(weights),
       **{flag.name: flag.value for flag in (
-          _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_STEPS, _DECAY_FRACTION,
-          _SEED)}}, "run")
+          _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_FRACTION,
+          _DECAY_FRACTION, _SEED)}}, "run")
   before = np.stack([_ranks(d, held_out) == 0 for d in drafters]).any(0)
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
@@ -176,7 +176,8 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
   trained = loop.Trainer(
       objective=objectives.NextToken(model=model),
       optimizer=optimizers.adamw(optimizers.trapezoid(
-          _LEARNING_RATE.value, _STEPS.value, _WARMUP_STEPS.value,
+          _LEARNING_RATE.value, _STEPS.value,
+          round(_STEPS.value * _WARMUP_FRACTION.value),
           int(_STEPS.value * _DECAY_FRACTION.value))),
       batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,

@@ -74,7 +74,7 @@ _ROW_TOKENS = flags.DEFINE_integer(
 _BATCH_SIZE = shared.batch_size()
 _STEPS = shared.steps(3000)
 _LEARNING_RATE = shared.learning_rate(0.02, "peak, Muon")
-_WARMUP_STEPS = shared.warmup_steps(100)
+_WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
@@ -295,7 +295,7 @@ def main():
       "drafter": repr(drafter), "answers": fingerprint(learned.tokens),
       "tokenizer": fingerprint(own.backend.to_str()),
       **{flag.name: flag.value for flag in (
-          _ROW_TOKENS, _BATCH_SIZE, _LEARNING_RATE, _WARMUP_STEPS,
+          _ROW_TOKENS, _BATCH_SIZE, _LEARNING_RATE, _WARMUP_FRACTION,
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
   own.save(output_dir / "tokenizer.json")
   order = distillation.RowBatches(
@@ -304,7 +304,7 @@ def main():
   evaluate = _evaluation(objective, held_out)
   trained = loop.Trainer(
       objective=objective, optimizer=optimizers.muon(runs.trapezoid(
-          lengths, _LEARNING_RATE.value, _WARMUP_STEPS.value,
+          lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
           _DECAY_FRACTION.value)),
       batch=lambda step: rows.rows(order.batch(step)), steps=_STEPS.value,
       directory=output_dir, evaluate=evaluate,

@@ -78,6 +78,7 @@ from lib import meshes
 from lib import method_options
 from lib import models
 from lib import progress
+from lib import sweep
 import numpy as np
 
 import specjax as sj
@@ -140,11 +141,14 @@ _ACCUMULATE = flags.DEFINE_integer(
     "that are processed in turn, to save memory; must divide --batch_size", 1)
 _STEPS = shared.steps()
 _LEARNING_RATE = shared.learning_rate(
-    None, "Peak learning rate of the heads. Default: " + ", ".join(
-        f"{m.learning_rate:g} ({m.name})" for m in methods.METHODS))
+    None, "Peak learning rate of the heads. The default depends on the method "
+    "and on the target's size: from the rate for the bundled target (4.2M "
+    "parameters) to a published rate, on a line of the logarithms, and "
+    f"{optimizers.MUON_RATE:g} with --optimizer=muon. " + "; ".join(
+        f"{m.name}: {m.learning_rate}" for m in methods.METHODS))
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. Muon "
-    "needs a --learning_rate of about 0.02. A target in training uses AdamW")
+    "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. A target "
+    "in training uses AdamW")
 _KEEP_FEATURES = flags.DEFINE_bool(
     "keep_features", False, "eagle1, eagle3 with --data=self: keep the "
     "target's hidden states of every row in memory, so that the target reads "
@@ -152,7 +156,12 @@ _KEEP_FEATURES = flags.DEFINE_bool(
 _RATE_RATIO = flags.DEFINE_float(
     "rate_ratio", 4.0, "Learning rate of the heads divided by the target's, if "
     "the target is trained (medusa2, --train_target)", 0.01)
-_WARMUP_STEPS = shared.warmup_steps()
+_SWEEP = sweep.define()
+_SCHEDULE = flags.DEFINE_enum(
+    "schedule", "trapezoid", ["trapezoid", "cosine"], "Learning rate after the "
+    "warm-up: trapezoid, constant and then falling linearly to 0 (see "
+    "--decay_fraction); cosine, half a cosine from the peak to 0")
+_WARMUP_FRACTION = shared.warmup_fraction()
 _DECAY_FRACTION = shared.decay_fraction()
 _SELF_DIR = flags.DEFINE_string(
     "self_dir", None, "With --data=self: directory of the sampled rows, which "
@@ -180,7 +189,7 @@ _SELF_TEMPERATURE = flags.DEFINE_float(
 _SELF_ROWS_PER_FILE = flags.DEFINE_integer(
     "self_rows_per_file", None, "With --data=self: rows sampled in one batch; "
     "an accelerator can take hundreds. Default: 32, with --self_chat 64", 1)
-_HELD_OUT_ROWS = shared.held_out_rows()
+_HELD_OUT_ROWS = shared.held_out_rows(64)
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _SAVE_DTYPE = shared.save_dtype()
@@ -317,15 +326,28 @@ def _objective(method, target, heads, options):
   return objective
 
 
-def _rate(method):
-  if _LEARNING_RATE.value is None:
-    return method.learning_rate
-  return _LEARNING_RATE.value
+def _rate(method, target):
+  """Returns --learning_rate, or its default, which it prints."""
+  if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
+    raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
+                     "--schedule=cosine falls from the warm-up on; leave one "
+                     "of the two out")
+  if _LEARNING_RATE.value is not None:
+    return _LEARNING_RATE.value
+  rate = (optimizers.MUON_RATE if _OPTIMIZER.value == "muon" else
+          method.learning_rate.of(common.num_parameters(target.params)))
+  print(f"learning rate {rate:g}, the default for --method={method.name} and "
+        f"this target; --sweep compares others", file=sys.stderr)
+  return rate
 
 
 def _optimizer(rate, tuned, lengths):
-  schedule = lambda peak: runs.trapezoid(
-      lengths, peak, _WARMUP_STEPS.value, _DECAY_FRACTION.value)
+  def schedule(peak):
+    if _SCHEDULE.value == "cosine":
+      return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
+    return runs.trapezoid(
+        lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
+
   own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
          else optimizers.adamw(schedule(rate), weight_decay=0.0))
   by_name = {"drafter": own}
@@ -373,7 +395,7 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
-          _WARMUP_STEPS, _DECAY_FRACTION, _SEED,
+          _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED,
           *([_ANSWERS_ONLY] if _ANSWERS_ONLY.value else []))}}, _STEPS.value)
 
 
@@ -390,6 +412,8 @@ def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
 
 
 def main():
+  if _SWEEP.value is not None:
+    return sweep.run(_SWEEP, _OUTPUT_DIR.value, main)
   method = _METHODS[_METHOD.value]
   for options in (_HEAD_OPTIONS, _OPTIONS):
     options.check(method)
@@ -430,7 +454,7 @@ def main():
         file=sys.stderr)
 
   trainable, frozen = _weights(method, options, objective, target, params)
-  rate = _rate(method)
+  rate = _rate(method, target)
   lengths = _claim(
       output_dir, objective, text.corpus,
       text.streams if chats is None else tuple(x.tokens for x in chats),
@@ -455,7 +479,8 @@ def main():
       output_dir, tokens_per_step, before[drafter_report.CURVE],
       _HEADS_FROM.value)}
   drafter_report.write(output_dir, method, taken, added, before,
-                       evaluate({"target": target.params, **saved}))
+                       evaluate({"target": target.params, **saved},
+                                by_row=True))
   print(exports.advice(output_dir, heads, target.model, _TARGET.value),
         file=sys.stderr)
 

@@ -102,7 +102,7 @@ _OPTIMIZER = flags.DEFINE_enum(
     "muon: Muon on the layers' matrices, Adam on the rest")
 _LEARNING_RATE = shared.learning_rate(
     0.02, "peak; 0.02 suits muon, 0.003 adamw")
-_WARMUP_STEPS = shared.warmup_steps(100)
+_WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every(1000)
 _EVALUATION_STRIDE = flags.DEFINE_integer(
@@ -188,7 +188,7 @@ def _model(tokenizer):
 def _optimizer(lengths):
   make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
   return make[_OPTIMIZER.value](runs.trapezoid(
-      lengths, _LEARNING_RATE.value, _WARMUP_STEPS.value,
+      lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
       _DECAY_FRACTION.value))
 
 
@@ -290,7 +290,7 @@ def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
           _VOCAB_SIZE.name: _VOCAB_SIZE.value}),
       **{flag.name: flag.value for flag in (
           *(_LAYER_SKIP if _EXIT_SCALE.value is not None else ()),
-          _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_STEPS,
+          _BATCH_SIZE, _OPTIMIZER, _LEARNING_RATE, _WARMUP_FRACTION,
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
 
 

@@ -44,8 +44,8 @@ _REFUSED = [  # of eight devices
 ]
 
 
-_TINY = ["--target=target", "--steps=2", "--warmup_steps=1", "--batch_size=4",
-         "--evaluate_every=0", "--save_dtype=float32"]
+_TINY = ["--target=target", "--steps=2", "--warmup_fraction=0.5",
+         "--batch_size=4", "--evaluate_every=0", "--save_dtype=float32"]
 _DISTILL = [*_TINY, "--prompts=copy", "--num_prompts=14", "--rows_per_file=4",
             "--prompt_tokens=4", "--max_new_tokens=4", "--vocab_size=0",
             "--top=4", "--width=8", "--layers=1", "--heads=2", "--kv_heads=2",
@@ -252,7 +252,7 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
       "train_lm.py", "--data=corpus.txt", "--vocab_size=264", "--width=8",
       "--layers=1", "--heads=4", "--kv_heads=2", "--head_dim=4",
       "--mlp_width=8", "--context_length=16", "--batch_size=4", "--steps=20",
-      "--warmup_steps=2", "--evaluate_every=0", "--save_dtype=float32",
+      "--warmup_fraction=0.1", "--evaluate_every=0", "--save_dtype=float32",
       "--optimizer=adamw", "--learning_rate=0.003"]
 
   first, second = _start_two(

@@ -58,7 +58,7 @@ def test_a_killed_run_ends_bit_identical(tmp_path):
       "train_lm.py", f"--data={corpus}", "--vocab_size=270", "--width=8",
       "--layers=1", "--heads=2", "--kv_heads=1", "--head_dim=4",
       "--mlp_width=8", "--context_length=16", "--batch_size=4",
-      "--steps=400", "--warmup_steps=20", "--evaluate_every=100",
+      "--steps=400", "--warmup_fraction=0.05", "--evaluate_every=100",
       "--checkpoint_every=40", "--save_dtype=float32"]
   sj.data.tokenizers.train(words, 258).save(tmp_path / "other.json")
   (tmp_path / "file").touch()
@@ -281,7 +281,7 @@ def test_distill(tmp_path):
       "--prompt_tokens=24", "--max_new_tokens=16", "--vocab_size=600",
       "--width=32", "--layers=1", "--heads=1", "--head_dim=16",
       "--mlp_width=32", "--row_tokens=64", "--batch_size=4", "--steps=40",
-      "--warmup_steps=1", "--evaluate_every=0", "--gamma=2",
+      "--warmup_fraction=0.025", "--evaluate_every=0", "--gamma=2",
       "--output_dir=out"],
       *([*flags, "--num_prompts=8", "--output_dir=none"]
         for flags, _ in _BEFORE_THE_TARGET_WRITES), cwd=tmp_path)

@@ -1,24 +1,27 @@
-"""How good heads are, beside what they were before they were trained."""
+"""Quality of heads on held-out text, before and after their training."""
 
 import functools
+import math
 import pathlib
 
 from lib import common
 import specjax as sj
+from specjax.analysis import Estimate
 from specjax.files import read_json
 from specjax.files import write_json
 from specjax.training import evaluation
 from specjax.training import metrics
 
 CURVE = "greedy_block_efficiency"  # what the learning curve is of
-_DECODED_ROWS, _DECODED_ROUNDS = 16, 32  # to measure block efficiency
+DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding
 
 
 def evaluation_of(method, target, heads, params, held_out):
-  """What is measured while the heads train: by head, and by decoding.
+  """Returns the evaluation of a run: by head, and by greedy decoding.
 
-  Rows are continued greedily after their first quarter, with the likeliest
-  chain of the heads; that of PaSS is folded.
+  Prompts are the first quarters of the held-out rows, because prompts of one
+  row would resemble each other. The heads' most likely chain is verified; that
+  of PaSS is folded.
 
   Args:
     method: of the run.
@@ -28,21 +31,22 @@ def evaluation_of(method, target, heads, params, held_out):
     held_out: `[R, S]`.
 
   Returns:
-    `{"target", "drafter"} -> {name: number}`.
+    `{"target", "drafter"} -> {name: number}`; with `by_row=True` also the
+    values of each row, see `evaluation.head_accuracy`.
   """
   accuracy = evaluation.head_accuracy(
       method.measure(target.model, heads), held_out)
-  prompts = held_out[:_DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
+  prompts = held_out[:DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
   room = target.model.context_length - prompts.shape[1]
   attach = functools.partial(heads.attach, target.model)
   model, _ = attach(target.params, params)
   decoded = evaluation.block_efficiency(
       sj.Decoder(target=model, **method.chain(heads)._asdict(),
                  transform=sj.LogitsTransform(temperature=0)),
-      prompts, rounds=min(_DECODED_ROUNDS,
+      prompts, rounds=min(DECODED_ROUNDS,
                           max(1, room // (heads.num_forecasts + 1))))
-  return lambda params: {
-      **accuracy(params),
+  return lambda params, **options: {
+      **accuracy(params, **options),
       **decoded(attach(params["target"], params["drafter"])[1])}
 
 
@@ -80,23 +84,56 @@ def write(output_dir, method, taken, added, before, measured):
     before: measured before the first step.
     measured: and after the last.
   """
-  _print(measured)
+  _print(method, taken, added, before, measured)
   training = {"method": method.name, **taken,
               "accuracy": evaluation.by_head(measured, "top")}
   write_json(output_dir / "training.json", training)
-  names = ("block_efficiency", CURVE, "data_block_efficiency")
+  results = lambda found: {
+      name: value for name, value in found.items()
+      if name.partition("/")[0].endswith("block_efficiency")}
   common.finish(output_dir, "train_drafter", {
       **training, "added_parameters": added,
       "loss": evaluation.by_head(measured, "loss"),
       "data_accuracy": evaluation.by_head(measured, "data_top"),
-      **{name: measured[name] for name in names},
-      "untrained": {name: before[name] for name in names}})
+      **results(measured), "untrained": results(before),
+      **({"by_row": {name: values.tolist() for name, values in
+                     measured["by_row"].items()}}
+         if "by_row" in measured else {})})
 
 
-def _print(measured):
-  print("head  loss   right among the top 1..5       the same, of the data")
+def shown(found: Estimate) -> str:
+  """Returns a value and its interval, such as "1.609 [1.555, 1.676]"."""
+  if math.isnan(found.low):
+    return f"{found.value:.3f}"
+  return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _print(method, taken, added, before, measured):
+  print(f"{method.name}: {taken['tokens']:,} training tokens in "
+        f"{taken['minutes']:.1f} minutes; {added:,} parameters added\n")
+  print(f"{'':46s}{'before':>8s}  after training\n"
+        f"{'Acceptance length (accepted draft tokens per':46s}{'training':>8s}"
+        "  [95 % interval]\ntarget call) along held-out text")
+  lines = [("  greedy decoding", CURVE, 1),
+           ("  sampling, temperature 1", "sampled_block_efficiency", 1),
+           ("Block efficiency (tokens per target call),\n  greedy decoding of "
+            "held-out prompts", "block_efficiency", 0)]
+  for text, name, less in lines:
+    *more, text = text.split("\n")
+    print(*(f"{line}\n" for line in more), f"{text:46s}"
+          f"{before[name] - less:8.3f}  "
+          f"{shown(evaluation.interval(measured, name, less))}", sep="")
+  top = [*range(1, 1 + len(evaluation.by_head(measured, "top")[0]))]
+  width = 6 * len(top) - 1
+  print(f"\nAccuracy of head k: share of positions of held-out text at which "
+        "one of the\nhead's j most likely tokens is the right one. Head 0 is "
+        "the target's LM head.\n"
+        f"{'':14s}{'right: most likely to the target':{width + 5}s}"
+        "right: the next token of the text\n"
+        f"head    loss  " + "   ".join(
+            " ".join(f"{f'top {j}':>5s}" for j in top) for _ in range(2)))
   for k, (loss, target, data) in enumerate(zip(
       *(evaluation.by_head(measured, name)
         for name in ("loss", "top", "data_top")))):
-    print(f"{k:4d} {loss:6.3f}  " + " ".join(f"{x:.3f}" for x in target)
-          + "  " + " ".join(f"{x:.3f}" for x in data))
+    print(f"{k:4d}  {loss:6.3f}  " + "   ".join(
+        " ".join(f"{x:.3f}" for x in side) for side in (target, data)))

@@ -238,11 +238,11 @@ def learning_rate(default, help_):
   return flags.DEFINE_float("learning_rate", default, help_, 0.0)
 
 
-def warmup_steps(default=40):
+def warmup_fraction(default=0.04):
   """Length of the learning rate's warm-up."""
-  return flags.DEFINE_integer(
-      "warmup_steps", default, "Steps of the linear learning-rate warm-up at "
-      "the start", 0)
+  return flags.DEFINE_float(
+      "warmup_fraction", default, "Fraction of the steps, at the start of the "
+      "run, in which the learning rate rises linearly to its peak", 0.0, 1.0)
 
 
 def decay_fraction():

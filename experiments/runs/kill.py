@@ -35,8 +35,8 @@ _CORPUS = ("ast.py", "argparse.py", "difflib.py", "heapq.py", "inspect.py",
 _SMALL_LM = (
     "--data=corpus", "--vocab_size=400", "--width=32", "--layers=2",
     "--heads=2", "--kv_heads=1", "--head_dim=16", "--mlp_width=64",
-    "--context_length=64", "--warmup_steps=20", "--evaluate_every=400",
-    "--checkpoint_every=100")
+    "--context_length=64", "--warmup_fraction=0.0133",
+    "--evaluate_every=400", "--checkpoint_every=100")
 # {script: its commands, one after the other in the same directory}
 _COMMANDS = {
     "train_lm": [  # and then it is extended

@@ -11,7 +11,7 @@ python experiments/runs/online_texts.py "$runs"
 python experiments/train_lm.py --output_dir="$runs/coder" \
   --data="$runs/code.jsonl" --tokenizer=specjax/models/zoo/tokenizer.json \
   --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192 \
-  --steps=400 --warmup_steps=50 --decay_fraction=0.7 --evaluate_every=0 \
+  --steps=400 --warmup_fraction=0.125 --decay_fraction=0.7 --evaluate_every=0 \
   --checkpoint_every=100
 
 study() {

@@ -11,12 +11,14 @@ train() {
 train --method=medusa2 --heads_from=specjax/models/zoo/medusa \
   --output_dir="$runs/medusa2" --steps=1000
 train --method=blockwise --all_heads \
-  --output_dir="$runs/blockwise" --steps=300
+  --output_dir="$runs/blockwise" --steps=300 --warmup_fraction=0.1333
 train --method=blockwise --all_heads --train_target --learning_rate=0.002 \
-  --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_tuned" --steps=250
+  --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_tuned" \
+  --steps=250 --warmup_fraction=0.16
 train --method=blockwise --all_heads --train_target --learning_rate=0.002 \
   --heads_from="$runs/blockwise" --output_dir="$runs/blockwise_distilled" \
-  --steps=250 --data=self --self_temperature=0 --self_rows=1024
+  --steps=250 --warmup_fraction=0.16 --data=self --self_temperature=0 \
+  --self_rows=1024
 
 heads=pass,medusa
 for name in medusa2 blockwise blockwise_tuned blockwise_distilled; do

@@ -16,7 +16,7 @@ python experiments/runs/swift.py
 
 train() {
   python experiments/train_lm.py --initial=bundled --steps=200 --batch_size=4 \
-    --learning_rate=0.01 --warmup_steps=20 --decay_fraction=0.7 \
+    --learning_rate=0.01 --warmup_fraction=0.1 --decay_fraction=0.7 \
     --evaluate_every=0 --checkpoint_every=25 "$@"
 }
 train --output_dir="$runs/layer_skip_target" --exit_scale=1

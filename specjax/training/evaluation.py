@@ -18,10 +18,13 @@ from numpy.typing import ArrayLike
 import optax
 
 from specjax import processes
+from specjax.analysis.intervals import Estimate
+from specjax.analysis.intervals import estimate
 from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
 from specjax.files import fingerprint
 from specjax.training.objectives import DrafterObjective
+from specjax.training.objectives.divergences import total_variation
 from specjax.types import ModelFn
 
 _BATCH = 8
@@ -100,62 +103,98 @@ def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
 
 def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
                      rounds: int, seed: int = 0) -> Measure:
-  """A function that decodes held-out prompts and counts tokens a round.
+  """Returns a function that decodes held-out prompts: tokens per target call.
 
-  1 + E[tau]: every round counts with the expectation of its accepted tokens
-  given its draft (Rao-Blackwell), and rows that are done do not count.
+  The value is 1 + E[tau]. Every round counts with the expected number of
+  accepted tokens given its draft (Rao-Blackwell); finished rows do not count.
 
   Args:
     decoder: a `Decoder`; its drafter, verifier and transform are measured.
     prompts: sequences of token ids.
-    rounds: of every prompt; fewer where the context ends.
+    rounds: rounds of every prompt; fewer where the context ends.
     seed: of the sampling, the same at every call.
 
   Returns:
-    `{"target", "drafter"} -> {"block_efficiency": value}`. It raises a
-    ValueError where no prompt leaves room for a token.
+    `{"target", "drafter"} -> {"block_efficiency": value}`, with its 95 %
+    interval over prompts as "block_efficiency/low" and "/high" if there are
+    enough. It raises a ValueError if no prompt leaves room for a token.
   """
+  longest = max(map(len, prompts))
+  # Slots are reserved up to the limit: a published context takes gigabytes.
+  limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
+
   def evaluate(params):
-    state = decoder.prefill(params, prompts, jax.random.key(seed))
+    state = decoder.prefill(
+        params, prompts, jax.random.key(seed), limits=max(limit, longest))
     _, stats = decoder.decode(params, state, rounds=rounds)
     raise_if_not_finite(stats)
-    if not stats.active.any():
+    accepted, active = (np.asarray(x, np.float64).sum(axis=0) for x in (
+        stats.expected[..., 0], stats.active))
+    if not active.any():
       raise ValueError(
           f"no prompt leaves room in the context of {decoder.context_length} "
           "tokens, so that no round was decoded; give shorter prompts")
-    accepted = jnp.sum(stats.expected[..., 0]) / jnp.sum(stats.active)
-    return {"block_efficiency": float(1 + accepted)}
+    return _with_interval("block_efficiency", accepted, active)
 
   return evaluate
+
+
+def _with_interval(name, totals, counts):
+  """Returns `{name, name/low, name/high}` of 1 + sum(totals) / sum(counts)."""
+  found = estimate(lambda total, count: 1 + total / count, totals, counts)
+  ends = {} if np.isnan(found.low) else {
+      f"{name}/low": found.low, f"{name}/high": found.high}
+  return {name: found.value, **ends}
+
+
+def interval(measured: Mapping[str, float], name: str,
+             less: float = 0.0) -> Estimate:
+  """Returns a measured value as an `Estimate`, less a constant.
+
+  Args:
+    measured: by a function of this module.
+    name: of a value that has an interval, such as "block_efficiency".
+    less: subtracted; 1 makes a block efficiency an acceptance length.
+  """
+  nan = float("nan")
+  return Estimate(*(measured.get(key, nan) - less for key in (
+      name, f"{name}/low", f"{name}/high")), 0)
 
 
 def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   batch_size: int = 2, top: int = 5, first: int = 0,
                   seed: int = 0) -> Measure:
-  """A function that measures forecasts on held-out rows, head by head.
+  """Returns a function that measures forecasts on held-out rows, head by head.
 
-  The rows are given to the target as they are; it writes nothing of its own.
-  The forecast of head k is right if it is what the target finds likeliest at
-  that place of the row, or, where the name has `data_`, the row's token.
-  `greedy_block_efficiency` is 1 + the mean over positions of the heads that are
-  right before the first that is not: what greedy decoding would accept if the
-  target wrote the rows.
+  The target reads the rows as they are and writes nothing of its own. A
+  forecast of head k is right if it is the target's most likely token at that
+  place of the row; with `data_` in the name, if it is the row's token.
+
+  The block efficiencies are exact expectations given the rows, with every
+  position as the start of a round: 1 + the mean number of accepted tokens. Head
+  k counts if all heads before it are accepted. `greedy_block_efficiency`: a
+  head is accepted if it is right. `sampled_block_efficiency`: sampling at
+  temperature 1, where a head is accepted with probability sum_v min(p, q).
+  Their intervals treat every row as one observation.
 
   Args:
-    objective: of K heads.
-    tokens: `[R, S + 1]` int32, the rows.
-    batch_size: rows of a pass; the logits of a head take
-      batch_size * S * V floats.
-    top: k of the largest top-k accuracy.
-    first: position from which a row counts. Of a row that the target wrote
-      after a prompt of P tokens it is P - 1.
-    seed: of the positions, where the objective draws them.
+    objective: what drafts, in front of its target.
+    tokens: `[R, S + 1]` held-out rows.
+    batch_size: rows of a call, which bounds the memory.
+    top: how many of a head's most likely tokens may hold the right one.
+    first: position of the first forecast that counts; those before it are made
+      from a beginning that is shorter than any prompt.
+    seed: of the positions, for an objective that draws them.
 
   Returns:
-    `{"target", "drafter"} -> {name: value}`: `head_<k>/loss` in nats,
-    `head_<k>/top_<j>` and `head_<k>/data_top_<j>` for k = 0..K, where head 0
-    is the target's LM head, and `greedy_block_efficiency` and
-    `data_block_efficiency`. See `by_head`.
+    `{"target", "drafter"} -> {name: value}`: for k = 0..K and j = 1..top
+    `head_<k>/loss` (nats of the row's token), `head_<k>/top_<j>` and
+    `head_<k>/data_top_<j>`, shares of the positions; `greedy_block_efficiency`,
+    `sampled_block_efficiency` and `data_block_efficiency`, and their intervals
+    as in `block_efficiency`. Head 0 is the target's LM head. See `by_head`.
+
+    With `by_row=True` it also returns "by_row": for each block efficiency
+    `[R]`, the accepted tokens of every row, and "positions" `[R]`, the rounds.
   """
   tokens = np.asarray(tokens, np.int32)
   key = jax.random.key(seed)
@@ -163,36 +202,45 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
   @jax.jit
   def measure(params, rows):
     logits = objective.model(params["target"], rows[:, :-1]).logits
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), greedy.shape)
-    score = functools.partial(_outcomes, rows, greedy, first)
+    greedy = jnp.argmax(logits, axis=-1)
+    every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), rows[:, 1:].shape)
+    score = functools.partial(_outcomes, rows, logits, greedy, first)
     heads = objective.score(params, rows, key, score)
     lm_head = jax.tree.map(lambda x: x[None], score(0, logits, every))
     sums = jax.tree.map(lambda *x: jnp.concatenate(x),
                         _sums(lm_head, top), _sums(heads, top))
-    accepted = {name: jnp.sum(heads["counts"][0] * jnp.sum(
-        jnp.cumprod(heads[rank] == 0, axis=0), axis=0)) for name, rank in (
-            ("greedy_block_efficiency", "target_rank"),
-            ("data_block_efficiency", "data_rank"))}
-    return sums, accepted
+    counts = heads["counts"][0]
+    by_row = {name: jnp.sum(
+        counts * jnp.sum(jnp.cumprod(accepted, axis=0), axis=0), axis=1)
+              for name, accepted in (
+                  ("greedy_block_efficiency", heads["target_rank"] == 0),
+                  ("sampled_block_efficiency", heads["overlap"]),
+                  ("data_block_efficiency", heads["data_rank"] == 0))}
+    return sums, {**by_row, "positions": jnp.sum(counts, axis=1)}
 
-  def evaluate(params):
-    parts = [measure(params, tokens[i:i + batch_size])
-             for i in range(0, len(tokens), batch_size)]
-    sums, accepted = jax.tree.map(
-        lambda *x: sum(np.asarray(y, np.float64) for y in x),
-        *processes.gathered(parts))
+  def evaluate(params, by_row=False):
+    parts = processes.gathered([
+        measure(params, tokens[i:i + batch_size])
+        for i in range(0, len(tokens), batch_size)])
+    sums = jax.tree.map(lambda *x: sum(np.asarray(y, np.float64) for y in x),
+                        *(part for part, _ in parts))
+    rows = jax.tree.map(lambda *x: np.concatenate(x).astype(np.float64),
+                        *(part for _, part in parts))
     counts = sums["counts"]
     if not counts.all():
       raise ValueError(f"no position of {tokens.shape[1]} tokens that is "
                        f"measured is {first} or later; give a smaller first")
-    row = {name: 1 + value / counts[1] for name, value in accepted.items()}
+    found = {}
+    for name, accepted in rows.items():
+      if name != "positions":
+        found |= _with_interval(name, accepted, rows["positions"])
     for k, count in enumerate(counts):
-      row[f"head_{k}/loss"] = sums["loss"][k] / count
+      found[f"head_{k}/loss"] = sums["loss"][k] / count
       for reference in ("", "data_"):
         for j, right in enumerate(sums[f"{reference}top"][k], 1):
-          row[f"head_{k}/{reference}top_{j}"] = right / count
-    return {name: float(value) for name, value in row.items()}
+          found[f"head_{k}/{reference}top_{j}"] = right / count
+    found = {name: float(value) for name, value in found.items()}
+    return {**found, "by_row": rows} if by_row else found
 
   return evaluate
 
@@ -212,14 +260,26 @@ def by_head(measured: dict[str, float], name: str) -> list:
           for k in heads]
 
 
-def _outcomes(rows, greedy, first, k, logits, positions):
-  """Of a head's `logits [B, P, V]`: nats, ranks, and which of them count."""
+def _outcomes(rows, target_logits, greedy, first, k, logits, positions):
+  """Nats, ranks, overlap with the target, and which count, of one head.
+
+  Args:
+    rows: `[B, S + 1]`.
+    target_logits: `[B, S, V]`.
+    greedy: `[B, S]`, the target's most likely tokens.
+    first: see `head_accuracy`.
+    k: of the head.
+    logits: `[B, P, V]` of the head.
+    positions: `[B, P]`.
+  """
   at = positions + 1 + k
   data = jnp.take_along_axis(rows, at, axis=1)
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
+  p_logits = jnp.take_along_axis(target_logits, at[..., None] - 1, axis=1)
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
           "data_rank": rank(logits, data),
           "target_rank": rank(logits, target),
+          "overlap": 1 - total_variation(p_logits, logits),
           "counts": positions >= first}
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+MUON_RATE = 0.02  # the usual peak of Muon (Jordan et al., 2024)
+
 
 def trapezoid(peak: float, steps: int, warmup: int, decay: int
               ) -> optax.Schedule:
@@ -15,6 +17,21 @@ def trapezoid(peak: float, steps: int, warmup: int, decay: int
     rise = (step + 1) / warmup
     fall = (steps - step) / decay
     return peak * jnp.clip(jnp.minimum(rise, fall), 0.0, 1.0)
+
+  return schedule
+
+
+def cosine(peak: float, steps: int, warmup: int) -> optax.Schedule:
+  """Linear warm-up, and half a cosine from the peak to 0 (SGDR's first cycle).
+  """
+  warmup = max(warmup, 1)
+
+  def schedule(step):
+    step = jnp.asarray(step, jnp.float32)
+    rise = (step + 1) / warmup
+    share = jnp.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+    fall = 0.5 * (1 + jnp.cos(jnp.pi * share))
+    return peak * jnp.where(step < warmup, jnp.minimum(rise, 1.0), fall)
 
   return schedule
 
@@ -46,7 +63,7 @@ def muon(schedule: optax.Schedule, embedding_ratio: float = 0.15
   """Muon (Jordan et al., 2024) on the layers' matrices, Adam on the rest.
 
   Args:
-    schedule: learning rate of the matrices; 0.02 is the usual peak.
+    schedule: learning rate of the matrices, such as with peak `MUON_RATE`.
     embedding_ratio: Adam's learning rate over Muon's, for the embedding
       table, the head and the norms.
   """

@@ -131,15 +131,23 @@ def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
   return rate
 
 
-def trapezoid(lengths: Sequence[int], peak: float, warmup: int,
+def trapezoid(lengths: Sequence[int], peak: float, warmup_fraction: float,
               decay_fraction: float) -> optax.Schedule:
   """`optimizers.trapezoid` for a run.
 
   Args:
     lengths: of `claim_run`.
     peak: learning rate of the plateau.
-    warmup: steps of the rise.
+    warmup_fraction: share of a length in which the rate rises to the peak.
     decay_fraction: share of a length in which the rate falls to 0.
   """
   return schedule(lengths, lambda steps: optimizers.trapezoid(
-      peak, steps, warmup, int(steps * decay_fraction)))
+      peak, steps, round(steps * warmup_fraction),
+      int(steps * decay_fraction)))
+
+
+def cosine(lengths: Sequence[int], peak: float, warmup_fraction: float
+           ) -> optax.Schedule:
+  """`optimizers.cosine` for a run; arguments as in `trapezoid`."""
+  return schedule(lengths, lambda steps: optimizers.cosine(
+      peak, steps, round(steps * warmup_fraction)))

@@ -18,6 +18,7 @@ from specjax.models.heads import Heads
 from specjax.models.published.drafters import drafter_layout
 from specjax.models.published.drafters import load_drafter
 from specjax.models.transformer import Transformer
+from specjax.training.methods.base import LearningRate
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
 from specjax.training.methods.blocks import PARALLEL
@@ -38,6 +39,7 @@ __all__ = [
     "EAGLE_3",
     "HYDRA",
     "KANGAROO",
+    "LearningRate",
     "MEDUSA",
     "MEDUSA_2",
     "METHODS",

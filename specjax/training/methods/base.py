@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 from specjax import contract
@@ -17,6 +18,7 @@ from specjax.types import Verifier
 CUTS = 128  # cut points of a row that is measured, where a few are drawn
 
 RECURSIVE = verifiers.Recursive()
+_BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +51,53 @@ MLP_WIDTH = Option(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningRate:
+  """Default peak learning rate of a method, by the size of the target.
+
+  The rate for the bundled target and a published rate for a large target are
+  two points. Between them the rate is a power of the number of parameters, a
+  straight line of the logarithms. Outside of them it is that of the nearer
+  point. A method without a published rate has one rate for all targets.
+
+  >>> LearningRate(bundled=0.006, published=0.001, size=7e9).of(135e6)
+  0.0026
+
+  Attributes:
+    bundled: rate for the bundled target.
+    published: rate of a published recipe; None if there is none.
+    size: parameters of the target of the published recipe.
+    source: where the recipe is published.
+  """
+
+  bundled: float
+  published: float | None = None
+  size: float = 7e9
+  source: str = ""
+
+  def of(self, num_parameters: int) -> float:
+    """Returns the rate for a target, to two significant digits."""
+    if self.published is None:
+      return self.bundled
+    share = (math.log(num_parameters / _BUNDLED_SIZE)
+             / math.log(self.size / _BUNDLED_SIZE))
+    share = min(max(share, 0.0), 1.0)
+    return float(f"{self.bundled**(1 - share) * self.published**share:.2g}")
+
+  def __str__(self) -> str:
+    if self.published is None:
+      return f"{self.bundled:g} for all targets (none is published)"
+    return (f"{self.bundled:g} to {self.published:g} at {self.size / 1e9:g}B "
+            f"({self.source})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
   """A way to train and to use what a target drafts for itself with.
 
   Attributes:
     name: what flags and files call it.
     heads: the class of the heads.
-    learning_rate: default peak, of the heads.
+    learning_rate: default peak learning rates of the heads.
     objective: `(target, heads, **options) -> DrafterObjective`, what is
       minimised.
     measure: `(target, heads) -> DrafterObjective`, whose `score` measures the
@@ -75,7 +117,7 @@ class Method:
 
   name: str
   heads: type[Heads]
-  learning_rate: float
+  learning_rate: LearningRate
   objective: Callable[..., DrafterObjective]
   measure: Callable[[Transformer, Heads], DrafterObjective]
   chain: Callable[[Heads], Strategy]

@@ -8,6 +8,7 @@ from specjax.strategies.base import TOKEN
 from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
 from specjax.training.methods.base import CUTS
+from specjax.training.methods.base import LearningRate
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import MLP_WIDTH
 from specjax.training.methods.base import Option
@@ -47,7 +48,10 @@ def _parallel_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 PARALLEL = Method(
-    name="parallel", heads=heads_lib.ParallelHeads, learning_rate=2e-3,
+    name="parallel", heads=heads_lib.ParallelHeads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=6e-4, size=4e9,
+        source="DSpark configurations of DeepSpec"),
     objective=lambda target, heads, anchors, position_weights, position_decay,
         ce_share, confidence_weight: objectives.Parallel(
             model=target, heads=heads, anchors=anchors,

@@ -13,6 +13,7 @@ from specjax.strategies.base import BLOCK
 from specjax.strategies.base import TOKEN
 from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
+from specjax.training.methods.base import LearningRate
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import MLP_WIDTH
 from specjax.training.methods.base import Option
@@ -75,7 +76,10 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 EAGLE_1 = Method(
-    name="eagle1", heads=heads_lib.Eagle1Heads, learning_rate=2e-3,
+    name="eagle1", heads=heads_lib.Eagle1Heads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=5e-5, size=8e9,
+        source="main_deepspeed.py of the EAGLE repository"),
     objective=lambda target, heads, noise, law_weight: objectives.Eagle1(
         model=target, heads=heads, noise=noise, law_weight=law_weight),
     measure=lambda target, heads: objectives.Eagle1(model=target, heads=heads),
@@ -92,6 +96,9 @@ EAGLE_1 = Method(
 
 EAGLE_3 = dataclasses.replace(
     EAGLE_1, name="eagle3", heads=heads_lib.Eagle3Heads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=1e-4, size=8e9,
+        source="EAGLE-3 configurations of SpecForge"),
     objective=lambda target, heads, step_decay, normalizer, drop_outside:
         objectives.Eagle3(
             model=target, heads=heads, decay=step_decay, normalizer=normalizer,
@@ -110,6 +117,9 @@ EAGLE_3 = dataclasses.replace(
 
 MTP = dataclasses.replace(
     EAGLE_1, name="mtp", heads=heads_lib.MTPHeads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=5e-5,
+        source="sft.sh of the FastMTP repository"),
     objective=lambda target, heads, depth_decay: objectives.MTP(
         model=target, heads=heads, decay=depth_decay),
     measure=lambda target, heads: objectives.MTP(model=target, heads=heads),

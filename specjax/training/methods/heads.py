@@ -15,6 +15,7 @@ from specjax.strategies.base import TRAVERSAL
 from specjax.training import objectives
 from specjax.training.methods.base import chain_of
 from specjax.training.methods.base import CUTS
+from specjax.training.methods.base import LearningRate
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
 from specjax.training.methods.base import RECURSIVE
@@ -64,7 +65,8 @@ def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 PASS = Method(
-    name="pass", heads=heads_lib.LookaheadEmbeddings, learning_rate=0.05,
+    name="pass", heads=heads_lib.LookaheadEmbeddings,
+    learning_rate=LearningRate(bundled=0.05),
     objective=lambda target, heads, cuts: objectives.Lookahead(
         model=target, embeddings=heads, cuts=cuts),
     measure=lambda target, heads: objectives.Lookahead(
@@ -82,7 +84,8 @@ PASS = Method(
                     "tokens are inserted"),))
 
 BLOCKWISE = Method(
-    name="blockwise", heads=heads_lib.BlockwiseHeads, learning_rate=3e-3,
+    name="blockwise", heads=heads_lib.BlockwiseHeads,
+    learning_rate=LearningRate(bundled=3e-3),
     objective=lambda target, heads, all_heads, train_target:
         objectives.Blockwise(model=target, heads=heads, one_head=not all_heads),
     measure=lambda target, heads: objectives.Blockwise(
@@ -105,7 +108,9 @@ _BLOCKS = Option(
     "blocks", 1, "medusa, medusa2, hydra: residual blocks per head")
 
 MEDUSA = Method(
-    name="medusa", heads=heads_lib.MedusaHeads, learning_rate=6e-3,
+    name="medusa", heads=heads_lib.MedusaHeads,
+    learning_rate=LearningRate(
+        bundled=6e-3, published=1e-3, source="README of the Medusa repository"),
     objective=lambda target, heads: objectives.Medusa(
         model=target, heads=heads),
     measure=lambda target, heads: objectives.Medusa(model=target, heads=heads),
@@ -122,7 +127,9 @@ MEDUSA = Method(
         _BLOCKS))
 
 MEDUSA_2 = dataclasses.replace(
-    MEDUSA, name="medusa2", learning_rate=2e-3, tunes_target=True,
+    MEDUSA, name="medusa2", tunes_target=True,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=2e-3, source="arXiv:2401.10774"),
     objective=lambda target, heads, ramp, heads_weight, distill:
         objectives.MedusaJoint(
             medusa=objectives.Medusa(model=target, heads=heads), ramp=ramp,
@@ -137,7 +144,9 @@ MEDUSA_2 = dataclasses.replace(
                "data. Default: true with --data=self, else false")))
 
 HYDRA = Method(
-    name="hydra", heads=heads_lib.HydraHeads, learning_rate=6e-3,
+    name="hydra", heads=heads_lib.HydraHeads,
+    learning_rate=LearningRate(
+        bundled=6e-3, published=5e-4, source="README of the Hydra repository"),
     objective=lambda target, heads: objectives.Hydra(model=target, heads=heads),
     measure=lambda target, heads: objectives.Hydra(model=target, heads=heads),
     chain=lambda heads: strategies.hydra(

@@ -6,11 +6,15 @@ from specjax.models import heads as heads_lib
 from specjax.strategies.base import BLOCK
 from specjax.strategies.base import TOKEN
 from specjax.training import objectives
+from specjax.training.methods.base import LearningRate
 from specjax.training.methods.base import Method
 from specjax.training.methods.base import Option
 
 KANGAROO = Method(
-    name="kangaroo", heads=heads_lib.KangarooAdapter, learning_rate=1e-3,
+    name="kangaroo", heads=heads_lib.KangarooAdapter,
+    learning_rate=LearningRate(
+        bundled=1e-3, published=5e-5,
+        source="start_train.py of the Kangaroo repository"),
     objective=lambda target, heads: objectives.Kangaroo(
         model=target, adapter=heads),
     measure=lambda target, heads: objectives.Kangaroo(

@@ -9,7 +9,6 @@ as it is.
 
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
 from flax import struct
 import jax

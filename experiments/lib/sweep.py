@@ -1,0 +1,135 @@
+"""Short trainings with several values of one flag, compared in a table."""
+
+import math
+import pathlib
+
+from absl import flags
+import jax
+
+from lib import common
+from lib import drafter_report
+from specjax.analysis import estimate
+from specjax.files import read_json
+from specjax.training import evaluation
+
+# Runs with other values of these may train and be measured on other rows.
+_OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
+                "held_out_rows")
+_TAKEN = ("sweep", "output_dir", "self_dir")
+
+
+def define() -> flags.FlagHolder:
+  """Defines --sweep."""
+  return flags.DEFINE_string(
+      "sweep", None, "FLAG:VALUE,VALUE,...: train once for each value of a "
+      "flag, such as learning_rate:0.001,0.003,0.01, for --steps steps each "
+      "(a few hundred), in --output_dir/FLAG=VALUE, and print a table sorted "
+      "by acceptance length. After an interruption the same command continues")
+
+
+def run(sweep: flags.FlagHolder, output_dir: str, train) -> None:
+  """Calls `train` for every value, and prints and writes the table.
+
+  Args:
+    sweep: the flag; it is unset while `train` runs.
+    output_dir: a directory for the runs.
+    train: trains with the flags as they are, without arguments.
+  """
+  name, values = _parsed(sweep.value)
+  base = common.output_directory(output_dir, "sweep")
+  all_flags = flags.FLAGS
+  all_flags["sweep"].value = None
+  if not all_flags["self_dir"].value and not _changes_rows(name):
+    all_flags["self_dir"].value = str(base / "self")
+  rows = []
+  for value in values:
+    flag = all_flags[name]
+    flag.parse(value)
+    flag.present += 1
+    directory = base / f"{name}={value}"
+    all_flags["output_dir"].value = str(directory)
+    print(f"--{name}={value}", flush=True)
+    rows.append({"value": value, **_trained(train, directory)})
+    jax.clear_caches()  # a process has room for the programs of a few runs
+  rows.sort(key=lambda row: -row.get(drafter_report.CURVE, -math.inf))
+  _print(name, rows)
+  common.finish(base, "sweep", {"flag": name, "rows": rows})
+
+
+def _parsed(text):
+  """Returns the name of the flag and its values as text, all of them valid."""
+  name, _, values = text.partition(":")
+  values = values.split(",")
+  if name not in flags.FLAGS or name in _TAKEN:
+    raise ValueError(f"--sweep is {text}; {name!r} is not a flag that can be "
+                     "swept: give FLAG:VALUE,VALUE, such as "
+                     "learning_rate:0.001,0.003")
+  if len(set(values)) < max(2, len(values)):
+    raise ValueError(f"--sweep is {text}; give at least two different values "
+                     "between commas")
+  for value in values:
+    try:
+      parsed = flags.FLAGS[name].parser.parse(value)
+    except (ValueError, TypeError) as e:
+      raise ValueError(f"--sweep is {text}; --{name}={value} is not valid: {e}"
+                       ) from None
+    if isinstance(parsed, float) and not math.isfinite(parsed):
+      raise ValueError(f"--sweep is {text}; give finite numbers")
+  if flags.FLAGS["coordinator"].value is not None:
+    raise ValueError("--sweep runs in one process and --coordinator joins "
+                     "several; leave one of the two out")
+  return name, values
+
+
+def _trained(train, directory: pathlib.Path):
+  """Trains; returns the results, or the reason why there are none."""
+  try:
+    train()
+  except FloatingPointError as e:
+    print(f"stopped: {e}", flush=True)
+    return {"failed": str(e)}
+  return read_json(directory / "train_drafter.json", "train again")
+
+
+def _print(name, rows):
+  print(f"\n{name:>{_width(name, rows)}s}  {'acceptance length':22s}"
+        f"{'less than best':22s}{'block efficiency':22s}{'loss 1':>8s}"
+        f"{'minutes':>9s}")
+  for row in rows:
+    print(f"{row['value']:>{_width(name, rows)}s}  ", end="")
+    if "failed" in row:
+      print("diverged")
+      continue
+    length = evaluation.interval(row, drafter_report.CURVE, less=1)
+    decoded = evaluation.interval(row, "block_efficiency")
+    print(f"{drafter_report.shown(length):22s}"
+          f"{_behind(name, rows[0], row):22s}"
+          f"{drafter_report.shown(decoded):22s}"
+          f"{row['loss'][1]:8.3f}{row['minutes']:9.1f}")
+  print("[95 % interval over held-out rows]; less than best: the difference "
+        "on the same rows")
+
+
+def _behind(name, best, row):
+  """Returns how much less is accepted than in the best run, as text.
+
+  Both runs are measured on the same held-out rows, so what makes some rows
+  easier than others cancels. "-" if they are not.
+  """
+  most, mine = best["by_row"], row["by_row"]
+  if row is best or _changes_rows(name) or (
+      most["positions"] != mine["positions"]):
+    return "-"
+  return drafter_report.shown(estimate(
+      lambda most, mine, count: (most - mine) / count,
+      most[drafter_report.CURVE], mine[drafter_report.CURVE],
+      mine["positions"]))
+
+
+def _changes_rows(name):
+  """Returns whether runs with other values of a flag read other rows."""
+  return name in _OF_THE_ROWS or name.startswith("self_")
+
+
+def _width(name, rows):
+  return max(len(name), *(len(row["value"]) for row in rows))
