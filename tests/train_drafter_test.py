@@ -330,7 +330,7 @@ def test_head_accuracy_by_hand(first):
   rows, out = _rows(3), _target_output()
   measured = evaluation.head_accuracy(
       objective, rows[:2], batch_size=1, first=first)(
-          {"target": _pair().params["target"], "drafter": params})
+          {"target": _pair().params["target"], "drafter": params}, by_row=True)
   logits = np.asarray(objective.heads(
       params, out.hidden, heads_lib.lm_head(_pair().params["target"])))
   greedy = out.logits.argmax(-1)
@@ -349,6 +349,17 @@ def test_head_accuracy_by_hand(first):
     np.testing.assert_allclose(
         measured[f"{name or 'greedy_'}block_efficiency"],
         1 + one.mean() + (one & two).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        measured["by_row"][f"{name or 'greedy_'}block_efficiency"],
+        one.sum(1) + (one & two).sum(1))
+  softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+  one, two = (np.minimum(
+      softmax(logits[:2, :size, k - 1]), softmax(out.logits[:2, place(k)])
+  ).sum(-1)[:, first:] for k in (1, 2))
+  np.testing.assert_allclose(
+      measured["sampled_block_efficiency"], 1 + (one + one * two).mean(),
+      rtol=1e-5)
+  assert "greedy_block_efficiency/low" not in measured  # of two rows
   if first == 0:
     np.testing.assert_allclose(
         evaluation.by_head(measured, "loss")[0],
@@ -369,6 +380,11 @@ def test_block_efficiency_of_a_drafter_that_is_the_target():
   assert measure(params)["block_efficiency"] == pytest.approx(3, abs=1e-4)
   worse = measure({**params, "drafter": _normal((_V, _V), seed=1)})
   assert 1 < worse["block_efficiency"] < 2.9
+  enough = evaluation.block_efficiency(
+      decoder, [[i] for i in range(5)], rounds=4)(
+          {**params, "drafter": _normal((_V, _V), seed=1)})
+  low, high = (enough[f"block_efficiency/{end}"] for end in ("low", "high"))
+  assert low < enough["block_efficiency"] < high
 
 
 def test_sampled_rows_go_on_where_they_stopped(tmp_path):

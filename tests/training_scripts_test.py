@@ -273,6 +273,52 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.timeout(300)
+def test_a_sweep_trains_with_every_value(tmp_path, target_dir):
+  # Broken: runs share a directory or a rate, one that diverges ends the sweep,
+  # a sweep starts again, or the target writes the same rows for every run.
+  sweep = [f"--target={target_dir}", f"--data=self:{target_dir}/corpus.jsonl",
+           "--method=medusa", "--rank=2", "--heads=2", "--steps=12",
+           "--batch_size=2", "--self_rows=4", "--self_prompt_tokens=4",
+           "--held_out_rows=5", "--evaluate_every=0", "--warmup_fraction=0",
+           "--output_dir=out"]
+  refused = {
+      "rate:1,2": "'rate' is not a flag that can be swept",
+      "output_dir:a,b": "'output_dir' is not a flag that can be swept",
+      "learning_rate:0.1": "give at least two different values",
+      "learning_rate:0.1,0.1": "give at least two different values",
+      "learning_rate:0.1,-1": "--learning_rate=-1 is not valid",
+      "schedule:cosine,sine": "--schedule=sine is not valid",
+      "learning_rate:nan,1": "give finite numbers"}
+  first, again, decay, *errors = scripts.run_all(
+      "train_drafter.py",
+      *[[*sweep, "--sweep=learning_rate:0.001,1e30,0.05"]] * 2,
+      [*sweep, "--schedule=cosine", "--decay_fraction=0.5"],
+      *([*sweep, f"--sweep={text}"] for text in refused), cwd=tmp_path)
+  found = scripts.last_line(first)
+  assert found["study"] == "sweep" and found["flag"] == "learning_rate"
+  *rows, diverged = found["rows"]
+  assert diverged["value"] == "1e30" and "diverged" in diverged["failed"]
+  assert {row["value"] for row in rows} == {"0.001", "0.05"}
+  assert (rows[0]["greedy_block_efficiency"]
+          >= rows[1]["greedy_block_efficiency"])
+  for row in rows:
+    run = files.read_json(
+        tmp_path / f"out/learning_rate={row['value']}/run.json", "")
+    assert run["learning_rate"] == float(row["value"])
+    assert len(row["by_row"]["positions"]) == 5
+  assert (tmp_path / "out/self").exists()
+  table = first["stdout"].split("less than best")[1].splitlines()
+  assert table[1].split()[0] == rows[0]["value"] and "[" in table[2]
+  assert "diverged" in table[3]
+  for text in ("Acceptance length", "block efficiency", "[95 % interval]"):
+    assert text in first["stdout"]
+  assert scripts.last_line(again)["rows"][:2] == rows  # minutes, too
+  assert "--schedule=cosine falls from the warm-up" in decay["code"]
+  for result, words in zip(errors, refused.values(), strict=True):
+    assert words in result["code"], result
+
+
 def test_distill(tmp_path):
   """A small model with a small vocabulary learns a target's laws, and drafts.
   """

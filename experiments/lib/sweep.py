@@ -92,11 +92,11 @@ def _trained(train, directory: pathlib.Path):
 
 
 def _print(name, rows):
-  print(f"\n{name:>{_width(name, rows)}s}  {'acceptance length':22s}"
-        f"{'less than best':22s}{'block efficiency':22s}{'loss 1':>8s}"
-        f"{'minutes':>9s}")
+  width = max(len(name), *(len(row["value"]) for row in rows))
+  print(f"\n{name:>{width}s}  {'acceptance length':22s}{'less than best':22s}"
+        f"{'block efficiency':22s}minutes")
   for row in rows:
-    print(f"{row['value']:>{_width(name, rows)}s}  ", end="")
+    print(f"{row['value']:>{width}s}  ", end="")
     if "failed" in row:
       print("diverged")
       continue
@@ -104,10 +104,10 @@ def _print(name, rows):
     decoded = evaluation.interval(row, "block_efficiency")
     print(f"{drafter_report.shown(length):22s}"
           f"{_behind(name, rows[0], row):22s}"
-          f"{drafter_report.shown(decoded):22s}"
-          f"{row['loss'][1]:8.3f}{row['minutes']:9.1f}")
-  print("[95 % interval over held-out rows]; less than best: the difference "
-        "on the same rows")
+          f"{drafter_report.shown(decoded):22s}{row['minutes']:7.1f}")
+  print("[95 % interval over held-out rows]. less than best: difference on "
+        "the same\nrows, so runs can differ although their own intervals "
+        "overlap.")
 
 
 def _behind(name, best, row):
@@ -129,7 +129,3 @@ def _behind(name, best, row):
 def _changes_rows(name):
   """Returns whether runs with other values of a flag read other rows."""
   return name in _OF_THE_ROWS or name.startswith("self_")
-
-
-def _width(name, rows):
-  return max(len(name), *(len(row["value"]) for row in rows))
