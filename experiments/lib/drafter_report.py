@@ -12,7 +12,7 @@ from specjax.files import write_json
 from specjax.training import evaluation
 from specjax.training import metrics
 
-CURVE = "greedy_block_efficiency"  # what the learning curve is of
+CURVE = "greedy_block_efficiency"  # metric of the learning curve
 DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding
 
 
@@ -24,11 +24,11 @@ def evaluation_of(method, target, heads, params, held_out):
   of PaSS is folded.
 
   Args:
-    method: of the run.
-    target: `models.Pretrained`.
-    heads: of the target.
-    params: of the heads.
-    held_out: `[R, S]`.
+    method: the training method.
+    target: a `models.Pretrained`.
+    heads: the heads of the target.
+    params: parameters of the heads, for their structure.
+    held_out: `[R, S]` held-out rows.
 
   Returns:
     `{"target", "drafter"} -> {name: number}`; with `by_row=True` also the
@@ -51,13 +51,13 @@ def evaluation_of(method, target, heads, params, held_out):
 
 
 def spent(output_dir, tokens_per_step, before, heads_from):
-  """Tokens, minutes and learning curve of a run and of the runs before it.
+  """Returns tokens, minutes and learning curve, including earlier runs.
 
   Args:
-    output_dir: of the run.
-    tokens_per_step: of the run.
-    before: what the curve is of, measured before the first step.
-    heads_from: directory of the heads that the run began with, or None.
+    output_dir: directory of the run.
+    tokens_per_step: tokens that a step reads.
+    before: value of `CURVE` before the first step.
+    heads_from: directory of the initial heads, or None.
   """
   tokens, minutes = metrics.spent(output_dir, tokens_per_step)
   taken = {"tokens": 0, "minutes": 0, "curve": []}
@@ -74,15 +74,15 @@ def spent(output_dir, tokens_per_step, before, heads_from):
 
 
 def write(output_dir, method, taken, added, before, measured):
-  """Prints and writes how good the heads are.
+  """Prints and writes the quality of the heads.
 
   Args:
-    output_dir: of the run.
-    method: that was trained.
-    taken: what it was trained on, for training.json.
-    added: number of parameters.
-    before: measured before the first step.
-    measured: and after the last.
+    output_dir: directory of the run.
+    method: the training method.
+    taken: data, tokens, minutes and curve, for training.json.
+    added: number of parameters of the heads.
+    before: evaluation before the first step.
+    measured: evaluation after the last step.
   """
   _print(method, taken, added, before, measured)
   training = {"method": method.name, **taken,
@@ -104,7 +104,7 @@ def write(output_dir, method, taken, added, before, measured):
 def shown(found: Estimate) -> str:
   """Returns a value and its interval, such as "1.609 [1.555, 1.676]"."""
   if math.isnan(found.low):
-    return f"{found.value:.3f}"
+    return f"{found.value:.3f} (no interval)"
   return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 

@@ -12,7 +12,7 @@ from specjax.analysis import estimate
 from specjax.files import read_json
 from specjax.training import evaluation
 
-# Runs with other values of these may train and be measured on other rows.
+# Flags that can change the rows of training and evaluation.
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
                 "held_out_rows")
 _TAKEN = ("sweep", "output_dir", "self_dir")

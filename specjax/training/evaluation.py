@@ -1,7 +1,7 @@
-"""What is measured on held-out text while a model or a drafter trains.
+"""Evaluation on held-out text while a model or a drafter trains.
 
-Each function here makes one that takes parameters and returns numbers by name,
-as `Trainer.evaluate` wants it.
+Each function here returns a function that takes parameters and returns numbers
+by name, for `Trainer.evaluate`.
 """
 
 from collections.abc import Callable
