@@ -117,8 +117,8 @@ def _behind(name, best, row):
   easier than others cancels. "-" if they are not.
   """
   most, mine = best["by_row"], row["by_row"]
-  if row is best or _changes_rows(name) or (
-      most["positions"] != mine["positions"]):
+  if (row is best or _changes_rows(name)
+      or most["positions"] != mine["positions"]):
     return "-"
   return drafter_report.shown(estimate(
       lambda most, mine, count: (most - mine) / count,

@@ -24,7 +24,6 @@ from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
 from specjax.files import fingerprint
 from specjax.training.objectives import DrafterObjective
-from specjax.training.objectives.divergences import total_variation
 from specjax.types import ModelFn
 
 _BATCH = 8
@@ -203,8 +202,9 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
   def measure(params, rows):
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1)
+    probs = jax.nn.softmax(logits.astype(jnp.float32))
     every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), rows[:, 1:].shape)
-    score = functools.partial(_outcomes, rows, logits, greedy, first)
+    score = functools.partial(_outcomes, rows, probs, greedy, first)
     heads = objective.score(params, rows, key, score)
     lm_head = jax.tree.map(lambda x: x[None], score(0, logits, every))
     sums = jax.tree.map(lambda *x: jnp.concatenate(x),
@@ -260,12 +260,12 @@ def by_head(measured: dict[str, float], name: str) -> list:
           for k in heads]
 
 
-def _outcomes(rows, target_logits, greedy, first, k, logits, positions):
+def _outcomes(rows, target_probs, greedy, first, k, logits, positions):
   """Nats, ranks, overlap with the target, and which count, of one head.
 
   Args:
     rows: `[B, S + 1]`.
-    target_logits: `[B, S, V]`.
+    target_probs: `[B, S, V]`.
     greedy: `[B, S]`, the target's most likely tokens.
     first: see `head_accuracy`.
     k: of the head.
@@ -275,11 +275,12 @@ def _outcomes(rows, target_logits, greedy, first, k, logits, positions):
   at = positions + 1 + k
   data = jnp.take_along_axis(rows, at, axis=1)
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
-  p_logits = jnp.take_along_axis(target_logits, at[..., None] - 1, axis=1)
+  p = jnp.take_along_axis(target_probs, at[..., None] - 1, axis=1)
+  q = jax.nn.softmax(logits.astype(jnp.float32))
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
           "data_rank": rank(logits, data),
           "target_rank": rank(logits, target),
-          "overlap": 1 - total_variation(p_logits, logits),
+          "overlap": jnp.sum(jnp.minimum(p, q), axis=-1),
           "counts": positions >= first}
 
 
