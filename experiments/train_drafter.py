@@ -42,6 +42,9 @@ help begins with method names applies to these methods only. More examples:
   Start a joint run from trained heads (the two stages of the Medusa paper):
     python experiments/train_drafter.py --method=medusa2 \\
       --heads_from=/tmp/medusa --output_dir=/tmp/joint
+  Compare learning rates by short trainings:
+    python experiments/train_drafter.py --method=medusa --steps=200 \\
+      --sweep=learning_rate:0.001,0.003,0.01 --output_dir=/tmp/rates
 
 Files in --output_dir:
 
