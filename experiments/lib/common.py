@@ -88,7 +88,7 @@ def run(main, argv=None) -> None:
     except (ValueError, FloatingPointError) as e:
       end(f"error: {' '.join(str(e).split())}{_other_directory(e)}")
     except processes.Stopped as e:
-      end(str(e), 128 + signal.SIGTERM)
+      end(str(e), 128 + e.signal)
     except jax.errors.JaxRuntimeError as e:
       if not jax.distributed.is_initialized():
         raise

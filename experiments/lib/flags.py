@@ -10,6 +10,7 @@ where a script takes one value and where it takes a comma-separated list:
 --drafter, --gamma, --nodes, --temperature and --verifier.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 from absl import flags
@@ -268,7 +269,20 @@ def checkpoint_every():
   """Interval between checkpoints; a killed run resumes from the last one."""
   return flags.DEFINE_integer(
       "checkpoint_every", 200, "Steps between checkpoints; a killed run "
-      "resumes from the last one", 1)
+      "resumes from the last one. SIGTERM and Ctrl-C also save one", 1)
+
+
+def wandb():
+  """Project of Weights & Biases."""
+  flag = flags.DEFINE_string(
+      "wandb", None, "Project of Weights & Biases for the metrics, beside "
+      "metrics.csv and TensorBoard files. Default: none")
+  flags.register_validator(
+      flag, lambda project: project is None or (
+          project != "" and importlib.util.find_spec("wandb") is not None),
+      "give the name of a project, and install the package wandb: pip install "
+      "'specjax[wandb]'")
+  return flag
 
 
 def save_dtype():
