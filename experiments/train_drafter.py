@@ -105,10 +105,7 @@ _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "Training method, see the list above",
     required=True)
 _TARGET = shared.target()
-_DTYPE = shared.dtype(
-    "Precision in which target and heads are computed: in training, evaluation "
-    "and sampling. Trained parameters and the optimiser's moments are always "
-    "float32. Default: float32 on CPU, bfloat16 on GPU and TPU")
+_DTYPE = shared.training_dtype()
 _DATA = shared.data(
     "Training text. With self or self:SOURCE the target samples it: it "
     "continues the beginnings of documents in SOURCE (default: stdlib). Values "
@@ -393,7 +390,7 @@ def main():
   for options in (_HEAD_OPTIONS, _OPTIONS):
     options.check(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
-  dtype = _DTYPE.value or jnp.dtype(sj.models.default_dtype()).name
+  dtype = common.dtype_of(_DTYPE)
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   source = _source()

@@ -90,6 +90,14 @@ def dtype(help_="Precision of weights and computation. Default: float32 on "
   return flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_)
 
 
+def training_dtype(what="target and heads"):
+  """Precision of training; `common.dtype_of` reads it."""
+  return dtype(
+      f"Precision in which {what} are computed: in training, evaluation and "
+      "sampling. Trained parameters and the optimiser's moments are always "
+      "float32. Default: float32 on CPU, bfloat16 on GPU and TPU")
+
+
 def prompts(default: str | None = "code"):
   """Prompt sets, see `prompts.read`; required if `default` is None."""
   return flags.DEFINE_list(

@@ -300,7 +300,9 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
   params = optax.apply_updates(state.params, updates)
   state = state.replace(step=state.step + 1, params=params,
                         opt_state=opt_state)
-  metrics = {**metrics, "gradient_norm": optax.global_norm(grads)}
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32)))
+             for x in jax.tree.leaves(grads)]
+  metrics = {**metrics, "gradient_norm": jnp.sqrt(sum(squares))}
   return layout.pin(state) if layout else state, (value, metrics)
 
 
