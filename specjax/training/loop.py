@@ -182,14 +182,14 @@ class Trainer:
     with contextlib.ExitStack() as stack:
       manager = stack.enter_context(checkpoints.Manager(
           directory / "checkpoints", options=options))
-      losses = None
-      if processes.by_the_first(manager.latest_step) is not None:
+      losses, taken = None, processes.by_the_first(manager.latest_step)
+      if taken is not None:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         del state  # a device need not have room for two
         state, losses = checkpoints.newest(manager, like, self.steps)
       start = int(state.step)
-      if start == self.steps:
-        return state.params
+      if start == self.steps or taken is not None and taken > self.steps:
+        return state.params  # the log has later steps, which may be continued
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step, self.log, losses))
       return self._train(state, frozen, layout, dtype, manager, progress)
