@@ -385,6 +385,12 @@ def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
       seed=_SEED.value, **more)
 
 
+def _log(heads, schedule, num_rows):
+  return Log(loss=f"weighted sum over {heads.num_forecasts} heads",
+             learning_rate=schedule, wandb=_WANDB.value,
+             steps_per_epoch=num_rows / _BATCH_SIZE.value)
+
+
 def main():
   method = _METHODS[_METHOD.value]
   for options in (_HEAD_OPTIONS, _OPTIONS):
@@ -450,9 +456,7 @@ def main():
               _HEADS_FROM.value, steps)})
   num_rows = (len(chats[0].tokens) if chats else source.self_rows if own_text
               else len(text.streams[0]) // (row_tokens - 1))
-  log = Log(loss=f"weighted sum over {heads.num_forecasts} heads",
-            learning_rate=_schedule(rate, lengths),
-            steps_per_epoch=num_rows / _BATCH_SIZE.value, wandb=_WANDB.value)
+  log = _log(heads, _schedule(rate, lengths), num_rows)
   trainer = _trainer(
       objective, _optimizer(rate, "target" in trainable, lengths), batch,
       lengths, output_dir, steps=steps, evaluate=evaluate,
