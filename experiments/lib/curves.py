@@ -17,7 +17,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
   Without matplotlib a line on stderr names the package.
 
   Args:
-    directory: of the run.
+    directory: the run's directory.
     measures: names of held-out metrics for the second panel.
     loss: a description of the loss, the title of the first panel.
   """

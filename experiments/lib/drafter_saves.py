@@ -26,13 +26,14 @@ class Saves:
   """Writes the heads of a run, with the target if it is trained.
 
   Attributes:
-    directory: of the run; the best heads are in `best/` in it.
-    method: of the run.
-    heads: that are trained.
-    target: of the heads.
-    tokenizer: the target's.
-    dtype: name of the precision on disk.
-    taken: `steps -> values` for training.json, such as the tokens read.
+    directory: the run's directory; the best heads go to `best/` in it.
+    method: the training method.
+    heads: the trained heads, without parameters.
+    target: the target model of the heads.
+    tokenizer: the target's tokenizer.
+    dtype: the name of the precision on disk.
+    taken: function `steps -> values` for training.json, such as the number of
+      tokens read.
   """
 
   directory: pathlib.Path
@@ -49,7 +50,7 @@ class Saves:
 
     Args:
       trained: `{"drafter"}`, and `"target"` if it is trained.
-      directory: for the files; None is that of the run.
+      directory: directory of the files; None is the run's.
 
     Returns:
       The parameters, rounded to the precision on disk.

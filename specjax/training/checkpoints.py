@@ -33,7 +33,7 @@ def newest(manager: ocp.CheckpointManager, like: Any, most: int
   """Returns the newest checkpoint that all processes can read.
 
   Args:
-    manager: of the run's checkpoints, of which there are some.
+    manager: manager of the run's checkpoints; there is at least one.
     like: `jax.ShapeDtypeStruct`s of the state, placed as it is to be.
     most: the largest step that is read.
 
@@ -76,9 +76,9 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any,
   """Saves a checkpoint, while the run goes on.
 
   Args:
-    manager: of the run's checkpoints.
-    step: that the state comes after.
-    state: of arrays, on one device or on a mesh.
+    manager: manager of the run's checkpoints.
+    step: number of steps taken.
+    state: tree of arrays, on one device or on a mesh.
     notes: a JSON value to return with it, such as the state of the log.
 
   Raises:

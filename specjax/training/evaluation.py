@@ -115,14 +115,14 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
   progress. Every token counts.
 
   Args:
-    objective: of the run.
+    objective: the training objective.
     tokens: `[R, S + 1]` int32, the rows.
     batch_size: rows of a pass.
-    seed: of the random choices of the objective, the same at every call.
+    seed: seed of the objective's random choices, the same at every call.
 
   Returns:
-    `params -> {"held_out_loss": value}`, for all parameters that `objective`
-    needs.
+    `params -> {"held_out_loss": value}`. It is called with all parameters that
+    `objective` needs.
   """
   tokens = np.asarray(tokens, np.int32)
 

@@ -80,7 +80,7 @@ class Trainer:
     batch: `step -> batch`, a tree of arrays whose first axis are rows;
       scalars in it are shared by all rows.
     steps: length of the run.
-    directory: of checkpoints, `metrics.csv` and TensorBoard events.
+    directory: directory of checkpoints, `metrics.csv` and TensorBoard events.
     evaluate: `params -> {name: value}`, given all parameters, called every
       `evaluate_every` steps and at the end.
     evaluate_every: steps; 0 evaluates at the end alone.
@@ -89,12 +89,12 @@ class Trainer:
     checkpoint_every: steps between checkpoints.
     keep_checkpoints: number of checkpoints that stay, the newest. At least two,
       because the newest may be damaged.
-    tokens_per_step: for the throughput that is logged.
+    tokens_per_step: number of tokens in a step, for the throughput.
     log: facts about the run for its log.
     accumulate: parts that a batch is cut into; their gradients are averaged.
       Memory is that of one part.
-    compute_dtype: that the objective and `evaluate` see all parameters in;
-      the trained ones are kept, averaged and saved in their own. None is
+    compute_dtype: dtype of all parameters in the objective and in `evaluate`.
+      Trained parameters are updated and saved in their own dtype. None is
       `default_dtype()`.
     seed: of the objective's keys, one for each step.
     mesh: of devices; None is the default device.

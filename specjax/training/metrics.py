@@ -24,7 +24,7 @@ class MetricsLog:
   A line on stderr names the places.
 
   Args:
-    directory: of the files; created if needed.
+    directory: directory of the files; created if needed.
     start: steps that the run has taken. Rows of later ones are dropped, because
       they will be written again.
     wandb: a project of Weights & Biases that also gets the values, or None.
@@ -103,8 +103,8 @@ def read(directory: pathlib.Path, name: str, steps: int | None = None
   """Returns `[(step, value)]` of a metric, in the order of the steps.
 
   Args:
-    directory: of the run.
-    name: of the metric.
+    directory: the run's directory.
+    name: name of the metric.
     steps: the last step to read; None reads all.
   """
   return [(step, float(value))
@@ -117,8 +117,8 @@ def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
   """Returns the tokens that a run has read after some steps, and its minutes.
 
   Args:
-    directory: of the run.
-    tokens_per_step: of all its steps.
+    directory: the run's directory.
+    tokens_per_step: number of tokens in each step.
     steps: the number of steps that count.
   """
   minutes, before = 0.0, 0

@@ -25,7 +25,7 @@ _APART = {"loss", "mean_loss", "epoch"}  # first in a line, in words
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Log:
-  """Facts about a run that its log reports beside the measurements.
+  """Facts about a run for its log.
 
   Attributes:
     loss: a description of the loss, such as "weighted sum over 4 heads".
@@ -55,10 +55,10 @@ class Progress:
     """Opens the log of a run, and closes its files and bar at the end.
 
     Args:
-      directory: of the run.
-      start: steps that were taken before.
+      directory: the run's directory.
+      start: number of steps that were taken before.
       steps: length of the run.
-      tokens_per_step: for the throughput.
+      tokens_per_step: number of tokens in a step, for the throughput.
       log: facts about the run.
       losses: `pending_losses` at `start`.
     """
@@ -94,7 +94,7 @@ class Progress:
 
   @property
   def pending_losses(self) -> list[float]:
-    """Losses since the last line, for a run that continues from here."""
+    """Losses since the last line. A resumed run starts with them."""
     return [float(x) for x in self._losses]
 
   def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any],
@@ -125,7 +125,7 @@ class Progress:
     self._bar.set_postfix(loss=f"{self._row['mean_loss']:.4f}")
 
   def evaluated(self, done: int, found: Mapping[str, float]) -> None:
-    """Takes what was measured after a step, and prints it."""
+    """Adds the values of an evaluation, and prints a line."""
     self._row.update(found)
     if processes.is_first():
       self._bar.write(self._line(done))

@@ -133,8 +133,8 @@ def last_step(directory: str | os.PathLike[str], steps: int) -> int:
   checkpoint at or before `steps`, and the run ends there without a step.
 
   Args:
-    directory: of the run.
-    steps: of `claim_run`.
+    directory: the run's directory.
+    steps: the argument of `claim_run`.
   """
   return processes.by_the_first(
       lambda: _last_step(pathlib.Path(directory), steps))
