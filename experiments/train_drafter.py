@@ -441,9 +441,10 @@ def main():
       dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
   batch, held_out = rows()
-  evaluate = evaluation.together(
-      drafter_report.evaluation_of(method, target, heads, params, held_out),
-      evaluation.held_out_loss(objective, held_out))
+  quality = drafter_report.evaluation_of(
+      method, target, heads, params, held_out)
+  loss = evaluation.held_out_loss(objective, held_out)
+  evaluate = lambda params: {**quality(params), **loss(params)}
   measure = lambda trained: evaluate({**frozen, **loop.cast(trained, dtype)})
   before = measure(trainable)
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)

@@ -68,9 +68,11 @@ class Saves:
                 measured: dict[str, float]) -> None:
     """Writes the heads of an evaluation, see `Trainer.evaluated`."""
     trained = processes.gathered(trained)
-    best = self._best()
+    # The processes must not read different states of the directory.
+    best, taken = processes.by_the_first(
+        lambda: (self._best(), self.taken(step)))
     training = {
-        "method": self.method.name, **self.taken(step),
+        "method": self.method.name, **taken,
         "accuracy": evaluation.by_head(measured, "top"),
         drafter_report.CURVE: measured[drafter_report.CURVE]}
     directories = [self.directory]
@@ -91,7 +93,7 @@ class Saves:
 
   def print_best(self) -> None:
     """Prints the step of the best heads and where they are."""
-    best = self._best()
+    best = processes.by_the_first(self._best)
     if best is not None:
       print(f"best heads of all evaluations: after step {best[0]}, held-out "
             f"{drafter_report.CURVE} {best[1]:.3f}, in {self.directory / BEST}")

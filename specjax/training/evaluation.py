@@ -100,13 +100,6 @@ def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
   return evaluate
 
 
-def together(*measures: Measure) -> Measure:
-  """Returns a function with the numbers of several."""
-  return lambda params: {
-      name: value for measure in measures
-      for name, value in measure(params).items()}
-
-
 def held_out_loss(objective: Objective, tokens: ArrayLike, *,
                   batch_size: int = 2, seed: int = 0) -> Measure:
   """Returns a function that computes the training loss of held-out rows.
