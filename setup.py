@@ -45,6 +45,7 @@ setuptools.setup(
                  "pytest-timeout", "pytest-xdist>=3.7", "rfc3339-validator",
                  "rfc3986-validator", "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
+        "wandb": ["wandb"],
         "transformers": ["accelerate", "gguf", "torch", "transformers"],
     },
     classifiers=[

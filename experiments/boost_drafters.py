@@ -53,7 +53,7 @@ from specjax.training import runs
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
     f"the first: small, tiny, smol, {shared.PUBLISHED}")
-_DTYPE = shared.dtype()
+_DTYPE = shared.training_dtype("target and drafters")
 _DRAFTERS = flags.DEFINE_integer(
     "num_drafters", 2, "K, of which K - 1 are trained", 2)
 _DATA = shared.data("text whose beginnings are continued")
@@ -144,7 +144,7 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
 
 
 def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
-           mesh, specs):
+           mesh, specs, dtype):
   """Trains drafter `number` on what the earlier `drafters` miss."""
   directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
@@ -157,7 +157,7 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
   claim(directory / runs.MANIFEST, {
       "first": fingerprint(first.params),
       "rows": fingerprint(rows),
-      "trained_on": fingerprint(weights),
+      "trained_on": fingerprint(weights), "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _LEARNING_RATE, _WARMUP_FRACTION,
           _DECAY_FRACTION, _SEED)}}, "run")
@@ -181,13 +181,14 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
           int(_STEPS.value * _DECAY_FRACTION.value))),
       batch=batch, steps=_STEPS.value, directory=directory, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
-      tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1), mesh=mesh,
+      tokens_per_step=_BATCH_SIZE.value * (rows.shape[1] - 1),
+      compute_dtype=dtype, mesh=mesh,
       param_shardings=specs).run({"target": loop.cast(
           first.params, jnp.float32)})["target"]
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(directory, model, saved)
   tokenizer.save(directory / "tokenizer.json")
-  return sj.zoo.Member(model, loop.cast(saved, sj.models.default_dtype()))
+  return sj.zoo.Member(model, loop.cast(saved, dtype))
 
 
 def _tokens_per_pass(target, drafters, prompts, temperature):
@@ -209,8 +210,9 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
 
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
+  dtype = common.dtype_of(_DTYPE)
   target, members, tokenizer = models.load_models(
-      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
+      _TARGET.value, [_DRAFTER.value], dtype=dtype, same_tokens=True)
   [first] = members.values()
   specs = meshes.specs(mesh, {"target": first.model})
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
@@ -219,7 +221,7 @@ def main():
   for number in range(2, _DRAFTERS.value + 1):
     drafters.append(_train(number, first, drafters, rows["training"],
                            rows["held_out"], tokenizer, output_dir, mesh,
-                           specs))
+                           specs, dtype))
 
   progress.say("measuring the drafters")
   held_out = rows["held_out"]

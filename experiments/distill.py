@@ -12,8 +12,9 @@ changes nothing in what comes out (`drafters.TokenIntersection`).
   python experiments/generate.py --target=smollm2 --drafter=/tmp/drafter
 
 Leaves in --output_dir a model with its tokenizer, the answers (answers/),
-metrics.csv and checkpoints for an exact resume; the answers and the training
-go on where they were killed. The last line of stdout names distill.json there.
+metrics.csv, curves.png and checkpoints for an exact resume. The answers and the
+training go on where they were killed or stopped (SIGTERM, Ctrl-C). The last
+line of stdout names distill.json there.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import curves
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -46,9 +48,10 @@ from specjax.training import loop
 from specjax.training import objectives
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.training.progress import Log
 
 _TARGET = shared.target()
-_DTYPE = shared.dtype()
+_DTYPE = shared.training_dtype("target and drafter")
 _PROMPTS = shared.prompts(None)
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -78,6 +81,7 @@ _WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
+_WANDB = shared.wandb()
 _GAMMA = shared.gamma(4, "of the rounds that are measured at the end")
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the prompts, sampling and weights")
@@ -268,8 +272,8 @@ def _print(parameters, vocabulary, own, found, tokens):
 
 def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
-  target, _, tokenizer = models.load_models(
-      _TARGET.value, [], dtype=_DTYPE.value)
+  dtype = common.dtype_of(_DTYPE)
+  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
   if _ROW_TOKENS.value > target.model.context_length:
     raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
                      f"context has {target.model.context_length}; give fewer")
@@ -293,7 +297,7 @@ def main():
                     for answers in (learned, measured))
   lengths = runs.claim_run(output_dir, {
       "drafter": repr(drafter), "answers": fingerprint(learned.tokens),
-      "tokenizer": fingerprint(own.backend.to_str()),
+      "tokenizer": fingerprint(own.backend.to_str()), "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _ROW_TOKENS, _BATCH_SIZE, _LEARNING_RATE, _WARMUP_FRACTION,
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
@@ -302,12 +306,16 @@ def main():
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
   objective = objectives.StoredLaws(model=drafter)
   evaluate = _evaluation(objective, held_out)
+  schedule = runs.trapezoid(
+      lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
+                            _DECAY_FRACTION.value)
   trained = loop.Trainer(
-      objective=objective, optimizer=optimizers.muon(runs.trapezoid(
-          lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
-          _DECAY_FRACTION.value)),
-      batch=lambda step: rows.rows(order.batch(step)), steps=_STEPS.value,
-      directory=output_dir, evaluate=evaluate,
+      objective=objective, optimizer=optimizers.muon(schedule),
+      batch=lambda step: rows.rows(order.batch(step)),
+      steps=runs.last_step(output_dir, _STEPS.value), directory=output_dir,
+      log=Log(learning_rate=schedule, wandb=_WANDB.value,
+              steps_per_epoch=len(rows) // _BATCH_SIZE.value),
+      compute_dtype=dtype, evaluate=evaluate,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value,
@@ -316,7 +324,8 @@ def main():
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, drafter, saved)
 
-  params = loop.cast(saved, sj.models.default_dtype())
+  curves.draw(output_dir, ["held_out_acceptance"], "nats per token")
+  params = loop.cast(saved, dtype)
   progress.say("measuring the drafter")
   prompts = [text[:n] for text, n in zip(measured.tokens, measured.starts)]
   found = {name: float(x) for name, x in evaluate({"drafter": params}).items()}

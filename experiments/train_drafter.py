@@ -48,19 +48,25 @@ help begins with method names applies to these methods only. More examples:
 
 Files in --output_dir:
 
-  heads.safetensors, heads.json   the trained heads
+  heads.safetensors, heads.json   the heads of the last evaluation
+  best/                the same files for the evaluation with the best
+                       greedy_block_efficiency
   model.safetensors, config.json, tokenizer.json   the target, if trained
   train_drafter.json   results before and after training; the last line of
                        stdout names this file
   training.json        tokens, minutes and learning curve, including earlier
                        stages (--heads_from); generate.py reads it
   metrics.csv, events.out.tfevents.*   losses and evaluations by step
+  curves.png           learning curves
   checkpoints/, run.json   state and settings, for resuming
 
-A killed run resumes if started again with the same flags, and ends with
-bit-identical weights. A finished run continues if --steps is larger. It then
-follows the learning-rate schedule of the longer run, so the rate may rise
-again before it falls to 0.
+SIGTERM and Ctrl-C save a checkpoint and end the run after the current step. A
+stopped or killed run resumes if started again with the same flags, and ends
+with bit-identical weights. A finished run continues if --steps is larger. It
+then follows the learning-rate schedule of the longer run, so the rate may rise
+again before it falls to 0. With a smaller --steps the run ends there: from the
+newest checkpoint at or before that step, its heads are written and measured.
+So --steps=400 makes the heads of checkpoint 400 of a longer run.
 """
 
 import dataclasses
@@ -73,8 +79,10 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import curves
 from lib import drafter_report
 from lib import drafter_rows
+from lib import drafter_saves
 from lib import exports
 from lib import flags as shared
 from lib import meshes
@@ -87,12 +95,12 @@ import numpy as np
 import specjax as sj
 from specjax import processes
 from specjax.files import fingerprint
-from specjax.models import checkpoint
-from specjax.models import heads as heads_lib
+from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import methods
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.training.progress import Log
 
 _METHODS = {method.name: method for method in methods.METHODS}
 _ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory
@@ -102,11 +110,7 @@ _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "Training method, see the list above",
     required=True)
 _TARGET = shared.target()
-_DTYPE = shared.dtype(
-    "Precision of the target's weights as loaded. It applies to the sampling "
-    "of --data=self and to --keep_features. Training steps and their "
-    "evaluations always compute in float32 on CPU and in bfloat16 on GPU and "
-    "TPU. Default: the same")
+_DTYPE = shared.training_dtype()
 _DATA = shared.data(
     "Training text. With self or self:SOURCE the target samples it: it "
     "continues the beginnings of documents in SOURCE (default: stdlib). Values "
@@ -195,6 +199,10 @@ _SELF_ROWS_PER_FILE = flags.DEFINE_integer(
 _HELD_OUT_ROWS = shared.held_out_rows(64)
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
+_KEEP_CHECKPOINTS = flags.DEFINE_integer(
+    "keep_checkpoints", 5, "Number of checkpoints that stay, the newest. A "
+    "smaller --steps makes heads of any of them", 2)
+_WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
@@ -344,29 +352,21 @@ def _rate(method, target):
   return rate
 
 
-def _optimizer(rate, tuned, lengths):
-  def schedule(peak):
-    if _SCHEDULE.value == "cosine":
-      return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
-    return runs.trapezoid(
-        lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
+def _schedule(peak, lengths):
+  if _SCHEDULE.value == "cosine":
+    return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
+  return runs.trapezoid(
+      lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
 
+
+def _optimizer(rate, tuned, lengths):
+  schedule = lambda peak: _schedule(peak, lengths)
   own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
          else optimizers.adamw(schedule(rate), weight_decay=0.0))
   by_name = {"drafter": own}
   if tuned:
     by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   return optimizers.by_name(by_name)
-
-
-def _save(output_dir, heads, trained, target, tokenizer):
-  """Saves the trained parameters; returns them rounded to --save_dtype."""
-  saved = loop.cast(trained, _SAVE_DTYPE.value)
-  heads_lib.save_heads(output_dir, heads, saved["drafter"], target.model)
-  if "target" in saved:
-    checkpoint.save_model(output_dir, target.model, saved["target"])
-    tokenizer.save(output_dir / "tokenizer.json")
-  return loop.cast(saved, sj.models.default_dtype())
 
 
 def _weights(method, options, objective, target, params):
@@ -383,7 +383,7 @@ def _weights(method, options, objective, target, params):
 
 
 def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
-           own_text):
+           own_text, dtype):
   """Assigns the output directory to this run; returns all its lengths so far.
 
   New heads are identified by `objective` and the seed, not by their values.
@@ -394,7 +394,7 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
       "objective": repr(objective), "corpus": corpus,
       "tokens": fingerprint(read), "row_tokens": row_tokens,
       "parameters": fingerprint(given), "learning_rate": rate,
-      "self": own_text,
+      "self": own_text, "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
@@ -408,10 +408,16 @@ def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
   return loop.Trainer(
       objective=objective, optimizer=optimizer,
       batch=lambda step: {**batch(step), "progress": share(step)},
-      steps=_STEPS.value, directory=output_dir,
-      evaluate_every=_EVALUATE_EVERY.value,
-      checkpoint_every=_CHECKPOINT_EVERY.value, accumulate=_ACCUMULATE.value,
+      directory=output_dir, evaluate_every=_EVALUATE_EVERY.value,
+      checkpoint_every=_CHECKPOINT_EVERY.value,
+      keep_checkpoints=_KEEP_CHECKPOINTS.value, accumulate=_ACCUMULATE.value,
       seed=_SEED.value, **more)
+
+
+def _log(heads, schedule, num_rows):
+  return Log(loss=f"weighted sum over {heads.num_forecasts} heads",
+             learning_rate=schedule, wandb=_WANDB.value,
+             steps_per_epoch=num_rows / _BATCH_SIZE.value)
 
 
 def main():
@@ -421,8 +427,8 @@ def main():
   for options in (_HEAD_OPTIONS, _OPTIONS):
     options.check(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
-  target, _, tokenizer = models.load_models(
-      _TARGET.value, [], dtype=_DTYPE.value)
+  dtype = common.dtype_of(_DTYPE)
+  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   source = _source()
   own_text = source.own is not None
@@ -462,28 +468,44 @@ def main():
       output_dir, objective, text.corpus,
       text.streams if chats is None else tuple(x.tokens for x in chats),
       row_tokens,
-      (target.params, params if _HEADS_FROM.value else ()), rate, own_text)
+      (target.params, params if _HEADS_FROM.value else ()), rate, own_text,
+      dtype)
+  steps = runs.last_step(output_dir, _STEPS.value)
   batch, held_out = rows()
-  evaluate = drafter_report.evaluation_of(
+  quality = drafter_report.evaluation_of(
       method, target, heads, params, held_out)
+  loss = evaluation.held_out_loss(objective, held_out)
+  evaluate = lambda params, **options: {
+      **quality(params, **options), **loss(params)}
+  measure = lambda trained, **options: evaluate(
+      {**frozen, **loop.cast(trained, dtype)}, **options)
+  before = measure(trainable)
   tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
+  saves = drafter_saves.Saves(
+      directory=output_dir, method=method, heads=heads, target=target,
+      tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, taken=lambda steps: {
+          "data": _DATA.value, "corpus": text.corpus, "steps": steps,
+          **drafter_report.spent(
+              output_dir, tokens_per_step, before[drafter_report.CURVE],
+              _HEADS_FROM.value, steps)})
+  num_rows = (len(chats[0].tokens) if chats else source.self_rows if own_text
+              else len(text.streams[0]) // (row_tokens - 1))
+  log = _log(heads, _schedule(rate, lengths), num_rows)
   trainer = _trainer(
       objective, _optimizer(rate, "target" in trainable, lengths), batch,
-      lengths, output_dir, evaluate=evaluate, tokens_per_step=tokens_per_step,
-      mesh=mesh, param_shardings=specs and {
+      lengths, output_dir, steps=steps, evaluate=evaluate,
+      evaluated=saves.evaluated, tokens_per_step=tokens_per_step, log=log,
+      compute_dtype=dtype, mesh=mesh, param_shardings=specs and {
           name: tree for name, tree in specs.items()
           if name in {**trainable, **frozen}})
-  before = evaluate({"target": target.params,
-                     "drafter": loop.cast(params, sj.models.default_dtype())})
   trained = processes.gathered(trainer.run(trainable, frozen))
 
-  saved = _save(output_dir, heads, trained, target, tokenizer)
-  taken = {"data": _DATA.value, "corpus": text.corpus, **drafter_report.spent(
-      output_dir, tokens_per_step, before[drafter_report.CURVE],
-      _HEADS_FROM.value)}
-  drafter_report.write(output_dir, method, taken, added, before,
-                       evaluate({"target": target.params, **saved},
-                                by_row=True))
+  saved = saves.write(trained)
+  curves.draw(output_dir, [drafter_report.CURVE, "block_efficiency", *(
+      f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], log.loss)
+  saves.print_best()
+  drafter_report.write(output_dir, method, saves.taken(steps), added, before,
+                       measure(saved, by_row=True))
   print(exports.advice(output_dir, heads, target.model, _TARGET.value),
         file=sys.stderr)
 

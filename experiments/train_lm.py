@@ -4,15 +4,17 @@ Reads text, learns a byte-level BPE vocabulary (or takes --tokenizer), trains
 a Llama-shaped decoder, and leaves in --output_dir:
 
   model.safetensors, config.json, tokenizer.json   the model
-  metrics.csv, events.out.tfevents.*               loss, bits per byte
+  metrics.csv, events.out.tfevents.*, curves.png   loss, bits per byte
   checkpoints/                                     for an exact resume
   train_lm.json        what it was trained on and its bits per byte; the last
                        line of stdout names this file
 
+SIGTERM and Ctrl-C save a checkpoint and end the run after the current step.
 Killed and started again with the same flags it ends with the same weights,
 bit for bit. A finished run goes on when it is given more --steps: from its end
 on it has the learning rate of a run of the new length, which may rise before it
-falls to 0 again. --mtp trains heads with the model, which then drafts for
+falls to 0 again. With fewer --steps it ends there, at the newest checkpoint at
+or before that step. --mtp trains heads with the model, which then drafts for
 itself: heads.safetensors, heads.json and training.json are as train_drafter.py
 leaves them. A target and a small drafter on Python's standard library:
 
@@ -38,6 +40,7 @@ or, as its paper does it, a trained target that goes on so:
     --initial=bundled --steps=200 --learning_rate=0.01
 """
 
+import dataclasses
 import sys
 
 from lib import common  # before jax, which takes long to import
@@ -45,7 +48,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
-import jax.numpy as jnp
+from lib import curves
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -68,9 +71,11 @@ from specjax.training import metrics
 from specjax.training import objectives
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.training.progress import Log
 
 _KINDS = {"modules": heads_lib.MTPHeads, "parallel": heads_lib.ParallelLayers}
 
+_DTYPE = shared.training_dtype("the model and its heads")
 _DATA = shared.data()
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
@@ -128,6 +133,7 @@ _LAYER_DROPOUT = flags.DEFINE_float(
     "layer_dropout", 0.1, "LayerSkip: probability that the last layer is "
     "dropped at the end of the run; earlier ones and steps less", 0.0)
 _LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
+_WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
@@ -185,11 +191,10 @@ def _model(tokenizer):
       context_length=_CONTEXT_LENGTH.value))
 
 
-def _optimizer(lengths):
-  make = {"muon": optimizers.muon, "adamw": optimizers.adamw}
-  return make[_OPTIMIZER.value](runs.trapezoid(
+def _schedule(lengths):
+  return runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
-      _DECAY_FRACTION.value))
+                        _DECAY_FRACTION.value)
 
 
 def _objective(model):
@@ -231,7 +236,7 @@ def _layer_skip(model):
   return None
 
 
-def _save_heads(output_dir, objective, trained, held_out, spent):
+def _save_heads(output_dir, objective, trained, held_out, spent, dtype):
   """Writes the heads; returns what training.json says of them.
 
   Args:
@@ -240,6 +245,7 @@ def _save_heads(output_dir, objective, trained, held_out, spent):
     trained: `{"target", "drafter"}`, as they are saved.
     held_out: `[T]`, a stream of tokens to measure with.
     spent: what the run says of its data and tokens.
+    dtype: in which they are measured.
   """
   heads = objective.mtp.heads
   heads_lib.save_heads(
@@ -247,9 +253,10 @@ def _save_heads(output_dir, objective, trained, held_out, spent):
   size = min(_CONTEXT_LENGTH.value + 1, len(held_out))
   measured = evaluation.head_accuracy(
       objective, batches.spread_rows(held_out, _HELD_OUT_ROWS, size))(
-          loop.cast(trained, jnp.float32))
+          loop.cast(trained, dtype))
+  tokens_per_step = _BATCH_SIZE.value * _CONTEXT_LENGTH.value
   _, minutes = metrics.spent(
-      output_dir, _BATCH_SIZE.value * _CONTEXT_LENGTH.value)
+      output_dir, tokens_per_step, spent["tokens"] // tokens_per_step)
   training = {
       "method": heads.kind, **spent, "minutes": minutes,
       "curve": [(spent["tokens"], measured["greedy_block_efficiency"])],
@@ -278,11 +285,12 @@ def _measure(model, tokens, texts):
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
 
 
-def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
+def _claim(output_dir, documents, tokens, model, trainable, objective, initial,
+           dtype):
   """Makes the directory that of this run; all lengths that it has had."""
   return runs.claim_run(output_dir, {
       "model": repr(model), "corpus": fingerprint(documents),
-      "tokens": fingerprint(tokens),
+      "tokens": fingerprint(tokens), "dtype": dtype,
       **({"objective": repr(objective)} if "drafter" in trainable else {}),
       **({"initial": fingerprint(trainable["target"]),
           _CONTEXT_LENGTH.name: _CONTEXT_LENGTH.value} if initial else {}),
@@ -316,30 +324,39 @@ def main():
       _measure(model, held_out_tokens, held_out))
   windows = batches.TokenWindows(
       tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
+  dtype = common.dtype_of(_DTYPE)
   lengths = _claim(output_dir, documents, tokens, model, trainable, objective,
-                   initial)
+                   initial, dtype)
+  steps = runs.last_step(output_dir, _STEPS.value)
+  if isinstance(objective, objectives.LayerSkip):
+    objective = dataclasses.replace(objective, steps=lengths[-1])
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)
+  schedule, make = _schedule(lengths), {
+      "muon": optimizers.muon, "adamw": optimizers.adamw}
   trained = loop.Trainer(
-      objective=objective, optimizer=_optimizer(lengths),
+      objective=objective, optimizer=make[_OPTIMIZER.value](schedule),
       batch=lambda step: {"tokens": windows.batch(step),
                           "progress": np.float32(
                               step / runs.part_length(lengths, step))},
-      steps=_STEPS.value, directory=output_dir,
+      steps=steps, directory=output_dir,
       evaluate=lambda params: bits_per_byte(params["target"]),
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value,
-      mesh=mesh, param_shardings=specs).run(trainable)
+      log=Log(learning_rate=schedule, wandb=_WANDB.value,
+              steps_per_epoch=windows.batches_per_epoch),
+      compute_dtype=dtype, mesh=mesh, param_shardings=specs).run(trainable)
 
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved["target"])
-  final = bits_per_byte(loop.cast(saved["target"], jnp.float32))
+  final = bits_per_byte(loop.cast(saved["target"], dtype))
   spent = {"data": _DATA.value, "corpus": fingerprint(documents),
-           "tokens": _STEPS.value * windows.batch_size * windows.length}
+           "tokens": steps * windows.batch_size * windows.length}
   if heads is not None:
     final |= _save_heads(
-        output_dir, objective, saved, held_out_tokens, spent)
+        output_dir, objective, saved, held_out_tokens, spent, dtype)
+  curves.draw(output_dir, ["bits_per_byte"], "nats per token")
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})
 

@@ -7,8 +7,13 @@ program of one process every function here is free.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import itertools
+import os
 import pickle
+import signal
+import threading
 from typing import Any
 from typing import TypeVar
 
@@ -21,10 +26,20 @@ import numpy as np
 _T = TypeVar("_T")
 _ALONE = []  # what the first process does while the others wait
 _LOOKS, _TOLD = itertools.count(1), []  # for SIGTERM; whether one was found
+_HEARD = []  # signals to a single process, while it is `listening`
+_STOPS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-  """A run was asked to stop, and all its processes have saved what they had."""
+  """A run was asked to stop, and all its processes have saved what they had.
+
+  Attributes:
+    signal: the number of the signal that asked.
+  """
+
+  def __init__(self, message: str, number: int = signal.SIGTERM):
+    super().__init__(message)
+    self.signal = number
 
 
 def is_first() -> bool:
@@ -86,14 +101,53 @@ def all_agree(good: bool) -> bool:
   return bool(multihost_utils.process_allgather(np.asarray(good)).all())
 
 
-def told_to_stop() -> bool:
-  """Whether SIGTERM has come to one of the processes; called by all.
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+  """Lets `told_to_stop` report SIGTERM and Ctrl-C to a single process.
 
-  It is true in every process from the same call on. All of them must call it
-  equally often: JAX identifies the place where they stop by a running number.
+  The first signal only sets a mark, so the program can save before it ends. A
+  second one acts as it would outside of this context. A signal that is ignored
+  stays ignored. Joined processes use JAX's service for SIGTERM instead, and
+  threads other than the main one cannot receive signals.
+  """
+  before = {}
+
+  def restore():
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+  def hear(number, frame):
+    del frame
+    restore()
+    _HEARD.append(number)
+    # Not print: its buffer may be in use where the signal arrives.
+    os.write(2, f"\n{_STOPS[number]}: the run ends after this step, with a "
+             "checkpoint; a second signal ends it at once\n".encode())
+
+  if not jax.distributed.is_initialized() and (
+      threading.current_thread() is threading.main_thread()):
+    before = {number: signal.getsignal(number) for number in _STOPS}
+    before = {number: handler for number, handler in before.items()
+              if handler not in (None, signal.SIG_IGN)}
+  try:
+    for number in before:
+      signal.signal(number, hear)
+    yield
+  finally:
+    restore()
+    _HEARD.clear()
+
+
+def told_to_stop() -> bool:
+  """Returns whether the program was asked to end; called by all processes.
+
+  For joined processes it is true if SIGTERM has come to one of them, in every
+  process from the same call on. All of them must call it equally often: JAX
+  identifies the place where they stop by a running number. A single process
+  must be `listening`.
   """
   if not jax.distributed.is_initialized():
-    return False
+    return bool(_HEARD)
   if not _TOLD:
     try:
       if multihost_utils.reached_preemption_sync_point(next(_LOOKS)):
@@ -101,6 +155,16 @@ def told_to_stop() -> bool:
     except RuntimeError:  # without JAX's service SIGTERM ends the process
       pass
   return bool(_TOLD)
+
+
+def stopped(what: str) -> Stopped:
+  """Returns the error of a program that was `told_to_stop`.
+
+  Args:
+    what: the state in which it ends, such as "after step 3, which is saved".
+  """
+  number = _HEARD[0] if _HEARD else signal.SIGTERM
+  return Stopped(f"stopped by {_STOPS[number]} {what}", number)
 
 
 def gathered(tree: Any) -> Any:

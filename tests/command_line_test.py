@@ -18,6 +18,7 @@ from scripts import start
 
 import specjax as sj
 from specjax import files
+from specjax import processes
 from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets
@@ -80,6 +81,16 @@ def test_figures_need_matplotlib_before_anything_is_computed(monkeypatch):
   assert "matplotlib" in line and "pip install 'specjax[experiments]'" in line
   monkeypatch.delitem(sys.modules, "lib.style")  # a script without figures
   assert not _ended(lambda: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_says_so_and_has_the_code_of_its_signal(number, capsys):
+  # Broken: whoever started it takes it for finished, or for broken.
+  def stopped():
+    raise processes.Stopped("stopped after step 3", number)
+
+  assert _ended(stopped) == 128 + number
+  assert capsys.readouterr().err == "stopped after step 3\n"
 
 
 def test_every_figure_is_drawn_by_what_is_checked():

@@ -178,7 +178,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
                       ("evaluate_every", -1), ("steps", 2.5)):
     with pytest.raises(ValueError, match=f"{name} is {value}; .* whole"):
       _markov_trainer(tmp_path / "3", **{name: value})
-  with pytest.raises(ValueError, match="after 3 steps and the run has 2"):
+  with pytest.raises(ValueError, match="after 3 steps and the run has 2; giv"):
     _markov_trainer(tmp_path / "plain1", steps=2).run(table)
 
 
@@ -314,7 +314,12 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   with pytest.raises(ValueError, match="of 2 steps, of which 1 are saved"):
     lengths(3)
   (tmp_path / "checkpoints" / "2").mkdir()
-  with pytest.raises(ValueError, match="--steps is 1 and .* has taken 2"):
+  assert lengths(1) == (2,) and runs.last_step(tmp_path, 1) == 1
+  assert "ends at its checkpoint after 1 steps; --steps=2 continues it" in (
+      capsys.readouterr().err)
+  (tmp_path / "checkpoints" / "1").rmdir()
+  with pytest.raises(ValueError, match="--steps is 1 and .* has taken 2 steps, "
+                     "with checkpoints after 2; give one of these"):
     lengths(1)
   with pytest.raises(ValueError, match="another run: seed is 1 there and 2"):
     lengths(3, seed=2)

@@ -19,6 +19,7 @@ from absl import app
 from absl import flags
 from absl import logging
 import jax
+import jax.numpy as jnp
 
 from lib import compilation
 from lib import flags as shared
@@ -88,7 +89,7 @@ def run(main, argv=None) -> None:
     except (ValueError, FloatingPointError) as e:
       end(f"error: {' '.join(str(e).split())}{_other_directory(e)}")
     except processes.Stopped as e:
-      end(str(e), 128 + signal.SIGTERM)
+      end(str(e), 128 + e.signal)
     except jax.errors.JaxRuntimeError as e:
       if not jax.distributed.is_initialized():
         raise
@@ -314,6 +315,11 @@ def numbers(flag: str, values: list[str]) -> list[float]:
   except ValueError:
     raise ValueError(f"{flag} is {','.join(values)!r}; give numbers between "
                      "commas, such as 1,0.6") from None
+
+
+def dtype_of(flag: flags.FlagHolder) -> str:
+  """Returns the name of the precision that --dtype or its default names."""
+  return flag.value or jnp.dtype(sj.models.default_dtype()).name
 
 
 def autoregressive(model, temperature: float) -> sj.Decoder:

@@ -50,7 +50,7 @@ def evaluation_of(method, target, heads, params, held_out):
       **decoded(attach(params["target"], params["drafter"])[1])}
 
 
-def spent(output_dir, tokens_per_step, before, heads_from):
+def spent(output_dir, tokens_per_step, before, heads_from, steps):
   """Returns tokens, minutes and learning curve, including earlier runs.
 
   Args:
@@ -58,8 +58,9 @@ def spent(output_dir, tokens_per_step, before, heads_from):
     tokens_per_step: tokens that a step reads.
     before: value of `CURVE` before the first step.
     heads_from: directory of the initial heads, or None.
+    steps: number of steps of the run that count.
   """
-  tokens, minutes = metrics.spent(output_dir, tokens_per_step)
+  tokens, minutes = metrics.spent(output_dir, tokens_per_step, steps)
   taken = {"tokens": 0, "minutes": 0, "curve": []}
   if heads_from is not None:
     path = pathlib.Path(heads_from) / "training.json"
@@ -70,7 +71,8 @@ def spent(output_dir, tokens_per_step, before, heads_from):
       "minutes": taken["minutes"] + minutes,
       "curve": taken["curve"] + [
           (taken["tokens"] + step * tokens_per_step, value)
-          for step, value in [(0, before), *metrics.read(output_dir, CURVE)]]}
+          for step, value in [
+              (0, before), *metrics.read(output_dir, CURVE, steps)]]}
 
 
 def write(output_dir, method, taken, added, before, measured):

@@ -10,6 +10,7 @@ where a script takes one value and where it takes a comma-separated list:
 --drafter, --gamma, --nodes, --temperature and --verifier.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 from absl import flags
@@ -87,6 +88,14 @@ def dtype(help_="Precision of weights and computation. Default: float32 on "
           "CPU, bfloat16 on GPU and TPU"):
   """Precision in which models are loaded."""
   return flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_)
+
+
+def training_dtype(what="target and heads"):
+  """Precision of training; `common.dtype_of` reads it."""
+  return dtype(
+      f"Precision in which {what} are computed: in training, evaluation and "
+      "sampling. Trained parameters and the optimiser's moments are always "
+      "float32. Default: float32 on CPU, bfloat16 on GPU and TPU")
 
 
 def prompts(default: str | None = "code"):
@@ -268,7 +277,20 @@ def checkpoint_every():
   """Interval between checkpoints; a killed run resumes from the last one."""
   return flags.DEFINE_integer(
       "checkpoint_every", 200, "Steps between checkpoints; a killed run "
-      "resumes from the last one", 1)
+      "resumes from the last one. SIGTERM and Ctrl-C also save one", 1)
+
+
+def wandb():
+  """Project of Weights & Biases."""
+  flag = flags.DEFINE_string(
+      "wandb", None, "Project of Weights & Biases for the metrics, beside "
+      "metrics.csv and TensorBoard files. Default: none")
+  flags.register_validator(
+      flag, lambda project: project is None or (
+          project != "" and importlib.util.find_spec("wandb") is not None),
+      "give the name of a project, and install the package wandb: pip install "
+      "'specjax[wandb]'")
+  return flag
 
 
 def save_dtype():

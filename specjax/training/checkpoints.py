@@ -18,6 +18,7 @@ from specjax import processes
 from specjax.files import fingerprint
 
 _DIGEST = "checksums"  # of a state, in a checkpoint's metadata
+_NOTES = "notes"  # of the log, there too
 
 
 class Manager(ocp.CheckpointManager):
@@ -27,23 +28,33 @@ class Manager(ocp.CheckpointManager):
     return False
 
 
-def newest(manager: ocp.CheckpointManager, like: Any) -> Any:
-  """The state of the newest checkpoint that all processes can read.
+def newest(manager: ocp.CheckpointManager, like: Any, most: int
+           ) -> tuple[Any, Any]:
+  """Returns the newest checkpoint that all processes can read.
 
   Args:
-    manager: of the run's checkpoints, of which there are some.
+    manager: manager of the run's checkpoints; there is at least one.
     like: `jax.ShapeDtypeStruct`s of the state, placed as it is to be.
+    most: the largest step that is read.
+
+  Returns:
+    `(state, notes)`, as `save` was given them.
 
   Raises:
-    ValueError: none can be read.
+    ValueError: none can be read, or all of them are of later steps.
   """
   reasons = []
-  steps = processes.by_the_first(
-      lambda: sorted(manager.all_steps(), reverse=True))
+  there = processes.by_the_first(lambda: sorted(manager.all_steps()))
+  steps = [step for step in reversed(there) if step <= most]
+  if not steps:
+    raise ValueError(
+        f"{manager.directory.parent} has checkpoints after "
+        f"{', '.join(map(str, there))} steps and the run has {most}; give one "
+        "of these numbers, or another directory")
   for step in steps:
     state = saved = reason = None
     try:
-      state, saved = _read(manager, step, like)
+      state, saved, notes = _read(manager, step, like)
     except Exception as e:  # whatever a library says of bytes it cannot read
       reason = e
     if processes.all_agree(reason is None):
@@ -51,7 +62,7 @@ def newest(manager: ocp.CheckpointManager, like: Any) -> Any:
       sums = _checksums(state)
       if processes.all_agree(saved in (None, sums)):
         _set_aside(manager, dict(zip(steps, reasons)), step)
-        return state
+        return state, notes
       reason = ValueError("its numbers are not those that were saved")
     reasons.append(reason or ValueError("another process cannot read it"))
   raise ValueError(
@@ -60,13 +71,15 @@ def newest(manager: ocp.CheckpointManager, like: Any) -> Any:
       "delete them and start again") from reasons[0]
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
+def save(manager: ocp.CheckpointManager, step: int, state: Any,
+         notes: Any = None) -> None:
   """Saves a checkpoint, while the run goes on.
 
   Args:
-    manager: of the run's checkpoints.
-    step: that the state comes after.
-    state: of arrays, on one device or on a mesh.
+    manager: manager of the run's checkpoints.
+    step: number of steps taken.
+    state: tree of arrays, on one device or on a mesh.
+    notes: a JSON value to return with it, such as the state of the log.
 
   Raises:
     OSError: this one, or the one before it, cannot be written.
@@ -74,7 +87,8 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
   try:
     # The format itself would not notice a bit that falls over.
     manager.save(step, args=ocp.args.StandardSave(state),
-                 custom_metadata={_DIGEST: _checksums(state)})
+                 custom_metadata={
+                     _DIGEST: _checksums(state), _NOTES: notes})
   except Exception as e:  # whatever a library says of a disk that is full
     if isinstance(e, jax.errors.JaxRuntimeError) and (
         jax.distributed.is_initialized()):
@@ -85,7 +99,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
 
 
 def _read(manager, step, like):
-  """`(state, its checksums when it was saved)`, or whatever error there is.
+  """Returns `(state, its checksums when it was saved, notes)`, or raises.
 
   A process that cannot read it must not leave the others waiting, so none
   waits for another in here, as they would in the manager's `restore`.
@@ -98,7 +112,8 @@ def _read(manager, step, like):
           read_only=True, create=False, multiprocessing_options=alone)
   ) as reader:
     state = reader.restore(step, args=ocp.args.StandardRestore(like))
-    return state, (reader.metadata(step).custom_metadata or {}).get(_DIGEST)
+    metadata = reader.metadata(step).custom_metadata or {}
+    return state, metadata.get(_DIGEST), metadata.get(_NOTES)
 
 
 def _checksums(state):

@@ -24,6 +24,7 @@ from specjax.decoder import Decoder
 from specjax.decoder import raise_if_not_finite
 from specjax.files import fingerprint
 from specjax.training.objectives import DrafterObjective
+from specjax.training.objectives import Objective
 from specjax.types import ModelFn
 
 _BATCH = 8
@@ -67,7 +68,7 @@ def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
     stride: from 1 to `length`.
 
   Returns:
-    `params -> {"bits_per_byte": value}`.
+    `params -> {"bits_per_byte", "held_out_loss"}`, the loss in nats per token.
   """
   if not 1 <= stride <= length:
     raise ValueError(f"stride is {stride}; it must lie in [1, {length}], the "
@@ -95,7 +96,42 @@ def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
     total = sum(
         float(nats(params, padded[places[i:i + _BATCH]], mask[i:i + _BATCH]))
         for i in range(0, windows, _BATCH))
-    return {"bits_per_byte": total / math.log(2) / num_bytes}
+    return {"bits_per_byte": total / math.log(2) / num_bytes,
+            "held_out_loss": total / count}
+
+  return evaluate
+
+
+def held_out_loss(objective: Objective, tokens: ArrayLike, *,
+                  batch_size: int = 2, seed: int = 0) -> Measure:
+  """Returns a function that computes the training loss of held-out rows.
+
+  It is the loss at the end of a run, where a weight in it depends on the
+  progress. Every token counts.
+
+  Args:
+    objective: the training objective.
+    tokens: `[R, S + 1]` int32, the rows.
+    batch_size: rows of a pass.
+    seed: seed of the objective's random choices, the same at every call.
+
+  Returns:
+    `params -> {"held_out_loss": value}`. It is called with all parameters that
+    `objective` needs.
+  """
+  tokens = np.asarray(tokens, np.int32)
+
+  @jax.jit
+  def loss(params, rows):
+    return objective(params, {}, {
+        "tokens": rows, "progress": jnp.float32(1)}, jax.random.key(seed))[0]
+
+  def evaluate(params):
+    parts = [tokens[i:i + batch_size]
+             for i in range(0, len(tokens), batch_size)]
+    losses = processes.gathered([loss(params, rows) for rows in parts])
+    return {"held_out_loss": float(np.average(
+        np.asarray(losses, np.float64), weights=list(map(len, parts))))}
 
   return evaluate
 

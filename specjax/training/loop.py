@@ -29,6 +29,7 @@ from specjax.training import checkpoints
 from specjax.training import layout as layout_lib
 from specjax.training.objectives import Objective
 from specjax.training.objectives.base import Loss
+from specjax.training.progress import Log
 from specjax.training.progress import Progress
 
 _CHECK_EVERY = 10  # steps between looks at the loss
@@ -58,7 +59,9 @@ class Trainer:
 
   A run that is killed and started again with the same arguments continues
   from its last checkpoint and ends with bit-identical parameters. Where that
-  one is damaged it says so, moves it aside and takes the one before. A batch
+  one is damaged it says so, moves it aside and takes the one before. SIGTERM
+  and Ctrl-C end it after the step at work, with a checkpoint. A run that is
+  shorter than its checkpoints ends at the newest one that it reaches. A batch
   that cannot be cut into `accumulate` parts is refused.
 
   On a mesh, of one process or of several (`specjax.processes`), a run takes the
@@ -77,16 +80,21 @@ class Trainer:
     batch: `step -> batch`, a tree of arrays whose first axis are rows;
       scalars in it are shared by all rows.
     steps: length of the run.
-    directory: of checkpoints, `metrics.csv` and TensorBoard events.
+    directory: directory of checkpoints, `metrics.csv` and TensorBoard events.
     evaluate: `params -> {name: value}`, given all parameters, called every
       `evaluate_every` steps and at the end.
     evaluate_every: steps; 0 evaluates at the end alone.
+    evaluated: `(step, trained parameters, values) -> None`, called after every
+      evaluation with its values, when these are on disk. All processes call it.
     checkpoint_every: steps between checkpoints.
-    tokens_per_step: for the throughput that is logged.
+    keep_checkpoints: number of checkpoints that stay, the newest. At least two,
+      because the newest may be damaged.
+    tokens_per_step: number of tokens in a step, for the throughput.
+    log: facts about the run for its log.
     accumulate: parts that a batch is cut into; their gradients are averaged.
       Memory is that of one part.
-    compute_dtype: that the objective and `evaluate` see all parameters in;
-      the trained ones are kept, averaged and saved in their own. None is
+    compute_dtype: dtype of all parameters in the objective and in `evaluate`.
+      Trained parameters are updated and saved in their own dtype. None is
       `default_dtype()`.
     seed: of the objective's keys, one for each step.
     mesh: of devices; None is the default device.
@@ -104,8 +112,11 @@ class Trainer:
   directory: pathlib.Path
   evaluate: Callable[[Any], dict[str, float]] | None = None
   evaluate_every: int = 0
+  evaluated: Callable[[int, Any, dict[str, float]], None] | None = None
   checkpoint_every: int = 200
+  keep_checkpoints: int = 2
   tokens_per_step: int = 0
+  log: Log = Log()
   accumulate: int = 1
   compute_dtype: Any = None
   seed: int = 0
@@ -115,6 +126,8 @@ class Trainer:
 
   def __post_init__(self):
     fields.check_fields(self, "steps", "checkpoint_every", "accumulate")
+    fields.check_fields(self, "keep_checkpoints", least=2,
+                        more=": the newest one may be damaged")
     fields.check_fields(self, "evaluate_every", least=0,
                         more=": 0 evaluates at the end alone")
     shares = dict(self.mesh.shape).get(self.data_axis, 1) if self.mesh else 1
@@ -141,67 +154,82 @@ class Trainer:
       The trained parameters.
 
     Raises:
-      ValueError: the checkpoints in `directory` are of other parameters or of a
-        longer run, or all of them are damaged; the mesh does not divide the
-        parameters, or `param_shardings` names others.
+      ValueError: the checkpoints in `directory` are of other parameters, all of
+        them are of later steps than the run has, or all are damaged; the mesh
+        does not divide the parameters, or `param_shardings` names others.
       FloatingPointError: parameters became NaN or infinite, or the loss did,
         or it is more than ten times that of the first step. That step is not
         saved, and the checkpoints before it stay.
-      processes.Stopped: the processes were told to stop, and have saved.
+      processes.Stopped: SIGTERM or Ctrl-C came, and the last step is saved.
     """
     self._check_names({**trainable, **(frozen or {})})
+    with processes.listening():
+      params = self._run(trainable, frozen or {})
+      if processes.told_to_stop():  # while the last checkpoint was written
+        raise processes.stopped(
+            f"after step {self.steps}, the last one, which is saved: the same "
+            "command ends the run")
+    return params
+
+  def _run(self, trainable, frozen):
+    """Returns the parameters at the end of the run."""
     dtype = self.compute_dtype or default_dtype()
-    frozen = self._frozen(cast(frozen or {}, dtype))
+    frozen = self._frozen(cast(frozen, dtype))
     state, layout = self._fresh_state(trainable)
+    directory = pathlib.Path(self.directory).absolute()
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=self.keep_checkpoints, cleanup_tmp_directories=True)
+    with contextlib.ExitStack() as stack:
+      manager = stack.enter_context(checkpoints.Manager(
+          directory / "checkpoints", options=options))
+      losses, taken = None, processes.by_the_first(manager.latest_step)
+      if taken is not None:
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        del state  # a device need not have room for two
+        state, losses = checkpoints.newest(manager, like, self.steps)
+      start = int(state.step)
+      if start == self.steps or taken is not None and taken > self.steps:
+        return state.params  # the log has later steps, which may be continued
+      progress = stack.enter_context(Progress.over(
+          directory, start, self.steps, self.tokens_per_step, self.log, losses))
+      return self._train(state, frozen, layout, dtype, manager, progress)
+
+  def _train(self, state, frozen, layout, dtype, manager, progress):
+    """Returns the parameters after all steps from `state` on."""
     put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype,
         layout=layout)
-    directory = pathlib.Path(self.directory).absolute()
-    # Two, for the newer may be damaged; what a killed run left is no use.
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, cleanup_tmp_directories=True)
-    with contextlib.ExitStack() as stack:
-      manager = stack.enter_context(checkpoints.Manager(
-          directory / "checkpoints", options=options))
-      if processes.by_the_first(manager.latest_step) is not None:
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        del state  # a device need not have room for two
-        state = checkpoints.newest(manager, like)
-      start = int(state.step)
-      if start > self.steps:
-        raise ValueError(
-            f"{directory} has a checkpoint after {start} steps and the run "
-            f"has {self.steps}; give at least as many, or another directory")
-      progress = stack.enter_context(Progress.over(
-          directory, start, self.steps, self.tokens_per_step))
-      first_loss = None
-      for step in range(start, self.steps):
-        state, aux = step_once(state, frozen, put(self.batch(step)))
-        done = step + 1
-        progress.stepped(done, *aux)
-        stops = processes.told_to_stop() and done < self.steps
-        saves = (done % self.checkpoint_every == 0 or done == self.steps
-                 or stops)
-        if first_loss is None:
-          first_loss = float(aux[0])
-        if saves or done % _CHECK_EVERY == 0:
-          _check_loss(float(aux[0]), first_loss, done)
-        if saves:
-          _check_finite(state.params, done)
-        if self.evaluate and (
-            done == self.steps or
-            self.evaluate_every and done % self.evaluate_every == 0):
-          progress.evaluated(done, self.evaluate(
-              {**frozen, **cast(state.params, dtype)}))
-        progress.write(done)
-        if saves:
-          checkpoints.save(manager, done, state)
-        if stops:
-          raise processes.Stopped(
-              f"stopped by SIGTERM after step {done}, which is saved; started "
-              "again, the run goes on from there")
+    first_loss = None
+    for step in range(int(state.step), self.steps):
+      state, aux = step_once(state, frozen, put(self.batch(step)))
+      done = step + 1
+      evaluates = self.evaluate is not None and (
+          done == self.steps or
+          self.evaluate_every > 0 and done % self.evaluate_every == 0)
+      progress.stepped(done, *aux, evaluates)
+      stops = processes.told_to_stop()
+      saves = (done % self.checkpoint_every == 0 or done == self.steps
+               or stops)
+      if first_loss is None:
+        first_loss = float(aux[0])
+      if saves or done % _CHECK_EVERY == 0:
+        _check_loss(float(aux[0]), first_loss, done)
+      if saves:
+        _check_finite(state.params, done)
+      if evaluates:
+        found = self.evaluate({**frozen, **cast(state.params, dtype)})
+        progress.evaluated(done, found)
+      progress.write(done)
+      if evaluates and self.evaluated:
+        self.evaluated(done, state.params, found)
+      if saves:
+        checkpoints.save(manager, done, state, progress.pending_losses)
+      if stops:
+        raise processes.stopped(
+            f"after step {done}, which is saved: the same command continues "
+            f"from there, and with --steps={done} it ends the run there")
     return state.params
 
   def _check_names(self, params):
@@ -249,6 +277,8 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
                ) -> tuple[TrainState, Loss]:
   """`(state, (loss, metrics))` after one step of a `Trainer`.
 
+  The norm of the gradient is added to the metrics as `gradient_norm`.
+
   Args:
     state: a `TrainState`; it is donated.
     frozen: parameters that stay as they are.
@@ -263,14 +293,17 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
   def loss(trainable, batch, key):
     return objective(cast(trainable, dtype), frozen, batch, key)
 
-  aux, grads = _averaged(
+  (value, metrics), grads = _averaged(
       jax.value_and_grad(loss, has_aux=True), accumulate, state.params, batch,
       jax.random.fold_in(key, state.step), layout)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
   state = state.replace(step=state.step + 1, params=params,
                         opt_state=opt_state)
-  return layout.pin(state) if layout else state, aux
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32)))
+             for x in jax.tree.leaves(grads)]
+  metrics = {**metrics, "gradient_norm": jnp.sqrt(sum(squares))}
+  return layout.pin(state) if layout else state, (value, metrics)
 
 
 def _averaged(grad, accumulate, trainable, batch, key, layout):

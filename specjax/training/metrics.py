@@ -1,10 +1,15 @@
-"""Metrics on disk: a CSV file and, where installed, TensorBoard events."""
+"""Metrics on disk: a CSV file and, where installed, TensorBoard events.
+
+Weights & Biases gets them too, if a project is named.
+"""
 
 import contextlib
 import csv
 import io
 import pathlib
 import sys
+from typing import Any
+import uuid
 
 from specjax.files import atomically
 from specjax.files import naming
@@ -16,21 +21,27 @@ _HEADER = ["step", "name", "value"]
 class MetricsLog:
   """Appends to `metrics.csv` (step, name, value) and to TensorBoard.
 
+  A line on stderr names the places.
+
   Args:
-    directory: of the files; created if needed.
-    start: steps that the run has taken. Rows of later ones are dropped, for
+    directory: directory of the files; created if needed.
+    start: steps that the run has taken. Rows of later ones are dropped, because
       they will be written again.
+    wandb: a project of Weights & Biases that also gets the values, or None.
 
   Raises:
-    ValueError: the directory's `metrics.csv` is not a run's.
+    ValueError: the directory's `metrics.csv` is not a run's, or Weights &
+      Biases cannot start.
   """
 
-  def __init__(self, directory: pathlib.Path, start: int) -> None:
+  def __init__(self, directory: pathlib.Path, start: int,
+               wandb: str | None = None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _FILE
     kept = []
     if path.exists():
       kept = [row for row in _rows(path) if row[0] <= start]
+    self._wandb = wandb and _wandb_run(directory, wandb)
     text = io.StringIO(newline="")
     csv.writer(text).writerows([_HEADER, *kept])
     with atomically(path) as f:
@@ -41,6 +52,8 @@ class MetricsLog:
       import tensorboardX  # pylint: disable=g-import-not-at-top
       self._board = tensorboardX.SummaryWriter(
           str(directory), purge_step=start or None)
+      print(f"the metrics are in {path} and in TensorBoard files: tensorboard "
+            f"--logdir={directory}", file=sys.stderr)
     except ImportError:
       print(f"{path} has the metrics, and TensorBoard files need the package "
             "tensorboardX: pip install 'specjax[experiments]'", file=sys.stderr)
@@ -54,9 +67,13 @@ class MetricsLog:
         if self._board:
           self._board.add_scalar(name, value, step)
       self._file.flush()
+    if self._wandb:
+      self._wandb.log(row, step=step)
 
   def close(self) -> None:
     """Closes the files; nothing can be written after it."""
+    if self._wandb:
+      self._wandb.finish()
     if self._board:
       with contextlib.suppress(OSError):  # the same is in metrics.csv
         self._board.close()
@@ -64,25 +81,51 @@ class MetricsLog:
       self._file.close()
 
 
-def read(directory: pathlib.Path, name: str) -> list[tuple[int, float]]:
-  """`[(step, value)]` of a metric, in the order of the steps."""
-  return [(step, float(value))
-          for step, row_name, value in _rows(pathlib.Path(directory) / _FILE)
-          if row_name == name]
+def _wandb_run(directory, project) -> Any:
+  """Starts the run of a directory in Weights & Biases, or continues it."""
+  import wandb  # pylint: disable=g-import-not-at-top
+  path = directory / "wandb_id"
+  if not path.exists():
+    with atomically(path) as f:
+      f.write(uuid.uuid4().hex.encode())
+  try:
+    return wandb.init(project=project, dir=str(directory), name=directory.name,
+                      id=path.read_text("utf-8"), resume="allow")
+  except Exception as e:  # of the library's own, such as of a missing key
+    raise ValueError(
+        f"Weights & Biases cannot start for the project {project!r} "
+        f"({' '.join(str(e).split())[:200]}); log in by `wandb login`, or set "
+        "WANDB_MODE=offline") from e
 
 
-def spent(directory: pathlib.Path, tokens_per_step: int) -> tuple[int, float]:
-  """What a run took: the tokens that it read, and its minutes.
+def read(directory: pathlib.Path, name: str, steps: int | None = None
+         ) -> list[tuple[int, float]]:
+  """Returns `[(step, value)]` of a metric, in the order of the steps.
 
   Args:
-    directory: of the run.
-    tokens_per_step: of all its steps.
+    directory: the run's directory.
+    name: name of the metric.
+    steps: the last step to read; None reads all.
   """
-  tokens, minutes, before = 0, 0.0, 0
-  for step, pace in read(directory, "tokens_per_second"):
-    part = (step - before) * tokens_per_step
-    tokens, minutes, before = tokens + part, minutes + part / pace / 60, step
-  return tokens, minutes
+  return [(step, float(value))
+          for step, row_name, value in _rows(pathlib.Path(directory) / _FILE)
+          if row_name == name and (steps is None or step <= steps)]
+
+
+def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
+          ) -> tuple[int, float]:
+  """Returns the tokens that a run has read after some steps, and its minutes.
+
+  Args:
+    directory: the run's directory.
+    tokens_per_step: number of tokens in each step.
+    steps: the number of steps that count.
+  """
+  minutes, before = 0.0, 0
+  for step, pace in read(directory, "tokens_per_second", steps):
+    minutes += (step - before) * tokens_per_step / pace / 60
+    before = step
+  return steps * tokens_per_step, minutes
 
 
 def _rows(path) -> list[tuple[int, str, str]]:

@@ -1,54 +1,90 @@
-"""What a training run says while it goes on: on the screen and on disk."""
+"""The log of a training run, on the screen and on disk."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
+import dataclasses
 import pathlib
+import sys
 import time
 from typing import Any
 
+import jax
+import numpy as np
+import optax
 import tqdm
 
 from specjax import processes
 from specjax.training.metrics import MetricsLog
 
 _LOG_EVERY = 10  # steps
+_APART = {"loss", "mean_loss", "epoch"}  # first in a line, in words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Log:
+  """Facts about a run for its log.
+
+  Attributes:
+    loss: a description of the loss, such as "weighted sum over 4 heads".
+    learning_rate: the schedule; None leaves the rate out.
+    steps_per_epoch: steps that read the data once; None leaves epochs out.
+    wandb: a project of Weights & Biases that also gets the metrics, or None.
+  """
+
+  loss: str = ""
+  learning_rate: optax.Schedule | None = None
+  steps_per_epoch: float | None = None
+  wandb: str | None = None
 
 
 class Progress:
   """The bar, the throughput and the rows of `metrics.csv` of one run.
 
-  Of several processes the first alone speaks and writes. A metric with a slash
-  in its name goes to disk and not to the screen.
+  In a program of several processes, only the first prints and writes. A metric
+  with a slash in its name is not printed, except the accuracies of heads.
   """
 
   @classmethod
   @contextlib.contextmanager
   def over(cls, directory: pathlib.Path, start: int, steps: int,
-           tokens_per_step: int) -> Iterator["Progress"]:
-    """The progress of a run, whose files and bar are closed in the end.
+           tokens_per_step: int, log: Log | None = None,
+           losses: Sequence[float] | None = None) -> Iterator["Progress"]:
+    """Opens the log of a run, and closes its files and bar at the end.
 
     Args:
-      directory: of the run.
-      start: steps that were taken before.
+      directory: the run's directory.
+      start: number of steps that were taken before.
       steps: length of the run.
-      tokens_per_step: for the throughput.
+      tokens_per_step: number of tokens in a step, for the throughput.
+      log: facts about the run.
+      losses: `pending_losses` at `start`.
     """
+    log = log or Log()
+    epochs = steps / (log.steps_per_epoch or steps)
+    if epochs > 1 and processes.is_first():
+      print(f"{steps} steps read the training data {epochs:.1f} times; an "
+            f"epoch is {log.steps_per_epoch:,.1f} steps", file=sys.stderr)
     with contextlib.ExitStack() as stack:
       logs = []
       processes.by_the_first(lambda: logs.append(stack.enter_context(
-          contextlib.closing(MetricsLog(directory, start)))))
+          contextlib.closing(MetricsLog(directory, start, log.wandb)))))
       bar = stack.enter_context(tqdm.tqdm(
           total=steps, initial=start, unit="step", dynamic_ncols=True,
           disable=not processes.is_first()))
       yield cls(bar, lambda *row: [log.write(*row) for log in logs], start,
-                steps, tokens_per_step)
+                steps, tokens_per_step, log, losses)
 
-  def __init__(self, bar: tqdm.tqdm, log: Callable[[int, Any], Any],
-               start: int, steps: int, tokens_per_step: int):
-    self._bar, self._log, self._steps = bar, log, steps
-    self._tokens_per_step = tokens_per_step
+  def __init__(self, bar: tqdm.tqdm, write: Callable[[int, Any], Any],
+               start: int, steps: int, tokens_per_step: int, log: Log,
+               losses: Sequence[float] | None):
+    self._bar, self._write, self._steps = bar, write, steps
+    self._tokens_per_step, self._facts = tokens_per_step, log
+    self._rate = log.learning_rate and jax.jit(log.learning_rate)
+    self._losses: list[Any] = list(losses or ())
+    self._averaged = 0  # number of losses in the last mean
     self._row: dict[str, float] = {}
     self._since(start)
 
@@ -56,34 +92,65 @@ class Progress:
     """Begins to time the steps after these."""
     self._tick, self._ticked = time.monotonic(), done
 
-  def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any]) -> None:
+  @property
+  def pending_losses(self) -> list[float]:
+    """Losses since the last line. A resumed run starts with them."""
+    return [float(x) for x in self._losses]
+
+  def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any],
+              evaluates: bool = False) -> None:
     """Counts a step, and reads its loss and metrics now and then.
 
     Args:
       done: steps taken, this one included.
       loss: `[]`, of the step.
       metrics: scalars by name.
+      evaluates: True if an evaluation follows, which gets a line of its own.
     """
     self._bar.update()
-    if done % _LOG_EVERY and done != self._steps:
+    self._losses.append(loss)
+    if done % _LOG_EVERY and done != self._steps and not evaluates:
       return
-    self._row = {"loss": float(loss),
+    losses = self.pending_losses
+    self._row = {"loss": losses[-1], "mean_loss": float(np.mean(losses)),
                  **{name: float(value) for name, value in metrics.items()}}
+    self._losses, self._averaged = [], len(losses)
+    if self._rate:
+      self._row["learning_rate"] = float(self._rate(done - 1))
+    if self._facts.steps_per_epoch:
+      self._row["epoch"] = done / self._facts.steps_per_epoch
     tokens = (done - self._ticked) * self._tokens_per_step
     self._row["tokens_per_second"] = tokens / (time.monotonic() - self._tick)
     self._since(done)
-    self._bar.set_postfix(loss=f"{self._row['loss']:.4f}")
+    self._bar.set_postfix(loss=f"{self._row['mean_loss']:.4f}")
 
   def evaluated(self, done: int, found: Mapping[str, float]) -> None:
-    """Takes what was measured after a step, and says it."""
+    """Adds the values of an evaluation, and prints a line."""
     self._row.update(found)
     if processes.is_first():
-      self._bar.write(f"step {done}: " + ", ".join(
-          f"{k} {v:.4f}" for k, v in self._row.items() if "/" not in k))
+      self._bar.write(self._line(done))
     self._since(done)
 
+  def _line(self, done):
+    """The text of a step and of its evaluation."""
+    row, facts = self._row, self._facts
+    epoch = f" (epoch {row['epoch']:.2f})" if "epoch" in row else ""
+    kind = f", {facts.loss}" if facts.loss else ""
+    line = (f"step {done}{epoch}: loss {row['mean_loss']:.4f} "
+            f"(mean of {self._averaged} steps{kind})")
+    for name, value in row.items():
+      if "/" not in name and name not in _APART:
+        line += f", {name} {value:.5g}"
+    heads = []
+    while (name := f"head_{len(heads) + 1}/top_1") in row:
+      heads.append(f"{row[name]:.3f}")
+    if heads:
+      line += f"\n  top-1 accuracy of heads 1 to {len(heads)}: " + " ".join(
+          heads)
+    return line
+
   def write(self, done: int) -> None:
-    """Writes what is known of a step, if anything is."""
+    """Writes the values of a step to disk, if there are any."""
     if self._row:
-      self._log(done, self._row)
+      self._write(done, self._row)
     self._row = {}

@@ -18,7 +18,7 @@ MANIFEST = "run.json"
 _OWN = {"format", "steps"}  # of a manifest, not of the run
 # What a run leaves, besides a tokenizer, which may be there before it.
 _LEFT = ("config.json", "heads.json", "*.safetensors*", "*.bin", "metrics.csv",
-         "checkpoints")
+         "checkpoints", "best")
 
 
 def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
@@ -27,8 +27,10 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
 
   A run of other data or settings is refused. A finished run may be extended:
   it goes on from its end, as the rest of a run of the new length. It is so a
-  function of all its lengths, which are remembered, wherever it is killed. All
-  processes of a run call it, and the first does it.
+  function of all its lengths, which are remembered, wherever it is killed. It
+  may also end before its length, see `last_step`; this changes no step that it
+  takes, and is not remembered. All processes of a run call it, and the first
+  does it.
 
   Args:
     directory: of the run; this process should have it `files.locked`.
@@ -36,12 +38,13 @@ def claim_run(directory: str | os.PathLike[str], manifest: dict[str, Any],
     steps: its length.
 
   Returns:
-    The lengths that it had, `steps` the last: one, unless it was extended.
+    The lengths that it had: one, unless it was extended. The last one is
+    `steps`, unless the run ends before its length.
 
   Raises:
     ValueError: the directory holds another run, something that no run
-      describes, or one that is longer, or that is not finished and of another
-      length.
+      describes, or one that is not finished and shorter, or all checkpoints of
+      which are of later steps.
   """
   return processes.by_the_first(
       lambda: _claim_run(pathlib.Path(directory), manifest, steps))
@@ -84,8 +87,16 @@ def _claim_run(directory, manifest, steps):
           and all(isinstance(x, int) for x in lengths)):
     raise ValueError(f"{path} describes no run: steps is {lengths!r}; choose "
                      f"another path, or delete {directory}")
-  if steps != lengths[-1]:
-    _check_length(directory, lengths[-1], steps)
+  length, saved = lengths[-1], _saved(directory)
+  done = max(saved, default=0)
+  if steps > length > done or steps < length and not saved:
+    raise ValueError(
+        f"{directory} holds a run of {length} steps, of which {done} are "
+        f"saved, and --steps is {steps}; finish it with --steps={length}, or "
+        "choose another path")
+  if steps < length:
+    _check_end(directory, length, steps, saved)
+  elif steps > length:
     lengths.append(steps)
     files.write_json(path, {**found, "steps": lengths}, indent=2)
     print(f"the finished run of {lengths[-2]} steps in {directory} goes on to "
@@ -94,17 +105,46 @@ def _claim_run(directory, manifest, steps):
   return tuple(lengths)
 
 
-def _check_length(directory, length, steps):
-  """Refuses another length, unless the run has ended and is to go on."""
-  done = max((int(path.name) for path in directory.glob("checkpoints/*")
-              if path.name.isdigit()), default=0)
-  if done < length:
-    raise ValueError(f"{directory} holds a run of {length} steps, of which "
-                     f"{done} are saved, and --steps is {steps}; finish it "
-                     f"with --steps={length}, or choose another path")
-  if steps < length:
-    raise ValueError(f"--steps is {steps} and the run in {directory} has taken "
-                     f"{length}; give more, or choose another path")
+def _saved(directory):
+  """Returns the steps of a run's checkpoints, sorted."""
+  return sorted(int(path.name) for path in directory.glob("checkpoints/*")
+                if path.name.isdigit())
+
+
+def _check_end(directory, length, steps, saved):
+  """Explains where a run ends before its length, or raises `ValueError`."""
+  if saved[0] > steps:
+    raise ValueError(
+        f"--steps is {steps} and the run in {directory} has taken {saved[-1]} "
+        f"steps, with checkpoints after {', '.join(map(str, saved))}; give one "
+        "of these numbers, or more, or choose another path")
+  if saved[-1] > steps:
+    end = f"at its checkpoint after {_last_step(directory, steps)} steps"
+  else:
+    end = f"after {steps}, with the learning rates of a run of {length}"
+  print(f"the run of {length} steps in {directory} ends {end}; "
+        f"--steps={length} continues it", file=sys.stderr)
+
+
+def last_step(directory: str | os.PathLike[str], steps: int) -> int:
+  """Returns the step after which a run ends, once it is claimed.
+
+  This is `steps`, unless the run has taken more. Then it is the newest
+  checkpoint at or before `steps`, and the run ends there without a step.
+
+  Args:
+    directory: the run's directory.
+    steps: the argument of `claim_run`.
+  """
+  return processes.by_the_first(
+      lambda: _last_step(pathlib.Path(directory), steps))
+
+
+def _last_step(directory, steps):
+  saved = _saved(directory)
+  if max(saved, default=0) <= steps:
+    return steps
+  return max(step for step in saved if step <= steps)
 
 
 def part_length(lengths: Sequence[int], step: int) -> int:
