@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import sys
 from typing import Any
 
 from specjax.data import corpora
@@ -103,7 +102,7 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   return found
 
 
-def field_of(source: str, field: str = "text") -> str | None:
+def field_of(source: str, field: str | None = None) -> str | None:
   """Returns the field of a source that holds conversations; None: it has texts.
 
   Only the first record is read.
@@ -111,21 +110,19 @@ def field_of(source: str, field: str = "text") -> str | None:
   Args:
     source: see `corpora.iter_documents`; also a `.json` file with an array of
       records.
-    field: the field to read. If the record has no such field, the first of
-      `FIELDS` that it has is taken.
+    field: the field to read. None or "text", the default of `--field`: if the
+      record has no such field, the first of `FIELDS` that it has.
   """
   record = next((record for _, _, record in _records(source)), None)
   if not isinstance(record, dict):
     return None
-  if field in record:
-    return field if isinstance(record[field], list) else None
+  if field in record or field not in (None, "text"):
+    return field if isinstance(record.get(field), list) else None
   return next((x for x in FIELDS if isinstance(record.get(x), list)), None)
 
 
 def read(source: str, field: str) -> Iterator[Conversation]:
-  """Yields the conversations of a source in which an assistant says something.
-
-  The number of the others is printed on stderr.
+  """Yields the conversations of a source.
 
   Args:
     source: see `field_of`.
@@ -134,7 +131,6 @@ def read(source: str, field: str) -> Iterator[Conversation]:
   Raises:
     ValueError: a record or a turn is not what it should be; see `messages`.
   """
-  silent, found = 0, 0
   for name, place, record in _records(source, field):
     if not isinstance(record, dict) or field not in record:
       raise ValueError(f"{place} has no field {field!r}, unlike the records "
@@ -143,18 +139,8 @@ def read(source: str, field: str) -> Iterator[Conversation]:
       raise ValueError(f"{place}: {field!r} is a JSON "
                        f"{type(record[field]).__name__}; it must be a list of "
                        "turns")
-    said = messages(place, record[field])
-    if any(is_answer(message) for message in said):
-      found += 1
-      yield Conversation(name=name, place=place, messages=said)
-    else:
-      silent += 1
-  if not found:
-    raise ValueError(f"{source} holds no conversation in which an assistant "
-                     "says something; at least two are needed")
-  if silent:
-    print(f"{silent:,} of {silent + found:,} conversations of {source} hold no "
-          "answer and are left out", file=sys.stderr)
+    yield Conversation(name=name, place=place,
+                       messages=messages(place, record[field]))
 
 
 def is_answer(message: dict[str, Any]) -> bool:
