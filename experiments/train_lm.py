@@ -38,7 +38,8 @@ or, as its paper does it, a trained target that goes on so:
     --initial=bundled --steps=200 --learning_rate=0.01
 """
 
-import sys
+import functools
+import pathlib
 
 from lib import common  # before jax, which takes long to import
 
@@ -50,6 +51,7 @@ from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import progress
+from lib import token_cache
 import numpy as np
 
 from specjax import processes
@@ -270,19 +272,26 @@ def _begun(initial, tokenizer):
   return model, objective, heads, trainable
 
 
-def _measure(model, tokens, texts):
+def _training_texts():
+  """Yields the texts to train on."""
+  documents = functools.partial(
+      corpora.iter_documents, _DATA.value, _FIELD.value)
+  held_out = corpora.held_out(d.name for d in documents())
+  yield from (d.text for d, out in zip(documents(), held_out) if not out)
+
+
+def _measure(model, corpus):
   """`parameters -> bits per byte` of held-out texts."""
   return evaluation.bits_per_byte(
-      model, tokens, sum(len(text.encode()) for text in texts),
-      _CONTEXT_LENGTH.value,
+      model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
 
 
-def _claim(output_dir, documents, tokens, model, trainable, objective, initial):
+def _claim(output_dir, corpus, model, trainable, objective, initial):
   """Makes the directory that of this run; all lengths that it has had."""
   return runs.claim_run(output_dir, {
-      "model": repr(model), "corpus": fingerprint(documents),
-      "tokens": fingerprint(tokens),
+      "model": repr(model), "corpus": corpus.corpus,
+      "tokens": corpus.fingerprints[1],
       **({"objective": repr(objective)} if "drafter" in trainable else {}),
       **({"initial": fingerprint(trainable["target"]),
           _CONTEXT_LENGTH.name: _CONTEXT_LENGTH.value} if initial else {}),
@@ -298,26 +307,18 @@ def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   initial = _initial()
   progress.say("reading the text")
-  documents = corpora.read_documents(_DATA.value, _FIELD.value)
-  training, held_out = ([d.text for d in side]
-                        for side in corpora.split(documents))
+  tokenizer_path = pathlib.Path(_OUTPUT_DIR.value) / "tokenizer.json"
+  tokenizer = _tokenizer(tokenizer_path, _training_texts(), initial)
+  corpus = token_cache.read(_DATA.value, _FIELD.value, tokenizer)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  tokenizer_path = output_dir / "tokenizer.json"
-  tokenizer = _tokenizer(tokenizer_path, training, initial)
-  tokens = tokenizer.encode_stream(training)
-  print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
-        f"{len(held_out)} documents held out", file=sys.stderr)
 
   model, objective, heads, trainable = _begun(initial, tokenizer)
   specs = meshes.specs(mesh, {"target": model})
   num_params = common.num_parameters(trainable)
-  held_out_tokens = tokenizer.encode_stream(held_out)
-  bits_per_byte = evaluation.remembered(
-      _measure(model, held_out_tokens, held_out))
+  bits_per_byte = evaluation.remembered(_measure(model, corpus))
   windows = batches.TokenWindows(
-      tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
-  lengths = _claim(output_dir, documents, tokens, model, trainable, objective,
-                   initial)
+      corpus.tokens[0], _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
+  lengths = _claim(output_dir, corpus, model, trainable, objective, initial)
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)
   trained = loop.Trainer(
@@ -335,11 +336,11 @@ def main():
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved["target"])
   final = bits_per_byte(loop.cast(saved["target"], jnp.float32))
-  spent = {"data": _DATA.value, "corpus": fingerprint(documents),
+  spent = {"data": _DATA.value, "corpus": corpus.corpus,
            "tokens": _STEPS.value * windows.batch_size * windows.length}
   if heads is not None:
     final |= _save_heads(
-        output_dir, objective, saved, held_out_tokens, spent)
+        output_dir, objective, saved, corpus.tokens[1], spent)
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})
 
