@@ -6,7 +6,6 @@ same corpus and tokenizer only hashes the files of the text.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -24,6 +23,7 @@ import tokenizers as library
 from specjax import files
 from specjax.data import conversations
 from specjax.data import corpora
+from specjax.data import token_streams
 from specjax.data.tokenizers import Tokenizer
 from specjax.fingerprints import Digest
 from specjax.fingerprints import fingerprint
@@ -45,7 +45,7 @@ class TokenFiles:
     answered: two arrays `[T]` bool, True for the tokens that an assistant
       writes; None if the corpus has no conversations.
     documents: number of documents or conversations of both sides.
-    num_bytes: UTF-8 bytes of the texts of both sides.
+    num_bytes: UTF-8 bytes of the texts of both sides; 0 for conversations.
     corpus: fingerprint of all documents.
     fingerprints: of both token arrays together, and of the first alone.
     note: a line about what was left out, or "".
@@ -163,7 +163,7 @@ class _Writer:
   """The files of a corpus while they are written.
 
   Attributes:
-    num_bytes: of the texts of both sides.
+    num_bytes: of the texts of both sides; 0 for conversations.
     note: see `TokenFiles`.
   """
 
@@ -174,10 +174,9 @@ class _Writer:
     self.num_bytes = [0, 0]
     self.note = ""
 
-  def add(self, side: int, texts: Iterable[str], ids: Sequence[int],
-          answered: Sequence[bool] = ()) -> None:
-    """Appends the tokens of texts to a side."""
-    self.num_bytes[side] += sum(len(text.encode()) for text in texts)
+  def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
+          ) -> None:
+    """Appends tokens to a side."""
     tokens, marks = self._files[side]
     tokens.write(np.asarray(ids, _DTYPE).tobytes())
     marks.write(np.asarray(answered, bool).tobytes())
@@ -225,8 +224,9 @@ def _write_texts(writer, tokenizer, documents):
   waiting, sizes = ([], []), [0, 0]
 
   def write(side):
-    if waiting[side]:
-      writer.add(side, waiting[side], tokenizer.encode_stream(waiting[side]))
+    writer.num_bytes[side] += sum(len(text.encode()) for text in waiting[side])
+    for ids in token_streams.encode(tokenizer, waiting[side]):
+      writer.add(side, ids)
     waiting[side].clear()
     sizes[side] = 0
 
@@ -251,7 +251,7 @@ def _write_chats(writer, tokenizer, chats, silent):
       refused.append(f"{chat.place}: {e}")
       continue
     written += 1
-    writer.add(side, [], ids, answered)
+    writer.add(side, ids, answered)
   if not written:
     raise ValueError(f"no conversation can be used; {refused[0]}")
   left_out = [*refused, *(f"{place}: it has no answer" for place in silent)]

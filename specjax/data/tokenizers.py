@@ -23,6 +23,7 @@ from specjax.data import answers
 from specjax.data import chat
 from specjax.data import gguf_tokenizers
 from specjax.data import token_bytes
+from specjax.data import token_streams
 from specjax.data import tokenizer_files
 from specjax.data.tokenizer_files import END_OF_TEXT
 from specjax.files import atomically
@@ -191,7 +192,7 @@ class Tokenizer:
     if special:
       ids = self.parser.encode(text, add_special_tokens=False).ids
     else:
-      ids = self._plain(text)
+      ids = [token for _, part in self.plain(text) for token in part.ids]
     if not bos or self.bos is None:
       return ids
     if not ids or self.adds_bos and ids[0] != self.bos:
@@ -243,17 +244,7 @@ class Tokenizer:
     Raises:
       ValueError: there is neither, or see `encode`.
     """
-    between = self.eos if self.bos is None else self.bos
-    if between is None:
-      raise ValueError("the tokenizer has neither bos nor eos to part "
-                       "documents; name one in its tokenizer_config.json")
-    texts = list(texts)
-    for text in texts:
-      token_bytes.check_text(text)
-    encodings = self.backend.encode_batch(texts, add_special_tokens=False)
-    return np.concatenate([
-        np.asarray([between, *self._plain(text, encoding)], np.uint32)
-        for text, encoding in zip(texts, encodings)])
+    return np.concatenate(list(token_streams.encode(self, texts)))
 
   def token_bytes(self, token: int) -> bytes:
     """The bytes that a token stands for, none for special ones.
@@ -313,11 +304,6 @@ class Tokenizer:
     for start, end in zip(cuts, [*cuts[1:], len(text)]):
       for place, part in self.plain(text[start:end]):
         yield start + place, part
-
-  def _plain(self, text, encoding=None) -> list[int]:
-    """Ids of a text without a special token, see `plain`."""
-    return [token for _, part in self.plain(text, encoding)
-            for token in part.ids]
 
 
 def _mark_those_of_template(backend, template):
