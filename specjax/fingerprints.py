@@ -36,7 +36,7 @@ class Digest:
 
     Args:
       path: the place of the leaf as `jax.tree_util.keystr` writes it.
-      leaf: see `fingerprint`.
+      leaf: a leaf, see `fingerprint`.
     """
     for part in (path.encode(), *_parts(leaf)):
       self._add(part)

@@ -21,8 +21,8 @@ def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
   """Returns the tokens of a corpus; see `token_files.read`.
 
   They are stored in ~/.cache/specjax/tokens or in the directory that the
-  environment variable SPECJAX_TOKENS names. Stderr says where. The corpora that
-  were not used for longest are deleted when all take more than 20 GiB.
+  environment variable SPECJAX_TOKENS names. The place is printed on stderr. The
+  least recently used corpora are deleted when all take more than 20 GiB.
   """
   directory = _directory()
   found = token_files.read(
@@ -52,7 +52,7 @@ def _directory() -> pathlib.Path:
 
 
 def _shrink(directory, used, largest=_LARGEST):
-  """Deletes what was not used for longest, except `used`.
+  """Deletes the least recently used corpora, except `used`.
 
   A run that has a deleted corpus mapped keeps it: the system frees the space
   when the run ends.

@@ -1,9 +1,9 @@
-"""Which tokens of a conversation an assistant writes.
+"""Answers in a conversation: the tokens that an assistant writes.
 
-A drafter for a chat model learns from the tokens that the model writes: the
-content of an answer, what the template puts between its header and its content
-(such as an empty `<think>` block), and the token that ends the turn. The header
-and the text between two messages are not among them.
+A drafter for a chat model learns from the tokens that the model writes. These
+are the content of an answer, the text that the template puts between header
+and content (such as an empty `<think>` block), and the token that ends the
+turn. The header and the text between two messages are not among them.
 
 The template is a program, so the answers are found in the text that it writes,
 in one of three ways:
@@ -52,7 +52,7 @@ def _spans(tokenizer, messages, text):
   """Returns `(start, end)` in the text of every answer.
 
   Raises:
-    ValueError: they cannot be told from the rest.
+    ValueError: the answers cannot be separated from the rest.
   """
   if _MARKED.search(tokenizer.chat_template):
     marks = list(itertools.islice(
@@ -64,8 +64,8 @@ def _spans(tokenizer, messages, text):
            or _by_beginnings(tokenizer, messages, text))
   if not found:
     raise ValueError(
-        "the chat template writes messages otherwise when others follow, so "
-        "that the tokens of answers cannot be told from the rest; put {% "
+        "the chat template changes a message when another one follows, so the "
+        "tokens of answers cannot be separated from the rest; put {% "
         "generation %} and {% endgeneration %} around answers in the template")
   return found
 
@@ -110,11 +110,11 @@ def _around(tokenizer, messages, text, found):
   """Answers whose contents begin and end at known places of the text.
 
   Args:
-    tokenizer: of the template.
-    messages: the last is an assistant's.
-    text: of the conversation.
-    found: from `(message, 0)` to the place at which its content begins, if it
-      is known, and from `(message, 1)` to the place at which it ends.
+    tokenizer: the tokenizer with the template.
+    messages: the messages; the last is an assistant's.
+    text: the text of the conversation.
+    found: a dict from `(message, 0)` to the place at which its content begins,
+      if it is known, and from `(message, 1)` to the place at which it ends.
   """
   header = _header(tokenizer, messages, text)
   end_of_turn = _end_of_turn(tokenizer, text[found[len(messages) - 1, 1]:])
@@ -122,7 +122,7 @@ def _around(tokenizer, messages, text, found):
   for i, message in enumerate(messages):
     begin, end = found.get((i, 0)), found.get((i, 1))
     if message["role"] == "assistant":
-      # A beginning that is unknown is no bound: the first header counts.
+      # Without a known beginning of the content, the first header counts.
       at = -1 if not header else (
           text.find(header, low, end) if begin is None
           else text.rfind(header, low, begin))

@@ -1,4 +1,4 @@
-"""Conversations of users' files: who speaks, and the messages of a record.
+"""Conversations of users' files: speakers, and the messages of a record.
 
 A record is an object with a list of turns. A turn has "role" and "content", as
 in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
@@ -34,7 +34,7 @@ class Conversation:
 
   Attributes:
     name: decides on the side of the split, as the name of a document does.
-    place: of the record, for errors, such as "data.jsonl line 3".
+    place: the place of the record for errors, such as "data.jsonl line 3".
     messages: each with "role", "content" and other keys that templates read.
   """
 
@@ -48,12 +48,12 @@ def speaker(place: str, number: int, turn: Any) -> str | None:
 
   Args:
     place: the conversation's place for errors.
-    number: of the turn, from 1.
+    number: the number of the turn, from 1.
     turn: a string, or an object with "from" and "value" or with "role" and
       "content".
 
   Raises:
-    ValueError: the turn has neither pair of keys, or its speaker is no text.
+    ValueError: the turn has neither pair of keys, or its speaker is not a text.
   """
   if isinstance(turn, str):
     return None
@@ -103,13 +103,13 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def field_of(source: str, field: str | None = None) -> str | None:
-  """Returns the field of a source that holds conversations; None: it has texts.
+  """Returns the field with the conversations of a source, None for texts.
 
   Only the first record is read.
 
   Args:
-    source: see `corpora.iter_documents`; also a `.json` file with an array of
-      records.
+    source: a source of `corpora.iter_documents`, or a `.json` file with an
+      array of records.
     field: the field to read. None or "text", the default of `--field`: if the
       record has no such field, the first of `FIELDS` that it has.
   """
@@ -125,11 +125,11 @@ def read(source: str, field: str) -> Iterator[Conversation]:
   """Yields the conversations of a source.
 
   Args:
-    source: see `field_of`.
+    source: a source of `field_of`.
     field: the field of the turns.
 
   Raises:
-    ValueError: a record or a turn is not what it should be; see `messages`.
+    ValueError: a record has no list of turns there, or see `messages`.
   """
   for name, place, record in _records(source, field):
     if not isinstance(record, dict) or field not in record:
@@ -144,7 +144,7 @@ def read(source: str, field: str) -> Iterator[Conversation]:
 
 
 def is_answer(message: dict[str, Any]) -> bool:
-  """Returns True if an assistant says or calls something in a message."""
+  """Returns True if a message is an assistant's and has a content or a call."""
   content = message.get("content")
   return message["role"] == "assistant" and bool(
       content.strip() if isinstance(content, str)
@@ -172,7 +172,7 @@ def _records(source, field=None):
 def _items(path: pathlib.Path) -> Iterator[Any]:
   """Yields the items of a JSON array; nothing if the file holds no array.
 
-  The items are those of `corpora.json_items`, which holds the whole text.
+  `corpora.json_items` yields the same items, and holds the whole text.
   """
   pieces = text_files.pieces(path, _PIECE)
   text = next(pieces, "")

@@ -1,7 +1,7 @@
 """Text files that are read piece by piece.
 
-The text is that of `files.read_text`, and so are the errors. A file may be
-larger than the memory.
+Text and errors are the same as from `files.read_text`. A file may be larger
+than the memory.
 """
 
 from collections.abc import Callable

@@ -45,10 +45,10 @@ class TokenFiles:
     answered: two arrays `[T]` bool, True for the tokens that an assistant
       writes; None if the corpus has no conversations.
     documents: number of documents or conversations of both sides.
-    num_bytes: UTF-8 bytes of the texts of both sides; 0 for conversations.
+    num_bytes: UTF-8 bytes of both sides' texts; 0 for conversations.
     corpus: fingerprint of all documents.
-    fingerprints: of both token arrays together, and of the first alone.
-    note: a line about what was left out, or "".
+    fingerprints: one of both token arrays together, and one of the first.
+    note: a line about conversations that were left out, or "".
     path: the directory.
   """
 
@@ -88,16 +88,16 @@ def read(source: str, field: str, tokenizer: Tokenizer,
   """Returns the tokens of a corpus, which are stored in a directory.
 
   Args:
-    source: see `corpora.iter_documents`; with `chat` see
+    source: a source of `corpora.iter_documents`; with `chat`, of
       `conversations.field_of`.
     field: the field of a record that is read.
-    tokenizer: of the tokens. Every text begins with its `bos`, or `eos`.
-    directory: of the files of all corpora.
+    tokenizer: the tokenizer. Every text begins with its `bos`, or `eos`.
+    directory: the directory of the files of all corpora.
     chat: the records hold conversations, which the chat template writes.
-    say: called with a line before the text is tokenised.
+    say: a function that is called with a line before the text is tokenised.
 
   Raises:
-    ValueError: the source is not what it should be, or has too little text.
+    ValueError: the source cannot be read, or has too little text.
   """
   name = fingerprint(
       _FORMAT, corpora.digest(source, field), field, library.__version__,
@@ -117,7 +117,7 @@ def read(source: str, field: str, tokenizer: Tokenizer,
 def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """A directory that is called `path` when it is complete.
 
-  Several processes may write it at once: what they write is the same.
+  Several processes may write it at once, because they write equal files.
   """
   partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
   try:
@@ -163,7 +163,7 @@ class _Writer:
   """The files of a corpus while they are written.
 
   Attributes:
-    num_bytes: of the texts of both sides; 0 for conversations.
+    num_bytes: see `TokenFiles`.
     note: see `TokenFiles`.
   """
 
@@ -261,7 +261,7 @@ def _write_chats(writer, tokenizer, chats, silent):
 
 
 def _answered(source, field, silent):
-  """The conversations in which an assistant says something."""
+  """Yields the conversations with an answer; lists the places of others."""
   silent.clear()
   empty = True
   for chat in conversations.read(source, field):

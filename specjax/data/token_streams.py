@@ -20,11 +20,11 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
   """Yields the array of `Tokenizer.encode_stream` in parts.
 
   The library takes some 40 bytes for a byte of text while it encodes, so it
-  encodes few texts at a time, and a long text in pieces.
+  encodes about a million characters at a time, and a long text in pieces.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer`.
-    texts: any number of texts.
+    texts: an iterable of texts.
 
   Raises:
     ValueError: see `Tokenizer.encode_stream`.
@@ -58,11 +58,11 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
 
 
 def cut(tokenizer: Any, text: str) -> Iterator[str]:
-  """Yields pieces of a long text whose tokens together are those of it.
+  """Yields pieces of a long text, which together have the tokens of the text.
 
-  It is cut at the begin of a line, where the tokens around are the same
-  without the cut. Tokenizers that mark the begin of a text have no such
-  place, and their texts stay whole.
+  The text is cut before a line if the tokens around that place are the same
+  without the cut. With a tokenizer that marks the beginning of a text there is
+  no such place, and the text is not cut.
   """
   encode = lambda a, b: tokenizer.backend.encode(
       text[a:b], add_special_tokens=False).ids

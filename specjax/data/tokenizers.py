@@ -233,8 +233,8 @@ class Tokenizer:
       included.
 
     Raises:
-      ValueError: see `chat`; or the tokens of answers cannot be told from the
-        others, see `specjax.data.answers`.
+      ValueError: see `chat`; or the tokens of answers cannot be separated
+        from the others, see `specjax.data.answers`.
     """
     return answers.encode(self, messages)
 
