@@ -308,7 +308,7 @@ def main():
   evaluate = _evaluation(objective, held_out)
   schedule = runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
-                            _DECAY_FRACTION.value)
+      _DECAY_FRACTION.value)
   trained = loop.Trainer(
       objective=objective, optimizer=optimizers.muon(schedule),
       batch=lambda step: rows.rows(order.batch(step)),

@@ -112,9 +112,13 @@ _METHOD = flags.DEFINE_enum(
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype()
 _DATA = shared.data(
-    "Training text. With self or self:SOURCE the target samples it: it "
-    "continues the beginnings of documents in SOURCE (default: stdlib). Values "
-    "of SOURCE, and values without self")
+    "Training text, or conversations: .jsonl or .json records with messages "
+    "(role, content) or ShareGPT conversations (from, value), which are "
+    "rendered with the target's chat template. With self or self:SOURCE the "
+    "target samples the text: it continues the beginnings of documents in "
+    "SOURCE (default: stdlib), or answers the first messages of its "
+    "conversations; self:SOURCE,MORE adds the conversations of MORE. Values of "
+    "SOURCE, and values without self")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
@@ -174,14 +178,13 @@ _SELF_DIR = flags.DEFINE_string(
     "self_dir", None, "With --data=self: directory of the sampled rows, which "
     "several runs can share. Default: self/ in --output_dir")
 _SELF_CHAT = flags.DEFINE_bool(
-    "self_chat", False, "With --data=self:SOURCE: each document of SOURCE is "
-    "a user message, which the target answers in its chat template")
+    "self_chat", None, "With --data=self:SOURCE: each document of SOURCE is "
+    "a user message, which the target answers in its chat template. Default: "
+    "only if SOURCE holds conversations")
 _ANSWERS_ONLY = flags.DEFINE_bool(
-    "answers_only", False, "With --self_chat: train only on the tokens of the "
-    "answers. Evaluation uses all tokens")
-_CONVERSATIONS = flags.DEFINE_string(
-    "conversations", None, "With --self_chat: .jsonl file of records with the "
-    "fields prompt and answer, as additional training data")
+    "answers_only", None, "With conversations: train only on the tokens that "
+    "an assistant writes. --noanswers_only trains on all tokens. Evaluation "
+    "uses all tokens. Default: true if there are conversations")
 _SELF_ROWS = flags.DEFINE_integer(
     "self_rows", 2048, "With --data=self: number of rows (with --self_chat: of "
     "messages) to sample for training; --held_out_rows more are sampled for "
@@ -208,10 +211,10 @@ _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
 
 
-def _frequent(target, tokenizer, tokens):
-  """Returns the token ids of the draft vocabulary, counted in `tokens [T]`.
+def _frequent(target, tokenizer, counted):
+  """Returns the token ids of the draft vocabulary, the most frequent ones.
 
-  If `tokens` is None, placeholder ids of the same number are returned.
+  If `counted` is None, placeholder ids of the same number are returned.
   """
   size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
   always = [end for end in models.ends(target, tokenizer) or ()
@@ -220,23 +223,24 @@ def _frequent(target, tokenizer, tokens):
     raise ValueError(f"--draft_vocabulary is {size}; the target has "
                      f"{vocab_size} tokens, {len(always)} of which end a text "
                      "and are always kept: give a number between")
-  if tokens is None:
+  if counted is None:
     return tuple(range(size))
-  counts = np.bincount(tokens, minlength=vocab_size)
+  counts = counted(vocab_size)
   ids = sj.models.frequent_tokens(counts, size, always)
   print(f"{size:,} of {vocab_size:,} tokens can be drafted, which are "
         f"{counts[ids].sum() / counts.sum():.1%} of the text", file=sys.stderr)
   return tuple(ids.tolist())
 
 
-def _heads(method, target, tokenizer, tokens, own_text):
+def _heads(method, target, tokenizer, counted, own_text):
   """Returns the initial heads or embeddings and their float32 parameters.
 
   Args:
     method: the training method.
     target: the target model of the heads.
     tokenizer: the target's tokenizer.
-    tokens: `[T]`, the training text; None if it is not sampled yet.
+    counted: returns how often each of V tokens is in the training text; None
+      if the text is not sampled yet.
     own_text: True if the target samples the training text itself.
   """
   for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
@@ -256,7 +260,7 @@ def _heads(method, target, tokenizer, tokens, own_text):
                          "no such head; leave it out, or take --method=eagle1")
       heads = dataclasses.replace(
           heads, own_head=False, narrow_head=True,
-          ids=_frequent(target, tokenizer, tokens))
+          ids=_frequent(target, tokenizer, counted))
     elif _DRAFT_VOCABULARY.value is not None:
       if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
         raise ValueError(
@@ -264,7 +268,7 @@ def _heads(method, target, tokenizer, tokens, own_text):
             f"--method={method.name} draft with the target's own LM head; "
             "leave the flag out, or take --method=eagle3 or parallel")
       heads = dataclasses.replace(
-          heads, ids=_frequent(target, tokenizer, tokens))
+          heads, ids=_frequent(target, tokenizer, counted))
     return heads, heads.init(jax.random.key(_SEED.value), target.params)
   heads, params = methods.load_heads(
       _HEADS_FROM.value, target.model, jnp.float32, target.params)
@@ -287,8 +291,8 @@ def _source():
       pass_rows=_BATCH_SIZE.value // _ACCUMULATE.value,
       held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
       prompt_tokens=_SELF_PROMPT_TOKENS.value,
-      temperature=_SELF_TEMPERATURE.value, chat=_SELF_CHAT.value,
-      conversations=_CONVERSATIONS.value, seed=_SEED.value,
+      temperature=_SELF_TEMPERATURE.value, self_chat=_SELF_CHAT.value,
+      seed=_SEED.value,
       rows_per_file=_SELF_ROWS_PER_FILE.value,
       keeps_features=_KEEP_FEATURES.value, answers_only=_ANSWERS_ONLY.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
@@ -382,8 +386,8 @@ def _weights(method, options, objective, target, params):
   return trainable, frozen
 
 
-def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
-           own_text, dtype):
+def _claim(output_dir, objective, corpus, tokens, row_tokens, answers_only,
+           given, rate, own_text, dtype):
   """Assigns the output directory to this run; returns all its lengths so far.
 
   New heads are identified by `objective` and the seed, not by their values.
@@ -392,14 +396,14 @@ def _claim(output_dir, objective, corpus, read, row_tokens, given, rate,
   """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": corpus,
-      "tokens": fingerprint(read), "row_tokens": row_tokens,
+      "tokens": tokens, "row_tokens": row_tokens,
       "parameters": fingerprint(given), "learning_rate": rate,
       "self": own_text, "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
-          _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED,
-          *([_ANSWERS_ONLY] if _ANSWERS_ONLY.value else []))}}, _STEPS.value)
+          _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED)},
+      **({_ANSWERS_ONLY.name: True} if answers_only else {})}, _STEPS.value)
 
 
 def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
@@ -442,8 +446,9 @@ def main():
   # The draft vocabulary is counted in the training text. With --self_chat the
   # target samples this text, which can take hours. All other settings are
   # checked before.
-  tokens, chats = None if source.chat else text.streams[0], None
-  heads, params = _heads(method, target, tokenizer, tokens, own_text)
+  chats, counted = None, None if source.chat else (
+      lambda size: text.files.counts(size, source.weighs))
+  heads, params = _heads(method, target, tokenizer, counted, own_text)
   objective = _objective(method, target, heads, options)
   row_tokens = _row_tokens(target, heads)
   if not source.chat:
@@ -453,8 +458,10 @@ def main():
   if source.chat:
     chats = source.answered(target, tokenizer, text, row_tokens, mesh)
     learned = chats[0].tokens[
-        chats[0].answered if source.answers_only else ...].ravel()
-    heads, params = _heads(method, target, tokenizer, learned, own_text)
+        chats[0].answered if source.weighs else ...].ravel()
+    heads, params = _heads(
+        method, target, tokenizer,
+        lambda size: np.bincount(learned, minlength=size), own_text)
     objective = _objective(method, target, heads, options)
     rows = source.rows(target, objective, text, chats, row_tokens, mesh)
   added = common.num_parameters(params)
@@ -466,8 +473,8 @@ def main():
   rate = _rate(method, target)
   lengths = _claim(
       output_dir, objective, text.corpus,
-      text.streams if chats is None else tuple(x.tokens for x in chats),
-      row_tokens,
+      text.files.fingerprints[0] if chats is None else fingerprint(
+          tuple(x.tokens for x in chats)), row_tokens, source.weighs,
       (target.params, params if _HEADS_FROM.value else ()), rate, own_text,
       dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
@@ -480,7 +487,7 @@ def main():
   measure = lambda trained, **options: evaluate(
       {**frozen, **loop.cast(trained, dtype)}, **options)
   before = measure(trainable)
-  tokens_per_step = _BATCH_SIZE.value * (held_out.shape[1] - 1)
+  tokens_per_step = _BATCH_SIZE.value * (row_tokens - 1)
   saves = drafter_saves.Saves(
       directory=output_dir, method=method, heads=heads, target=target,
       tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, taken=lambda steps: {

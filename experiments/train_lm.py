@@ -41,7 +41,8 @@ or, as its paper does it, a trained target that goes on so:
 """
 
 import dataclasses
-import sys
+import functools
+import pathlib
 
 from lib import common  # before jax, which takes long to import
 
@@ -53,6 +54,7 @@ from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import progress
+from lib import token_cache
 import numpy as np
 
 from specjax import processes
@@ -194,7 +196,7 @@ def _model(tokenizer):
 def _schedule(lengths):
   return runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
-                        _DECAY_FRACTION.value)
+      _DECAY_FRACTION.value)
 
 
 def _objective(model):
@@ -277,20 +279,26 @@ def _begun(initial, tokenizer):
   return model, objective, heads, trainable
 
 
-def _measure(model, tokens, texts):
+def _training_texts():
+  """Yields the texts to train on."""
+  documents = functools.partial(
+      corpora.iter_documents, _DATA.value, _FIELD.value)
+  held_out = corpora.held_out(d.name for d in documents())
+  yield from (d.text for d, out in zip(documents(), held_out) if not out)
+
+
+def _measure(model, corpus):
   """`parameters -> bits per byte` of held-out texts."""
   return evaluation.bits_per_byte(
-      model, tokens, sum(len(text.encode()) for text in texts),
-      _CONTEXT_LENGTH.value,
+      model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
 
 
-def _claim(output_dir, documents, tokens, model, trainable, objective, initial,
-           dtype):
+def _claim(output_dir, corpus, model, trainable, objective, initial, dtype):
   """Makes the directory that of this run; all lengths that it has had."""
   return runs.claim_run(output_dir, {
-      "model": repr(model), "corpus": fingerprint(documents),
-      "tokens": fingerprint(tokens), "dtype": dtype,
+      "model": repr(model), "corpus": corpus.corpus,
+      "tokens": corpus.fingerprints[1], "dtype": dtype,
       **({"objective": repr(objective)} if "drafter" in trainable else {}),
       **({"initial": fingerprint(trainable["target"]),
           _CONTEXT_LENGTH.name: _CONTEXT_LENGTH.value} if initial else {}),
@@ -306,27 +314,20 @@ def main():
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   initial = _initial()
   progress.say("reading the text")
-  documents = corpora.read_documents(_DATA.value, _FIELD.value)
-  training, held_out = ([d.text for d in side]
-                        for side in corpora.split(documents))
+  tokenizer_path = pathlib.Path(_OUTPUT_DIR.value) / "tokenizer.json"
+  tokenizer = _tokenizer(tokenizer_path, _training_texts(), initial)
+  corpus = token_cache.read(_DATA.value, _FIELD.value, tokenizer)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  tokenizer_path = output_dir / "tokenizer.json"
-  tokenizer = _tokenizer(tokenizer_path, training, initial)
-  tokens = tokenizer.encode_stream(training)
-  print(f"{len(training)} documents, {len(tokens):,} tokens to train on; "
-        f"{len(held_out)} documents held out", file=sys.stderr)
 
   model, objective, heads, trainable = _begun(initial, tokenizer)
   specs = meshes.specs(mesh, {"target": model})
   num_params = common.num_parameters(trainable)
-  held_out_tokens = tokenizer.encode_stream(held_out)
-  bits_per_byte = evaluation.remembered(
-      _measure(model, held_out_tokens, held_out))
+  bits_per_byte = evaluation.remembered(_measure(model, corpus))
   windows = batches.TokenWindows(
-      tokens, _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
+      corpus.tokens[0], _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
   dtype = common.dtype_of(_DTYPE)
-  lengths = _claim(output_dir, documents, tokens, model, trainable, objective,
-                   initial, dtype)
+  lengths = _claim(
+      output_dir, corpus, model, trainable, objective, initial, dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
   if isinstance(objective, objectives.LayerSkip):
     objective = dataclasses.replace(objective, steps=lengths[-1])
@@ -351,11 +352,11 @@ def main():
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved["target"])
   final = bits_per_byte(loop.cast(saved["target"], dtype))
-  spent = {"data": _DATA.value, "corpus": fingerprint(documents),
+  spent = {"data": _DATA.value, "corpus": corpus.corpus,
            "tokens": steps * windows.batch_size * windows.length}
   if heads is not None:
     final |= _save_heads(
-        output_dir, objective, saved, held_out_tokens, spent, dtype)
+        output_dir, objective, saved, corpus.tokens[1], spent, dtype)
   curves.draw(output_dir, ["bits_per_byte"], "nats per token")
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})

@@ -12,9 +12,7 @@ process has it `locked`, it is refused to every other one.
 import codecs
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -25,10 +23,8 @@ from typing import BinaryIO
 import uuid
 import zlib
 
-import jax
-import numpy as np
-
 from specjax import processes
+from specjax.fingerprints import fingerprint  # noqa: F401
 
 try:
   import fcntl
@@ -257,16 +253,20 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
   return found
 
 
+def encoding_of(start: bytes) -> str:
+  """Returns the encoding of a text file by its first bytes."""
+  return next((name for mark, name in _MARKS if start.startswith(mark)),
+              "utf-8-sig")
+
+
 def decoded(data: bytes) -> str:
   """Returns the text of a file's bytes: UTF-8, or as its byte-order mark says.
 
   Raises:
     ValueError: they are not; it names the line and the byte, but no path.
   """
-  encoding = next((name for mark, name in _MARKS if data.startswith(mark)),
-                  "utf-8-sig")
   try:
-    text = data.decode(encoding)
+    text = data.decode(encoding_of(data))
   except UnicodeDecodeError as e:
     line = 1 + data.count(b"\n", 0, e.start)
     raise ValueError(f"line {line} is not UTF-8 text (byte {e.start})"
@@ -341,57 +341,3 @@ def _difference(name, found, value) -> str:
   there, here = ("..." * (start > 0) + text[start:start + 60]
                  for text in texts)
   return f"{name} is {there} there and {here} here"
-
-
-def fingerprint(*things: Any) -> str:
-  """A short hash of arrays, texts and settings, in trees of any form.
-
-  Equal things have equal fingerprints, in every process and on every machine:
-  an array counts with its shape, dtype and bytes, a text with its characters, a
-  dataclass with its fields, and any other leaf, such as a number, with its
-  repr.
-
-  >>> fingerprint({"x": np.arange(3, dtype=np.int32)}, "a text", 0.5)
-  'bb8b413ab37e6702'
-  >>> fingerprint("a", "b") == fingerprint("ab")
-  False
-
-  Args:
-    *things: trees (dicts, lists, tuples, flax dataclasses) of such leaves.
-
-  Returns:
-    16 hexadecimal digits.
-
-  Raises:
-    TypeError: the repr of a leaf is its place in memory, which differs from
-      run to run.
-  """
-  digest = hashlib.sha256()
-  leaves = jax.tree_util.tree_leaves_with_path(
-      things, is_leaf=lambda x: x is None)
-  for path, leaf in leaves:
-    # Each part with its length, so that no two lists of parts read alike.
-    for part in (jax.tree_util.keystr(path).encode(), *_parts(leaf)):
-      digest.update(f"{len(part)} ".encode() + part)
-  return digest.hexdigest()[:16]
-
-
-def _parts(leaf) -> tuple[bytes, ...]:
-  """The bytes that tell a leaf from others."""
-  if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-      leaf.dtype, jax.dtypes.prng_key):
-    return str(leaf.dtype).encode(), *_parts(jax.random.key_data(leaf))
-  if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-    array = np.asarray(leaf)
-    return f"{array.shape} {array.dtype}".encode(), array.tobytes()
-  if isinstance(leaf, str):
-    return b"text", leaf.encode("utf-8", "surrogatepass")
-  name = type(leaf).__qualname__.encode()
-  if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-    fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-    return name, fingerprint(fields).encode()
-  text = repr(leaf)
-  if " at 0x" in text:
-    raise TypeError(f"{text} has no repr that says what it is; give values, or "
-                    "frozen dataclasses of values")
-  return name, text.encode()

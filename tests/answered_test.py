@@ -1,6 +1,7 @@
 """Conversations as rows to train on."""
 
 import dataclasses
+import json
 import sys
 
 import numpy as np
@@ -28,6 +29,10 @@ class _Letters:
     ids = [i for m in messages for i in (1, *self.encode(m["content"]))]
     return ids + [1 if add_generation_prompt else 2]
 
+  def chat_answers(self, messages):
+    ids = self.chat(messages, add_generation_prompt=False)
+    return ids, [i >= len(self.chat(messages[:1])) for i in range(len(ids))]
+
 
 _CHATS = answered.Conversations(
     target=None, tokenizer=_Letters(), temperature=0.0, row_tokens=6,
@@ -49,34 +54,27 @@ def test_messages_keep_their_ends_and_answers_their_room():
 def test_conversations_follow_each_other(tmp_path):
   # Broken: tokens are lost between conversations, or a bad line is dropped.
   path = tmp_path / "given.jsonl"
-  path.write_text('{"prompt": "ab", "answer": "c"}\n'
-                  '{"prompt": "d", "answer": "e"}\n')
+  turns = lambda *texts: json.dumps({"conversations": [
+      {"from": who, "value": text} for who, text in zip(
+          ("human", "gpt") * 2, texts)]}) + "\n"
+  path.write_text(turns("ab", "c") + turns("d", "e"))
   given = _CHATS.given(str(path))
-  assert given == [([1, 97, 98, 1, 99, 2], 2), ([1, 100, 1, 101, 2], 2)]
-
-  class Thinks(_Letters):
-    """Ends a question with what stands in no conversation."""
-
-    def chat(self, messages, add_generation_prompt=True):
-      ids = super().chat(messages, add_generation_prompt)
-      return ids + [9, 9, 9] if add_generation_prompt else ids
-
-  assert dataclasses.replace(_CHATS, tokenizer=Thinks()).given(
-      str(path)) == given
+  assert given == [([1, 97, 98, 1, 99, 2], [0, 0, 0, 0, 1, 1]),
+                   ([1, 100, 1, 101, 2], [0, 0, 0, 1, 1])]
   tokens, answers = _CHATS.rows(given)
   np.testing.assert_array_equal(tokens, [given[0].tokens])
   np.testing.assert_array_equal(answers, [[0, 0, 0, 0, 1, 1]])
   tokens, answers = _CHATS.rows(
-      [*given, answered.Conversation([7, 8, 9, 9, 9, 9, 9], 7)])
+      [*given, answered.Conversation([7, 8, 9, 9, 9, 9, 9], [True] * 7)])
   np.testing.assert_array_equal(
       tokens, [given[0].tokens, [*given[1].tokens, 7], [8, *[9] * 5]])
   np.testing.assert_array_equal(
       answers, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [1] * 6])
   with pytest.raises(ValueError, match="5 tokens together.*row 6"):
     _CHATS.rows(given[1:])
-  path.write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "d"}\n')
-  with pytest.raises(ValueError, match="line 2 has no field 'answer'"):
+  path.write_text(turns("ab", "c") + turns("d", None))
+  with pytest.raises(ValueError, match="line 2: turn 2: 'value' is None"):
     _CHATS.given(str(path))
-  path.write_text('\n{"prompt": "ab", "answer": null}\n')
-  with pytest.raises(ValueError, match="line 2: 'answer' is None"):
+  path.write_text('{"prompt": "ab", "answer": "c"}\n')
+  with pytest.raises(ValueError, match="no conversations; .*'messages' or"):
     _CHATS.given(str(path))

@@ -76,6 +76,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _directory = _cache_directory()
   _bound(_directory, _KEPT)
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_directory)
+if "SPECJAX_TOKENS" not in os.environ:
+  _tokens = tempfile.TemporaryDirectory(prefix="specjax-tokens-")
+  os.environ["SPECJAX_TOKENS"] = _tokens.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

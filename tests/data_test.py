@@ -9,6 +9,7 @@ import tokenizers as library
 
 from specjax.data import batches
 from specjax.data import corpora
+from specjax.data import token_streams
 from specjax.data import tokenizers
 
 
@@ -180,6 +181,25 @@ def test_stream_of_documents():
       65544, 65540, 65544, 7]
   with pytest.raises(ValueError, match="neither bos nor eos"):
     tokenizers.Tokenizer(words).encode_stream(["7"])
+
+
+def test_long_texts_in_pieces(monkeypatch):
+  # Broken: a text that is too long for one piece has other tokens, or it is
+  # encoded in one piece, which takes 40 times its size.
+  tokenizer = _tokenizer()
+  text = "def verify(draft):\n  return law\nlaw = draft\n\n" * 99
+  expected = tokenizer.encode_stream(["law", text])
+  for name, value in (("_LONG", 300), ("_TOGETHER", 100), ("_NEAR", 30)):
+    monkeypatch.setattr(token_streams, name, value)
+  pieces = list(token_streams.cut(tokenizer, text))
+  assert "".join(pieces) == text and max(map(len, pieces)) <= 300
+  parts = list(token_streams.encode(tokenizer, ["law", text]))
+  assert len(parts) > 10
+  np.testing.assert_array_equal(np.concatenate(parts), expected)
+  spaced = library.Tokenizer.from_str(tokenizer.backend.to_str())
+  spaced.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=True)
+  spaced = tokenizers.Tokenizer(spaced, bos=0)
+  assert list(token_streams.cut(spaced, text)) == [text]
 
 
 def test_tokenizer_files(tmp_path):

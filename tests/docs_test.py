@@ -19,11 +19,12 @@ _DOCUMENTS = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md",
 # The top of specjax/, from the lowest layer to the highest.
 _LAYERS = (
     "version", "fields", "types", "topology", "trees", "rows", "sampling",
-    "processes", "files", "checks", "constraints", "contract", "attention",
-    "kv_cache", "paged_cache", "streaming_cache", "quantized_cache", "prefill",
-    "data", "rounds", "models", "page_pool", "cache_views", "capacity",
-    "verifiers", "drafters", "controller", "ladder", "inputs", "decoder",
-    "serving", "costs", "strategies", "exact", "analysis", "training",
+    "processes", "fingerprints", "files", "checks", "constraints", "contract",
+    "attention", "kv_cache", "paged_cache", "streaming_cache",
+    "quantized_cache", "prefill", "data", "rounds", "models", "page_pool",
+    "cache_views", "capacity", "verifiers", "drafters", "controller", "ladder",
+    "inputs", "decoder", "serving", "costs", "strategies", "exact", "analysis",
+    "training",
     "testing")
 
 

@@ -1,6 +1,7 @@
 """Where the rows of a run of train_drafter.py come from."""
 
 import dataclasses
+import json
 import pathlib
 import sys
 
@@ -13,33 +14,35 @@ sys.path.append(str(ROOT / "experiments"))
 from lib import answered  # noqa: E402
 from lib import drafter_rows  # noqa: E402
 
+from specjax.data import tokenizers  # noqa: E402
 
-class _Letters:
-  """A tokenizer of letters, without a chat template."""
-
-  chat_template = None
-
-  def encode_stream(self, texts):
-    return np.array([ord(x) for text in texts for x in text], np.int32)
+# A token is a byte.
+_BYTES = tokenizers.train(["text"], 257)
+# A conversation of it is "u" question "a" answer "<|endoftext|>" and so on.
+_CHAT = tokenizers.Tokenizer(_BYTES.backend, eos=_BYTES.eos, chat_template=(
+    "{% for m in messages %}{{ m.role[0] + m.content }}"
+    "{{ eos_token if m.role[0] == 'a' else '' }}{% endfor %}"
+    "{{ 'a' if add_generation_prompt else '' }}"))
 
 
 _SOURCE = drafter_rows.Source(
     data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
-    self_rows=4, prompt_tokens=3, temperature=1.0, chat=False,
-    conversations=None, rows_per_file=None, directory=pathlib.Path("self"),
-    keeps_features=False, answers_only=False, seed=0)
+    self_rows=4, prompt_tokens=3, temperature=1.0, self_chat=False,
+    rows_per_file=None, directory=pathlib.Path("self"),
+    keeps_features=False, answers_only=None, seed=0)
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data="texts", chat=True), "--self_chat is for rows that"),
-    (dict(data="texts", keeps_features=True), "--keep_features is for rows"),
-    (dict(answers_only=True), "--answers_only is for the conversations"),
-    (dict(conversations="a.jsonl"), "--conversations is a.jsonl and is read"),
-    (dict(chat=True), "needs a chat template")])
+    (dict(data="stdlib", self_chat=True), "--self_chat is for rows that"),
+    (dict(data="stdlib", keeps_features=True), "--keep_features is for rows"),
+    (dict(answers_only=True), "--answers_only is for conversations"),
+    (dict(data="stdlib", answers_only=True), "--answers_only is for conv"),
+    (dict(data="self:texts,a.jsonl"), "a.jsonl is read beside the answers"),
+    (dict(self_chat=True), "needs a chat template")])
 def test_what_nothing_would_read_is_refused(changes, words):
   # Broken: a flag is dropped in silence, and the run learns from other rows.
   with pytest.raises(ValueError, match=words):
-    dataclasses.replace(_SOURCE, **changes).check(_Letters())
+    dataclasses.replace(_SOURCE, **changes).check(_BYTES)
 
 
 def test_rows_of_texts_as_they_are(tmp_path):
@@ -50,24 +53,104 @@ def test_rows_of_texts_as_they_are(tmp_path):
   source = dataclasses.replace(_SOURCE, data=str(tmp_path))
   assert source.own is None
   assert dataclasses.replace(source, data="self").own == "stdlib"
-  text = source.text(_Letters())
-  held_out = "".join(text.sides[1])
+  text = source.text(_BYTES)
+  learned, held_out = map(_BYTES.decode, text.streams)
+  assert len(text.files.documents) == 2 and text.files.documents[0] > 30
   batch, rows = source.rows(None, None, text, None, 7, None)()
   assert rows.shape == (2, 7)
   for row in rows:
-    assert "".join(map(chr, row)) in held_out
+    assert _BYTES.decode(row) in held_out
   np.testing.assert_array_equal(batch(3)["tokens"], batch(3)["tokens"])
   assert batch(3)["tokens"].shape == (2, 7)
-  learned = "".join(text.sides[0])
   for row in batch(3)["tokens"]:
-    assert "".join(map(chr, row)) in learned
+    assert _BYTES.decode(row) in learned
+
+
+def _chats(path, count=60, size=2):
+  """Conversations of `count` users; their letters are 9 times the answers'."""
+  path.write_text("".join(json.dumps({"messages": [
+      {"role": role, "content": letter * n} for letter, n in (
+          (chr(98 + i % 20), 9 * size), (chr(66 + i % 20), size))
+      for role in ["user" if letter.islower() else "assistant"]]}) + "\n"
+      for i in range(count)))
+  return path
+
+
+@pytest.mark.parametrize("only", [None, False])
+def test_rows_of_conversations(tmp_path, only):
+  # Broken: the weights are those of other tokens, heads learn from rows in
+  # which nothing counts or from held-out conversations, or are measured by
+  # rows without an answer.
+  pytest.importorskip("jinja2")
+  source = dataclasses.replace(
+      _SOURCE, data=str(_chats(tmp_path / "a.jsonl", size=3)),
+      answers_only=only)
+  source.check(_CHAT)
+  with pytest.raises(ValueError, match="which holds conv.* needs a chat temp"):
+    source.check(_BYTES)
+  text = source.text(_CHAT)
+  assert text.is_chat and sum(text.files.documents) == 60
+  batch, held_out = source.rows(None, None, text, None, 8, None)()
+  assert len(held_out) == 2 and held_out.dtype == np.int32
+  letters = lambda tokens: np.array([
+      bytes.isupper(_CHAT.token_bytes(t)) or t == _CHAT.eos
+      for t in tokens.ravel()]).reshape(tokens.shape)
+  assert letters(held_out[:, 1:]).any(axis=1).all()
+  rows = []
+  for step in range(60):
+    found = batch(step)
+    assert found["tokens"].shape == (2, 8)
+    rows += [row.tobytes() for row in found["tokens"]]
+    if only is False:
+      assert "weights" not in found
+    else:
+      np.testing.assert_array_equal(
+          found["weights"], letters(found["tokens"][:, 1:]))
+      assert (found["weights"].sum(axis=1) > 0).all()
+  answered = np.concatenate([letters(np.frombuffer(x, np.int32)) for x in rows])
+  assert (answered.mean() < 0.2) == (only is False)
+
+
+def test_short_and_useless_conversations(tmp_path, capsys):
+  # Broken: a small file cannot be measured by, what is left out is not told,
+  # or a run begins that has nothing to learn from.
+  pytest.importorskip("jinja2")
+  path = _chats(tmp_path / "a.jsonl", count=4)
+  with open(path, "a") as f:
+    f.write(json.dumps({"messages": []}) + "\n")
+  source = dataclasses.replace(_SOURCE, data=str(path))
+  text = source.text(_CHAT)
+  assert ("1 of 5 conversations are left out; "
+          f"{path} line 5: it has no answer") in capsys.readouterr().err
+  batch, held_out = source.rows(None, None, text, None, 30, None)()
+  assert batch(0)["tokens"].shape == (2, 30)
+  assert held_out.shape == (1, len(text.streams[1]))
+  with pytest.raises(ValueError, match="together and a row 300"):
+    source.rows(None, None, text, None, 300, None)
+  path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
+  with pytest.raises(ValueError, match="no conversation in which an assistant"):
+    source.text(_CHAT)
+
+
+def test_conversations_that_the_target_goes_on_from(tmp_path):
+  # Broken: the target is asked what an assistant said, or a plain text is
+  # taken for messages.
+  path = _chats(tmp_path / "a.jsonl", count=4)
+  source = dataclasses.replace(
+      _SOURCE, data=f"self:{path},b.jsonl", self_chat=None)
+  assert source.chat and source.weighs and source.more == "b.jsonl"
+  text = source.text(_CHAT)
+  assert text.files is None
+  assert sorted(sum(text.sides, [])) == [x * 18 for x in "bcde"]
+  plain = dataclasses.replace(source, data="self")
+  assert not plain.chat and not plain.weighs and plain.more is None
 
 
 def test_tokens_of_answers_alone():
   # Broken: a weight is that of another row or of the token before.
   rows = np.arange(6 * 5).reshape(6, 5)
   chats = answered.Rows(rows, rows % 3 == 0), answered.Rows(rows[:2], None)
-  source = dataclasses.replace(_SOURCE, chat=True, answers_only=True)
+  source = dataclasses.replace(_SOURCE, self_chat=True, answers_only=True)
   batch, held_out = source.rows(None, None, None, chats, 5, None)()
   assert held_out is chats[1].tokens
   for step in (0, 4):
@@ -82,9 +165,9 @@ def test_rows_that_the_target_cannot_write_are_refused(tmp_path):
   (tmp_path / "a.txt").write_text("a" * 90)
   source = dataclasses.replace(_SOURCE, data=f"self:{tmp_path}")
   with pytest.raises(ValueError, match="--self_rows is 1 and a batch has 2"):
-    dataclasses.replace(source, self_rows=1).text(_Letters())
-  text = drafter_rows.Text(sides=(["a"], ["b"]), streams=(None, None),
-                           corpus="")
+    dataclasses.replace(source, self_rows=1).text(_BYTES)
+  (tmp_path / "b.txt").write_text("b" * 90)
+  text = source.text(_BYTES)
   with pytest.raises(ValueError, match="--self_prompt_tokens is 3 and a row "
                      "has 3 tokens"):
     source.rows(None, None, text, None, 3, None)

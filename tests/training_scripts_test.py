@@ -1,6 +1,7 @@
 """Training scripts run as a user runs them: killed, resumed and refused."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -409,3 +410,32 @@ def test_distill(tmp_path):
       "--drafter=out", "--prompt=def f(x):", "--gamma=2",
       "--max_new_tokens=8"], cwd=tmp_path)[0]["stdout"]
   assert text.startswith("def f(x):") and "a round" in text.splitlines()[-1]
+
+
+@pytest.mark.timeout(300)
+def test_heads_learn_from_conversations(tmp_path, target_dir):
+  # Broken: a ShareGPT file needs more than --data, the run learns from what
+  # users say, or a run that learns from answers goes on with all tokens.
+  pytest.importorskip("jinja2")
+  target = tmp_path / "target"
+  shutil.copytree(target_dir, target)
+  (target / "tokenizer_config.json").write_text(json.dumps({
+      "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
+      "chat_template": "{% for m in messages %}{{ m.role + ':' + m.content }}"
+                       "{{ eos_token }}{% endfor %}"}))
+  (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"conversations": [
+      {"from": "human", "value": "q" * 30},
+      {"from": "gpt", "value": chr(97 + i % 7) * 20}]}) + "\n"
+      for i in range(40)))
+  train = ["--method=medusa", f"--target={target}", "--data=chat.jsonl",
+           "--batch_size=2", "--row_tokens=24", "--held_out_rows=2",
+           "--heads=2", "--evaluate_every=0", "--steps=2", "--output_dir=out"]
+  result, other, plain = scripts.run_all(
+      "train_drafter.py", train, [*train, "--noanswers_only"],
+      [*train, f"--target={target_dir}", "--output_dir=other"], cwd=tmp_path)
+  study = scripts.last_line(result)
+  assert all(np.isfinite(study["loss"]))
+  run = json.loads((tmp_path / "out/run.json").read_text())
+  assert run["answers_only"] is True
+  assert "answers_only" in other["code"]
+  assert "--data=chat.jsonl, which holds conversations, needs" in plain["code"]

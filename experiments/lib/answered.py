@@ -14,22 +14,22 @@ import numpy as np
 from lib import common
 from lib import models
 from lib import prompts as prompts_lib
-from specjax.data import corpora
+from specjax.data import conversations
 from specjax.data import Tokenizer
 from specjax.models import Pretrained
 from specjax.training import distillation
 
 
 class Conversation(NamedTuple):
-  """Messages and an answer.
+  """Messages and answers.
 
   Attributes:
     tokens: of all.
-    answer: how many of them, at the end, are the answer's.
+    answered: which of them an assistant writes.
   """
 
   tokens: Sequence[int]
-  answer: int
+  answered: Sequence[bool]
 
 
 class Rows(NamedTuple):
@@ -104,37 +104,31 @@ class Conversations:
         placement=self.placement, **self.files)
     texts = [text[:n] for part in answers
              for text, n in zip(part.tokens, part.lengths)]
-    return [Conversation(text, len(text) - len(prompt))
+    return [Conversation(text, np.arange(len(text)) >= len(prompt))
             for text, prompt in zip(texts, prompts, strict=True)]
 
   def given(self, path: str) -> list[Conversation]:
     """Conversations that others wrote.
 
     Args:
-      path: a JSONL file of `{"prompt", "answer"}`.
+      path: a source of conversations, see `conversations.field_of`.
 
     Raises:
-      ValueError: a line is not such a record, or the file cannot be read.
+      ValueError: it holds none, or a record is not what it should be.
     """
+    field = conversations.field_of(path)
+    if field is None:
+      raise ValueError(f"{path} holds no conversations; a record has "
+                       f"{' or '.join(map(repr, conversations.FIELDS))}")
     found = []
-    for number, record in corpora.json_lines(path):
-      messages = []
-      for role, field in (("user", "prompt"), ("assistant", "answer")):
-        messages.append({"role": role, "content": corpora.text_of(
-            f"{path} line {number}", field,
-            corpora.field_of(path, number, record, field))})
+    for chat in conversations.read(path, field):
       try:
-        whole = self.tokenizer.chat(messages, add_generation_prompt=False)
-        asked = self.tokenizer.chat(messages[:1])
+        found.append(Conversation(*self.tokenizer.chat_answers(chat.messages)))
       except ValueError as e:
-        raise ValueError(f"{path} line {number}: {e}") from None
-      # Some templates end a question with what no answer keeps.
-      shared = next((i for i, (a, b) in enumerate(zip(whole, asked)) if a != b),
-                    min(len(whole), len(asked)))
-      found.append(Conversation(whole, len(whole) - shared))
+        raise ValueError(f"{chat.place}: {e}") from None
     return found
 
-  def rows(self, conversations: Iterable[Conversation]) -> Rows:
+  def rows(self, chats: Iterable[Conversation]) -> Rows:
     """Rows of one conversation after the other.
 
     They are joined and cut; what fills no row is left out.
@@ -142,14 +136,27 @@ class Conversations:
     Raises:
       ValueError: together they fill no row.
     """
-    texts, answers = zip(*conversations)
-    stream = np.concatenate([np.asarray(x, np.int32) for x in texts])
-    answered = np.concatenate([np.arange(len(x)) >= len(x) - n
-                               for x, n in zip(texts, answers)])
-    count = len(stream) // self.row_tokens
-    if not count:
-      raise ValueError(f"the conversations have {len(stream)} tokens together "
-                       f"and a row {self.row_tokens}; give more messages, or "
-                       "shorter --row_tokens")
-    cut = lambda x: x[:count * self.row_tokens].reshape(count, -1)
-    return Rows(cut(stream), cut(answered))
+    texts, answers = zip(*chats)
+    return cut(np.concatenate([np.asarray(x, np.int32) for x in texts]),
+               np.concatenate([np.asarray(x, bool) for x in answers]),
+               self.row_tokens)
+
+
+def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
+  """Cuts a stream `[T]` into rows; the tokens that fill no row are left out.
+
+  Args:
+    tokens: the stream.
+    answered: `[T]` bool, which of its tokens an assistant writes.
+    size: tokens of a row.
+
+  Raises:
+    ValueError: they fill no row.
+  """
+  count = len(tokens) // size
+  if not count:
+    raise ValueError(f"the conversations have {len(tokens)} tokens together "
+                     f"and a row {size}; give more of them, or shorter "
+                     "--row_tokens")
+  rows = lambda x: x[:count * size].reshape(count, size)
+  return Rows(rows(tokens), rows(answered))

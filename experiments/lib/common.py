@@ -13,6 +13,7 @@ import pathlib
 import re
 import signal
 import sys
+import tempfile
 from typing import Any
 
 from absl import app
@@ -238,6 +239,11 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   processes.by_the_first(
       lambda: _HELD.enter_context(files.locked(path, what)))
   return pathlib.Path(path)
+
+
+def temporary_directory() -> pathlib.Path:
+  """Returns a new directory, which is deleted when the script ends."""
+  return pathlib.Path(_HELD.enter_context(tempfile.TemporaryDirectory()))
 
 
 def output_file(flag: str, path: str) -> pathlib.Path:

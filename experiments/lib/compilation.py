@@ -26,9 +26,8 @@ def keep() -> None:
     return
   if "JAX_COMPILATION_CACHE_DIR" in os.environ:
     return
-  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  directory = pathlib.Path(home) / "specjax"
   try:
+    directory = cache_directory()
     directory.mkdir(parents=True, exist_ok=True)
     _shrink(directory)
   except OSError as e:
@@ -38,6 +37,19 @@ def keep() -> None:
   # A study compiles dozens of small programs besides its large ones.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def cache_directory() -> pathlib.Path:
+  """Returns the directory of what the scripts keep for later runs.
+
+  Raises:
+    OSError: the user has no home directory.
+  """
+  try:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  except RuntimeError as e:
+    raise OSError(str(e)) from None
+  return pathlib.Path(home) / "specjax"
 
 
 def _shrink(directory, largest=_LARGEST):

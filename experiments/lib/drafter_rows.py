@@ -1,12 +1,13 @@
 """The rows that heads learn from, and those that they are measured by.
 
-They are cut out of texts as these are, or the target writes them: continuations
-of beginnings of the texts, or conversations, with answers to the texts.
+They are cut out of texts or conversations as these are, or the target writes
+them: continuations of beginnings of the texts, or answers to the texts.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -17,9 +18,12 @@ from lib import answered
 from lib import common
 from lib import meshes
 from lib import prompts as prompts_lib
+from lib import token_cache
 from lib.answered import Rows
 from specjax.data import batches
+from specjax.data import conversations
 from specjax.data import corpora
+from specjax.data import token_files
 from specjax.data import Tokenizer
 from specjax.files import fingerprint
 from specjax.models import Pretrained
@@ -33,17 +37,27 @@ _SIDES = "training", "held_out"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Text:
-  """The texts of a run, those to learn from and those held out.
+  """The texts or conversations of a run, to learn from and held out.
 
   Attributes:
-    sides: the two lists of texts.
-    streams: their tokens, two arrays `[T]`.
     corpus: a fingerprint of all documents.
+    files: their tokens; None if they are messages to the target.
+    sides: the two lists of messages, or None.
   """
 
-  sides: tuple[list[str], list[str]]
-  streams: tuple[np.ndarray, np.ndarray]
   corpus: str
+  files: token_files.TokenFiles | None = None
+  sides: tuple[list[str], list[str]] | None = None
+
+  @property
+  def streams(self) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of both sides, two arrays `[T]`."""
+    return self.files.tokens
+
+  @property
+  def is_chat(self) -> bool:
+    """Whether the tokens are of conversations as they are."""
+    return self.files is not None and self.files.answered is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,20 +65,22 @@ class Source:
   """Where the rows of a run come from, by the flags of `train_drafter.py`.
 
   Attributes:
-    data: a source of texts, or self[:SOURCE] for what the target writes.
-    field: of its records that holds a text, or None.
+    data: a source of texts or conversations, or self[:SOURCE[,MORE]] for what
+      the target writes.
+    field: of its records that holds a text or turns, or None.
     batch_size: rows of a step.
     pass_rows: rows of one pass of the target: a step may be cut into parts.
     held_out_rows: rows that the heads are measured by.
     self_rows: rows that the target writes to learn from.
     prompt_tokens: of such a row, which are the source's.
     temperature: at which the target writes.
-    chat: whether it answers the texts, which are messages.
-    conversations: JSONL of others to learn from besides, or None.
+    self_chat: whether it answers the texts, which are messages; None: it does
+      if they are conversations.
     rows_per_file: how many rows or answers it writes together, or None for the
       number that `training.distillation` takes by itself.
     directory: where what it writes is kept.
-    answers_only: whether the tokens of answers alone are learned from.
+    answers_only: whether the tokens of answers alone are learned from; None:
+      they are if there are answers.
     keeps_features: whether what the target says of a row is kept.
     seed: of the shuffle, the choice of texts and what the target writes.
   """
@@ -77,11 +93,10 @@ class Source:
   self_rows: int
   prompt_tokens: int
   temperature: float
-  chat: bool
-  conversations: str | None
+  self_chat: bool | None
   rows_per_file: int | None
   directory: pathlib.Path
-  answers_only: bool
+  answers_only: bool | None
   keeps_features: bool
   seed: int
 
@@ -89,7 +104,31 @@ class Source:
   def own(self) -> str | None:
     """The source that the target goes on from, or None for ordinary data."""
     name, _, source = self.data.partition(":")
-    return (source or "stdlib") if name == "self" else None
+    return (source.partition(",")[0] or "stdlib") if name == "self" else None
+
+  @property
+  def more(self) -> str | None:
+    """A source of conversations beside those of the target, or None."""
+    return self.data.partition(",")[2] or None if self.own else None
+
+  @functools.cached_property
+  def turns(self) -> str | None:
+    """The field of the source that holds conversations, or None."""
+    return conversations.field_of(self.own or self.data, self.field)
+
+  @property
+  def chat(self) -> bool:
+    """Whether the target answers messages."""
+    if self.own is None or self.self_chat is not None:
+      return bool(self.self_chat)
+    return self.turns is not None
+
+  @property
+  def weighs(self) -> bool:
+    """Whether the tokens of answers alone are learned from."""
+    if self.answers_only is not None:
+      return self.answers_only
+    return self.chat or self.own is None and self.turns is not None
 
   def check(self, tokenizer: Tokenizer, given: Sequence[str] = ()) -> None:
     """Refuses settings that nothing would read.
@@ -99,29 +138,45 @@ class Source:
       given: names of flags that were given and are for rows that the target
         writes, whatever their values.
     """
-    for name, value in (("self_chat", self.chat),
+    for name, value in (("self_chat", self.self_chat),
                         ("keep_features", self.keeps_features),
                         *((name, True) for name in given)):
       if value and self.own is None:
         raise ValueError(f"--{name} is for rows that the target writes; "
                          "give --data=self:SOURCE as well")
-    if self.conversations is not None and not self.chat:
-      raise ValueError(f"--conversations is {self.conversations} and is read "
-                       "beside those of --self_chat; give that as well")
-    if self.answers_only and not self.chat:
-      raise ValueError("--answers_only is for the conversations of "
-                       "--self_chat; give that as well")
-    prompts_lib.check_chat(tokenizer, self.chat)
+    if self.more is not None and not self.chat:
+      raise ValueError(f"--data is {self.data}: {self.more} is read beside the "
+                       "answers of --self_chat; give that as well")
+    if self.answers_only and not self.chat and (self.own or not self.turns):
+      raise ValueError("--answers_only is for conversations, in --data or of "
+                       "--self_chat; leave it out")
+    prompts_lib.check_chat(tokenizer, self.chat, "--self_chat")
+    if not self.own and self.turns:
+      prompts_lib.check_chat(
+          tokenizer, True, f"--data={self.data}, which holds conversations,")
 
   def text(self, tokenizer: Tokenizer) -> Text:
     """Reads the texts, in the tokens of the target's tokenizer."""
     if self.own and self.self_rows < self.batch_size:
       raise ValueError(f"--self_rows is {self.self_rows} and a batch has "
                        f"{self.batch_size}; sample at least one batch")
-    documents = corpora.read_documents(self.own or self.data, self.field)
-    sides = tuple([d.text for d in side] for side in corpora.split(documents))
-    return Text(sides=sides, corpus=fingerprint(documents),
-                streams=tuple(map(tokenizer.encode_stream, sides)))
+    if self.chat:
+      documents = self._messages()
+      return Text(corpus=fingerprint(documents), sides=tuple(
+          [d.text for d in side] for side in corpora.split(documents)))
+    turns = None if self.own else self.turns
+    files = token_cache.read(self.own or self.data, turns or self.field,
+                             tokenizer, chat=turns is not None)
+    return Text(corpus=files.corpus, files=files)
+
+  def _messages(self) -> list[corpora.Document]:
+    """What the target answers: texts, or the user's first turns."""
+    if self.turns is None:
+      return corpora.read_documents(self.own, self.field)
+    return [corpora.Document(chat.name, asked["content"])
+            for chat in conversations.read(self.own, self.turns)
+            if (asked := next((m for m in chat.messages
+                               if m["role"] == "user"), None))]
 
   @property
   def _written(self):
@@ -152,8 +207,7 @@ class Source:
         temperature=self.temperature, seed=self.seed,
         prompt_tokens=self.prompt_tokens, placement=meshes.placement(mesh),
         files=self._files)
-    given = [] if self.conversations is None else chats.given(
-        self.conversations)
+    given = [] if self.more is None else chats.given(self.more)
     prompts = [chats.prompts(side, count)
                for side, (_, count, _) in zip(text.sides, self._written)]
     for side in prompts:
@@ -180,18 +234,18 @@ class Source:
       row_tokens: of a row.
       mesh: of devices, or None.
     """
+    if chats is None and text.is_chat:
+      chats = self._given_rows(text.files, row_tokens)
+    if chats is not None:
+      training, held_out = chats
+      batch = self._batches(training, objective, target)
+      return lambda: (batch, held_out.tokens)
     if self.own is None:
       training, held_out = text.streams
       windows = batches.TokenWindows(
           training, self.batch_size, row_tokens - 1, self.seed)
       held_out = batches.spread_rows(held_out, self.held_out_rows, row_tokens)
       return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
-    if chats is not None:
-      training, held_out = chats
-      batch = self._batches(training.tokens, objective, target)
-      if self.answers_only:
-        batch = self._weighed(batch, training.answered)
-      return lambda: (batch, held_out.tokens)
     prompts = self._beginnings(text.streams, row_tokens)
     decoder = common.autoregressive(target.model, self.temperature)
 
@@ -202,9 +256,28 @@ class Source:
               directory=self.directory / name, seed=seed,
               placement=meshes.placement(mesh), **self._files)
           for some, (name, _, seed) in zip(prompts, self._written))
-      return self._batches(training, objective, target), held_out
+      rows = Rows(training, np.ones(training.shape, bool))
+      return self._batches(rows, objective, target), held_out
 
     return sample
+
+  def _given_rows(self, files, row_tokens) -> tuple[Rows, Rows]:
+    """`(rows to train on, held-out rows)` of conversations as they are.
+
+    The held-out conversations may be shorter than a row; then theirs is.
+    """
+    training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
+    size = min(row_tokens, len(files.tokens[1]))
+    held_out = answered.cut(files.tokens[1], files.answered[1], max(1, size))
+    useful = np.flatnonzero(held_out.answered[:, 1:].any(axis=1))
+    if not len(useful):
+      raise ValueError(
+          f"the held-out conversations have {len(files.tokens[1])} tokens and "
+          f"no row of {size} with an answer; give more conversations")
+    useful = useful[np.unique(np.linspace(
+        0, len(useful) - 1, self.held_out_rows).astype(int))]
+    return training, Rows(held_out.tokens[useful].astype(np.int32),
+                          held_out.answered[useful])
 
   def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int):
     """The beginnings of both sides' rows."""
@@ -215,20 +288,26 @@ class Source:
         distillation.cut_prompts(tokens, count, self.prompt_tokens, self.seed)
         for tokens, (_, count, _) in zip(streams, self._written)]
 
-  def _weighed(self, batch, answered_tokens):
-    """The batches of `batch`, in which the tokens of answers alone count."""
-    order = distillation.RowBatches(
-        answered_tokens[:, 1:], self.batch_size, self.seed)
-    return lambda step: {
-        **batch(step), "weights": order.batch(step).astype(np.float32)}
+  def _batches(self, rows: Rows, objective: Objective | None,
+               target: Pretrained | None) -> Batches:
+    """`step -> batch` of rows that come again, see `keeps_features`.
 
-  def _batches(self, rows, objective, target):
-    """`step -> batch` of rows that come again, see `keeps_features`."""
-    if not self.keeps_features:
-      order = distillation.RowBatches(rows, self.batch_size, self.seed)
-      return lambda step: {"tokens": order.batch(step)}
-    read = jax.jit(objective.read)
-    return kept_features.KeptFeatures(
-        rows, self.batch_size, pass_rows=self.pass_rows, seed=self.seed,
-        read=lambda rows: read({"target": target.params, "drafter": {}}, rows)
-    ).batch
+    If only answers count, a row without any is left out.
+    """
+    useful = np.arange(len(rows.tokens))
+    if self.weighs:
+      useful = np.flatnonzero(rows.answered[:, 1:].any(axis=1))
+    order = distillation.RowBatches(useful, self.batch_size, self.seed)
+    if self.keeps_features:
+      read = jax.jit(objective.read)
+      batch = kept_features.KeptFeatures(
+          rows.tokens[useful], self.batch_size, pass_rows=self.pass_rows,
+          seed=self.seed, read=lambda rows: read(
+              {"target": target.params, "drafter": {}}, rows)).batch
+    else:
+      batch = lambda step: {
+          "tokens": rows.tokens[order.batch(step)].astype(np.int32)}
+    if not self.weighs:
+      return batch
+    return lambda step: {**batch(step), "weights": rows.answered[
+        order.batch(step), 1:].astype(np.float32)}

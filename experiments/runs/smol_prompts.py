@@ -98,7 +98,9 @@ def conversations(data: pathlib.Path) -> list[tuple[str, str]]:
 if __name__ == "__main__":
   if sys.argv[2:] == ["given"]:
     for prompt, answer in conversations(pathlib.Path(sys.argv[1])):
-      print(json.dumps({"prompt": prompt, "answer": answer}))
+      print(json.dumps({"messages": [
+          {"role": "user", "content": prompt},
+          {"role": "assistant", "content": answer}]}))
   else:
     for prompt in prompts(pathlib.Path(sys.argv[1])):
       print(json.dumps({"prompt": prompt}))

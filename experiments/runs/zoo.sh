@@ -83,9 +83,10 @@ python experiments/distill.py --target=smollm2 --chat \
 
 python experiments/runs/smol_prompts.py "$DATA" given > "$runs/given.jsonl"
 python experiments/train_drafter.py --method=eagle1 --target=smollm2 \
-  --data="self:$runs/smol.jsonl" --field=prompt --self_chat --self_rows=192 \
+  --data="self:$runs/smol.jsonl,$runs/given.jsonl" --field=prompt \
+  --self_chat --noanswers_only --self_rows=192 \
   --self_prompt_tokens=112 --self_temperature=0.6 --held_out_rows=16 \
-  --conversations="$runs/given.jsonl" --row_tokens=288 --keep_features \
+  --row_tokens=288 --keep_features \
   --heads=3 --mlp_width=1024 --fusion_norms --law_weight=0.5 \
   --draft_vocabulary=6144 --narrow_head --optimizer=muon \
   --learning_rate=0.02 --warmup_fraction=0.05 --decay_fraction=0.6 \

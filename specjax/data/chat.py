@@ -20,31 +20,108 @@ templates make a special token of them.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import re
 import reprlib
 from typing import Any
+from typing import NamedTuple
 
 from specjax.data import token_bytes
 
 _SOUND = (3, 1, 6)  # the first jinja2 without known ways out of its sandbox
+# Names that a template has in `{% generation %}`, for the marks of its ends.
+GENERATION = ("specjax_opening", "specjax_closing")
 _EXTRA = "pip install -U 'specjax[chat]'"
 
 
-def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
-           add_generation_prompt: bool = True) -> list[int]:
-  """Token ids of a conversation.
+class Rendering(NamedTuple):
+  """A conversation as text and as tokens.
+
+  Attributes:
+    text: the text that the template writes.
+    ids: the token ids.
+    spans: the places in `text` at which each token begins and ends.
+  """
+
+  text: str
+  ids: list[int]
+  spans: list[tuple[int, int]]
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
+           add_generation_prompt: bool = True) -> Rendering:
+  """Renders and encodes a conversation.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
     messages: each with a "role" and a "content", or with "tool_calls". A key
       whose value is None counts as missing.
     add_generation_prompt: end where the model's answer begins.
+
+  Raises:
+    ValueError: see `Tokenizer.chat`.
+  """
+  write = writer(tokenizer, messages, add_generation_prompt)
+  parse = lambda text: tokenizer.parser.encode(text, add_special_tokens=False)
+
+  control = tokenizer.control_tokens
+  opening, closing = itertools.islice(
+      unused(tokenizer.chat_template, messages), 2)
+  longest_first = sorted(control.values(), key=len, reverse=True)
+  looks_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+  text, marked = unmark(write(lambda content: looks_special.sub(
+      rf"{opening}\g<0>{closing}", content)), opening, closing)
+  encoding = parse(text)
+  inside = lambda start, end: any(start < b and a < end for a, b in marked)
+  own = [i for i, token in enumerate(encoding.ids)
+         if token in control and not inside(*encoding.offsets[i])]
+
+  ends, harmless = _ends(control.values())
+  expected = parse(write(lambda content: content.translate(harmless))).ids
+  if ([encoding.ids[i] for i in own]
+      != [token for token in expected if token in control]):
+    raise ValueError(
+        "the contents of the messages and the chat template together make "
+        "special tokens that the template does not write by itself; take "
+        f"{' '.join(ends)} out of the contents")
+
+  offsets = (*encoding.offsets, (len(text), len(text)))
+  found, first, start = Rendering(text, [], []), 0, 0
+  for i in [*own, len(encoding.ids)]:  # from one of the template's to the next
+    if inside(start, offsets[i][0]):
+      for at, part in tokenizer.plain(text[start:offsets[i][0]]):
+        found.ids.extend(part.ids)
+        found.spans.extend((start + at + a, start + at + b)
+                           for a, b in part.offsets)
+    else:
+      found.ids.extend(encoding.ids[first:i])
+      found.spans.extend(offsets[first:i])
+    if i < len(encoding.ids):
+      found.ids.append(encoding.ids[i])
+      found.spans.append(offsets[i])
+    first, start = i + 1, offsets[i][1]
+  return found
+
+
+def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
+           add_generation_prompt: bool = True
+           ) -> Callable[..., str]:
+  """Returns a function that renders a conversation as text.
+
+  Its first argument changes all texts in the messages except the roles; its
+  keyword arguments are further names for the template.
+
+  Args:
+    tokenizer: see `render`.
+    messages: see `render`.
+    add_generation_prompt: see `render`.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -62,41 +139,11 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
            for name, token in (("bos_token", tokenizer.bos),
                                ("eos_token", tokenizer.eos))
            if token is not None}
-  render = lambda change: _render(
+  return lambda change, **more: _render(
       tokenizer.chat_template, [
           {key: value if key == "role" else _changed(value, change)
            for key, value in message.items()} for message in messages],
-      add_generation_prompt=add_generation_prompt, **names)
-  parse = lambda text: tokenizer.parser.encode(text, add_special_tokens=False)
-
-  control = tokenizer.control_tokens
-  opening, closing = _marks(tokenizer.chat_template, messages)
-  longest_first = sorted(control.values(), key=len, reverse=True)
-  looks_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-  text, marked = _unmark(render(lambda content: looks_special.sub(
-      rf"{opening}\g<0>{closing}", content)), opening, closing)
-  encoding = parse(text)
-  inside = lambda start, end: any(start < b and a < end for a, b in marked)
-  own = [i for i, token in enumerate(encoding.ids)
-         if token in control and not inside(*encoding.offsets[i])]
-
-  ends, harmless = _ends(control.values())
-  expected = parse(render(lambda content: content.translate(harmless))).ids
-  if ([encoding.ids[i] for i in own]
-      != [token for token in expected if token in control]):
-    raise ValueError(
-        "the contents of the messages and the chat template together make "
-        "special tokens that the template does not write by itself; take "
-        f"{' '.join(ends)} out of the contents")
-
-  ids, first, start = [], 0, 0
-  for i in [*own, len(encoding.ids)]:  # from one of the template's to the next
-    offsets = (*encoding.offsets, (len(text), len(text)))[i]
-    ids += (tokenizer.encode(text[start:offsets[0]], bos=False)
-            if inside(start, offsets[0]) else encoding.ids[first:i])
-    ids += encoding.ids[i:i + 1]
-    first, start = i + 1, offsets[1]
-  return ids
+      add_generation_prompt=add_generation_prompt, **names, **more)
 
 
 def _checked(messages) -> list[dict[str, Any]]:
@@ -136,12 +183,11 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
                    "texts, numbers, lists and dicts")
 
 
-def _marks(template: str, messages: Any) -> tuple[str, str]:
-  """Two characters for private use that are in none of the texts."""
+def unused(template: str, messages: Any) -> Iterator[str]:
+  """Yields characters for private use that are in none of the texts."""
   used = set(template)
   _changed(messages, lambda text: used.update(text) or text)
-  free = (chr(i) for i in range(0xF0000, 0xFFFFE) if chr(i) not in used)
-  return next(free), next(free)
+  return (chr(i) for i in range(0xF0000, 0xFFFFE) if chr(i) not in used)
 
 
 def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
@@ -151,7 +197,7 @@ def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
   return ends, str.maketrans(dict.fromkeys(ends, other))
 
 
-def _unmark(rendered: str, opening: str, closing: str
+def unmark(rendered: str, opening: str, closing: str
             ) -> tuple[str, list[tuple[int, int]]]:
   """The text without its marks, and what was between two of them."""
   pieces, spans, length, begun = [], [], 0, None
@@ -215,14 +261,19 @@ def _environment() -> Any:
                      f"{'.'.join(map(str, _SOUND))}: {_EXTRA}")
 
   class Generation(ext.Extension):
-    """`{% generation %}` marks answers for training; here it does nothing."""
+    """`{% generation %}` marks answers for training.
+
+    The marks are the values of two names, or nothing if they have none.
+    """
 
     tags = {"generation"}
 
     def parse(self, parser):
       line = next(parser.stream).lineno
       body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-      return nodes.Scope(body, lineno=line)
+      mark = lambda name: nodes.Output([nodes.Name(name, "load")])
+      return nodes.Scope(
+          [mark(GENERATION[0]), *body, mark(GENERATION[1])], lineno=line)
 
   def raise_exception(message):
     raise jinja2.TemplateError(message)

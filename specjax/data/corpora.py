@@ -6,6 +6,8 @@ name, so that a module that was held out in one version of Python is held out
 in every other one too.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -18,13 +20,16 @@ import reprlib
 import sysconfig
 from typing import Any
 
+from specjax.data import text_files
 from specjax.data import token_bytes
 from specjax.files import parse_json
 from specjax.files import read_text
 
+JSONL = (".jsonl", ".jsonl.gz")
+STDLIB = {"stdlib": True, "stdlib-no-tests": False}  # with its tests or not
 _HELD_OUT_OF = 20  # one document in twenty
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
-_SPACE = re.compile(r"[ \t\n\r]*")  # between the values of JSON
+SPACE = re.compile(r"[ \t\n\r]*")  # between the values of JSON
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
@@ -57,17 +62,33 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
     include_tests: whether to read the library's own test suites, which some
       distributions of Python do not ship.
   """
-  return _modules({"site-packages", "dist-packages"}
-                  | (set() if include_tests else {"test", "tests"}))
+  return list(_modules(include_tests))
 
 
 def held_out_modules() -> list[Document]:
   """Those of `stdlib_documents` that are held out; no other is read."""
-  return _modules({"site-packages", "dist-packages"}, held_out=True)
+  return list(_modules(read=lambda name: Document(name, "").held_out))
 
 
-def _modules(left_out, held_out=False):
-  """Modules in no directory of these names, sorted by path."""
+def _modules(include_tests: bool = True,
+             read: Callable[[str], bool] = lambda name: True
+             ) -> Iterator[Document]:
+  for name, path in _module_files(include_tests):
+    if not read(name):
+      continue
+    try:
+      text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+      continue
+    if text.strip():
+      yield Document(name, text)
+
+
+def _module_files(include_tests):
+  """Returns `(name, path)` of the standard library's modules, sorted."""
+  left_out = {"site-packages", "dist-packages"}
+  if not include_tests:
+    left_out |= {"test", "tests"}
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   found = []
   for directory, inner, names in os.walk(root):
@@ -75,43 +96,62 @@ def _modules(left_out, held_out=False):
     inner[:] = [name for name in inner if name not in left_out]
     place = pathlib.Path(directory).relative_to(root).parts
     found += [(*place, name) for name in names if name.endswith(".py")]
-  documents = []
-  for parts in sorted(found):
-    name = "/".join(parts)
-    if held_out and not Document(name, "").held_out:
-      continue
-    try:
-      text = root.joinpath(*parts).read_text("utf-8")
-    except UnicodeDecodeError:
-      continue
-    if text.strip():
-      documents.append(Document(name, text))
-  return documents
+  return [("/".join(parts), root.joinpath(*parts)) for parts in sorted(found)]
 
 
 def split(documents: Sequence[Document]
           ) -> tuple[list[Document], list[Document]]:
   """Documents to train on, and documents held out.
 
+  Raises:
+    ValueError: see `held_out`.
+  """
+  sides = held_out(d.name for d in documents)
+  return ([d for d, out in zip(documents, sides) if not out],
+          [d for d, out in zip(documents, sides) if out])
+
+
+def held_out(names: Iterable[str]) -> bytearray:
+  """Returns 1 for every document that is held out, and 0 for the others.
+
   A corpus so small that the hash leaves one side empty gives that side one
   document.
+
+  Args:
+    names: the names of all documents.
 
   Raises:
     ValueError: there are fewer than two documents.
   """
-  if len(documents) < 2:
-    raise ValueError(f"the corpus has {len(documents)} document; training and "
+  sides = bytearray()
+  least, most = None, None  # (digest, place)
+  for i, name in enumerate(names):
+    document = Document(name, "")
+    sides.append(document.held_out)
+    digest = document.digest
+    if least is None or digest < least[0]:
+      least = digest, i
+    if most is None or digest >= most[0]:
+      most = digest, i
+  if len(sides) < 2:
+    raise ValueError(f"the corpus has {len(sides)} document; training and "
                      "held-out text need at least one each: give more text")
-  ranked = sorted(documents, key=lambda d: (not d.held_out, d.digest))
-  count = sum(d.held_out for d in documents)
-  count = min(max(count, 1), len(documents) - 1)
-  held_out = {id(d) for d in ranked[:count]}
-  return ([d for d in documents if id(d) not in held_out],
-          [d for d in documents if id(d) in held_out])
+  if not any(sides):
+    sides[least[1]] = 1
+  elif all(sides):
+    sides[most[1]] = 0
+  return sides
 
 
 def read_documents(source: str, field: str = "text") -> list[Document]:
-  """Documents of any source that `--data` accepts.
+  """Returns the documents of `iter_documents`, which see."""
+  return list(iter_documents(source, field))
+
+
+def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
+  """Yields the documents of any source that `--data` accepts.
+
+  A text or JSONL file is not held in memory; of a directory one file is.
 
   Args:
     source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
@@ -123,33 +163,87 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
   Raises:
     ValueError: the source is missing, empty, or not what its ending says.
   """
-  if source == "stdlib":
-    return stdlib_documents()
-  if source == "stdlib-no-tests":
-    return stdlib_documents(include_tests=False)
-  if source.startswith("hf:"):
-    documents = _huggingface_documents(source, field)
-  else:
-    path = pathlib.Path(source)
-    if not path.exists():
-      raise ValueError(f"no such file or directory: {source}; give 'stdlib', "
-                       "'hf:NAME', or the path of a text or JSONL file")
-    if path.is_dir():
-      files = sorted(p for p in path.rglob("*") if p.is_file())
-      documents = [Document(p.relative_to(path).as_posix(),
-                            read_text(p)) for p in files]
-    elif path.name.endswith((".jsonl", ".jsonl.gz")):
-      documents = list(_jsonl_documents(path, field))
-    else:
-      text = read_text(path)
-      starts = range(0, len(text), _CHUNK_CHARACTERS)
-      documents = [Document(f"{path.name}:{i}", text[i:i + _CHUNK_CHARACTERS])
-                   for i in starts]
-  documents = [d for d in documents if d.text.strip()]
-  if not documents:
+  empty = True
+  for document in _documents(source, field):
+    if document.text.strip():
+      empty = False
+      yield document
+  if empty:
     raise ValueError(f"{source} holds no text; at least one document is "
                      "needed")
-  return documents
+
+
+def _documents(source, field):
+  if source in STDLIB:
+    yield from _modules(include_tests=STDLIB[source])
+  elif source.startswith("hf:"):
+    name, rows = huggingface_rows(source, field)
+    for i, row in enumerate(rows):
+      yield Document(f"{name}:{i}", text_of(
+          f"dataset {name} row {i}", field, row[field]))
+  else:
+    path = existing(source)
+    if path.is_dir():
+      for name, file in _files(path):
+        yield Document(name, read_text(file))
+    elif path.name.endswith(JSONL):
+      for number, record in json_lines(path):
+        yield Document(f"{path.name}:{number}", text_of(
+            f"{path} line {number}", field,
+            field_of(path, number, record, field)))
+    else:
+      pieces = text_files.pieces(path, _CHUNK_CHARACTERS)
+      for i, text in enumerate(pieces):
+        yield Document(f"{path.name}:{i * _CHUNK_CHARACTERS}", text)
+
+
+def existing(source: str) -> pathlib.Path:
+  """Returns the path of a source that is a file or a directory.
+
+  Raises:
+    ValueError: it does not exist.
+  """
+  path = pathlib.Path(source)
+  if not path.exists():
+    raise ValueError(f"no such file or directory: {source}; give 'stdlib', "
+                     "'hf:NAME', or the path of a text or JSONL file")
+  return path
+
+
+def _files(directory):
+  """Returns `(name, path)` of all files below a directory, sorted."""
+  paths = sorted(p for p in directory.rglob("*") if p.is_file())
+  return [(p.relative_to(directory).as_posix(), p) for p in paths]
+
+
+def digest(source: str, field: str) -> str:
+  """Returns a hash of the names and contents of a source's files.
+
+  Equal hashes mean equal documents. A gigabyte takes about a second.
+
+  Args:
+    source: see `iter_documents`.
+    field: the field of a dataset that is read.
+
+  Raises:
+    ValueError: the source is missing.
+  """
+  total = hashlib.blake2b(digest_size=16)
+  if source.startswith("hf:"):
+    for row in huggingface_rows(source, field)[1]:
+      total.update(repr(row).encode())
+    return total.hexdigest()
+  if source in STDLIB:
+    paths = _module_files(STDLIB[source])
+  else:
+    path = existing(source)
+    paths = _files(path) if path.is_dir() else [(path.name, path)]
+  for name, path in paths:
+    with open(path, "rb") as f:
+      content = hashlib.file_digest(
+          f, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    total.update(f"{len(name)} {name} {content}".encode())
+  return total.hexdigest()
 
 
 def json_lines(path: str | os.PathLike[str]
@@ -159,7 +253,7 @@ def json_lines(path: str | os.PathLike[str]
   Raises:
     ValueError: the file is not UTF-8, or a line is no JSON object.
   """
-  for number, line in enumerate(read_text(path).split("\n"), 1):
+  for number, line in enumerate(text_files.lines(path), 1):
     if not line.strip():
       continue
     try:
@@ -186,7 +280,7 @@ def json_items(text: str, path: str | os.PathLike[str]
   decode = json.JSONDecoder().raw_decode
   at, line, end = text.index("[") + 1, 1, 0
   while True:
-    at = _SPACE.match(text, at).end()
+    at = SPACE.match(text, at).end()
     line, end = line + text.count("\n", end, at), at
     try:
       item, at = decode(text, at)
@@ -196,7 +290,7 @@ def json_items(text: str, path: str | os.PathLike[str]
       parse_json(text[at:], path, line)
       raise
     yield line, item
-    at = _SPACE.match(text, at).end()
+    at = SPACE.match(text, at).end()
     if text[at:at + 1] == "]" and not text[at + 1:].strip():
       return
     if text[at:at + 1] != ",":
@@ -236,23 +330,25 @@ def field_of(path: str | os.PathLike[str], number: int,
   return record[field]
 
 
-def _jsonl_documents(path, field):
-  for number, record in json_lines(path):
-    yield Document(f"{path.name}:{number}", text_of(
-        f"{path} line {number}", field, field_of(path, number, record, field)))
+def huggingface_rows(source: str, field: str | None = None
+                     ) -> tuple[str, Any]:
+  """Returns the name and the rows of a Hugging Face dataset.
 
+  Args:
+    source: "hf:NAME[:SPLIT]".
+    field: the field of the rows to read, or None for all.
 
-def _huggingface_documents(source, field):
-  name, _, split = source.removeprefix("hf:").partition(":")
+  Raises:
+    ValueError: the package `datasets` or the field is missing.
+  """
+  name, _, split_name = source.removeprefix("hf:").partition(":")
   try:
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError:
     raise ValueError(f"{source} needs the package 'datasets': pip install "
                      "'specjax[datasets]'") from None
-  rows = datasets.load_dataset(name, split=split or "train")
-  if field not in rows.column_names:
+  rows = datasets.load_dataset(name, split=split_name or "train")
+  if field is not None and field not in rows.column_names:
     raise ValueError(f"dataset {name} has no field {field!r}; it has "
                      f"{', '.join(rows.column_names)}")
-  return [Document(f"{name}:{i}", text_of(f"dataset {name} row {i}", field,
-                                          text))
-          for i, text in enumerate(rows[field])]
+  return name, rows if field is None else rows.select_columns([field])

@@ -8,17 +8,13 @@ import re
 import sys
 from typing import Any
 
+from specjax.data import conversations
 from specjax.data import corpora
 from specjax.files import read_text
 
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _OUTER_LINES = re.compile(r"\A(?:[^\S\n]*\n)+|(?:\n[^\S\n]*)+\Z")
-_TURN = ("from", "value", "role", "content")  # keys of a turn
-_USERS = ("human", "user")
-_OTHERS = ("system", "developer", "assistant", "model", "gpt", "chatgpt",
-           "bing", "bard", "tool", "function", "function_call",
-           "function_response", "observation")
 
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
@@ -116,14 +112,15 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
     ValueError: a turn has neither pair of keys, some turns name a speaker and
       others do not, or the speakers are unknown.
   """
-  speakers = [_speaker(place, i, turn) for i, turn in enumerate(turns, 1)]
+  speakers = [conversations.speaker(place, i, turn)
+              for i, turn in enumerate(turns, 1)]
   if None in speakers and any(speakers):
     raise ValueError(f"{place}: turn {1 + speakers.index(None)} does not say "
                      "who speaks, unlike others; add its 'role'")
   for turn, speaker in zip(turns, speakers):
-    if speaker is None or speaker in _USERS:
+    if speaker is None or conversations.ROLES.get(speaker) == "user":
       return turn
-  unknown = [x for x in speakers if x not in _OTHERS]
+  unknown = [x for x in speakers if x not in conversations.ROLES]
   if unknown:
     raise ValueError(f"{place}: no turn is the user's, and {unknown[0]!r} is "
                      "an unknown speaker; call the user 'user' or 'human'")
@@ -140,22 +137,6 @@ def turn_text(place: str, field: str, turn: Any) -> str:
     key = "value" if "value" in turn else "content"
     field, turn = f"{field}.{key}", turn.get(key)
   return corpora.text_of(place, field, turn)
-
-
-def _speaker(place, number, turn):
-  """The name in a turn, in lower case; None: it has none."""
-  if isinstance(turn, str):
-    return None
-  if not isinstance(turn, dict) or turn.keys().isdisjoint(_TURN):
-    what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
-            if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
-    raise ValueError(f"{place}: turn {number} has {what}; a turn has 'from' "
-                     "and 'value', or 'role' and 'content'")
-  name = turn.get("from") or turn.get("role")
-  if name is not None and not isinstance(name, str):
-    raise ValueError(f"{place}: turn {number} has {name!r} for its speaker; "
-                     "give a text, such as 'user'")
-  return name.lower() if name else None
 
 
 def _of_record(path, number, record, field):

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back, of any published model."""
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -15,11 +16,14 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers import models
 from tokenizers import pre_tokenizers
+from tokenizers import processors
 from tokenizers import trainers
 
+from specjax.data import answers
 from specjax.data import chat
 from specjax.data import gguf_tokenizers
 from specjax.data import token_bytes
+from specjax.data import token_streams
 from specjax.data import tokenizer_files
 from specjax.data.tokenizer_files import END_OF_TEXT
 from specjax.files import atomically
@@ -129,6 +133,9 @@ class Tokenizer:
     """A copy of `backend` that reads special tokens from a text."""
     copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
     copy.encode_special_tokens = False
+    # The places of tokens count their spaces. No special token is added, so a
+    # post-processor does nothing else.
+    copy.post_processor = processors.ByteLevel(trim_offsets=False)
     return copy
 
   @functools.cached_property
@@ -185,8 +192,7 @@ class Tokenizer:
     if special:
       ids = self.parser.encode(text, add_special_tokens=False).ids
     else:
-      ids = self._plain(text, self.backend.encode(
-          text, add_special_tokens=False))
+      ids = [token for _, part in self.plain(text) for token in part.ids]
     if not bos or self.bos is None:
       return ids
     if not ids or self.adds_bos and ids[0] != self.bos:
@@ -215,7 +221,22 @@ class Tokenizer:
         content has half of a character, or contents and template together would
         make a special token.
     """
-    return chat.encode(self, messages, add_generation_prompt)
+    return chat.render(self, messages, add_generation_prompt).ids
+
+  def chat_answers(self, messages: Sequence[Mapping[str, Any]]
+                   ) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation, and which of them are an assistant's.
+
+    Returns:
+      `ids`, those of `chat` up to the end of the last answer, and for each of
+      them True if the model would write it: it is of an answer, its end of turn
+      included.
+
+    Raises:
+      ValueError: see `chat`; or the tokens of answers cannot be separated
+        from the others, see `specjax.data.answers`.
+    """
+    return answers.encode(self, messages)
 
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
     """All texts as one array: each after one `bos`, or `eos`, uint32.
@@ -223,17 +244,7 @@ class Tokenizer:
     Raises:
       ValueError: there is neither, or see `encode`.
     """
-    between = self.eos if self.bos is None else self.bos
-    if between is None:
-      raise ValueError("the tokenizer has neither bos nor eos to part "
-                       "documents; name one in its tokenizer_config.json")
-    texts = list(texts)
-    for text in texts:
-      token_bytes.check_text(text)
-    encodings = self.backend.encode_batch(texts, add_special_tokens=False)
-    return np.concatenate([
-        np.asarray([between, *self._plain(text, encoding)], np.uint32)
-        for text, encoding in zip(texts, encodings)])
+    return np.concatenate(list(token_streams.encode(self, texts)))
 
   def token_bytes(self, token: int) -> bytes:
     """The bytes that a token stands for, none for special ones.
@@ -262,15 +273,26 @@ class Tokenizer:
     return token_bytes.table(self.backend, self.vocab_size,
                              self.special_tokens)
 
-  def _plain(self, text, encoding) -> list[int]:
-    """Ids of a text without a special token, even where a piece is one.
+  def plain(self, text: str, encoding: tokenizers.Encoding | None = None
+            ) -> Iterator[tuple[int, tokenizers.Encoding]]:
+    """Yields `(place, encoding)` of the pieces of a text, often one.
 
-    A vocabulary that lists `</s>` among its pieces would find it in a text;
-    cut within, the text has it no longer.
+    No piece has a special token. A vocabulary that lists `</s>` among its
+    pieces would find it in a text; cut within, the text has it no longer.
+
+    Args:
+      text: to encode.
+      encoding: of the text by `backend`, if it is known.
+
+    Raises:
+      ValueError: a character of the text is a special token.
     """
+    if encoding is None:
+      encoding = self.backend.encode(text, add_special_tokens=False)
     control = self.control_tokens
     if control.keys().isdisjoint(encoding.ids):
-      return encoding.ids
+      yield 0, encoding
+      return
     cuts = [0]
     for token, (start, end) in zip(encoding.ids, encoding.offsets):
       if token in control:
@@ -279,8 +301,9 @@ class Tokenizer:
                            f"special token {control[token]!r} of the "
                            "tokenizer; leave it out")
         cuts.append(start + 1)
-    return [token for start, end in zip(cuts, [*cuts[1:], len(text)])
-            for token in self.encode(text[start:end], bos=False)]
+    for start, end in zip(cuts, [*cuts[1:], len(text)]):
+      for place, part in self.plain(text[start:end]):
+        yield start + place, part
 
 
 def _mark_those_of_template(backend, template):

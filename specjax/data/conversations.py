@@ -1,0 +1,202 @@
+"""Conversations of users' files: speakers, and the messages of a record.
+
+A record is an object with a list of turns. A turn has "role" and "content", as
+in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import json
+import pathlib
+from typing import Any
+
+from specjax.data import corpora
+from specjax.data import text_files
+from specjax.files import read_text
+
+FIELDS = ("messages", "conversations")  # of a record, in order of preference
+_PIECE = 2**20  # characters of a JSON array that are read together
+_TURN = ("from", "value", "role", "content")  # keys of a turn
+# From the speakers of files to the roles of chat templates.
+ROLES = {
+    "human": "user", "user": "user", "system": "system", "developer": "system",
+    **dict.fromkeys(("assistant", "model", "gpt", "chatgpt", "bing", "bard",
+                     "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation"),
+                    "tool")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+  """The messages of one record.
+
+  Attributes:
+    name: decides on the side of the split, as the name of a document does.
+    place: the place of the record for errors, such as "data.jsonl line 3".
+    messages: each with "role", "content" and other keys that templates read.
+  """
+
+  name: str
+  place: str
+  messages: list[dict[str, Any]]
+
+
+def speaker(place: str, number: int, turn: Any) -> str | None:
+  """Returns the speaker of a turn in lower case; None if it names none.
+
+  Args:
+    place: the conversation's place for errors.
+    number: the number of the turn, from 1.
+    turn: a string, or an object with "from" and "value" or with "role" and
+      "content".
+
+  Raises:
+    ValueError: the turn has neither pair of keys, or its speaker is not a text.
+  """
+  if isinstance(turn, str):
+    return None
+  if not isinstance(turn, dict) or turn.keys().isdisjoint(_TURN):
+    what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
+            if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
+    raise ValueError(f"{place}: turn {number} has {what}; a turn has 'from' "
+                     "and 'value', or 'role' and 'content'")
+  name = turn.get("from") or turn.get("role")
+  if name is not None and not isinstance(name, str):
+    raise ValueError(f"{place}: turn {number} has {name!r} for its speaker; "
+                     "give a text, such as 'user'")
+  return name.lower() if name else None
+
+
+def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
+  """Returns the turns of a conversation as the messages of a chat template.
+
+  Args:
+    place: the conversation's place for errors.
+    turns: the turns. Names of speakers become roles by `ROLES`.
+
+  Raises:
+    ValueError: a turn has no speaker, an unknown one, or no content.
+  """
+  found = []
+  for number, turn in enumerate(turns, 1):
+    name = speaker(place, number, turn)
+    if name is None:
+      raise ValueError(f"{place}: turn {number} does not say who speaks; add "
+                       "its 'role'")
+    if name not in ROLES:
+      raise ValueError(f"{place}: turn {number} has the unknown speaker "
+                       f"{name!r}; known are {', '.join(ROLES)}")
+    key = "value" if "value" in turn else "content"
+    # Only in the chat format templates read more: calls of tools, reasoning.
+    others = {k: v for k, v in turn.items()
+              if k not in _TURN and "from" not in turn}
+    content = turn.get(key)
+    if isinstance(content, list) or content is None and turn.get("tool_calls"):
+      content = {"content": content}
+    else:
+      content = {"content": corpora.text_of(
+          f"{place}: turn {number}", key, content)}
+    found.append({"role": ROLES[name], **content, **others})
+  return found
+
+
+def field_of(source: str, field: str | None = None) -> str | None:
+  """Returns the field with the conversations of a source, None for texts.
+
+  Only the first record is read.
+
+  Args:
+    source: a source of `corpora.iter_documents`, or a `.json` file with an
+      array of records.
+    field: the field to read. None or "text", the default of `--field`: if the
+      record has no such field, the first of `FIELDS` that it has.
+  """
+  record = next((record for _, _, record in _records(source)), None)
+  if not isinstance(record, dict):
+    return None
+  if field in record or field not in (None, "text"):
+    return field if isinstance(record.get(field), list) else None
+  return next((x for x in FIELDS if isinstance(record.get(x), list)), None)
+
+
+def read(source: str, field: str) -> Iterator[Conversation]:
+  """Yields the conversations of a source.
+
+  Args:
+    source: a source of `field_of`.
+    field: the field of the turns.
+
+  Raises:
+    ValueError: a record has no list of turns there, or see `messages`.
+  """
+  for name, place, record in _records(source, field):
+    if not isinstance(record, dict) or field not in record:
+      raise ValueError(f"{place} has no field {field!r}, unlike the records "
+                       "before it")
+    if not isinstance(record[field], list):
+      raise ValueError(f"{place}: {field!r} is a JSON "
+                       f"{type(record[field]).__name__}; it must be a list of "
+                       "turns")
+    yield Conversation(name=name, place=place,
+                       messages=messages(place, record[field]))
+
+
+def is_answer(message: dict[str, Any]) -> bool:
+  """Returns True if a message is an assistant's and has a content or a call."""
+  content = message.get("content")
+  return message["role"] == "assistant" and bool(
+      content.strip() if isinstance(content, str)
+      else content or message.get("tool_calls"))
+
+
+def _records(source, field=None):
+  """Yields `(name, place, record)`; nothing if the source has no records."""
+  if source.startswith("hf:"):
+    name, rows = corpora.huggingface_rows(source, field)
+    for i, row in enumerate(rows):
+      yield f"{name}:{i}", f"dataset {name} row {i}", row
+    return
+  if source in corpora.STDLIB:
+    return
+  path = corpora.existing(source)
+  if path.name.endswith(corpora.JSONL):
+    for number, record in corpora.json_lines(path):
+      yield f"{path.name}:{number}", f"{path} line {number}", record
+  elif path.suffix == ".json" and path.is_file():
+    for number, record in enumerate(_items(path), 1):
+      yield f"{path.name}:{number}", f"{path} item {number}", record
+
+
+def _items(path: pathlib.Path) -> Iterator[Any]:
+  """Yields the items of a JSON array; nothing if the file holds no array.
+
+  `corpora.json_items` yields the same items, and holds the whole text.
+  """
+  pieces = text_files.pieces(path, _PIECE)
+  text = next(pieces, "")
+  if not text.lstrip().startswith("["):
+    return
+  decode = json.JSONDecoder().raw_decode
+  at = text.index("[") + 1
+  while True:
+    at = corpora.SPACE.match(text, at).end()
+    try:
+      item, end = decode(text, at)
+      end = corpora.SPACE.match(text, end).end()
+    except (RecursionError, ValueError):
+      item, end = None, len(text)
+    if end == len(text):  # perhaps the item goes on
+      more = "".join(itertools.islice(pieces, 1 + len(text) // _PIECE))
+      if not more:
+        break
+      text, at = text[at:] + more, 0
+      continue
+    yield item
+    if text[end] != ",":
+      break
+    at = end + 1
+  if text[end:].strip() != "]" or next(pieces, ""):
+    for _ in corpora.json_items(read_text(path), path):
+      pass  # reports the line of the error

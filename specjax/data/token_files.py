@@ -1,0 +1,275 @@
+"""Corpora as token ids in files, which are mapped into memory.
+
+A corpus is tokenised once, in pieces, and its tokens are stored in a directory
+whose name is a hash of the text and of the tokenizer. The next run with the
+same corpus and tokenizer only hashes the files of the text.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import uuid
+
+import numpy as np
+import tokenizers as library
+
+from specjax import files
+from specjax.data import conversations
+from specjax.data import corpora
+from specjax.data import token_streams
+from specjax.data.tokenizers import Tokenizer
+from specjax.fingerprints import Digest
+from specjax.fingerprints import fingerprint
+
+_ABOUT = "about.json"
+_FORMAT = 1  # raised whenever the same text gives other files
+_SIDES = ("training", "held_out")
+_DTYPE = np.dtype(np.uint32)
+_PIECE = 2**20  # characters that are tokenised together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFiles:
+  """The tokens of a corpus; both sides of the split.
+
+  Attributes:
+    tokens: two arrays `[T]` uint32, to train on and held out. They are mapped:
+      only the parts that are read are in memory.
+    answered: two arrays `[T]` bool, True for the tokens that an assistant
+      writes; None if the corpus has no conversations.
+    documents: number of documents or conversations of both sides.
+    num_bytes: UTF-8 bytes of both sides' texts; 0 for conversations.
+    corpus: fingerprint of all documents.
+    fingerprints: one of both token arrays together, and one of the first.
+    note: a line about conversations that were left out, or "".
+    path: the directory.
+  """
+
+  tokens: tuple[np.ndarray, np.ndarray]
+  answered: tuple[np.ndarray, np.ndarray] | None
+  documents: tuple[int, int]
+  num_bytes: tuple[int, int]
+  corpus: str
+  fingerprints: tuple[str, str]
+  note: str
+  path: pathlib.Path
+
+  @property
+  def size(self) -> int:
+    """Bytes of all files."""
+    return sum(x.nbytes for x in (*self.tokens, *(self.answered or ())))
+
+  def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
+    """Returns `[V]`, how often each token is in the text to train on.
+
+    Args:
+      vocab_size: V.
+      answers_only: count only the tokens of answers.
+    """
+    total = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(self.tokens[0]), _PIECE):
+      piece = self.tokens[0][start:start + _PIECE]
+      if answers_only:
+        piece = piece[self.answered[0][start:start + _PIECE]]
+      total += np.bincount(piece, minlength=vocab_size)
+    return total
+
+
+def read(source: str, field: str, tokenizer: Tokenizer,
+         directory: str | os.PathLike[str], *, chat: bool = False,
+         say: Callable[[str], None] = lambda stage: None) -> TokenFiles:
+  """Returns the tokens of a corpus, which are stored in a directory.
+
+  Args:
+    source: a source of `corpora.iter_documents`; with `chat`, of
+      `conversations.field_of`.
+    field: the field of a record that is read.
+    tokenizer: the tokenizer. Every text begins with its `bos`, or `eos`.
+    directory: the directory of the files of all corpora.
+    chat: the records hold conversations, which the chat template writes.
+    say: a function that is called with a line before the text is tokenised.
+
+  Raises:
+    ValueError: the source cannot be read, or has too little text.
+  """
+  name = fingerprint(
+      _FORMAT, corpora.digest(source, field), field, library.__version__,
+      tokenizer.backend.to_str(), tokenizer.bos, tokenizer.eos,
+      tokenizer.chat_template if chat else None)
+  path = pathlib.Path(directory) / f"{name}-tokens"
+  found = _open(path)
+  if found is None:
+    say("tokenising the text")
+    with _whole(path) as partial:
+      _write(partial, source, field, tokenizer, chat)
+    found = _open(path)
+  return found
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A directory that is called `path` when it is complete.
+
+  Several processes may write it at once, because they write equal files.
+  """
+  partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+  try:
+    partial.mkdir(parents=True)
+    yield partial
+    try:
+      partial.rename(path)
+    except OSError:
+      if _open(path) is None:  # broken, and not written by another process
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open(path: pathlib.Path) -> TokenFiles | None:
+  """Maps the files of a directory; None if one is missing or cut."""
+  try:
+    about = files.read_json(path / _ABOUT, "delete it")
+    arrays = {file: _mapped(path / file, dtype, about["tokens"][i])
+              for i, side in enumerate(_SIDES) for file, dtype in (
+                  (f"{side}.tokens", _DTYPE), (f"{side}.answered", bool))
+              if about["chat"] or dtype is _DTYPE}
+  except (OSError, ValueError, KeyError):
+    return None
+  with contextlib.suppress(OSError):
+    os.utime(path / _ABOUT)  # the time of the last use
+  both = lambda kind: tuple(arrays[f"{side}.{kind}"] for side in _SIDES)
+  return TokenFiles(
+      tokens=both("tokens"), answered=both("answered") if about["chat"]
+      else None, documents=tuple(about["documents"]),
+      num_bytes=tuple(about["num_bytes"]), corpus=about["corpus"],
+      fingerprints=tuple(about["fingerprints"]), note=about["note"], path=path)
+
+
+def _mapped(path, dtype, count):
+  if not count:  # an empty file cannot be mapped
+    return np.zeros(0, dtype)
+  return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray)
+
+
+class _Writer:
+  """The files of a corpus while they are written.
+
+  Attributes:
+    num_bytes: see `TokenFiles`.
+    note: see `TokenFiles`.
+  """
+
+  def __init__(self, stack: contextlib.ExitStack, path: pathlib.Path):
+    self._files = [
+        [stack.enter_context(open(path / f"{side}.{kind}", "wb"))
+         for kind in ("tokens", "answered")] for side in _SIDES]
+    self.num_bytes = [0, 0]
+    self.note = ""
+
+  def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
+          ) -> None:
+    """Appends tokens to a side."""
+    tokens, marks = self._files[side]
+    tokens.write(np.asarray(ids, _DTYPE).tobytes())
+    marks.write(np.asarray(answered, bool).tobytes())
+
+
+def _write(path, source, field, tokenizer, chat):
+  """Writes the files of a corpus.
+
+  The text is read twice: the side of a document depends on all names.
+  """
+  silent = []  # places of conversations without an answer
+  items = (functools.partial(_answered, source, field, silent) if chat
+           else functools.partial(corpora.iter_documents, source, field))
+  digest, documents = Digest(), [0, 0]
+
+  def names():
+    for i, item in enumerate(items()):
+      digest.add(f"[0][{i}]", repr(item.messages) if chat else item)
+      yield item.name
+
+  held_out = corpora.held_out(names())
+  for side in held_out:
+    documents[side] += 1
+  with contextlib.ExitStack() as stack:
+    writer = _Writer(stack, path)
+    if chat:
+      _write_chats(
+          writer, tokenizer, zip(held_out, items()), tuple(silent))
+    else:
+      _write_texts(writer, tokenizer, zip(held_out, items()))
+  both, first = Digest(), Digest()
+  for i, side in enumerate(_SIDES):
+    both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
+  first.add_array("[0]", path / "training.tokens", _DTYPE)
+  # Every process writes its own files, unlike `files.write_json`.
+  (path / _ABOUT).write_text(json.dumps({
+      "chat": chat, "documents": documents, "num_bytes": writer.num_bytes,
+      "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
+                 for side in _SIDES],
+      "corpus": digest.value, "fingerprints": [both.value, first.value],
+      "note": writer.note}))
+
+
+def _write_texts(writer, tokenizer, documents):
+  waiting, sizes = ([], []), [0, 0]
+
+  def write(side):
+    writer.num_bytes[side] += sum(len(text.encode()) for text in waiting[side])
+    for ids in token_streams.encode(tokenizer, waiting[side]):
+      writer.add(side, ids)
+    waiting[side].clear()
+    sizes[side] = 0
+
+  for side, document in documents:
+    waiting[side].append(document.text)
+    sizes[side] += len(document.text)
+    if sizes[side] >= _PIECE:
+      write(side)
+  for side in range(len(_SIDES)):
+    write(side)
+
+
+def _write_chats(writer, tokenizer, chats, silent):
+  """Leaves out the conversations without an answer; notes how many."""
+  refused, written = [], 0
+  for side, chat in chats:
+    try:
+      ids, answered = tokenizer.chat_answers(chat.messages)
+      if not any(answered):
+        raise ValueError("the chat template writes no answer")
+    except ValueError as e:
+      refused.append(f"{chat.place}: {e}")
+      continue
+    written += 1
+    writer.add(side, ids, answered)
+  if not written:
+    raise ValueError(f"no conversation can be used; {refused[0]}")
+  left_out = [*refused, *(f"{place}: it has no answer" for place in silent)]
+  if left_out:
+    writer.note = (f"{len(left_out):,} of {len(left_out) + written:,} "
+                   f"conversations are left out; {left_out[0]}")
+
+
+def _answered(source, field, silent):
+  """Yields the conversations with an answer; lists the places of others."""
+  silent.clear()
+  empty = True
+  for chat in conversations.read(source, field):
+    if any(map(conversations.is_answer, chat.messages)):
+      empty = False
+      yield chat
+    else:
+      silent.append(chat.place)
+  if empty:
+    raise ValueError(f"{source} holds no conversation in which an assistant "
+                     "says something; at least two are needed")
