@@ -53,12 +53,12 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax.drafters import children
-from specjax.models import heads as heads_lib
-from specjax.models import sharding
+from specjax.methods import _children
+from specjax import methods as heads_lib
+from specjax.decoding import placement as sharding
 from specjax.sampling import sample
 from specjax.training import loop
-from specjax.training import objectives
+from specjax import objectives
 from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
@@ -148,8 +148,8 @@ def _tree_law(verifier, vocab_size, batch):
   """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
-  draw = {"iid": children.iid, "conditional": children.without_replacement}.get(
-      next(iter(verifier.requires), None), children.top_k)
+  draw = {"iid": _children.iid, "conditional": _children.without_replacement}.get(
+      next(iter(verifier.requires), None), _children.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
   # Laws about as far from each other as those of a model and its drafter.
   logits = 3 * jax.random.normal(
@@ -169,7 +169,7 @@ def _tree_law(verifier, vocab_size, batch):
   data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits),
           jax.random.uniform(jax.random.key(2),
                              (batch, sj.sampling.VERDICT_COINS)))
-  rule = sj.contract.rule(verifier)
+  rule = sj.interfaces.rule(verifier)
   judge = jax.vmap(lambda draft, probs, coins: sj.sampling.sample_outcome(
       rule.by_row(draft, probs), draft, coins))
   first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),

@@ -6,7 +6,7 @@ drafts for held-out text:
 
   forward_kl, reverse_kl, jensen_shannon, likeliest, total_variation,
   lk_alpha, lk_hybrid       a distance of the two laws, token by token
-                            (specjax.training.objectives.divergences)
+                            (specjax.training.divergences)
   adaspec                   forward KL on the 0.4 of the tokens that the drafter
                             can still learn, as one that `forward_kl` made shows
   token, block              the accepted length of a round by that rule itself
@@ -37,14 +37,14 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import files
+from specjax.utils import files
 from specjax.data import corpora
 from specjax.training import distillation
 from specjax.training import loop
-from specjax.training import objectives
+from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
-from specjax.training.objectives.divergences import DIVERGENCES
+from specjax.training.divergences import DIVERGENCES
 
 _RULES = ("token", "block")
 _ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4

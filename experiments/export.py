@@ -47,7 +47,7 @@ from lib import models
 from lib import progress
 
 import specjax as sj
-from specjax.models.published import drafters
+from specjax.methods import published
 from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
@@ -58,7 +58,7 @@ _MODEL = flags.DEFINE_string(
     "published drafter")
 _LAYOUT = flags.DEFINE_string(
     "layout", None, "Heads only: layout of the exported files, one of "
-    f"{', '.join(drafters.WRITTEN)}, or the name after 'of', such as "
+    f"{', '.join(published.WRITTEN)}, or the name after 'of', such as "
     "speculators. Required to export the heads of a directory that also holds "
     "a target. Default: the first one that can hold the heads")
 _TARGET = shared.target()
@@ -103,7 +103,7 @@ def _heads():
   progress.say(f"writing {directory}")
   verifier = (exports.hub_name(_TARGET.value) if own.target is target
               else None)  # the target is in the directory of the heads
-  layout = sj.models.export_drafter(
+  layout = sj.methods.export_drafter(
       directory, own.heads, own.params, own.target.model, own.target.params,
       dtype=_DTYPE.value, layout=_LAYOUT.value, verifier=verifier)
   exports.copy_training(_MODEL.value, directory)

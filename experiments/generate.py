@@ -59,10 +59,10 @@ from lib import stops
 from lib import streaming
 
 import specjax as sj
-from specjax import contract
-from specjax import files
+from specjax import interfaces
+from specjax.utils import files
 from specjax import strategies
-from specjax.models import sharding
+from specjax.decoding import placement as sharding
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "Text to continue. Default: standard input, or a few lines "
@@ -303,7 +303,7 @@ def _check_form(name, drafter):
     if flag.present and name == "none":
       raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
                        "name a --drafter, or leave it out")
-  chain = "chain" in contract.capabilities(drafter)
+  chain = "chain" in interfaces.capabilities(drafter)
   if chain and _NODES.present:
     raise ValueError(f"--nodes is {_NODES.value}, of a tree, and {name} drafts "
                      "a chain here; leave it out, or give a drafter or a "

@@ -40,9 +40,9 @@ import optax
 
 import specjax as sj
 from specjax import analysis
-from specjax import files
+from specjax.utils import files
 from specjax.data import corpora
-from specjax.drafters import online
+from specjax.methods.draft_models import online
 from specjax.training import distillation
 from specjax.training import runs
 

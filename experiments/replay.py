@@ -40,8 +40,8 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import contract
-from specjax import files
+from specjax import interfaces
+from specjax.utils import files
 
 _RECORD = shared.directory(
     "record", None, "Directory of the record. Default: --output_dir",
@@ -134,7 +134,7 @@ def _over_best(replayed, best, clusters):
 
 def _row(name, record, best):
   verifier = common.VERIFIERS[name]
-  rule = contract.rule(verifier)
+  rule = interfaces.rule(verifier)
   replayed = analysis.evaluate(record, verifier)
   online = None
   if repr(verifier) == record.manifest["verifier"]:
@@ -164,7 +164,7 @@ def _print_table(rows):
           f"{'yes' if r['lossless'] else 'no':>9s} {over:>29s}")
   acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
   afresh = [r["verifier"] for r in rows if r["verifier"] not in acted
-            and contract.rule(common.VERIFIERS[r["verifier"]]).remembers]
+            and interfaces.rule(common.VERIFIERS[r["verifier"]]).remembers]
   if afresh:
     print(f"{', '.join(afresh)}: judged from a fresh state in every round, "
           "which is not what a rollout of its own would give")

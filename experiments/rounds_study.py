@@ -41,7 +41,7 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax import contract
+from specjax import interfaces
 from specjax.data import prompt_sets
 
 _GAMMAS = shared.gammas("2,4,8,16")
@@ -153,7 +153,7 @@ def main():
         drafter=chain(max(gammas) if prices else 1).drafter,
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
         eos=models.ends(target, tokenizer) if _CHAT.value else None)
-    if "autoregressive" not in contract.capabilities(decoder.drafter):
+    if "autoregressive" not in interfaces.capabilities(decoder.drafter):
       raise ValueError(f"--drafter holds {name}, whose q does not depend on "
                        "the text alone; leave it out")
     prompts_lib.check_room(read.longest, _NEW_TOKENS.value,

@@ -57,11 +57,11 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import contract
+from specjax import interfaces
 from specjax import strategies
 from specjax.strategies import Strategy
 from specjax.training import evaluation
-from specjax.training import methods
+from specjax import methods
 
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
@@ -276,7 +276,7 @@ def _rows(runs, source, temperature, arms, pass_seconds, clusters):
     reached = np.flatnonzero(survival > 0)[-1]
     rows.append({
         "drafter": drafter, "verifier": verifier, "temperature": temperature,
-        "lossless": contract.rule(decoder.verifier).lossless,
+        "lossless": interfaces.rule(decoder.verifier).lossless,
         "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),
@@ -324,7 +324,7 @@ def main():
              for name, member in members.items()]
   prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
       [target.model.context_length, *(
-          contract.context_length(drafts[0].drafter) for source in sources
+          interfaces.context_length(drafts[0].drafter) for source in sources
           for drafts in source.drafts.values())]))
   progress.say("measuring the heads' accuracies")
   sources = _sources(target, sources, tokenizer, read.extra)

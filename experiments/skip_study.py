@@ -3,7 +3,7 @@
 The target writes continuations of training text, on which sets of attentions
 and MLPs to leave out are searched, and of held-out text, on which what was
 found is measured. No draft is drawn: one pass says what token verification is
-expected to accept from every place on (specjax.training.skip_search).
+expected to accept from every place on (specjax.methods.self_speculation.skip_search).
 
   exit E          the first E layers (LayerSkip)
   --searches      random sets (SWIFT), greedy (one part after the other), local
@@ -37,7 +37,7 @@ from specjax import analysis
 from specjax.data import corpora
 from specjax.models import Sublayers
 from specjax.training import distillation
-from specjax.training import skip_search
+from specjax.methods.self_speculation import skip_search
 
 _SEARCHES = ("random", "greedy", "local", "clasp")
 _SCORES = {

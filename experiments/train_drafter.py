@@ -93,11 +93,11 @@ from lib import sweep
 import numpy as np
 
 import specjax as sj
-from specjax import processes
-from specjax.files import fingerprint
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax.training import methods
+from specjax import methods
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log

@@ -75,8 +75,8 @@ from lib import tree_report as report
 import numpy as np
 
 import specjax as sj
-from specjax import contract
-from specjax import files
+from specjax import interfaces
+from specjax.utils import files
 from specjax import strategies
 
 _BUDGETS = flags.DEFINE_list(
@@ -193,7 +193,7 @@ class _Setting:
     decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
                             limits=self._limit)
-    rule = contract.rule(decoder.verifier)
+    rule = interfaces.rule(decoder.verifier)
     stops_of = jax.jit(lambda *args: jax.vmap(jax.vmap(rule.law))(*args).stop)
     rounds, stops = self._traced_rounds(decoder), []
     for _ in range(_CALIBRATION_ROUNDS // rounds):

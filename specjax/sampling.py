@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import fields
-from specjax import topology
+from specjax.utils import fields
+from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import LawByRow

@@ -1,7 +1,7 @@
 """The data that flows through a round, and the protocols of its parts.
 
-This file is what a part must look like from outside. `specjax.contract` holds
-what a part may leave out, and `specjax.checks` refuses a part that returns
+This file is what a part must look like from outside. `specjax.interfaces` holds
+what a part may leave out, and `specjax.interfaces.checks` refuses a part that returns
 something else.
 
 Axis letters, used in every docstring of specjax:
@@ -220,7 +220,7 @@ class DecodeState:
   Every leaf of a state has the rows B as its first axis, those of its parts
   included. So one row can be put into the place of another, see
   `Decoder.insert`, and rows can be split over devices. Only a cache may have
-  others, such as pages, if it has `with_rows`, see `specjax.contract`.
+  others, such as pages, if it has `with_rows`, see `specjax.interfaces`.
 
   Attributes:
     tokens: `[B, C]` int32, prompt and output; the slots after `lengths` are
@@ -322,7 +322,7 @@ class Cache(Protocol):
   others, so that another layout or kernel is another class with a constructor
   like `KVCache.empty`. The cache is a pytree whose leaves have B first (one of
   pages says otherwise), and after `commit` and `rollback` it has the structure
-  that it began with. What it may have besides is told in `specjax.contract`.
+  that it began with. What it may have besides is told in `specjax.interfaces`.
   """
 
   lengths: jax.Array
@@ -420,7 +420,7 @@ class Verifier(Protocol):
 
   `law(draft, target_probs)` is all that a rule must have. What it may have
   besides, and what holds where it does not, is told once, in
-  `specjax.contract`.
+  `specjax.interfaces`.
   """
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
@@ -435,7 +435,7 @@ class Drafter(Protocol):
   one; `commit` gets that one under the same name and returns the state of the
   next round, of the same structure, shapes and dtypes. What a drafter may have
   besides, and what holds where it does not, is told once, in
-  `specjax.contract`.
+  `specjax.interfaces`.
   """
 
   @property

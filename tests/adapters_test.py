@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import topology
+from specjax.trees import topology
 from specjax.models import adapters
 
 _V, _CONTEXT = 7, 40

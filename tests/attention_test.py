@@ -25,7 +25,7 @@ import tpu_processes
 
 import specjax as sj
 from specjax import attention
-from specjax import kv_cache
+from specjax.caches import dense
 from specjax import testing
 from specjax.attention import plain
 from specjax.attention import tpu
@@ -256,7 +256,7 @@ def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch, kind):
   pair = testing.tiny_pair(5)
   target, model = pair.target, pair.drafter
   if kind == "paged":
-    target, model = (dataclasses.replace(one, cache=sj.Paged(page=64))
+    target, model = (dataclasses.replace(one, cache=sj.caches.Paged(page=64))
                      for one in (target, model))
   parts = dict(verifier=sj.verifiers.Block(),
                drafter=sj.drafters.LanguageModel(model=model, gamma=2))
@@ -299,7 +299,7 @@ def _compile():
                window=window, axis=axis):
       # Work before it, in which the compiler would fetch what comes next.
       query = jnp.einsum("bshd,hde->bshe", query, weights)
-      cache = kv_cache.KVCache(k=(k,), v=(v,), lengths=lengths)
+      cache = dense.KVCache(k=(k,), v=(v,), lengths=lengths)
       return cache.after(hidden).lengths, attention.past_attention(
           query, k, v, lengths, positions=positions, table=table,
           window=window, heads_axis=axis)

@@ -11,7 +11,7 @@ from scripts import ROOT
 
 from specjax import analysis
 from specjax import exact
-from specjax import trees as shapes
+from specjax.trees import shapes
 from specjax.exact import trees
 from specjax.types import Draft
 

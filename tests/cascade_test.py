@@ -19,7 +19,7 @@ from scripts import ROOT
 import specjax as sj
 from specjax import testing
 from specjax.drafters import Cascade
-from specjax.drafters import common
+from specjax.methods import _common
 from specjax.drafters import Empty
 from specjax.drafters import Fallback
 from specjax.drafters import LanguageModel
@@ -45,7 +45,7 @@ class _Sometimes:
     return None
 
   def propose(self, params, keys, state):
-    root = common.roots(state)
+    root = _common.roots(state)
     tokens = (root[:, None] + jnp.arange(1, 3)) % self.vocab_size
     none = state.lengths[:, None] % 3 == 0
     probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)
@@ -267,7 +267,7 @@ def test_equal_beginnings_are_one_path():
             model=_MARKOV, parents=(-1, 0, 0)))), "Block is exact only"),
     (lambda: _decoder(Cascade(
         model=_MARKOV, gamma=2, drafter=sj.drafters.Hierarchy(
-            view=sj.cache_views.Recent(sinks=1, window=4), gamma=2,
+            view=sj.models.cache_views.Recent(sinks=1, window=4), gamma=2,
             drafter=Empty()))), "drafter is a Hierarchy, .* inside"),
     (lambda: _decoder(Fallback(
         first=LanguageModel(model=_MARKOV, gamma=3), second=Empty(),

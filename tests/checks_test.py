@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import inputs
+from specjax.decoding import inputs
 from specjax import testing
 
 _V, _GAMMA = 4, 2

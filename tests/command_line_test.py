@@ -17,8 +17,8 @@ from scripts import run_all
 from scripts import start
 
 import specjax as sj
-from specjax import files
-from specjax import processes
+from specjax.utils import files
+from specjax.utils import processes
 from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets

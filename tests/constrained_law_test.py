@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import checks
+from specjax.interfaces import checks
 from specjax import sampling
 from specjax import testing
-from specjax.constraints import base
+from specjax.decoding import constraining
 
 _BLOCK = 512  # branches that are run at a time
 
@@ -194,7 +194,7 @@ def test_contrastive_decoding_is_accelerated_exactly():
   assert decoder.changes_law == ("Contrastive",)
 
 
-_CONSTRAINED = base.constrained
+_CONSTRAINED = constraining.constrained
 _DEFECTS = {
     "the path is not followed": ("along", lambda _, memory, draft: jax.tree.map(
         lambda x: jnp.repeat(x[:, None], draft.tokens.shape[1], 1), memory)),
@@ -211,7 +211,7 @@ _DEFECTS = {
 @pytest.mark.parametrize("name", _DEFECTS)
 def test_planted_defects_are_caught(name, monkeypatch):
   # Broken: the tests above cannot see where a constraint is applied.
-  monkeypatch.setattr(base, *_DEFECTS[name])
+  monkeypatch.setattr(constraining, *_DEFECTS[name])
   case, model = CASES["penalties"], testing.MarkovModel(3)
   drafter, verifier, own = _drafting("chain", model)
   table = tables(3)[0]
@@ -235,6 +235,6 @@ def test_without_constraints_a_round_is_what_it_was():
   with pytest.MonkeyPatch.context() as patch:
     for name, of in (("along", None), ("committed", None), ("advanced", None),
                      ("constrained", 2)):
-      patch.setattr(base, name, lambda *given, of=of, drafted=False: (
+      patch.setattr(constraining, name, lambda *given, of=of, drafted=False: (
           None if of is None else given[of]))
     assert trace() == was

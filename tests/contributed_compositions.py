@@ -28,7 +28,7 @@ def skipping():
 def quantized():
   """The target's own copy, with keys and values of few bits."""
   model = sj.models.Transformer(pair().target.config,
-                                cache=sj.QuantizedKV(bits=4))
+                                cache=sj.caches.QuantizedKV(bits=4))
   own = sj.models.quantize(pair().params["target"], bits=4)
   return Contributed(
       LanguageModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
@@ -37,7 +37,7 @@ def quantized():
 
 def window():
   """Autoregressive: what is seen of a text does not depend on the round."""
-  cache = sj.Streaming(sinks=1, window=3, slack=6)
+  cache = sj.caches.Streaming(sinks=1, window=3, slack=6)
   return Contributed(
       LanguageModel(model=sj.models.Transformer(
           pair().target.config, cache=cache), gamma=3),
@@ -48,9 +48,9 @@ def window():
 def hierarchy():
   """TriForce: a tiny drafter, the target with few chunks, the target."""
   tiny = sj.models.Transformer(
-      pair().drafter.config, cache=sj.Streaming(sinks=1, window=4, slack=16))
+      pair().drafter.config, cache=sj.caches.Streaming(sinks=1, window=4, slack=16))
   return Contributed(
-      Hierarchy(view=sj.cache_views.Retrieved(budget=4, chunk=2, recent=3),
+      Hierarchy(view=sj.models.cache_views.Retrieved(budget=4, chunk=2, recent=3),
                 drafter=LanguageModel(model=tiny, gamma=1), gamma=3),
       sj.verifiers.Block(),
       params={**pair().params, "drafter": {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import specjax as sj
-from specjax import kv_cache
+from specjax.caches import dense
 from specjax import testing
 from specjax.drafters import LanguageModel
 
@@ -86,7 +86,7 @@ class SlotCache:
     index = jnp.broadcast_to(jnp.maximum(slot, 0)[:, None], (
         *ancestors.shape[:2], self.capacity))
     visible = (slot < 0)[:, None] | jnp.take_along_axis(block, index, axis=2)
-    return kv_cache.grouped_attention(
+    return dense.grouped_attention(
         query, self.k[layer].swapaxes(1, 2), self.v[layer].swapaxes(1, 2),
         visible & (slot < ancestors.shape[2])[:, None])
 

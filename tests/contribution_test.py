@@ -26,16 +26,16 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax import capacity
-from specjax import checks
-from specjax import contract
-from specjax import prefill
-from specjax import rounds
+from specjax.decoding import growth
+from specjax.interfaces import checks
+from specjax import interfaces
+from specjax.decoding import prefill
+from specjax.decoding import rounds
 from specjax import testing
 from specjax.attention import plain
 from specjax.testing import drafts
 from specjax.testing import recording
-from specjax.training import objectives
+from specjax import objectives
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -109,8 +109,8 @@ def _sound(case):
 
   Not those of newcomers, which need not take every draft.
   """
-  declared = {*contract.capabilities(case.drafter)}
-  ours = (contract.rule(rule) for rule in RULES
+  declared = {*interfaces.capabilities(case.drafter)}
+  ours = (interfaces.rule(rule) for rule in RULES
           if type(rule).__module__.startswith("specjax"))
   return (case.rule, *(
       one.verifier for one in ours if one.verifier != case.rule
@@ -122,7 +122,7 @@ def _short_texts():
   """Texts are short: nothing is tossed, attended to or padded in vain."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rounds, "_TOSSED", 2)  # of more rounds few would be used
-    patch.setattr(capacity, "STEP", _CAPACITY)
+    patch.setattr(growth, "STEP", _CAPACITY)
     patch.setattr(plain, "_buckets", lambda slots, size: [
         *[0] * (size >= _LONGEST), *[_FEW] * (slots > _FEW), slots])
     patch.setattr(prefill, "padded_length", lambda _: _LONGEST)
@@ -235,13 +235,13 @@ def test_rows_depend_on_nothing_but_themselves(tried):
 def test_what_a_drafter_does_not_declare_is_refused(tried):
   # Broken: a rule runs with a drafter for which it is not exact.
   drafter = tried.decoder.drafter
-  declared = contract.capabilities(drafter)
+  declared = interfaces.capabilities(drafter)
   assert "conditional" in declared
   rule = type("Rule", (sj.verifiers.Token,), {})
-  for need in contract.CAPABILITIES:
+  for need in interfaces.CAPABILITIES:
     rule.requires = (need,)
     if need in declared:
-      contract.check_pair(rule(), drafter)
+      interfaces.check_pair(rule(), drafter)
       continue
     with pytest.raises(ValueError, match=f"Rule is exact only.*{need}"):
       sj.Decoder(target=tried.target, drafter=drafter, verifier=rule())
@@ -275,7 +275,7 @@ def _name(rule):
 def test_padding_is_never_accepted(rule):
   # Broken: the loop's ragged drafts, whose ends are padding, are not exact.
   # 0 as a token, ids that are none, and a real node before them.
-  one = contract.rule(rule)
+  one = interfaces.rule(rule)
   p = jax.nn.softmax(jax.random.normal(jax.random.key(0), (4, VOCAB)))
   q = jnp.zeros((4, VOCAB))
   law = jax.jit(lambda draft, p: one.law(draft, p))
@@ -296,13 +296,13 @@ def test_padding_is_never_accepted(rule):
 def test_a_rule_is_what_it_says(rule):
   # Broken: a rule that calls itself lossless and is not, or the reverse. Of
   # ours lossless_test.py and tree_laws_test.py have the proofs in full.
-  one = contract.rule(rule)
+  one = interfaces.rule(rule)
   trees = () if "chain" in one.requires else (UNEVEN[:5],)
   found = sj.exact.certify(rule, vocab_sizes=(3,), gammas=(2,), trees=trees,
                            kinds=("dense", "zeros"), thorough=not isinstance(
                                rule, tuple(map(type, RULES[:10]))))
   assert found.lossless == one.lossless
-  assert hash(contract.rule(rule)) == hash(one) and contract.rule(one) is one
+  assert hash(interfaces.rule(rule)) == hash(one) and interfaces.rule(one) is one
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -39,12 +39,12 @@ from specjax.drafters import ParallelTree
 from specjax.drafters import Recycling
 from specjax.drafters import Retrieval
 from specjax.drafters import SampledEagle
-from specjax.drafters import stop_rules
+from specjax.methods import stop_rules
 from specjax.drafters import Suffix
 from specjax.drafters import Swift
 from specjax.drafters import TreeLanguageModel
-from specjax.models import heads as heads_lib
-from specjax.training import objectives
+from specjax import methods as heads_lib
+from specjax import objectives
 
 DRAFTERS = {
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
@@ -186,7 +186,7 @@ DRAFTERS = {
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
     "your cache": lambda: with_cache(examples.SlotCache),
-    "Paged": lambda: with_cache(sj.Paged(page=16)),
+    "Paged": lambda: with_cache(sj.caches.Paged(page=16)),
     "your drafter and rule": lambda: Contributed(
         examples.Repeat(vocab_size=VOCAB), examples.FirstToken()),
     "your model": examples.bigram,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import rounds as rounds_lib
+from specjax.decoding import rounds as rounds_lib
 
 
 def test_costs_are_measured_once(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import specjax as sj
 from specjax import testing
 from specjax.data import corpora
 from specjax.data import datastores
-from specjax.drafters import matches
+from specjax.methods import _matches
 from specjax.drafters import Retrieval
 
 sys.path.append(str(ROOT / "experiments"))
@@ -101,7 +101,7 @@ def test_search_finds_what_is_there():
   # of a document; an id that the datastore's tokenizer has not is found.
   rows, tokens, lengths = _rows()
   store, sizes = _store(), (1, 2, 3, 4, 6)
-  search = jax.jit(lambda tokens: matches.find(store, tokens, lengths, sizes))
+  search = jax.jit(lambda tokens: _matches.find(store, tokens, lengths, sizes))
   first, found = map(np.asarray, search(tokens))
   for row, at, count in zip(rows, first, found):
     for m, size in enumerate(sizes):
@@ -126,8 +126,8 @@ def test_matches_are_spread_over_the_range(count):
 
   @jax.jit
   def spread(store):
-    first, found = matches.find(store, *row, (2,))
-    return found, *matches.spread(
+    first, found = _matches.find(store, *row, (2,))
+    return found, *_matches.spread(
         store, first, found, jnp.array([2]), count, size=4)
 
   found, following, alive = map(np.asarray, spread(store))

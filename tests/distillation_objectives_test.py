@@ -10,9 +10,9 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.training import objectives
-from specjax.training.objectives import distillation
-from specjax.training.objectives import divergences
+from specjax import objectives
+from specjax.training import distillation_objectives
+from specjax.training import divergences
 
 _V, _GAMMA = 4, 3
 _MODEL = testing.MarkovModel(_V)
@@ -117,7 +117,7 @@ def test_the_score_is_what_the_rule_accepts(rule, verifier):
   def by_text(drafter):
     """Over all texts of the target."""
     log_p, log_q = _along(target, texts), _along(drafter, texts)
-    return jnp.sum(_likelihood(log_p, texts) * distillation.accepted_length(
+    return jnp.sum(_likelihood(log_p, texts) * distillation_objectives.accepted_length(
         rule, log_p, log_q, texts[..., None]))
 
   (want, gradient), (found, own) = (
@@ -137,7 +137,7 @@ def test_windows_lie_side_by_side():
           {"tokens": tokens, "weights": weights}, key)[0])
   log_p, log_q = (jax.nn.log_softmax(table[tokens[:, :-1]])
                   for table in (target, drafter))
-  score = lambda row, at: distillation.accepted_length(
+  score = lambda row, at: distillation_objectives.accepted_length(
       "block", *(x[row, at:at + _GAMMA] for x in (log_p, log_q)),
       tokens[row, at + 1:at + 1 + _GAMMA, None])
   seen = set()

@@ -13,7 +13,7 @@ from specjax import testing
 from specjax.data import reduction
 from specjax.data import tokenizers
 from specjax.training import distillation
-from specjax.training import objectives
+from specjax import objectives
 
 _V, _K, _EOS = 7, 3, 4
 _MODEL = testing.MarkovModel(_V)

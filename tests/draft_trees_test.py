@@ -19,7 +19,7 @@ import pytest
 import specjax as sj
 from specjax import sampling
 from specjax import testing
-from specjax.drafters import common
+from specjax.methods import _common
 from specjax.testing import evidence
 
 
@@ -52,7 +52,7 @@ class _Tree:
       tokens += self.put_in_order(pair)
       rows += self.reported(laws, logits, above, state)
     tokens, rows = jnp.stack(tokens[1:], 1), jnp.stack(rows, 1)
-    return common.tree_drafts(
+    return _common.tree_drafts(
         state, self.parents, tokens, self.finished(tokens, rows)), None
 
   def drawn(self, q, u):
@@ -131,7 +131,7 @@ def test_a_wrong_tree_is_refused(drafter):
 
 
 @struct.dataclass
-class _CommitsOneMore(sj.KVCache):
+class _CommitsOneMore(sj.caches.KVCache):
   """A rejected token's keys and values stay."""
 
   def rollback(self, lengths):  # which commits a chain

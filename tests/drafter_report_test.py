@@ -10,7 +10,7 @@ import pytest
 from scripts import ROOT
 
 from specjax.training import evaluation
-from specjax.training import methods
+from specjax import methods
 from specjax.training import optimizers
 from specjax.training import runs
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import exact
-from specjax.drafters import stop_rules
+from specjax.methods import stop_rules
 from specjax.exact import stopping
 from specjax.verifiers import Block
 from specjax.verifiers import KSeq

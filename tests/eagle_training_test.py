@@ -11,12 +11,12 @@ import safetensors.numpy
 
 import specjax as sj
 from specjax import testing
-from specjax.models import heads as heads_lib
-from specjax.training import masks
-from specjax.training import methods
-from specjax.training import objectives
-from specjax.training.objectives import eagle
-from specjax.training.objectives import unrolled
+from specjax import methods as heads_lib
+from specjax.methods.blocks import _masks
+from specjax import methods
+from specjax import objectives
+from specjax.methods.features import eagle_objective
+from specjax.methods import _unrolled
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden/eagle3_training.safetensors"
 _V, _S, _K = 7, 8, 3
@@ -51,7 +51,7 @@ def _params(drafter):
 
 
 def _read(heads, drafter, rows):
-  return jax.jit(lambda params, tokens: unrolled.read(
+  return jax.jit(lambda params, tokens: _unrolled.read(
       _pair().target, heads, params, tokens))(_params(drafter), rows[:, :-1])
 
 
@@ -102,7 +102,7 @@ def test_eagle3_is_that_of_the_public_code():
 
   @jax.jit
   def unroll(params, taps, tokens):
-    outs = list(unrolled.forecasts(heads, params, taps, tokens,
+    outs = list(_unrolled.forecasts(heads, params, taps, tokens,
                                    heads.num_forecasts))
     return (jnp.stack([out.hidden for out in outs]), jnp.stack(
         [heads.logits(params["drafter"], params["target"], out.read)
@@ -136,13 +136,13 @@ def test_the_test_of_training_time_is_the_mask():
   def masked(params, taps, tokens):
     hidden, keys, seen = heads.enter(params["drafter"], taps), None, []
     for i in range(heads.num_forecasts):
-      queries = masks.steps(document, i)
+      queries = _masks.steps(document, i)
       seen.append(queries)
       out = heads.step(
           params["drafter"], params["target"], hidden,
-          unrolled.shifted(tokens, i + 1, size), keys=keys,
+          _unrolled.shifted(tokens, i + 1, size), keys=keys,
           positions=jnp.tile(queries.position, (len(tokens), 1)),
-          visible=masks.visible(queries, masks.joined(*seen))[None])
+          visible=_masks.visible(queries, _masks.joined(*seen))[None])
       hidden, keys = out.hidden, out.keys
     return hidden
 
@@ -177,11 +177,11 @@ def test_training_is_decoding(kind, options):
 
   @jax.jit
   def laws(params, tokens):
-    seen = unrolled.read(_pair().target, heads, params, tokens)
+    seen = _unrolled.read(_pair().target, heads, params, tokens)
     return jnp.stack([
         jax.nn.softmax(heads.whole(heads.logits(
             params["drafter"], params["target"], out.read)))
-        for out in unrolled.forecasts(
+        for out in _unrolled.forecasts(
             heads, params, seen.features, tokens, _K)])
 
   wanted = np.asarray(laws(params, texts.reshape(-1, texts.shape[-1])))
@@ -208,7 +208,7 @@ def _forecasts(heads, drafter, rows):
   seen = _read(heads, drafter, rows)
   outs = jax.jit(lambda params, features, tokens: [
       (out, heads.logits(params["drafter"], params["target"], out.read))
-      for out in unrolled.forecasts(heads, params, features, tokens, _K)])(
+      for out in _unrolled.forecasts(heads, params, features, tokens, _K)])(
           _params(drafter), seen.features, rows)
   return seen, [(out, _log_softmax(logits)) for out, logits in outs]
 
@@ -258,7 +258,7 @@ def test_eagle1_by_hand():
   np.testing.assert_allclose(metrics["feature_loss"], features, rtol=1e-4)
   np.testing.assert_allclose(metrics["law_loss"], law, rtol=1e-4)
 
-  noise = eagle.uniform_noise(
+  noise = eagle_objective.uniform_noise(
       jax.random.key(0), jnp.zeros((20, 64, 16)), 0.2)
   assert 0.79 < np.abs(noise).max() < 0.8 and abs(np.mean(noise)) < 0.01
   loud = objectives.Eagle1(model=_pair().target, heads=heads)

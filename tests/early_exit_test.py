@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import kv_cache
+from specjax.caches import dense
 from specjax import testing
-from specjax.drafters import early_exit
+from specjax.methods.self_speculation import early_exit
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
 from specjax.drafters import Kangaroo
-from specjax.drafters import stop_rules
-from specjax.models import heads as heads_lib
+from specjax.methods import stop_rules
+from specjax import methods as heads_lib
 from specjax.models import Masked
 from specjax.models import Shortened
 from specjax.models import shortened
@@ -68,8 +68,8 @@ def test_parts_of_a_pass_make_a_whole_one(config):
   @jax.jit
   def both(prompt, tokens):
     parents = jnp.array([-1, 0, 0, 1, 2])
-    ancestors = sj.topology.ancestors(parents)
-    depths = jnp.tile(sj.topology.depths_of(ancestors), (2, 1))
+    ancestors = sj.trees.topology.ancestors(parents)
+    depths = jnp.tile(sj.trees.topology.depths_of(ancestors), (2, 1))
     ancestors = jnp.tile(ancestors, (2, 1, 1))
     cache = model.init_cache(params, 2, 128)
     cache = model(params, prompt, None, None, cache).cache.rollback(
@@ -142,7 +142,7 @@ def test_greedy_texts_at_every_exit(exit):
     np.testing.assert_array_equal(got[:n], want[:n])
 
 
-@pytest.mark.parametrize("cache", [kv_cache.KVCache, sj.Paged(page=8)])
+@pytest.mark.parametrize("cache", [dense.KVCache, sj.caches.Paged(page=8)])
 def test_a_shared_pass_is_the_target_s_own(cache):
   # Broken: the verifying pass does not go on where the drafts stopped, or a
   # round leaves other keys and values than a pass of the target's own.
@@ -165,7 +165,7 @@ def test_a_shared_pass_is_the_target_s_own(cache):
   np.testing.assert_allclose(trace.target_probs[read],
                              other.target_probs[read], atol=1e-5)
   np.testing.assert_array_equal(mine.target_cache.lengths, mine.lengths - 1)
-  if cache is kv_cache.KVCache:
+  if cache is dense.KVCache:
     held = np.asarray(mine.lengths).min() - 1
     for a, b in zip(*map(jax.tree.leaves, (
         (x.target_cache.k, x.target_cache.v) for x in (mine, theirs)))):
@@ -219,13 +219,13 @@ def test_an_exit_inside_of_others(make):
 
 def test_no_layer_is_run_twice(monkeypatch):
   # Broken: the pass that verifies reads the draft from the first layer on.
-  fed, append = [], kv_cache.KVCache.append
+  fed, append = [], dense.KVCache.append
 
   def counted(self, layer, k, v, after=0):
     fed.append((layer, k.shape[1]))
     return append(self, layer, k, v, after)
 
-  monkeypatch.setattr(kv_cache.KVCache, "append", counted)
+  monkeypatch.setattr(dense.KVCache, "append", counted)
   one = _decoder(EarlyExit(exit=2, gamma=4)).parts
 
   def run():

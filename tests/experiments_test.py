@@ -10,7 +10,7 @@ from scripts import run_all
 from scripts import start
 from tiny_llama import write_llama
 
-from specjax import files
+from specjax.utils import files
 
 
 def test_verification_study(tmp_path):

@@ -14,10 +14,10 @@ import scripts
 import specjax as sj
 from specjax import zoo
 from specjax.models import export_drafter
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 from specjax.models import load_drafter
-from specjax.models.published.drafters import layouts_for
-from specjax.training import methods
+from specjax.methods.published import layouts_for
+from specjax import methods
 
 CASES = sorted(path.parent.name for path in (GOLDEN / "drafters").glob(
     "*/expected.npz"))

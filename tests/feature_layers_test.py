@@ -20,12 +20,12 @@ from specjax.drafters import Eagle
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
 from specjax.drafters import SampledEagle
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 from specjax.models import Transformer
-from specjax.models.heads import Eagle1Heads
-from specjax.models.heads import Eagle3Heads
-from specjax.models.heads import MTPHeads
-from specjax.models.heads import ParallelLayers
+from specjax.methods import Eagle1Heads
+from specjax.methods import Eagle3Heads
+from specjax.methods import MTPHeads
+from specjax.methods import ParallelLayers
 from specjax.verifiers import TargetWalk
 
 _CHAIN = (-1, 0, 1, 2)

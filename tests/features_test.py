@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import prefill
-from specjax import rounds
+from specjax.decoding import prefill
+from specjax.decoding import rounds
 from specjax.drafters import DynamicEagle
 from specjax.drafters import EagleChain
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
 from specjax.drafters import SampledEagle
-from specjax.models.heads import Eagle1Heads
-from specjax.models.heads import Eagle3Heads
-from specjax.models.heads import MTPHeads
+from specjax.methods import Eagle1Heads
+from specjax.methods import Eagle3Heads
+from specjax.methods import MTPHeads
 from specjax.verifiers import Block
 from specjax.verifiers import TargetWalk
 from specjax.verifiers import Traversal

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import files
-from specjax import processes
+from specjax.utils import files
+from specjax.utils import processes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import capacity
+from specjax.decoding import growth
 from specjax import testing
 
 _PROMPTS = ([1, 3, 0, 2], [4] * 30, [2], [0, 1])
@@ -77,11 +77,11 @@ def test_one_program_for_every_power_of_two():
       drafter=sj.drafters.LanguageModel(model=model, gamma=4))
 
   def programs(prompt, new):
-    before = capacity._until._cache_size()
+    before = growth._until._cache_size()
     text = decoder.generate(params, [[1] * prompt, [2]], jax.random.key(1),
                             max_new_tokens=new, grows=True)
     assert [len(row) for row in text.tokens] == [prompt + new, 1 + new]
-    return capacity._until._cache_size() - before
+    return growth._until._cache_size() - before
 
   assert programs(3, 400) == 3  # of 128, 256 and 512 slots
   assert programs(7, 333) == programs(170, 290) == 0
@@ -91,7 +91,7 @@ def test_capacities_are_powers_of_two_up_to_the_whole():
   # Broken: a row begins with fewer slots than its prompt and next drafts need.
   one = sj.Decoder(target=testing.MarkovModel(VOCAB), verifier=(
       sj.verifiers.Block()), drafter=sj.drafters.NGram(gamma=7)).parts
-  first = lambda lengths, limits, whole=4096: capacity.first(
+  first = lambda lengths, limits, whole=4096: growth.first(
       one, np.array(lengths), np.array(limits), whole)
   assert first([3, 56], [4000, 900]) == 128
   assert first([57], [900]) == 256

@@ -11,7 +11,7 @@ import pytest
 
 from specjax import testing
 from specjax import zoo
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 from specjax.models import Transformer
 
 _V, _D, _K = 7, 16, 3

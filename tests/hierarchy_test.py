@@ -15,7 +15,7 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax import cache_views
+from specjax.models import cache_views
 from specjax import exact
 from specjax import testing
 from specjax.drafters import Empty

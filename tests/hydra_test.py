@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 
 _V, _D, _K = 5, 16, 3
 _HEADS = heads_lib.HydraHeads(width=_D, vocab_size=_V, heads=_K, blocks=2)

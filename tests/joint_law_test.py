@@ -80,7 +80,7 @@ class _WithCache:
 
 
 @struct.dataclass
-class _CommitsOneLess(sj.KVCache):
+class _CommitsOneLess(sj.caches.KVCache):
   """The last accepted token's keys and values are lost."""
 
   def rollback(self, lengths):  # which commits a chain
@@ -88,7 +88,7 @@ class _CommitsOneLess(sj.KVCache):
 
 
 @struct.dataclass
-class _CommitsOneMore(sj.KVCache):
+class _CommitsOneMore(sj.caches.KVCache):
   """A rejected token's keys and values stay."""
 
   def rollback(self, lengths):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import rounds as rounds_lib
+from specjax.decoding import rounds as rounds_lib
 
 
 def test_what_broke_down_is_no_padding():
@@ -236,7 +236,7 @@ def test_refusals():
       target=pair.target, drafter=drafter, verifier=rule,
       controller=controlled.controller(**options))
   tree = sj.drafters.TreeLanguageModel(model=pair.drafter, parents=(-1, 0, 0))
-  heads = sj.models.heads.MedusaHeads(
+  heads = sj.methods.MedusaHeads(
       width=16, vocab_size=controlled.V, heads=2)
   medusa = sj.drafters.Medusa(heads=heads, parents=(-1, 0, 0, 1))
   walk, block = sj.verifiers.TargetWalk(), sj.verifiers.Block()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax.training import masks
+from specjax.methods.blocks import _masks
 
 _T = 7
 _ONE, _TWO = np.zeros(_T, int), np.array([0, 0, 0, 1, 1, 1, 1])
@@ -16,15 +16,15 @@ def test_training_time_test():
   # Broken: a later step reads keys of true features that decoding would not
   # have, or of another row's rollout.
   count = 3
-  every = masks.joined(*(masks.steps(_ONE, i) for i in range(count)))
+  every = _masks.joined(*(_masks.steps(_ONE, i) for i in range(count)))
   for i in range(count):
     # cnets.py: the keys of step 0 are causal, those of others a diagonal.
     want = np.concatenate(
         [np.tril(np.ones((_T, _T), bool))]
         + [np.eye(_T, dtype=bool) if 0 < j <= i else np.zeros((_T, _T), bool)
            for j in range(1, count)], axis=1)
-    queries = masks.steps(_ONE, i)
-    np.testing.assert_array_equal(masks.visible(queries, every), want)
+    queries = _masks.steps(_ONE, i)
+    np.testing.assert_array_equal(_masks.visible(queries, every), want)
     np.testing.assert_array_equal(queries.position, np.arange(_T) + i)
 
 
@@ -41,10 +41,10 @@ def test_pard():
     return copy <= i and place == r - (i - copy)
 
   r, i = np.array(places).T
-  every = masks.Elements(anchor=r - i, depth=i, document=np.zeros_like(r))
+  every = _masks.Elements(anchor=r - i, depth=i, document=np.zeros_like(r))
   np.testing.assert_array_equal(every.position, r)
   np.testing.assert_array_equal(
-      masks.visible(every, every), _table(places, places, sees))
+      _masks.visible(every, every), _table(places, places, sees))
 
 
 def test_p_eagle_with_documents():
@@ -56,9 +56,9 @@ def test_p_eagle_with_documents():
     return _TWO[a] == _TWO[anchor] and (
         depth == 0 and anchor <= a or anchor == a and depth <= d)
 
-  every = masks.joined(*(masks.steps(_TWO, d) for d in range(3)))
+  every = _masks.joined(*(_masks.steps(_TWO, d) for d in range(3)))
   np.testing.assert_array_equal(
-      masks.visible(every, every), _table(places, places, sees))
+      _masks.visible(every, every), _table(places, places, sees))
 
 
 def test_blocks():
@@ -66,8 +66,8 @@ def test_blocks():
   # another block or another document.
   first, size = [0, 2, 3, 5], 3
   slots = [(a, k) for a in first for k in range(size)]
-  queries = masks.blocks(first, size, _TWO)
-  keys = masks.joined(masks.text(_TWO), queries)
+  queries = _masks.blocks(first, size, _TWO)
+  keys = _masks.joined(_masks.text(_TWO), queries)
   np.testing.assert_array_equal(queries.position, [a + k for a, k in slots])
 
   def sees(q, k):
@@ -76,5 +76,5 @@ def test_blocks():
     return k < q[0] and _TWO[k] == _TWO[q[0]]
 
   np.testing.assert_array_equal(
-      masks.visible(queries, keys, causal=False),
+      _masks.visible(queries, keys, causal=False),
       _table(slots, [*range(_T), *slots], sees))

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 import specjax as sj
-from specjax import contract
-from specjax import trees
+from specjax import interfaces
+from specjax.trees import shapes as trees
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
-from specjax.models.heads import base
-from specjax.models.heads import Heads
-from specjax.models.heads import save_heads
-from specjax.training import methods
-from specjax.training import objectives
+from specjax.methods import networks
+from specjax.methods import Heads
+from specjax.methods import save_heads
+from specjax import methods
+from specjax import objectives
 
 _V, _D, _K = 7, 8, 3
 _TREE = trees.full_tree((2, 2))
@@ -28,7 +28,7 @@ _TARGET = Transformer(TransformerConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Biases(base.HiddenStateHeads):
+class _Biases(networks.HiddenStateHeads):
   """Head k adds a bias to what the LM head says: a toy of another kind."""
 
   width: int
@@ -85,15 +85,15 @@ def test_a_record_fits_together(name):
   assert set(shapes) == {"target", "drafter"}
 
   chain = method.chain(heads)
-  assert contract.rule(chain.verifier).lossless
+  assert interfaces.rule(chain.verifier).lossless
   _decoder(target, chain)
   if name in ("eagle1", "eagle3"):  # of any length, which a controller chooses
     assert chain.drafter.num_nodes == _K + 1
-    assert contract.with_gamma(chain.drafter)(2).num_nodes == 3
+    assert interfaces.with_gamma(chain.drafter)(2).num_nodes == 3
     longer = method.strategy(heads, None, 9, None)
     assert longer.drafter.num_nodes == 10
   for strategies in method.compared(heads, lambda: _TREE).values():
-    assert contract.rule(strategies[0].verifier).lossless
+    assert interfaces.rule(strategies[0].verifier).lossless
     assert len({s.drafter for s in strategies}) == 1  # they share rollouts
     for strategy in strategies:
       _decoder(target, strategy)
@@ -108,8 +108,8 @@ def test_a_rule_gets_drafts_that_suit_it(name, rule):
   method, heads = _heads(name)
   strategy = method.strategy(heads, rule, 9, lambda: _TREE)
   assert rule is None or strategy.verifier == rule
-  assert contract.rule(strategy.verifier).lossless or rule is not None
-  for need in contract.rule(strategy.verifier).requires:
+  assert interfaces.rule(strategy.verifier).lossless or rule is not None
+  for need in interfaces.rule(strategy.verifier).requires:
     assert getattr(strategy.drafter, need)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import prefill
+from specjax.decoding import prefill
 from specjax import testing
 from specjax.models import checkpoint
 from specjax.models import Transformer

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 import specjax as sj
-from specjax.drafters import children
-from specjax.drafters import common
-from specjax.drafters import expansion
-from specjax.drafters import forecasts
-from specjax.drafters import growth
+from specjax.methods import _children
+from specjax.methods import _common
+from specjax.methods import _expansion
+from specjax.methods.heads import _forecasts
+from specjax.methods import _growth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureTree(growth.StaticTree):
+class FeatureTree(_growth.StaticTree):
   """A toy EAGLE: a feature of the parent and the token give the next feature.
 
   f(child) = tanh(W f(parent) + e(token)), logits = f U; the root's parent is
@@ -36,10 +36,10 @@ class FeatureTree(growth.StaticTree):
   def init(self, params, prompt, prefill_output):
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
-    return forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
+    return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
   def propose(self, params, coins, state):
-    own, roots = params["drafter"], common.roots(state)
+    own, roots = params["drafter"], _common.roots(state)
 
     def step(tokens, depths, ancestors, above, features):
       parents = jnp.take_along_axis(features, above[..., None], axis=1)
@@ -50,13 +50,13 @@ class FeatureTree(growth.StaticTree):
     logits, features = step(roots[:, None], None, None, nothing,
                             state.drafter.values[:, None])
     if self.dynamic:
-      draft, _, _ = expansion.expand(
+      draft, _, _ = _expansion.expand(
           step, features, logits[:, 0], roots, transform=sj.LogitsTransform(),
           depth=3, top_k=2, num_nodes=self.num_nodes)
       return draft, state.drafter
-    tokens, probs, _ = growth.grow(
+    tokens, probs, _ = _growth.grow(
         step, features, logits[:, 0], coins, self.parents,
-        children.drawer(self.proposal, self.transform, state.temperature))
+        _children.drawer(self.proposal, self.transform, state.temperature))
     parents = jnp.array(self.parents, jnp.int32)
     tree = lambda root, *rows: sj.Draft.tree(root, parents, *rows)
     return jax.vmap(tree)(roots, tokens, probs), state.drafter
@@ -85,7 +85,7 @@ class Reference:
     return None
 
   def propose(self, params, coins, state):
-    text, roots = state.context["reference"], common.roots(state)
+    text, roots = state.context["reference"], _common.roots(state)
     found = text == roots[:, None]
     start = jnp.argmax(found, axis=1)[:, None] + 1 + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(text, start, axis=1, mode="fill",
@@ -144,7 +144,7 @@ class Stage:
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1)
     return jax.vmap(sj.Draft.chain)(
-        common.roots(state), tokens, laws[:, :self.gamma]), inner
+        _common.roots(state), tokens, laws[:, :self.gamma]), inner
 
   def commit(self, params, drafter, draft, verdict, target_output, count):
     return drafter

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import contract
+from specjax import interfaces
 from specjax import exact
 from specjax import sampling
 from specjax.types import Draft
@@ -33,7 +33,7 @@ def _cases(rule):
     return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
 
   p, q = laws(), laws()
-  chain = "chain" in contract.rule(rule).requires
+  chain = "chain" in interfaces.rule(rule).requires
   parents = np.array([-1, 0, 1, 2] if chain else [-1, 0, 0, 1], np.int32)
   if isinstance(rule, KSeq):  # siblings share one law
     q[:, 2] = q[:, 1]
@@ -52,7 +52,7 @@ def _cases(rule):
 
 def _outcomes(rule):
   """Of every case the law, the verdicts of both forms, and all rows."""
-  one = contract.rule(rule)
+  one = interfaces.rule(rule)
 
   @jax.jit
   @jax.vmap
@@ -100,9 +100,9 @@ class _LawAlone(Block):
 def test_rows_of_another_law_are_not_inherited():
   # Broken: a researcher overrides `law` and the loop does not notice.
   draft, p, *_ = jax.tree.map(lambda x: x[1], _cases(_LawAlone()))
-  one = contract.rule(_LawAlone())
+  one = interfaces.rule(_LawAlone())
   np.testing.assert_array_equal(one.by_row(draft, p).next_row(1), p[1])
-  assert not one.makes_rows and contract.rule(Block()).makes_rows
+  assert not one.makes_rows and interfaces.rule(Block()).makes_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,4 +150,4 @@ def test_rows_of_another_shape_are_refused(rows, message):
       "by_row": lambda self, draft, p: rows(Token().by_row(draft, p))})()
   draft, p, *_ = jax.tree.map(lambda x: x[1], _cases(rule))
   with pytest.raises(ValueError, match=message):
-    contract.rule(rule).by_row(draft, p).next_row(0)
+    interfaces.rule(rule).by_row(draft, p).next_row(0)

@@ -16,8 +16,8 @@ import scipy.special
 import specjax as sj
 from specjax import testing
 from specjax.drafters import Online
-from specjax.drafters.online import Correction
-from specjax.drafters.online import Learner
+from specjax.methods.draft_models.online import Correction
+from specjax.methods.draft_models.online import Learner
 
 _VOCAB, _GAMMA, _RATE = 5, 3, 0.1
 _PAIR = testing.tiny_pair(_VOCAB, noise=1.0)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import page_pool
-from specjax import paged_cache
+from specjax.caches import pool as page_pool
+from specjax.caches import paged
 from specjax import testing
 from specjax.serving import chunks
 
@@ -25,7 +25,7 @@ _TREE = (-1, 0, 1, 0, 3)
 def _decoder(page, tree=False):
   """Drafts chains, or trees; page None: with the ordinary cache."""
   pair = testing.tiny_pair(_VOCAB, seed=2)
-  cache = sj.KVCache if page is None else paged_cache.Paged(page=page)
+  cache = sj.caches.KVCache if page is None else paged.Paged(page=page)
   model = sj.models.Transformer(pair.target.config, cache=cache)
   drafter = (sj.drafters.TreeLanguageModel(model=model, parents=_TREE) if tree
              else sj.drafters.LanguageModel(model=model, gamma=3))
@@ -48,7 +48,7 @@ def _texts(state):
 def _cache(lengths, page=_PAGE, capacity=40, table=None):
   """A paged cache of one layer and head with numbers that name their slot."""
   rows = len(lengths)
-  cache = paged_cache.PagedCache.empty(
+  cache = paged.PagedCache.empty(
       layers=1, batch=rows, heads=1, capacity=capacity, head_dim=1,
       dtype=jnp.float32, page=page)
   if table is not None:
@@ -151,8 +151,8 @@ def test_rows_of_a_pool_share_their_beginning():
   pool = page_pool.Pool(rows=2, pages=30)
   state = pool.start(decoder.prefill(
       params, [[0], [0]], jax.random.key(0), limits=1))
-  state = jax.tree.map(lambda x: _failed(x) if paged_cache.is_paged(x) else x,
-                       state, is_leaf=paged_cache.is_paged)
+  state = jax.tree.map(lambda x: _failed(x) if paged.is_paged(x) else x,
+                       state, is_leaf=paged.is_paged)
   state = decoder.grow(params, state, 256)
   waiting, playing, got = [0, 1, 2, 3], {}, {}
   free = []
@@ -184,8 +184,8 @@ def test_a_pool_refuses_what_it_cannot_hold():
   pool = page_pool.Pool(rows=2, pages=6)
   placed = NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), P())
   for cache in jax.tree.leaves(pool.start(jax.device_put(start(), placed)),
-                               is_leaf=paged_cache.is_paged):
-    if paged_cache.is_paged(cache):
+                               is_leaf=paged.is_paged):
+    if paged.is_paged(cache):
       assert {x.sharding for x in jax.tree.leaves(cache)} == {placed}
   state = pool.start(start())
   with pytest.raises(ValueError, match="a row of the fresh state"):
@@ -222,7 +222,7 @@ def test_a_pool_refuses_what_it_cannot_hold():
   with pytest.raises(ValueError, match=f"pages is 0; {whole} 1"):
     page_pool.Pool(rows=2, pages=0)
   with pytest.raises(ValueError, match="page is 0"):
-    paged_cache.Paged(page=0)
+    paged.Paged(page=0)
   with pytest.raises(ValueError, match=f"reread is 2; {whole} 16"):
     page_pool.Pool(rows=2, pages=6, reread=2)
 

@@ -11,11 +11,11 @@ import untrained
 
 import specjax as sj
 from specjax import testing
-from specjax.drafters import stop_rules
-from specjax.models import heads as heads_lib
-from specjax.models.heads import coupling
-from specjax.training import objectives
-from specjax.training.objectives import parallel as losses
+from specjax.methods import stop_rules
+from specjax import methods as heads_lib
+from specjax.methods.blocks import _coupling
+from specjax import objectives
+from specjax.methods.blocks import parallel_objective as losses
 
 _V, _D, _K = 7, 16, 3
 _IDS = (0, 2, 3, 5, 6)  # of heads that know a few tokens
@@ -297,7 +297,7 @@ def test_markov_heads_by_hand(kind):
   rng = np.random.default_rng(1)
   hidden = rng.normal(size=(2, _K, _D)).astype(np.float32)
   before = rng.integers(_V, size=(2, _K))
-  got = coupling.along(kind, params["drafter"]["markov"], hidden, before)
+  got = _coupling.along(kind, params["drafter"]["markov"], hidden, before)
   for row in range(2):
     state = np.zeros(4)
     for k in range(_K):
@@ -309,8 +309,8 @@ def test_markov_heads_by_hand(kind):
 def test_an_untrained_markov_head_changes_nothing():
   # Broken: training begins with noise on every law.
   for kind in ("plain", "gated", "rnn"):
-    own = coupling.init(jax.random.key(0), kind, _V, _D, 4)
-    bias = coupling.along(
+    own = _coupling.init(jax.random.key(0), kind, _V, _D, 4)
+    bias = _coupling.along(
         kind, own, jnp.ones((1, _K, _D)), jnp.ones((1, _K), jnp.int32))
     assert (bias == 0).all()
 

@@ -13,7 +13,7 @@ import pytest
 from specjax import data
 from specjax import exact
 from specjax import testing
-from specjax.drafters import translation
+from specjax.methods.other_vocabularies import _translation
 from specjax.exact import enumeration
 from specjax.types import Law
 from specjax.verifiers import Block
@@ -281,7 +281,7 @@ def test_twins_that_are_not_summed_are_seen(rule):
   pair = exact.iid_pair([0.2, 0.5, 0.3], np.full(3, 1 / 3), gamma + 1)
 
   def found(vocabulary):
-    reported = np.asarray(translation.summed(jnp.array(q), vocabulary))
+    reported = np.asarray(_translation.summed(jnp.array(q), vocabulary))
     law = np.zeros(4)  # of what is drawn in the drafter's tokens
     np.add.at(law, to_target, q)
 

@@ -25,7 +25,7 @@ import scripts
 import specjax as sj
 from specjax import testing
 from specjax.models import save_model
-from specjax.models import sharding
+from specjax.decoding import placement as sharding
 from specjax.training import checkpoints
 
 _MESH = "--mesh=data:2,model:2"
@@ -124,7 +124,7 @@ def _text(kind, shape):
   Broken: a device holds the whole of a cache before it is split.
   """
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
-  pages = sj.models.Transformer(pair.target.config, cache=sj.Paged(page=32))
+  pages = sj.models.Transformer(pair.target.config, cache=sj.caches.Paged(page=32))
   target = pages if kind == "pages" else pair.target
   other = testing.tiny_pair(8, seed=1).drafter  # two heads, which do not divide
   own = testing.tiny_pair(8, seed=1).params["drafter"]

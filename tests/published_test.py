@@ -281,9 +281,9 @@ def test_what_cannot_be_exported(tmp_path):
   with pytest.raises(ValueError, match="dtype is int8"):
     load_pretrained(GOLDEN / "gpt2", dtype="int8")
   quantised = sj.models.quantize(loaded("gpt2").params)
-  heads = sj.models.heads.MedusaHeads.for_target(model, 1)
+  heads = sj.methods.MedusaHeads.for_target(model, 1)
   for write in (export_pretrained, sj.models.save_model, lambda path, *found:
-                sj.models.heads.save_heads(path, heads, found[1], model)):
+                sj.methods.save_heads(path, heads, found[1], model)):
     with pytest.raises(ValueError, match="is a QuantizedMatrix, and only"):
       write(tmp_path, model, quantised)
   assert not [*tmp_path.iterdir()]

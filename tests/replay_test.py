@@ -12,7 +12,7 @@ import pytest
 
 import specjax as sj
 from specjax import analysis
-from specjax import files
+from specjax.utils import files
 from specjax import testing
 from specjax.analysis import recording
 

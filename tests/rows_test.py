@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax import rows
+from specjax.decoding import rows
 
 
 def test_put():

@@ -12,10 +12,10 @@ import pytest
 
 import specjax as sj
 from specjax.drafters import Blockwise
-from specjax.drafters import forecasts
+from specjax.methods.heads import _forecasts
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 from specjax.models import load_model
 from specjax.models import save_model
 from specjax.models import Transformer
@@ -133,7 +133,7 @@ def _distances(name, shift=0):
   worst = np.zeros(_ROUNDS)
   for at in np.ndindex(laws.shape[:2]):
     parents, drawn = draft.parents[at], draft.tokens[at]
-    depths = np.asarray(sj.topology.depths(parents))
+    depths = np.asarray(sj.trees.topology.depths(parents))
     for i in range(1, len(parents)):
       if drawn[i] >= _V:
         assert not draft.probs[at][i].any()
@@ -168,7 +168,7 @@ def test_a_position_off_by_one_is_caught(name, shift):
 def test_a_forecast_follows_what_is_committed():
   # Broken: a row that was cut by its limit, or is done, goes on from a node
   # that it did not commit.
-  before = forecasts.Forecast(values=jnp.full((4, 2), -1.0),
+  before = _forecasts.Forecast(values=jnp.full((4, 2), -1.0),
                               known=jnp.array([True, False, False, False]))
   verdict = sj.types.Verdict(
       path=jnp.tile(jnp.array([0, 2, 5, 0, 0, 0]), (4, 1)),

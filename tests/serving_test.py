@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import checks
-from specjax import rounds
+from specjax.interfaces import checks
+from specjax.decoding import rounds
 from specjax import testing
 from specjax.serving import Queue
 from specjax.serving import Request
@@ -19,7 +19,7 @@ _VOCAB, _ROUNDS = 5, 4
 _PAIR = testing.tiny_pair(_VOCAB)
 
 
-def _decoder(cache=sj.KVCache):
+def _decoder(cache=sj.caches.KVCache):
   target, drafter = (sj.models.Transformer(model.config, cache=cache)
                      for model in (_PAIR.target, _PAIR.drafter))
   return sj.Decoder(target=target, verifier=sj.verifiers.Block(), eos=4,
@@ -65,7 +65,7 @@ def _streamed(queue, requests):
   return found
 
 
-@pytest.mark.parametrize("cache", [sj.KVCache, sj.Paged(page=16)])
+@pytest.mark.parametrize("cache", [sj.caches.KVCache, sj.caches.Paged(page=16)])
 def test_every_text_is_the_one_alone(cache):
   # Broken: a text depends on its neighbours, its slot or the time it came; a
   # seed, an end, a limit or a temperature is another row's; a slot that is
@@ -96,7 +96,7 @@ def test_every_text_is_the_one_alone(cache):
     (sj.drafters.Online(model=_PAIR.drafter, gamma=2, learning_rate=0.3),
      _PAIR.params["drafter"]),
     (sj.drafters.Hierarchy(
-        view=sj.cache_views.Recent(sinks=1, window=4), gamma=2,
+        view=sj.models.cache_views.Recent(sinks=1, window=4), gamma=2,
         drafter=sj.drafters.Empty()),
      {"target": _PAIR.params["target"], "drafter": None}),
 ], ids=["Online", "Hierarchy"])

@@ -18,12 +18,12 @@ import optax
 import pytest
 
 import specjax as sj
-from specjax import processes
+from specjax.utils import processes
 from specjax import testing
-from specjax.models import sharding
+from specjax.decoding import placement as sharding
 from specjax.training import layout
 from specjax.training import loop
-from specjax.training import objectives
+from specjax import objectives
 from specjax.training import optimizers
 
 

@@ -85,7 +85,7 @@ def test_the_loop_writes_the_same_texts(smollm2, expected):
 def test_its_eagle_layer_writes_the_same_text(smollm2, expected):
   # Broken: the layer in the box is not the one that was trained, or it changes
   # what the target writes.
-  heads, params = sj.models.heads.load_heads(
+  heads, params = sj.methods.load_heads(
       sj.zoo.heads_path("smol_eagle"), smollm2.model, jnp.float32)
   model, params = heads.attach(smollm2.model, smollm2.params, params)
   decoder = sj.Decoder(
@@ -98,7 +98,7 @@ def test_its_eagle_layer_writes_the_same_text(smollm2, expected):
   np.testing.assert_array_equal(out.tokens[0][len(case["prompt"]):],
                                 case["text"][:_WRITTEN])
   with pytest.raises(ValueError, match="for a target of width 576"):
-    sj.models.heads.load_heads(
+    sj.methods.load_heads(
         sj.zoo.heads_path("smol_eagle"), sj.zoo.load().target.model)
 
 

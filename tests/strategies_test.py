@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 import specjax as sj
-from specjax import files
+from specjax.utils import files
 from specjax import strategies
 from specjax import testing
-from specjax import trees
-from specjax.models import heads as heads_lib
+from specjax.trees import shapes
+from specjax import methods as heads_lib
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
-from specjax.models.heads import with_lookahead
+from specjax.methods import with_lookahead
 
 _V, _D = 7, 8
-_MODEL, _TREE = testing.MarkovModel(_V), trees.full_tree((3, 2))
+_MODEL, _TREE = testing.MarkovModel(_V), shapes.full_tree((3, 2))
 _TARGET = Transformer(TransformerConfig(
     vocab_size=_V, width=_D, layers=2, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
@@ -40,7 +40,7 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
           "sublayers": sj.models.Sublayers.between(0, 1), "count": 1,
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
-          "members": (_DRAFTER, _DRAFTER), "view": sj.cache_views.Recent()}
+          "members": (_DRAFTER, _DRAFTER), "view": sj.models.cache_views.Recent()}
 _BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
 _OF_BLOCK = ("ddtree", "parallel")
 _OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")

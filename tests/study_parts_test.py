@@ -23,7 +23,7 @@ from lib import verification_cells as cells  # noqa: E402
 
 import specjax as sj  # noqa: E402
 from specjax import testing  # noqa: E402
-from specjax.training import methods  # noqa: E402
+from specjax import methods  # noqa: E402
 
 
 def _error(study, *flags):

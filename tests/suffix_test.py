@@ -11,9 +11,9 @@ import pytest
 import specjax as sj
 from specjax import testing
 from specjax.data import datastores
-from specjax.drafters import continuations
-from specjax.drafters import count_trees
-from specjax.drafters import matches
+from specjax.methods.model_free import _continuations
+from specjax.methods.model_free import _count_trees
+from specjax.methods import _matches
 from specjax.drafters import Suffix
 
 _ROWS, _SLOTS, _V = 192, 40, 3
@@ -239,7 +239,7 @@ def test_of_many_matches_the_longest_and_then_the_latest_are_counted():
   # Broken: where the last token is frequent, a long match far back is lost.
   row = [2, 1, 0, 2] + [0, 1] * 12 + [2, 1, 0]
   tokens = jnp.asarray([row + [0] * 5], jnp.int32)
-  following, common = matches.own_matches(
+  following, common = _matches.own_matches(
       tokens, jnp.array([len(row)]), longest=8, count=3, size=2)
   assert common[0].tolist() == [3, 2, 2]
   # 2 1 0 at the start, then the latest 1 0, and the one before it.
@@ -249,12 +249,12 @@ def test_of_many_matches_the_longest_and_then_the_latest_are_counted():
 def test_the_most_matches_are_counted_exactly():
   # Broken: a count of so many is rounded, and with it the match and the token
   # that are drafted. The limit that the settings have is the one that is safe.
-  count, sets = continuations._MOST_MATCHES - 1, 16
+  count, sets = _continuations._MOST_MATCHES - 1, 16
   following = np.ones((count, 1), np.int32)
   following[-1] = 0  # which a number that is off by one leads to
   alive = np.arange(count) != 1 + np.arange(sets)[:, None]
   alive &= np.arange(count) <= count - 1 - 2 * np.arange(sets)[:, None]
-  tokens, probs = continuations.walk(
+  tokens, probs = _continuations.walk(
       jnp.asarray(following), jnp.asarray(alive), jnp.zeros(sets),
       jnp.ones(sets, jnp.int32), 0.0)
   assert (tokens == 1).all()
@@ -300,15 +300,15 @@ def test_bad_settings_are_refused_in_one_line():
 def test_a_drawn_tree_has_the_laws_of_the_counts():
   # Broken: a node's children are counted in the matches of another path, an
   # elder sibling is drawn again, or what is not there is drafted.
-  rng, batch, matches, size, vocab = np.random.default_rng(0), 24, 9, 3, 6
-  following = rng.integers(vocab - 1, size=(batch, matches, size))
-  ended = rng.integers(1, 5, size=(batch, matches))
+  rng, batch, _matches, size, vocab = np.random.default_rng(0), 24, 9, 3, 6
+  following = rng.integers(vocab - 1, size=(batch, _matches, size))
+  ended = rng.integers(1, 5, size=(batch, _matches))
   following[np.arange(size) >= ended[..., None]] = -1
-  alive = rng.random((batch, matches)) < 0.8
+  alive = rng.random((batch, _matches)) < 0.8
   alive[0] = False
   steps = rng.integers(1, size + 1, size=batch)
   parents = (-1, 0, 0, 0, 1, 1, 2, 4)
-  tokens, probs = map(np.asarray, count_trees.draw(
+  tokens, probs = map(np.asarray, _count_trees.draw(
       *map(jnp.asarray, (following, alive, steps)),
       jax.random.uniform(jax.random.key(0), (batch, 14)), parents,
       sj.LogitsTransform(banned=(3,)), jnp.ones(batch), vocab))

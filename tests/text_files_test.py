@@ -8,7 +8,7 @@ import sys
 import pytest
 from scripts import ROOT
 
-from specjax import files
+from specjax.utils import files
 from specjax.data import corpora
 from specjax.data import prompt_sets
 from specjax.data import prompts

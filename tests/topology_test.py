@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import topology
+from specjax.trees import topology
 
 
 def _random_parents(size, seed, deep):

@@ -92,7 +92,7 @@ def _answered(name, lowered, answer):
   Or what it was before: of the same program, by the same compiler, to the same
   questions.
   """
-  from specjax import files
+  from specjax.utils import files
   stable = lowered.as_text()
   kept = _kept(name, stable, *_readers())
   if not kept.exists():
@@ -154,7 +154,7 @@ def _compile(name):
   import numpy as np
 
   import specjax as sj
-  from specjax.models import sharding
+  from specjax.decoding import placement
   from specjax.models.configuration import TransformerConfig
   from specjax.models.transformer import Transformer
 
@@ -178,7 +178,7 @@ def _compile(name):
       jax.random.split(key, _BATCH))
   devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
-  shardings = sharding.decode_shardings(decoder, params, state, mesh)
+  shardings = placement.decode_shardings(decoder, params, state, mesh)
   params, state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=at), (params, state), shardings)
 

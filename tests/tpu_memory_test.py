@@ -38,7 +38,7 @@ def _verification(top_p):
 
   device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
   transform = sj.LogitsTransform(temperature=None, top_p=top_p)
-  rule = sj.contract.rule(sj.verifiers.Block())
+  rule = sj.interfaces.rule(sj.verifiers.Block())
 
   def verify(logits, temperature, draft, coins):
     probs = transform(logits, temperature[:, None])
@@ -74,7 +74,7 @@ def _moved():
   import numpy as np
 
   import specjax as sj
-  from specjax.models import sharding
+  from specjax.decoding import placement
 
   model = sj.models.Transformer(sj.models.TransformerConfig(
       vocab_size=_SPLIT_VOCAB, context_length=32, width=16, layers=1,
@@ -89,7 +89,7 @@ def _moved():
       lambda params, key: decoder.prefill(params, [[1, 2]] * 8, key, limits=9),
       params, jax.random.key(0))
   mesh = Mesh(np.array(jax.devices()).reshape(1, _SPLIT), ("data", "model"))
-  shardings = sharding.decode_shardings(decoder, params, state, mesh)
+  shardings = placement.decode_shardings(decoder, params, state, mesh)
   hlo = jax.jit(
       decoder.decode_round, in_shardings=shardings,
       out_shardings=(shardings[1], None)).lower(

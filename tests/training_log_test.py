@@ -14,12 +14,12 @@ import optax
 import pytest
 import scripts
 
-from specjax import processes
+from specjax.utils import processes
 from specjax import testing
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import metrics
-from specjax.training import objectives
+from specjax import objectives
 from specjax.training.progress import Log
 
 _OBJECTIVE = objectives.NextToken(model=testing.MarkovModel(5))

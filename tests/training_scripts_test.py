@@ -9,14 +9,14 @@ import pytest
 import scripts
 
 import specjax as sj
-from specjax import files
+from specjax.utils import files
 from specjax import testing
 from specjax.data import corpora
-from specjax.models import heads as heads_lib
+from specjax import methods as heads_lib
 from specjax.models import save_model
 from specjax.models import Transformer
 from specjax.training import metrics
-from specjax.training import objectives
+from specjax import objectives
 
 _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--learning_rate=0.01"],

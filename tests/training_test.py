@@ -13,7 +13,7 @@ from specjax import testing
 from specjax.training import checkpoints
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax.training import objectives
+from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.metrics import MetricsLog

@@ -9,8 +9,8 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax import topology
-from specjax.drafters import children
+from specjax.trees import topology
+from specjax.methods import _children
 from specjax.drafters import DynamicTree
 from specjax.exact import random_pair
 from specjax.verifiers import Recursive
@@ -91,7 +91,7 @@ def test_children(proposal, transform):
   # useful guesses are missing where the law is exhausted.
   logits = 3 * jax.random.normal(jax.random.key(1), (3, 8))
   coins = jax.random.uniform(jax.random.key(2), (sum(_COUNTS), 2))
-  draw = jax.jit(getattr(children, proposal), static_argnums=(1, 3))
+  draw = jax.jit(getattr(_children, proposal), static_argnums=(1, 3))
   tokens, probs = map(np.asarray, draw(logits, _COUNTS, coins, transform))
   q = np.asarray(transform(logits))
   ranked = np.array(logits)
@@ -134,7 +134,7 @@ def test_children(proposal, transform):
 def test_children_of_broken_numbers_are_no_laws(proposal):
   # Broken: certainty hides that the drafter's logits were NaN.
   logits = jnp.zeros((3, 8)).at[1, 5].set(jnp.nan)
-  draw = jax.jit(getattr(children, proposal), static_argnums=(1, 3))
+  draw = jax.jit(getattr(_children, proposal), static_argnums=(1, 3))
   _, probs = draw(
       logits, _COUNTS, jax.random.uniform(jax.random.key(0), (8, 2)),
       sj.LogitsTransform())

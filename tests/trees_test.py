@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from specjax import trees
+from specjax.trees import shapes
 
 
 @functools.cache
@@ -70,13 +70,13 @@ def test_sequoia_tree_is_the_best_of_all_trees(acceptance):
                  and (depth is None or _depth(tree) <= depth)]
       if not allowed:
         with pytest.raises(ValueError, match=f"nodes is {nodes}"):
-          trees.sequoia_tree(acceptance, nodes, depth)
+          shapes.sequoia_tree(acceptance, nodes, depth)
         continue
-      found = trees.sequoia_tree(acceptance, nodes, depth)
+      found = shapes.sequoia_tree(acceptance, nodes, depth)
       assert len(found) == nodes
       assert depth is None or _depth_of(found) <= depth
       best = max(_promise(tree, acceptance) for tree in allowed)
-      assert abs(trees.expected_tokens(found, acceptance) - best) < 1e-12
+      assert abs(shapes.expected_tokens(found, acceptance) - best) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -85,7 +85,7 @@ def test_medusa_tree_is_the_best_of_all_trees(seed):
   rng = np.random.default_rng(seed)
   accuracies = -np.sort(-rng.random((3, 3)) / 2, axis=1)
   for nodes in range(1, 9):
-    found = trees.medusa_tree(accuracies, nodes)
+    found = shapes.medusa_tree(accuracies, nodes)
     assert len(found) == nodes
     best = max(_medusa_promise(tree, accuracies) for tree in _trees(nodes)
                if _depth(tree) <= 3 and _widest(tree) <= 3)
@@ -114,9 +114,9 @@ def test_best_tree_is_the_fastest_of_all_trees(acceptance, level, extra):
         for nodes in cost for tree in _trees(nodes)
         if _widest(tree) <= len(acceptance)
         and (limit is None or _depth(tree) <= limit))
-    found = trees.best_tree(acceptance, cost, level, round_seconds=extra,
+    found = shapes.best_tree(acceptance, cost, level, round_seconds=extra,
                             depth=limit)
-    got = speed(trees.expected_tokens(found, acceptance), len(found),
+    got = speed(shapes.expected_tokens(found, acceptance), len(found),
                 _depth_of(found))
     assert abs(got - best) < 1e-12
 
@@ -124,51 +124,51 @@ def test_best_tree_is_the_fastest_of_all_trees(acceptance, level, extra):
 def test_best_tree_can_be_a_chain_or_nothing():
   # Broken: a tree is drafted where plain decoding or a chain is faster.
   cost = {n: 1 + 0.01 * n for n in range(1, 33)}
-  assert trees.best_tree((0.5, 0.2), cost, 10.0) == (-1,)
-  chain = trees.best_tree((0.9, 0.0), cost, 0.01)
+  assert shapes.best_tree((0.5, 0.2), cost, 10.0) == (-1,)
+  chain = shapes.best_tree((0.9, 0.0), cost, 0.01)
   assert chain == tuple(range(-1, len(chain) - 1)) and len(chain) > 8
-  wide = trees.best_tree((0.3, 0.2, 0.1), cost, 0.2)
+  wide = shapes.best_tree((0.3, 0.2, 0.1), cost, 0.2)
   assert 0 in np.diff(wide[1:])
 
 
 def test_a_large_tree_takes_no_time():
   # Broken: the size that the literature uses is out of reach.
-  parents = trees.sequoia_tree((0.6, 0.2, 0.1, 0.04, 0.02), 256, 24)
+  parents = shapes.sequoia_tree((0.6, 0.2, 0.1, 0.04, 0.02), 256, 24)
   assert len(parents) == 256 and _depth_of(parents) <= 24
 
 
 def test_given_trees():
   # Broken: a shape from a paper is not the one that is drafted.
-  assert trees.full_tree((2, 3)) == (-1, 0, 0, 1, 1, 1, 2, 2, 2)
-  assert trees.full_tree((1, 1, 1)) == (-1, 0, 1, 2)
-  assert trees.full_tree(()) == (-1,) == trees.from_choices([])
-  assert trees.from_choices([[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
+  assert shapes.full_tree((2, 3)) == (-1, 0, 0, 1, 1, 1, 2, 2, 2)
+  assert shapes.full_tree((1, 1, 1)) == (-1, 0, 1, 2)
+  assert shapes.full_tree(()) == (-1,) == shapes.from_choices([])
+  assert shapes.from_choices([[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
                             ) == (-1, 0, 0, 0, 1, 1, 2, 4)
-  assert trees.breadth_first([-1, 0, 1, 1, 0, 4, 2]) == (-1, 0, 0, 1, 1, 2, 3)
+  assert shapes.breadth_first([-1, 0, 1, 1, 0, 4, 2]) == (-1, 0, 0, 1, 1, 2, 3)
 
 
 @pytest.mark.parametrize("call,words", [
-    (lambda: trees.full_tree((2, 0)), "0.*at least 1"),
-    (lambda: trees.breadth_first(()), "start with -1"),
-    (lambda: trees.breadth_first((0, 0)), "start with -1"),
-    (lambda: trees.breadth_first((-1, 0, 2)), r"node 2 is 2.*\[0, 2\)"),
-    (lambda: trees.from_choices([(0, 0)]), r"\(0, 0\) but not \(0,\)"),
-    (lambda: trees.from_choices([(0,), (2,)]), r"\(2,\) but not \(1,\)"),
-    (lambda: trees.from_choices([(0,), [0]]), "twice"),
-    (lambda: trees.medusa_tree([0.5], 2), r"\[heads, K\]"),
-    (lambda: trees.medusa_tree([[0.5, 0.1]], 4), "nodes is 4.*1 to 3"),
-    (lambda: trees.medusa_tree([[0.5, np.nan]], 2), r"in \[0, 1\]"),
-    (lambda: trees.medusa_tree([[3.0, 2.0]], 2), r"in \[0, 1\]"),
-    (lambda: trees.sequoia_tree((0.5,), 0), "nodes is 0"),
-    (lambda: trees.sequoia_tree((0.5,), 2.0), "nodes is 2.0; .* whole"),
-    (lambda: trees.full_tree((2.5,)), "branching is 2.5; .* whole"),
-    (lambda: trees.sequoia_tree((0.7, 0.7), 4), "at most 1"),
-    (lambda: trees.sequoia_tree((), 4), r"\[K\]"),
-    (lambda: trees.sequoia_tree((0.5, -0.1), 4), "none below 0"),
-    (lambda: trees.best_tree((0.5,), {2: 1.0}, 0.1), "lacks 1"),
-    (lambda: trees.best_tree((0.5,), {1: 0.0}, 0.1), "positive"),
-    (lambda: trees.best_tree((0.5,), {1: 1.0}, np.nan), "draft_seconds is nan"),
-    (lambda: trees.best_tree((0.5,), {1: 1.0}, 0.1, round_seconds=-1.0),
+    (lambda: shapes.full_tree((2, 0)), "0.*at least 1"),
+    (lambda: shapes.breadth_first(()), "start with -1"),
+    (lambda: shapes.breadth_first((0, 0)), "start with -1"),
+    (lambda: shapes.breadth_first((-1, 0, 2)), r"node 2 is 2.*\[0, 2\)"),
+    (lambda: shapes.from_choices([(0, 0)]), r"\(0, 0\) but not \(0,\)"),
+    (lambda: shapes.from_choices([(0,), (2,)]), r"\(2,\) but not \(1,\)"),
+    (lambda: shapes.from_choices([(0,), [0]]), "twice"),
+    (lambda: shapes.medusa_tree([0.5], 2), r"\[heads, K\]"),
+    (lambda: shapes.medusa_tree([[0.5, 0.1]], 4), "nodes is 4.*1 to 3"),
+    (lambda: shapes.medusa_tree([[0.5, np.nan]], 2), r"in \[0, 1\]"),
+    (lambda: shapes.medusa_tree([[3.0, 2.0]], 2), r"in \[0, 1\]"),
+    (lambda: shapes.sequoia_tree((0.5,), 0), "nodes is 0"),
+    (lambda: shapes.sequoia_tree((0.5,), 2.0), "nodes is 2.0; .* whole"),
+    (lambda: shapes.full_tree((2.5,)), "branching is 2.5; .* whole"),
+    (lambda: shapes.sequoia_tree((0.7, 0.7), 4), "at most 1"),
+    (lambda: shapes.sequoia_tree((), 4), r"\[K\]"),
+    (lambda: shapes.sequoia_tree((0.5, -0.1), 4), "none below 0"),
+    (lambda: shapes.best_tree((0.5,), {2: 1.0}, 0.1), "lacks 1"),
+    (lambda: shapes.best_tree((0.5,), {1: 0.0}, 0.1), "positive"),
+    (lambda: shapes.best_tree((0.5,), {1: 1.0}, np.nan), "draft_seconds is nan"),
+    (lambda: shapes.best_tree((0.5,), {1: 1.0}, 0.1, round_seconds=-1.0),
      "round_seconds is -1")])
 def test_bad_settings(call, words):
   # Broken: a typing error becomes a tree.

@@ -21,8 +21,8 @@ from specjax import exact
 from specjax import testing
 from specjax.data import tokenizers
 from specjax.data import vocabularies
-from specjax.drafters import reading as reading_lib
-from specjax.drafters import translation
+from specjax.methods.other_vocabularies import _reading as reading_lib
+from specjax.methods.other_vocabularies import _translation
 
 _List = testing.ListTokenizer
 _PLAIN = sj.LogitsTransform()
@@ -170,7 +170,7 @@ def test_law_of_the_common_tokens():
       _List((b"a", b"x", b"b", b"a", b"c")), _List((b"c", b"y", b"b", b"a")))
   logits = jnp.full((2, 5), -jnp.inf).at[1, 1].set(0)
   logits = logits.at[0].set(jnp.array([1.0, 9.0, 1.6, 1.5, -1.0]))
-  law = lambda **kwargs: np.asarray(translation.common_law(
+  law = lambda **kwargs: np.asarray(_translation.common_law(
       logits, vocabulary, sj.LogitsTransform(**kwargs), None))
   weights = np.exp(np.array([1.0, 1.6, 1.5, -1.0]) / 0.7)
   a, b, a2, c = weights / weights.sum()
@@ -181,7 +181,7 @@ def test_law_of_the_common_tokens():
   np.testing.assert_allclose(law(temperature=0.7, top_k=1)[0], [0, 0, 0, 1])
   np.testing.assert_allclose(law(temperature=0)[0], [0, 0, 1, 0])
   np.testing.assert_allclose(law(temperature=0, banned=(2,))[0], [0, 0, 0, 1])
-  nan = translation.common_law(logits.at[0, 0].set(jnp.nan), vocabulary, _PLAIN,
+  nan = _translation.common_law(logits.at[0, 0].set(jnp.nan), vocabulary, _PLAIN,
                                None)
   assert np.isnan(nan[0]).any()  # and is reported by the loop
 
@@ -211,11 +211,11 @@ def _enumerated(kind, prompt, depth, room):
 
   @functools.partial(jax.jit, static_argnums=1)
   def laws(contexts, length):
-    ids, count = jax.vmap(lambda row: translation.spelled(
+    ids, count = jax.vmap(lambda row: _translation.spelled(
         row, length, vocabulary, 2 * length))(contexts)
     number = ((ids + 1) * (jnp.arange(ids.shape[1]) < count[:, None])
               * 5 ** jnp.arange(ids.shape[1])).sum(-1)
-    law = translation.common_law(
+    law = _translation.common_law(
         jnp.asarray(table)[number % len(table)], vocabulary, _PLAIN, None)
     return law * ((count > 0) & (count <= room))[:, None]
 
@@ -329,7 +329,7 @@ def test_what_is_drafted_follows_the_committed_text():
   logits = _logits(case.drafter.model, case.parameters["drafter"]["model"],
                    texts)
   last = logits[np.arange(len(texts)), [len(text) - 1 for text in texts]]
-  want = translation.common_law(last, vocabulary, _PLAIN, None)
+  want = _translation.common_law(last, vocabulary, _PLAIN, None)
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 

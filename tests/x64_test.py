@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import inputs
-from specjax import rounds
+from specjax.decoding import inputs
+from specjax.decoding import rounds
 from specjax import testing
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import specjax as sj
 from specjax import zoo
-from specjax.training import methods
+from specjax import methods
 
 _FEATURES = ("eagle3", "parallel")  # those that read the target's features
 

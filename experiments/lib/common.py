@@ -26,8 +26,8 @@ from lib import compilation
 from lib import flags as shared
 from lib import progress
 import specjax as sj
-from specjax import files
-from specjax import processes
+from specjax.utils import files
+from specjax.utils import processes
 from specjax import strategies
 
 VERIFIERS = {

@@ -2,7 +2,7 @@
 
 from lib import progress
 from specjax import constraints as constraints_lib
-from specjax import files
+from specjax.utils import files
 
 
 def check_flags(regex, schema):

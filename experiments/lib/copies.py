@@ -25,7 +25,7 @@ def quantized(model: Pretrained, kind: str | None, group: int | None = None
       model, params=sj.models.quantize(model.params, BITS[kind], group))
 
 
-def cache(flag: str, name: str) -> sj.QuantizedKV | sj.Streaming:
+def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
   """The cache that a flag names.
 
   Raises:
@@ -33,10 +33,10 @@ def cache(flag: str, name: str) -> sj.QuantizedKV | sj.Streaming:
   """
   kind, *sizes = name.split(":")
   if kind in BITS and not sizes:
-    return sj.QuantizedKV(bits=BITS[kind])
+    return sj.caches.QuantizedKV(bits=BITS[kind])
   if kind == "streaming" and len(sizes) in (0, 2) and all(
       size.isdecimal() for size in sizes):
-    return sj.Streaming(**dict(zip(("sinks", "window"), map(int, sizes))))
+    return sj.caches.Streaming(**dict(zip(("sinks", "window"), map(int, sizes))))
   raise ValueError(f"{flag}={name} names no cache; give {CACHES}")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
-from specjax import processes
+from specjax.utils import processes
 from specjax.training import metrics
 
 _FILE = "curves.png"

@@ -7,8 +7,8 @@ import pathlib
 from lib import common
 import specjax as sj
 from specjax.analysis import Estimate
-from specjax.files import read_json
-from specjax.files import write_json
+from specjax.utils.files import read_json
+from specjax.utils.files import write_json
 from specjax.training import evaluation
 from specjax.training import metrics
 

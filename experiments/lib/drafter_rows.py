@@ -25,11 +25,11 @@ from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import token_files
 from specjax.data import Tokenizer
-from specjax.files import fingerprint
+from specjax.utils.files import fingerprint
 from specjax.models import Pretrained
 from specjax.training import distillation
 from specjax.training import kept_features
-from specjax.training.objectives import Objective
+from specjax.objectives import Objective
 
 Batches = Callable[[int], dict[str, Any]]
 _SIDES = "training", "held_out"

@@ -3,9 +3,9 @@
 import pathlib
 
 from lib import models
-from specjax.files import read_json
-from specjax.files import write_json
-from specjax.models.published import drafters
+from specjax.utils.files import read_json
+from specjax.utils.files import write_json
+from specjax.methods import published as drafters
 
 _ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TRAINING = "training.json"

@@ -15,8 +15,8 @@ import numpy as np
 
 from lib import models
 import specjax as sj
-from specjax import files
-from specjax import prefill
+from specjax.utils import files
+from specjax.decoding import prefill
 from specjax.models import Pretrained
 from specjax.models import published
 from specjax.models.published import places

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from lib import common
 from lib import flags as shared
-from specjax.models.sharding import Placement
+from specjax.decoding.placement import Placement
 
 _AXES = ("data", "model")
 _FIX = "give a size for each of data and model, such as data:2,model:4"

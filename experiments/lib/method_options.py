@@ -1,6 +1,6 @@
 """Flags for the options of all training methods.
 
-Each `Option` of a method's record in `specjax.training.methods` defines one
+Each `Option` of a method's record in `specjax.methods` defines one
 flag. A flag is rejected if the chosen method does not have this option.
 """
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import flags
 
-from specjax.training import methods
+from specjax import methods
 
 # `--help` lists a flag under the script that defines it, not under this file.
 flags.disclaim_key_flags()

@@ -15,16 +15,16 @@ import numpy as np
 from lib import flags as shared
 from lib import progress
 import specjax as sj
-from specjax import files
+from specjax.utils import files
 from specjax import strategies
 from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.models import Pretrained
 from specjax.models import Transformer
-from specjax.models.published import drafters as published_drafters
+from specjax.methods import published as published_drafters
 from specjax.strategies import Strategy
-from specjax.training import methods
+from specjax import methods
 from specjax.types import Verifier
 
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "

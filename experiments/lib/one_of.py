@@ -13,7 +13,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import contract
+from specjax import interfaces
 
 
 @struct.dataclass
@@ -36,8 +36,8 @@ class OneOf:
   rules: tuple[Any, ...]
 
   @property
-  def _rules(self) -> tuple[contract.Rule, ...]:
-    return tuple(map(contract.rule, self.rules))
+  def _rules(self) -> tuple[interfaces.Rule, ...]:
+    return tuple(map(interfaces.rule, self.rules))
 
   @property
   def lossless(self) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lib import common
 from lib import progress
-from specjax import files
+from specjax.utils import files
 from specjax.data import copy_prompts
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib

@@ -19,7 +19,7 @@ import tqdm
 
 from lib import compilation
 import specjax as sj
-from specjax import files
+from specjax.utils import files
 
 _MOST_DECODERS = 30  # compiled at a time, see `run`
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"

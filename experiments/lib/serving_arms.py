@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 import specjax as sj
-from specjax import files
-from specjax import prefill
+from specjax.utils import files
+from specjax.decoding import prefill
 from specjax.serving import Queue
 from specjax.serving import Request
 

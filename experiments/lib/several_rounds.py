@@ -12,7 +12,7 @@ import tqdm
 
 from lib import style
 import specjax as sj
-from specjax.drafters import stop_rules
+from specjax.methods import stop_rules
 from specjax.exact import stopping
 
 _KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",

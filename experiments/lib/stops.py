@@ -5,7 +5,7 @@ import dataclasses
 from absl import flags
 
 from lib import compositions
-from specjax.drafters import stop_rules
+from specjax.methods import stop_rules
 from specjax.strategies import Strategy
 
 _RULES = {

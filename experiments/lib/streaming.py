@@ -13,7 +13,7 @@ import numpy as np
 
 from lib import progress
 import specjax as sj
-from specjax import processes
+from specjax.utils import processes
 
 _ROUNDS_A_CALL = 2  # rounds between two looks from the host
 _PAIRS = 3  # of timed runs that are compared

@@ -9,7 +9,7 @@ import jax
 from lib import common
 from lib import drafter_report
 from specjax.analysis import estimate
-from specjax.files import read_json
+from specjax.utils.files import read_json
 from specjax.training import evaluation
 
 # Flags that can change the rows of training and evaluation.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import topology
+from specjax.trees import topology
 
 STEPS = 8  # passes of a timed call: the cost of the call itself is spread
 

@@ -17,7 +17,7 @@ from lib import hlo
 from lib import llama
 import specjax as sj
 from specjax.attention import tpu
-from specjax.models import sharding
+from specjax.decoding import placement
 
 SHORT = 128  # slots in use, of short texts
 _KERNEL = "tpu_custom_call"
@@ -38,10 +38,10 @@ def placed(setting: llama.Setting):
       functools.partial(llama.state, decoder, capacity=setting.capacity),
       params, keys)
   if setting.drafter == "replicate":
-    state = state.replace(drafter=sharding.undivided(state.drafter))
+    state = state.replace(drafter=placement.undivided(state.drafter))
   chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
-  shardings = sharding.decode_shardings(decoder, params, state, mesh,
+  shardings = placement.decode_shardings(decoder, params, state, mesh,
                                         drafter=setting.drafter)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
   return jax.tree.map(place, (params, state), shardings)

@@ -14,8 +14,8 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import contract
-from specjax import topology
+from specjax import interfaces
+from specjax.trees import topology
 
 _TRACED_BYTES = 2**28  # limit for the distributions of one call
 UNKNOWN = dict.fromkeys(
@@ -79,7 +79,7 @@ def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
   parents, larger = np.array(parents), np.array(decoder.drafter.parents)
   # A deepest node has no child: it reads row 0, which is not used.
   children = [int(np.argmax(larger == node)) for node in nodes]
-  rules = [contract.rule(rule) for rule in rules]
+  rules = [interfaces.rule(rule) for rule in rules]
 
   def one(draft, probs):
     p, q = probs[nodes], draft.probs[np.array(children)]

@@ -18,7 +18,7 @@ import numpy as np
 from lib import common
 from lib import text_rounds
 from specjax import analysis
-from specjax import contract
+from specjax import interfaces
 
 BASELINE = "autoregressive"
 PROMPTS = "verification_prompts.csv"  # what intervals are computed from
@@ -68,7 +68,7 @@ class Study:
       rows.append({
           "prompts": prompts or "all", **cell,
           "num_prompts": len({(r["prompts"], r["number"]) for r in mine}),
-          "lossless": contract.rule(
+          "lossless": interfaces.rule(
               common.VERIFIERS[cell["verifier"]]).lossless,
           **columns(mine, base), **self._speed(
               self._units(cell["temperature"], prompts), cell["drafter"],

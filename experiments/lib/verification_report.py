@@ -5,7 +5,7 @@ from lib import style
 from lib import text_rounds
 from lib import verification_cells as cells
 from specjax import analysis
-from specjax import contract
+from specjax import interfaces
 
 # Columns of the table on stdout, their format and their width.
 _SHOWN = (("block_efficiency", ".2f", 20),
@@ -16,7 +16,7 @@ _TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
 
 def _judged_afresh(verifier):
   """Whether shared drafts show only its first round, for it remembers."""
-  return contract.rule(common.VERIFIERS[verifier]).remembers
+  return interfaces.rule(common.VERIFIERS[verifier]).remembers
 
 
 def _shown(row, name, form):

@@ -24,7 +24,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from lib import long_context  # noqa: E402
 
-from specjax import cache_views  # noqa: E402
+from specjax.models import cache_views  # noqa: E402
 
 CONTEXT, GAMMA = 16384, 6
 SMOL = dict(vocab_size=49152, width=576, heads=9, kv_heads=3, head_dim=64,

@@ -21,15 +21,15 @@ from lib import models  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
-from specjax import prefill  # noqa: E402
-from specjax import topology  # noqa: E402
+from specjax.decoding import prefill  # noqa: E402
+from specjax.trees import topology  # noqa: E402
 from specjax.data import corpora  # noqa: E402
 from specjax.models import quantization  # noqa: E402
 
 WINDOW, BATCH = 512, 4
 COPIES = ((8, None), (8, 64), (4, None), (4, 64), (4, 32))
-CACHES = (sj.QuantizedKV(bits=8), sj.QuantizedKV(bits=4),
-          sj.Streaming(sinks=4, window=28), sj.Streaming(sinks=4, window=124))
+CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
+          sj.caches.Streaming(sinks=4, window=28), sj.caches.Streaming(sinks=4, window=124))
 
 
 def windows(tokenizer, characters):
@@ -106,10 +106,10 @@ def main(name="bundled", characters="100000"):
     row(f"int{bits}, {f'groups of {group}' if group else 'channels'}",
         of_weights(model), params, copy, batches, bytes_a_token, size(copy),
         f"{quantization.relative_error(params, copy):.4f}")
-  for cache in (sj.KVCache, *CACHES):
+  for cache in (sj.caches.KVCache, *CACHES):
     other = sj.models.Transformer(model.config, cache=cache)
     form = other.init_cache(params, 1, WINDOW)
-    row(f"cache {cache if cache is not sj.KVCache else 'as it is'}",
+    row(f"cache {cache if cache is not sj.caches.KVCache else 'as it is'}",
         of_cache(model, cache), params, params, batches, bytes_a_token,
         f"{quantization.num_bytes((form.k, form.v)) / 1e6:.2f}", "-")
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 import optax
 
-from specjax import topology
+from specjax.trees import topology
 from specjax.types import Draft
 
 # Between two columns of a table: natural logarithms of the survival.

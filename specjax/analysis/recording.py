@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 import tqdm
 
-from specjax import contract
-from specjax.decoder import Decoder
-from specjax.decoder import raise_if_not_finite
-from specjax.files import atomically
-from specjax.files import claim
-from specjax.files import fingerprint
-from specjax.files import locked
-from specjax.files import read_manifest
+from specjax import interfaces
+from specjax.decoding.decoder import Decoder
+from specjax.decoding.decoder import raise_if_not_finite
+from specjax.utils.files import atomically
+from specjax.utils.files import claim
+from specjax.utils.files import fingerprint
+from specjax.utils.files import locked
+from specjax.utils.files import read_manifest
 from specjax.types import Draft
 from specjax.types import Trace
 from specjax.types import Verdict
@@ -214,7 +214,7 @@ def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
       **parts,
       "num_nodes": shapes.survival.shape[-1],
       "vocab_size": shapes.trace.target_probs.shape[-1],
-      "drafter_is": sorted(contract.capabilities(decoder.drafter)),
+      "drafter_is": sorted(interfaces.capabilities(decoder.drafter)),
       "key": np.asarray(jax.random.key_data(key)).tolist(),
       "max_new_tokens": int(max_new_tokens),
       "num_prompts": len(prompts),

@@ -14,8 +14,8 @@ import functools
 import jax
 import numpy as np
 
-from specjax import contract
-from specjax import topology
+from specjax import interfaces
+from specjax.trees import topology
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
 from specjax.analysis.recording import Record
@@ -71,8 +71,8 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   Raises:
     ValueError: the verifier needs what the recorded drafter does not declare.
   """
-  rule = contract.rule(verifier)
-  contract.check_pair(rule, f"the drafter of {record.path}",
+  rule = interfaces.rule(verifier)
+  interfaces.check_pair(rule, f"the drafter of {record.path}",
                       record.manifest["drafter_is"])
   start = None
   if repr(verifier) == record.manifest["verifier"] and rule.remembers:

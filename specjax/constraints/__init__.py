@@ -12,8 +12,8 @@ rejected where a constraint forbids them.
 """
 
 from specjax.constraints.automaton import Automaton
-from specjax.constraints.base import Constraint
-from specjax.constraints.base import Row
+from specjax.decoding.constraining import Constraint
+from specjax.decoding.constraining import Row
 from specjax.constraints.penalties import NoRepeatNGram
 from specjax.constraints.penalties import OutputPenalty
 from specjax.constraints.penalties import Repetition

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.constraints import base
+from specjax.decoding import constraining
 from specjax.constraints import grammars
 from specjax.constraints import token_tables
 
@@ -240,7 +240,7 @@ class Automaton:
             f"text that the automaton accepts has {self.shortest}; allow more, "
             "or make it with finish=False")
 
-  def init(self, row: base.Row) -> AutomatonMemory:
+  def init(self, row: constraining.Row) -> AutomatonMemory:
     """At the beginning, with all tokens left."""
     return AutomatonMemory(state=jnp.zeros_like(row.length),
                            left=row.limit - row.length, eos=row.eos)

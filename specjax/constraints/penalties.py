@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import fields
-from specjax.constraints import base
+from specjax.utils import fields
+from specjax.decoding import constraining
 from specjax.sampling import LARGEST
 
 
@@ -30,7 +30,7 @@ class Repetition:
                        f"above 0, from {1 / LARGEST:g} to {LARGEST:g}: 1 "
                        "changes nothing, 1.2 repeats less")
 
-  def init(self, row: base.Row) -> jax.Array:
+  def init(self, row: constraining.Row) -> jax.Array:
     """`[V]` bool, the tokens of the prompt."""
     real = jnp.arange(row.tokens.shape[0]) < row.length
     ids = jnp.where(real, row.tokens, row.vocab_size)
@@ -69,7 +69,7 @@ class OutputPenalty:
                          f"must be a number from {-LARGEST:g} to {LARGEST:g}: "
                          "0 changes nothing")
 
-  def init(self, row: base.Row) -> jax.Array:
+  def init(self, row: constraining.Row) -> jax.Array:
     """`[V]` int32, how often the output has each token."""
     return jnp.zeros((row.vocab_size,), jnp.int32)
 
@@ -98,7 +98,7 @@ class NoRepeatNGram:
   def __post_init__(self):
     fields.check_fields(self, "size", more=": of the n-grams, in tokens")
 
-  def init(self, row: base.Row) -> Any:
+  def init(self, row: constraining.Row) -> Any:
     """`([C], [])` int32: the text and its length."""
     return row.tokens, row.length
 

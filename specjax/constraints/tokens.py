@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import fields
-from specjax.constraints import base
+from specjax.utils import fields
+from specjax.decoding import constraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class Banned:
 
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where an id does not exist, or none is left."""
-    base.check_ids("Banned.tokens", self.tokens, vocab_size)
+    constraining.check_ids("Banned.tokens", self.tokens, vocab_size)
     if len(set(self.tokens)) == vocab_size:
       raise ValueError(f"Banned.tokens holds all {vocab_size} tokens; leave at "
                        "least one")
 
-  def init(self, row: base.Row) -> jax.Array:
+  def init(self, row: constraining.Row) -> jax.Array:
     """`[]` int32, how many new tokens there are."""
     return jnp.zeros_like(row.length)
 
@@ -87,10 +87,10 @@ class Forced:
 
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where an id does not exist."""
-    base.check_ids("Forced.at", [token for _, token in self.at], vocab_size)
-    base.check_ids("Forced.after", sum(self.after, ()), vocab_size)
+    constraining.check_ids("Forced.at", [token for _, token in self.at], vocab_size)
+    constraining.check_ids("Forced.after", sum(self.after, ()), vocab_size)
 
-  def init(self, row: base.Row) -> Any:
+  def init(self, row: constraining.Row) -> Any:
     """`([], [])` int32: how many new tokens there are, and the last token."""
     return jnp.zeros_like(row.length), row.tokens[row.length - 1]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from specjax.data import corpora
 from specjax.data import text_files
-from specjax.files import read_text
+from specjax.utils.files import read_text
 
 FIELDS = ("messages", "conversations")  # of a record, in order of preference
 _PIECE = 2**20  # characters of a JSON array that are read together

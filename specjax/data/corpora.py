@@ -22,8 +22,8 @@ from typing import Any
 
 from specjax.data import text_files
 from specjax.data import token_bytes
-from specjax.files import parse_json
-from specjax.files import read_text
+from specjax.utils.files import parse_json
+from specjax.utils.files import read_text
 
 JSONL = (".jsonl", ".jsonl.gz")
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}  # with its tests or not

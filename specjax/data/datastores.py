@@ -32,8 +32,8 @@ from flax import struct
 import jax
 import numpy as np
 
-from specjax import fields
-from specjax import files
+from specjax.utils import fields
+from specjax.utils import files
 from specjax.data.vocabularies import ReadsText
 
 DEPTH = 16  # REST looks for 16 tokens at most

@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.data import conversations
 from specjax.data import corpora
-from specjax.files import read_text
+from specjax.utils.files import read_text
 
 _ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")

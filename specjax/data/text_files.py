@@ -14,7 +14,7 @@ import pathlib
 from typing import TextIO
 import zlib
 
-from specjax import files
+from specjax.utils import files
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[str]:

@@ -20,13 +20,13 @@ import uuid
 import numpy as np
 import tokenizers as library
 
-from specjax import files
+from specjax.utils import files
 from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import token_streams
 from specjax.data.tokenizers import Tokenizer
-from specjax.fingerprints import Digest
-from specjax.fingerprints import fingerprint
+from specjax.utils.fingerprints import Digest
+from specjax.utils.fingerprints import fingerprint
 
 _ABOUT = "about.json"
 _FORMAT = 1  # raised whenever the same text gives other files

@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 
 from specjax.data import token_bytes
-from specjax.files import read_json
-from specjax.files import read_text
+from specjax.utils.files import read_json
+from specjax.utils.files import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"

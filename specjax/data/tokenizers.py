@@ -26,8 +26,8 @@ from specjax.data import token_bytes
 from specjax.data import token_streams
 from specjax.data import tokenizer_files
 from specjax.data.tokenizer_files import END_OF_TEXT
-from specjax.files import atomically
-from specjax.files import write_json
+from specjax.utils.files import atomically
+from specjax.utils.files import write_json
 
 
 class Tokenizer:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax import trees as shapes
+from specjax.trees import shapes
 from specjax.exact import pools
 from specjax.exact.compiled import Compiled
 from specjax.exact.examples import Example

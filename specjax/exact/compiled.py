@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import contract
+from specjax import interfaces
 from specjax.types import Draft
 from specjax.types import Verdict
 from specjax.types import Verifier
@@ -23,8 +23,8 @@ class Compiled:
     rule: the rule with all that it may leave out filled in.
   """
 
-  def __init__(self, verifier: Verifier | contract.Rule):
-    self.rule = rule = contract.rule(verifier)
+  def __init__(self, verifier: Verifier | interfaces.Rule):
+    self.rule = rule = interfaces.rule(verifier)
 
     def law(tokens, parents, q, p, state):
       draft = Draft(tokens=tokens, parents=parents, probs=q)

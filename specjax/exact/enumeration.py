@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax import contract
+from specjax import interfaces
 from specjax.exact import drafts
 from specjax.exact import pairs
 from specjax.exact.compiled import Compiled
@@ -51,12 +51,12 @@ class Outcome(NamedTuple):
     return 0.5 * float(np.abs(self.law - self.target).sum())
 
 
-def horizon_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
+def horizon_of(rule: interfaces.Rule, gamma: int, rounds: int) -> int:
   """Tokens whose joint law `enumerate_chains` returns."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
-def depth_of(rule: contract.Rule, gamma: int, rounds: int) -> int:
+def depth_of(rule: interfaces.Rule, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon

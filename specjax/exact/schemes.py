@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specjax import contract
+from specjax import interfaces
 from specjax.exact.drafts import Drafts
 from specjax.types import Verifier
 
@@ -174,9 +174,9 @@ ALL = (*CONDITIONAL, larger_of_two, confident)
 _NAMED = (*ALL, expanded_by_score, expanded_iid)
 
 
-def sound_for(verifier: Verifier | contract.Rule) -> tuple[Scheme, ...]:
+def sound_for(verifier: Verifier | interfaces.Rule) -> tuple[Scheme, ...]:
   """The schemes of this module that a verifier says it is exact for."""
-  requires = contract.rule(verifier).requires
+  requires = interfaces.rule(verifier).requires
   if "iid" in requires:
     return IID
   return CONDITIONAL if "conditional" in requires else ALL

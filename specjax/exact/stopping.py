@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import stop_rules
+from specjax.methods import stop_rules
 from specjax.exact.drafts import Drafts
 
 _CHUNK = 1024  # chains of one call: one compiled shape for each length

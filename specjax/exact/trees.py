@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from specjax import trees as shapes
+from specjax.trees import shapes
 from specjax.exact import enumeration
 from specjax.exact import pairs
 from specjax.exact import schemes

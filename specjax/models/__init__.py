@@ -1,10 +1,10 @@
 """Reference models, published ones, their files, and a trained pair."""
 
 from specjax.models import adapters
-from specjax.models import heads
+from specjax import methods
 from specjax.models import published
 from specjax.models import quantization
-from specjax.models import sharding
+from specjax.decoding import placement
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import checks
-from specjax import fields
-from specjax import kv_cache
-from specjax import rows as rows_lib
-from specjax import topology
+from specjax.interfaces import checks
+from specjax.utils import fields
+from specjax.caches import dense
+from specjax.decoding import rows as rows_lib
+from specjax.trees import topology
 from specjax.types import ModelOutput
 
 
@@ -128,7 +128,7 @@ class CachedFunction:
     positions = jnp.minimum(past.lengths[:, None] + depths,
                             self.context_length - 1)
     first = past.lengths[:, None] + ancestors.shape[2] - size
-    mask = kv_cache.visible_slots(past.lengths, ancestors, past.capacity)
+    mask = dense.visible_slots(past.lengths, ancestors, past.capacity)
     out = self.apply(params, tokens, positions, first + jnp.arange(size), mask,
                      past.arrays)
     if not isinstance(out, tuple) or len(out) != 2:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import processes
-from specjax.files import write_json
+from specjax.utils import processes
+from specjax.utils.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import check_float

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specjax import fields
+from specjax.utils import fields
 from specjax.models.rotary import RopeScaling
 
 FINAL = "final"  # the name of the hidden state that the LM head reads

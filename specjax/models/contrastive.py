@@ -12,7 +12,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import contract
+from specjax import interfaces
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 
@@ -47,14 +47,14 @@ class ContrastiveCache:
                             amateur=self.amateur.rollback(lengths))
 
   def reserve(self, size: int) -> "ContrastiveCache":
-    """See `specjax.contract`."""
-    return ContrastiveCache(expert=contract.reserved(self.expert, size),
-                            amateur=contract.reserved(self.amateur, size))
+    """See `specjax.interfaces`."""
+    return ContrastiveCache(expert=interfaces.reserved(self.expert, size),
+                            amateur=interfaces.reserved(self.amateur, size))
 
   def settle(self) -> "ContrastiveCache":
-    """See `specjax.contract`."""
-    return ContrastiveCache(expert=contract.settled(self.expert),
-                            amateur=contract.settled(self.amateur))
+    """See `specjax.interfaces`."""
+    return ContrastiveCache(expert=interfaces.settled(self.expert),
+                            amateur=interfaces.settled(self.amateur))
 
   def specs(self, axis: str, rows: str | None = None) -> "ContrastiveCache":
     """A `PartitionSpec` for every leaf, as each cache says."""
@@ -163,7 +163,7 @@ class Contrastive:
     return ModelOutput(logits=logits, hidden=expert.hidden, cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Those of both models, see `specjax.contract`."""
-    return {name: contract.param_specs(model, axis, size)
+    """Those of both models, see `specjax.interfaces`."""
+    return {name: interfaces.param_specs(model, axis, size)
             for name, model in (("expert", self.expert),
                                 ("amateur", self.amateur))}

@@ -14,7 +14,7 @@ norms, fusion, chaining and head alone, which are data of a `FeatureConfig`:
 from collections.abc import Sequence
 import dataclasses
 
-from specjax import fields
+from specjax.utils import fields
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.kv_cache import attention_in_block
+from specjax.caches.dense import attention_in_block
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
 from specjax.models.quantization import QuantizedMatrix

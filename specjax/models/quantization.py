@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import fields
+from specjax.utils import fields
 
 BITS = (8, 4)
 _FEW = 32  # tokens of a pass, of which a product reads more than it computes

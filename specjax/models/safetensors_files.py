@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.files import atomically
-from specjax.files import check_downloaded
+from specjax.utils.files import atomically
+from specjax.utils.files import check_downloaded
 
 _AGAIN = ("it is truncated or no safetensors file: download it again, or write "
           "it again")

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import topology
-from specjax.kv_cache import KVCache
+from specjax.trees import topology
+from specjax.caches.dense import KVCache
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig

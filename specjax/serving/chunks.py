@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import rounds as rounds_lib
+from specjax.decoding import rounds as rounds_lib
 from specjax.types import RoundStats
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import capacity
-from specjax import checks
-from specjax import fields
-from specjax import prefill
-from specjax import rounds as rounds_lib
-from specjax.controller import Controller
-from specjax.decoder import Decoder
-from specjax.decoder import FINITE
+from specjax.decoding import growth
+from specjax.interfaces import checks
+from specjax.utils import fields
+from specjax.decoding import prefill
+from specjax.decoding import rounds as rounds_lib
+from specjax.decoding.controller import Controller
+from specjax.decoding.decoder import Decoder
+from specjax.decoding.decoder import FINITE
 from specjax.serving import chunks
 from specjax.serving.requests import Request
 from specjax.serving.requests import Result
@@ -86,7 +86,7 @@ class Queue:
     self._rounds = rounds
     self._nodes = self._programs[self.sizes[0]].drafter.num_nodes
     needed = max(length + self._nodes, prefill.padded_length(length))
-    self._capacity = capacity.rounded(needed)
+    self._capacity = growth.rounded(needed)
     self._numbers = itertools.count()
     self._open, self._waiting, self._cancelled = {}, collections.deque(), set()
     self._rows, self._state = [None] * self.sizes[0], None

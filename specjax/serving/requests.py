@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax import fields
-from specjax import inputs
-from specjax.constraints import base as constraints_lib
-from specjax.decoder import Decoder
+from specjax.utils import fields
+from specjax.decoding import inputs
+from specjax.decoding import constraining as constraints_lib
+from specjax.decoding.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks
-from specjax import contract
-from specjax import decoder as decoder_lib
-from specjax import fields
+from specjax.interfaces import checks
+from specjax import interfaces
+from specjax.decoding import decoder as decoder_lib
+from specjax.utils import fields
 from specjax import verifiers
 from specjax.sampling import LogitsTransform
 from specjax.testing import evidence
@@ -117,7 +117,7 @@ def assert_drafter_exact(
   decoder = decoder_lib.Decoder(
       target=target, drafter=drafter, transform=transform,
       controller=controller, verifier=verifier or sound_rule(
-          contract.bind(drafter, target, transform)))
+          interfaces.bind(drafter, target, transform)))
   new = 2 * rounds
   requests = recording.Requests.mixed(
       target.vocab_size, rows, new, prompts,
@@ -128,7 +128,7 @@ def assert_drafter_exact(
   ids = np.arange(calls * rows).reshape(calls, rows)
   found = recording.record(
       decoder, params, requests, ids, rounds=rounds, state=state)
-  declared = contract.capabilities(decoder.parts.drafter)
+  declared = interfaces.capabilities(decoder.parts.drafter)
   if controller is not None:
     declared -= {"full"}  # of the longest drafts alone
   drafts = check_drafts(type(drafter).__name__, declared, found,
@@ -141,10 +141,10 @@ def assert_drafter_exact(
 
 def sound_rule(drafter: Drafter) -> Verifier:
   """The strongest rule of this library that is sound for a drafter."""
-  declared = contract.capabilities(drafter)
+  declared = interfaces.capabilities(drafter)
   for rule in (verifiers.Block(), verifiers.Traversal(),
                verifiers.TargetWalk()):
-    if {*contract.rule(rule).requires} <= declared:
+    if {*interfaces.rule(rule).requires} <= declared:
       return rule
   raise AssertionError("TargetWalk is sound for every drafter")
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decoder as decoder_lib
-from specjax import inputs
+from specjax.decoding import decoder as decoder_lib
+from specjax.decoding import inputs
 from specjax.types import DecodeState
 
 # Every third row has one of these prompts and temperatures in turns: many texts

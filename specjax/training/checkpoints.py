@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from specjax import processes
-from specjax.files import fingerprint
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
 
 _DIGEST = "checksums"  # of a state, in a checkpoint's metadata
 _NOTES = "notes"  # of the log, there too

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 import optax
 
-from specjax import processes
+from specjax.utils import processes
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
-from specjax.decoder import Decoder
-from specjax.decoder import raise_if_not_finite
-from specjax.files import fingerprint
-from specjax.training.objectives import DrafterObjective
-from specjax.training.objectives import Objective
+from specjax.decoding.decoder import Decoder
+from specjax.decoding.decoder import raise_if_not_finite
+from specjax.utils.files import fingerprint
+from specjax.objectives import DrafterObjective
+from specjax.objectives import Objective
 from specjax.types import ModelFn
 
 _BATCH = 8

@@ -22,13 +22,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax import fields
-from specjax import processes
+from specjax.utils import fields
+from specjax.utils import processes
 from specjax.models.transformer import default_dtype
 from specjax.training import checkpoints
 from specjax.training import layout as layout_lib
-from specjax.training.objectives import Objective
-from specjax.training.objectives.base import Loss
+from specjax.objectives import Objective
+from specjax.training.objective import Loss
 from specjax.training.progress import Log
 from specjax.training.progress import Progress
 
@@ -64,7 +64,7 @@ class Trainer:
   shorter than its checkpoints ends at the newest one that it reaches. A batch
   that cannot be cut into `accumulate` parts is refused.
 
-  On a mesh, of one process or of several (`specjax.processes`), a run takes the
+  On a mesh, of one process or of several (`specjax.utils.processes`), a run takes the
   same batches: every process makes the whole one and feeds the rows of its own
   devices. What it learns is that of a run on one device but for the order in
   which float32 sums are rounded; killed and started again on the same mesh it

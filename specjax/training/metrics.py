@@ -11,8 +11,8 @@ import sys
 from typing import Any
 import uuid
 
-from specjax.files import atomically
-from specjax.files import naming
+from specjax.utils.files import atomically
+from specjax.utils.files import naming
 
 _FILE = "metrics.csv"
 _HEADER = ["step", "name", "value"]

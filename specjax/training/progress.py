@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import tqdm
 
-from specjax import processes
+from specjax.utils import processes
 from specjax.training.metrics import MetricsLog
 
 _LOG_EVERY = 10  # steps

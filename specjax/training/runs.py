@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from specjax import files
-from specjax import processes
+from specjax.utils import files
+from specjax.utils import processes
 from specjax.training import optimizers
 
 MANIFEST = "run.json"

@@ -12,7 +12,7 @@
   Typical         any tree, q is not used   no     arXiv:2401.10774
   TopK, Distance  chain                     no     arXiv:1811.03115
 
-The words of the second column are those of `specjax.contract.CAPABILITIES`.
+The words of the second column are those of `specjax.interfaces.CAPABILITIES`.
 """
 
 from specjax.verifiers.block import Block

@@ -9,7 +9,7 @@ from specjax.types import Law
 
 
 class RuleByRows:
-  """The base of rules that have `by_row`, see `specjax.contract`."""
+  """The base of rules that have `by_row`, see `specjax.interfaces`."""
 
   def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
           ) -> Law:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import fields
+from specjax.utils import fields
 from specjax.types import Draft
 from specjax.types import LawByRow
 from specjax.verifiers import residual

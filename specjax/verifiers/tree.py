@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax import topology
+from specjax.trees import topology
 from specjax.sampling import smallest_mass
 from specjax.types import Draft
 from specjax.verifiers import residual

@@ -21,7 +21,7 @@ import specjax as sj
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.training import evaluation
-from specjax.training import methods
+from specjax import methods
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 

@@ -3,8 +3,8 @@
 Drafters that others trained for a target are in `drafters`.
 """
 
-from specjax.models.published.drafters import export_drafter
-from specjax.models.published.drafters import load_drafter
+from specjax.methods.published import export_drafter
+from specjax.methods.published import load_drafter
 from specjax.models.published.export import export_pretrained
 from specjax.models.published.load import GenerationDefaults
 from specjax.models.published.load import load_pretrained

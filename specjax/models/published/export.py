@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
-from specjax.files import write_json
+from specjax.utils.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.published import names
 from specjax.models.published import readers

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.files import check_downloaded
+from specjax.utils.files import check_downloaded
 from specjax.models.published import names
 from specjax.models.published.keys import Keys
 from specjax.models.published.settings import FULL

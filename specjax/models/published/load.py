@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.data.tokenizer_files import check_not_ordinary
 from specjax.data.tokenizers import Tokenizer
-from specjax.files import read_json
+from specjax.utils.files import read_json
 from specjax.models.checkpoint import load_model
 from specjax.models.published import gguf
 from specjax.models.published import readers

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import pathlib
 
-from specjax.files import read_json
+from specjax.utils.files import read_json
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
 

@@ -1,0 +1,243 @@
+"""Pages that rows get as they grow, and share where their prompts begin alike.
+
+A pool has fewer pages than its rows could need, and gives them out on the host,
+between chunks of rounds:
+
+    decoder.prefill  fillers, few slots  ->  pool.start  ->  decoder.grow
+    decoder.prefill  a request           ->  pool.insert(state, slot, fresh)
+    pool.extend      pages for the tokens of the next chunk
+    decoder.decode   ...                     pool.release(state, slot)
+
+A shared page is never written: a row writes after its length alone, and of its
+prompt a drafter reads the last few tokens again at most (`reread`). So the page
+where two prompts part is each row's own, and so are some tokens before.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.interfaces import checks
+from specjax.utils import fields
+from specjax.decoding import placement
+from specjax.caches.paged import is_paged
+from specjax.caches.paged import NO_PAGE
+from specjax.types import DecodeState
+
+_REREAD = 16  # tokens: of the drafters here only long `Paths` feed more again
+
+
+class Pool:
+  """The pages of the paged caches of a state, given out on the host.
+
+  All caches of the state, the target's and the drafter's, have pages of the
+  same numbers, so that one table serves them all.
+
+  Attributes:
+    rows: B.
+    free: pages that nobody has.
+  """
+
+  def __init__(self, rows: int, pages: int, *, reread: int = _REREAD):
+    """No page is given out yet.
+
+    Args:
+      rows: B, of the state.
+      pages: how many there are.
+      reread: the last tokens of a text that the drafter may feed, and so write,
+        again; at least 16, which is what it catches up with in one pass.
+        `Paths` of several models feed their `length` and one more.
+
+    Raises:
+      ValueError: there are none, or too few tokens may be read again.
+    """
+    for name, value, least in (
+        ("rows", rows, 1), ("pages", pages, 1), ("reread", reread, _REREAD)):
+      fields.check_at_least(name, value, least)
+    self.rows, self._reread = rows, reread
+    self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
+    self._users[NO_PAGE] = 1
+    self._pages: dict[int, list[int]] = {}
+    self._prompts: dict[int, np.ndarray] = {}
+
+  @property
+  def free(self) -> int:
+    """Pages that nobody has."""
+    return int((self._users == 0).sum())
+
+  def start(self, state: DecodeState) -> DecodeState:
+    """The state with the pool's pages in place of those of its rows.
+
+    Args:
+      state: of fillers, which are done; it is donated.
+
+    Raises:
+      ValueError: it has no paged cache, or one that has other pages than the
+        target's.
+    """
+    self._check(state)
+
+    def pooled(node):
+      if not is_paged(node):
+        return node
+      pages = lambda arrays: tuple(
+          jnp.zeros((len(self._users), *x.shape[1:]), x.dtype,
+                    device=x.sharding) for x in arrays)
+      new = node.replace(k=pages(node.k), v=pages(node.v),
+                         table=jnp.zeros_like(node.table), pooled=True)
+      for x in (*node.k, *node.v, node.table):
+        x.delete()
+      return new
+
+    return jax.tree.map(pooled, state, is_leaf=is_paged)
+
+  def insert(self, state: DecodeState, slot: int, fresh: DecodeState
+             ) -> DecodeState:
+    """Puts one row in the place of another, as `Decoder.insert`.
+
+    Where its prompt begins as that of another row does, it shares the pages.
+
+    Args:
+      state: it is donated.
+      slot: the row; what it had is released.
+      fresh: one row, of `prefill` with the same capacity.
+
+    Raises:
+      ValueError: the slot is none, the rows do not fit together, or too few
+        pages are free.
+    """
+    table = self._check(state)
+    self._check_slot(slot)
+    if len(fresh.lengths) != 1:
+      raise ValueError(f"the fresh state has {len(fresh.lengths)} rows; insert "
+                       "them one by one")
+    row = lambda state: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.tree.map(
+            lambda x: x.replace(pooled=True) if is_paged(x) else x, state,
+            is_leaf=is_paged))
+    fresh = placement.divided_as(state, fresh)
+    checks.check_same("a row of the fresh state", row(fresh), row(state))
+    prompt = np.asarray(fresh.tokens)[0, :int(fresh.lengths[0])]
+    page = fresh.target_cache.page
+    shared = self._alike(prompt, slot, page)
+    own = [x for x in self._pages.get(slot, []) if self._users[x] == 1]
+    self._check_free(slot, -(-len(prompt) // page) - len(shared),
+                     self.free + len(set(own) - set(shared)))
+    self._let_go(slot)
+    self._users[shared] += 1
+    self._pages[slot], self._prompts[slot] = list(shared), prompt
+    self._give(slot, -(-len(prompt) // page))
+    row = np.zeros((1, table.shape[1]), np.int32)
+    row[0, :len(self._pages[slot])] = self._pages[slot]
+    into = np.where(np.arange(row.size) < len(shared), NO_PAGE, row)
+    return _insert(state, np.array([slot]), fresh, row, into)
+
+  def extend(self, state: DecodeState, tokens: int) -> DecodeState:
+    """The state in which no row lacks pages for its next tokens.
+
+    Args:
+      state: of the loop.
+      tokens: that a row may get before the next call, at most.
+
+    Raises:
+      ValueError: too few pages are free.
+    """
+    self._check(state)
+    lengths, limits, done = jax.device_get(
+        (state.lengths, state.limits, state.done))
+    for slot in self._pages:
+      if not done[slot]:
+        most = min(lengths[slot] + tokens, limits[slot])
+        self._give(slot, -(-int(most) // state.target_cache.page))
+    return self._told(state)
+
+  def release(self, state: DecodeState, slot: int) -> DecodeState:
+    """The state in which a row that is done has no pages.
+
+    Raises:
+      ValueError: the slot is none, or its row is not done.
+    """
+    self._check(state)
+    self._check_slot(slot)
+    if not jax.device_get(state.done)[slot]:
+      raise ValueError(f"row {slot} is not done and would write its text "
+                       "nowhere; decode it to its end, or put another there")
+    self._let_go(slot)
+    return self._told(state)
+
+  def _check(self, state):
+    """The target's table; all tables must have its form."""
+    caches = [x for x in jax.tree.leaves(state, is_leaf=is_paged)
+              if is_paged(x)]
+    if not is_paged(state.target_cache) or any(
+        (x.table.shape, x.page) != (caches[0].table.shape, caches[0].page)
+        for x in caches):
+      raise ValueError(
+          "the caches have pages of "
+          f"{[(x.page, x.table.shape[1]) for x in caches]} (slots, pages a "
+          "row); a pool needs a paged cache of the target, and others like it: "
+          "give all models cache=Paged(page=...) of one size, and a drafter "
+          "whose text is the target's")
+    if len(state.lengths) != self.rows:
+      raise ValueError(f"the state has {len(state.lengths)} rows and the pool "
+                       f"is for {self.rows}; make another one")
+    return caches[0].table
+
+  def _check_slot(self, slot):
+    if not 0 <= slot < self.rows:
+      raise ValueError(f"slot is {slot} and the pool has rows from 0 to "
+                       f"{self.rows - 1}; give one of these")
+
+  def _alike(self, prompt, slot, page):
+    """The pages of the longest beginning that another row's prompt shares."""
+    best = []
+    for other, text in self._prompts.items():
+      size = min(len(prompt), len(text))
+      same = prompt[:size] == text[:size]
+      common = size if same.all() else int(np.argmin(same))
+      count = max(0, common - self._reread) // page
+      if other != slot and count > len(best):
+        best = self._pages[other][:count]
+    return best
+
+  def _give(self, slot, count):
+    """Pages to a row until it has `count`."""
+    missing = count - len(self._pages[slot])
+    self._check_free(slot, missing, self.free)
+    if missing > 0:
+      new = np.flatnonzero(self._users == 0)[:missing]
+      self._users[new] += 1
+      self._pages[slot] += new.tolist()
+
+  def _check_free(self, slot, missing, free):
+    if missing > free:
+      raise ValueError(
+          f"row {slot} needs {missing} more pages and {free} are free; release "
+          "rows that are done, or make a pool of more pages")
+
+  def _let_go(self, slot):
+    self._users[self._pages.pop(slot, [])] -= 1
+    self._prompts.pop(slot, None)
+
+  def _told(self, state):
+    """The state with the pool's table in all caches."""
+    table = np.zeros(state.target_cache.table.shape, np.int32)
+    for slot, pages in self._pages.items():
+      table[slot, :len(pages)] = pages
+    # An array for each cache: the loop donates them one by one.
+    return jax.tree.map(
+        lambda x: x.replace(table=jax.device_put(table, x.table.sharding))
+        if is_paged(x) else x, state, is_leaf=is_paged)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _insert(state, slots, fresh, row, into):
+  def put(all, new):
+    if not is_paged(all):
+      return all.at[slots].set(new)
+    return all.with_rows(slots, new, into).replace(
+        table=all.table.at[slots].set(row))
+
+  return jax.tree.map(put, state, fresh, is_leaf=is_paged)

@@ -1,0 +1,224 @@
+"""A cache of keys and values in 8 or 4 bits.
+
+QuantSpec, Tiwari et al. 2025 (arXiv:2502.10424), for drafts on long contexts: a
+number of 8 bits is an upper and a lower one of 4, 16 u + l, and who drafts
+reads the upper ones alone. As the cache of a drafter it changes what is drafted
+and never what is written; as the target's it makes another target, whose law
+the output follows.
+
+Here each token's keys, and its values, of a head share one scale, where
+QuantSpec has a scale for a channel of 128 keys, and where it keeps the last
+tokens in full precision they are rounded here as they come. So what is drafted
+depends on the text alone, not on where a round began, and drafts are as
+autoregressive as with a whole cache; and the scale comes out of the product,
+which is with whole numbers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import attention
+from specjax.trees import topology
+from specjax.attention import plain
+from specjax.caches.dense import KVCache
+
+_MOST = 7 * 16 + 7  # of 16 u + l, u and l from -8 to 7
+_LEAST = 128  # slots of the smallest program
+
+
+@struct.dataclass
+class Nibbles:
+  """Numbers of 8 or 4 bits for some tokens, a scale for each.
+
+  Byte i of D / 2 has channel i in its lower half and channel i + D / 2 in its
+  upper one.
+
+  Attributes:
+    upper: `[B, H, C, D / 2]` uint8, the upper 4 bits of the numbers.
+    lower: the lower 4; None: the numbers have 4 bits.
+    scale: `[B, H, C, 1]`, of the dtype that is computed in.
+  """
+
+  upper: jax.Array
+  lower: jax.Array | None
+  scale: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (*self.upper.shape[:3], 2 * self.upper.shape[3])
+
+  @property
+  def dtype(self) -> Any:
+    return self.scale.dtype
+
+  @classmethod
+  def of(cls, x: jax.Array, bits: int) -> "Nibbles":
+    """The numbers nearest to `x [B, H, S, D]`."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scale = (largest / (_MOST if bits == 8 else 7)).astype(x.dtype)
+    step = scale.astype(jnp.float32)
+    number = jnp.round(wide / jnp.where(step > 0, step, 1)).astype(jnp.int32)
+    if bits == 4:
+      return cls(_packed(jnp.clip(number, -7, 7)), None, scale)
+    number = jnp.clip(number, -_MOST, _MOST)
+    upper = (number + 8) >> 4
+    return cls(_packed(upper), _packed(number - 16 * upper), scale)
+
+  def widened(self) -> jax.Array:
+    """The numbers times their scales."""
+    return jnp.concatenate(self.halves(), axis=-1) * self.scale
+
+  def halves(self) -> tuple[jax.Array, jax.Array]:
+    """`[B, H, C, D / 2]` twice: the numbers of both halves of the channels."""
+    halves = _unpacked(self.upper)
+    if self.lower is not None:
+      halves = [16 * u + l for u, l in zip(halves, _unpacked(self.lower))]
+    return tuple(x.astype(self.dtype) for x in halves)
+
+
+def _packed(x):
+  low, high = jnp.split(x & 15, 2, axis=-1)
+  return (low | high << 4).astype(jnp.uint8)
+
+
+def _unpacked(x):
+  """Both halves of the channels, int8 from -8 to 7."""
+  x = jax.lax.bitcast_convert_type(x, jnp.int8)
+  return [(x << 4) >> 4, x >> 4]  # shifts to the right keep the sign
+
+
+@struct.dataclass
+class QuantizedCache(KVCache):
+  """A `KVCache` whose `k` and `v` are L `Nibbles`.
+
+  Attributes:
+    bits: 8 or 4.
+  """
+
+  bits: int = struct.field(pytree_node=False, default=4)
+
+  @classmethod
+  def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
+            head_dim: int, dtype: Any, bits: int = 4) -> "QuantizedCache":
+    """A cache of `capacity` slots a row, none of them in use.
+
+    Raises:
+      ValueError: the heads are of an odd width.
+    """
+    if head_dim % 2:
+      raise ValueError(f"head_dim is {head_dim}; two channels share a byte, so "
+                       "it must be even")
+    nothing = lambda: Nibbles.of(
+        jnp.zeros((batch, heads, capacity, head_dim), dtype), bits)
+    zeros = lambda: tuple(nothing() for _ in range(layers))
+    return cls(k=zeros(), v=zeros(), lengths=jnp.zeros((batch,), jnp.int32),
+               bits=bits)
+
+  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
+             ) -> "QuantizedCache":
+    """As `KVCache.append`, of numbers as they will be kept."""
+    k, v = (Nibbles.of(x.astype(self.k[0].dtype), self.bits).widened()
+            for x in (k, v))
+    return super().append(layer, k, v, after)
+
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
+             window: int = 0, softcap: float = 0.0) -> jax.Array:
+    """As `KVCache.attend`, at a cost that follows the longest row in use."""
+    depths = topology.depths_of(ancestors)
+    positions = self.lengths[:, None] + depths
+    past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
+                       positions, window=window, softcap=softcap)
+    block = attention.block_attention(
+        query, self.block_k[layer], self.block_v[layer],
+        self.in_block(ancestors, window), softcap=softcap)
+    return attention.merge(past, block)[0].astype(self.v[layer].dtype)
+
+  def _put(self, slots, block):
+    """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
+    put = super()._put
+    return jax.tree.map(put, slots, Nibbles.of(block, self.bits))
+
+
+# Under a jit of its own, so that all layers of a model share a trace.
+@functools.partial(jax.jit, static_argnames=("window", "softcap"))
+def _over_slots(query, k, v, lengths, positions, *, window, softcap):
+  """The part over the committed slots, see `attention.past_attention`."""
+  def over(slots):
+    def part(query, k, v, lengths, positions):
+      k, v = jax.tree.map(lambda x: x[:, :, :slots], (k, v))
+      slot = jnp.arange(slots, dtype=jnp.int32)
+      seen = (slot < lengths[:, None])[:, None]
+      if window:
+        seen &= positions[..., None] - slot < window
+      return _part(query, k, v, seen, softcap)
+
+    return part
+
+  sizes, size = [], _LEAST
+  while size < k.shape[2]:
+    sizes.append(size)
+    size *= 2
+  sizes.append(k.shape[2])
+  index = jnp.searchsorted(jnp.array(sizes), jnp.max(lengths))
+  return jax.lax.switch(jnp.minimum(index, len(sizes) - 1),
+                        [over(size) for size in sizes], query, k, v, lengths,
+                        positions)
+
+
+def _part(query, k, v, seen, softcap):
+  """Attention over numbers and their scales; seen `[B, 1 or S, C]`."""
+  heads, size = k.shape[1], query.shape[1]
+  wide = jnp.promote_types(query.dtype, jnp.float32)
+  product = functools.partial(jnp.einsum, preferred_element_type=wide)
+  folded = plain.folded(query, heads)
+  scores = sum(product("bhqd,bhtd->bhqt", part, half) for part, half in zip(
+      jnp.split(folded, 2, axis=-1), k.halves()))
+  scores *= (k.scale[..., 0].astype(wide) * query.shape[3]**-0.5)[:, :, None]
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
+  batch, _, rows, slots = scores.shape
+  scores = scores.reshape(batch, heads, rows // size, size, slots)
+  scores = jnp.where(seen[:, None, None], scores, plain.MASKED)
+  top = jnp.max(scores, axis=-1, keepdims=True)
+  weights = jnp.exp(scores - top)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  scaled = (weights * v.scale[..., 0].astype(wide)[:, :, None, None]).reshape(
+      batch, heads, rows, slots).astype(v.dtype)
+  out = jnp.concatenate([product("bhqt,bhtd->bhqd", scaled, half)
+                         for half in v.halves()], axis=-1)
+  out = out / total.reshape(batch, heads, rows, 1)
+  log = (top + jnp.log(total)).reshape(batch, heads, rows)
+  return plain.unfolded(out, size), plain.unfolded(log, size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedKV:
+  """`QuantizedCache` of so many bits, for `Transformer(cache=)`.
+
+    >>> import dataclasses
+    >>> import specjax as sj
+    >>> pair = sj.testing.tiny_pair(vocab_size=5)
+    >>> model = dataclasses.replace(pair.target, cache=QuantizedKV(bits=4))
+    >>> cache = model.init_cache(pair.params["target"], 1, 128)
+    >>> cache.k[0].upper.nbytes  # 1 head of 8 channels
+    512
+
+  Attributes:
+    bits: 8, the upper and the lower nibbles, or 4, the upper ones alone.
+  """
+
+  bits: int = 4
+
+  def __post_init__(self):
+    if self.bits not in (8, 4):
+      raise ValueError(f"bits is {self.bits!r}; it must be 8 or 4")
+
+  def empty(self, **sizes: Any) -> QuantizedCache:
+    """See `QuantizedCache.empty`."""
+    return QuantizedCache.empty(bits=self.bits, **sizes)

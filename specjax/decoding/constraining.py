@@ -1,0 +1,348 @@
+"""What a constraint is, and how its memory goes through a round.
+
+  start       after the prompt           one memory a row
+  along       down the draft             one memory a node, for the target
+  steered     down a growing tree        the same, for a drafter's step
+  committed   after the round            one memory a row
+
+A constraint is written for one row, and everything here maps it over rows and
+nodes. Its memory is a function of the row's text, whoever wrote the text: so
+the target's law after a node is what autoregressive decoding would draw from
+there, and every rule that is exact stays so. Without constraints nothing here
+adds an operation to a program.
+
+The first constraint always holds for the target. One after it that would leave
+no token is passed over for that token, so that of two that contradict each
+other the earlier one wins; what the transform bans is left out before them all.
+For a drafter, whose model may give the tokens that are left no chance, any is
+passed over: what comes of it is rejected.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+from typing import runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.interfaces import checks
+from specjax.utils import fields
+from specjax.types import Draft
+from specjax.types import Verdict
+
+
+class Row(NamedTuple):
+  """One row after its prompt.
+
+  Attributes:
+    tokens: `[C]` int32, the prompt; slots from `length` on are scratch.
+    length: `[]` int32, tokens of the prompt.
+    limit: `[]` int32, the length at which the row is done.
+    eos: `[E]` int32, the ids that end the row, filled up with -1.
+    vocab_size: V.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  limit: jax.Array
+  eos: jax.Array
+  vocab_size: int
+
+
+@runtime_checkable
+class Constraint(Protocol):
+  """Logits of the next token, changed by what the text was: for one row.
+
+  It is a hashable object of static configuration. Optional are `must_come`, ids
+  that every text will have and that must not be banned, and two checks on the
+  host, which raise a `ValueError`: `check_target(vocab_size)`, when a decoder
+  is made, and `check_rows(new_tokens [B], eos [B, E])`, before a batch is
+  decoded.
+  """
+
+  def init(self, row: Row) -> Any:
+    """The memory after the prompt, a tree of arrays, or None."""
+    ...
+
+  def advance(self, memory: Any, token: jax.Array) -> Any:
+    """The memory after one more token `[]`, of the same shapes and dtypes.
+
+    Drafts hold tokens that the constraint forbids, and ids >= V: whatever
+    memory comes of them must still be one that `apply` can take.
+    """
+    ...
+
+  def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
+    """The logits `[V]` of the next token; -inf forbids one.
+
+    After a token that was forbidden some token must be left.
+    """
+    ...
+
+
+Constraints = tuple[Constraint, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Without:
+  """The ban of a transform, as a constraint before the others.
+
+  Attributes:
+    tokens: ids that are never drawn.
+  """
+
+  tokens: tuple[int, ...]
+
+  def init(self, row: Row) -> None:
+    """Nothing."""
+    del row
+
+  def advance(self, memory: None, token: jax.Array) -> None:
+    """Nothing."""
+    del memory, token
+
+  def apply(self, memory: None, logits: jax.Array) -> jax.Array:
+    """-inf for the tokens."""
+    del memory
+    return logits.at[jnp.array(self.tokens)].set(-jnp.inf)
+
+
+def after_ban(constraints: Constraints, banned: tuple[int, ...]) -> Constraints:
+  """Puts the ban of the transform first, so that no constraint counts on it.
+
+  A constraint such as an automaton chooses among what those before it allow.
+  """
+  return (Without(banned), *constraints) if constraints and banned else (
+      constraints)
+
+
+def check_target(constraints: Constraints, vocab_size: int,
+                 banned: tuple[int, ...] = ()) -> None:
+  """Checks constraints against a target, before anything is compiled.
+
+  Args:
+    constraints: in order.
+    vocab_size: V.
+    banned: ids that are never drawn; a constraint may say in `must_come` which
+      ids it needs.
+
+  Raises:
+    ValueError: one lacks a method, cannot be hashed, does not fit, or needs a
+      token that is banned.
+  """
+  for one in constraints:
+    name = type(one).__name__
+    if isinstance(one, type) or not isinstance(one, Constraint):
+      raise ValueError(f"the constraint {one!r} is no object with `init`, "
+                       "`advance` and `apply`; see specjax.constraints")
+    fields.check_hashable("constraint", one)
+    getattr(one, "check_target", lambda vocab_size: None)(vocab_size)
+    for token in getattr(one, "must_come", ()):
+      if token in banned:
+        raise ValueError(f"token {token} must come by {name} and is banned; "
+                         "take it out of one of the two")
+
+
+def check_rows(constraints: Constraints, new_tokens: np.ndarray,
+               eos: np.ndarray) -> None:
+  """Checks a batch against constraints, on the host.
+
+  Args:
+    constraints: those of the decoder.
+    new_tokens: `[B]`, how many tokens each row may get.
+    eos: `[B, E]`, filled up with -1.
+
+  Raises:
+    ValueError: a row cannot fulfil one of them.
+  """
+  for one in constraints:
+    getattr(one, "check_rows", lambda new_tokens, eos: None)(new_tokens, eos)
+
+
+def check_ids(name: str, ids: Any, vocab_size: int) -> None:
+  """Raises a `ValueError` where one of the token ids does not exist."""
+  for token in ids:
+    if not (fields.is_whole(token) and 0 <= token < vocab_size):
+      raise ValueError(f"{name} holds token {token}; it must be a token id in "
+                       f"[0, {vocab_size})")
+
+
+def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
+          limits: jax.Array, eos: jax.Array, vocab_size: int) -> Any:
+  """The memories of B rows after their prompts, None without constraints.
+
+  Args:
+    constraints: in order.
+    tokens: `[B, C]`.
+    lengths: `[B]`.
+    limits: `[B]`.
+    eos: `[B, E]`, filled up with -1.
+    vocab_size: V.
+  """
+  if not constraints:
+    return None
+  return jax.vmap(lambda *row: tuple(
+      one.init(Row(*row, vocab_size)) for one in constraints))(
+          tokens, lengths, limits, eos)
+
+
+def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
+                drafted: bool = False) -> jax.Array:
+  """`logits [..., V]` under the constraints, in order.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: leaves `[..., ...]`, with the axes of the logits but V in front.
+    logits: of a model.
+    drafted: whether it is a drafter's.
+  """
+  if not constraints:
+    return logits
+
+  def apply(memory, logits):
+    holds = not drafted
+    for one, own in zip(constraints, memory):
+      new = one.apply(own, logits)
+      # NaN is passed on: the loop reports it.
+      if not holds:
+        new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
+      holds = holds and isinstance(one, Without)
+      logits = new
+    return logits
+
+  return _mapped(apply, logits.ndim - 1)(memory, logits)
+
+
+def read(constraints: Constraints, memory: Any, logits: jax.Array,
+         drafted: bool = False) -> tuple[jax.Array, jax.Array | None]:
+  """`constrained`, for a target that reads more nodes than it may need.
+
+  A node may be one that no text reaches: it lies after the row's limit or an
+  eos, or will be rejected. That no token is allowed after it is then no error.
+  Its logits are those of a uniform law, with which every exact rule stays so,
+  and the loop fails where a text does need a token there.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, N, ...]`, of `along`.
+    logits: `[B, N, V]`.
+    drafted: as in `constrained`.
+
+  Returns:
+    The logits, and `[B, N]` bool, the nodes after which no token is allowed;
+    None without constraints.
+  """
+  if not constraints:
+    return logits, None
+  logits = constrained(constraints, memory, logits, drafted)
+  stuck = jnp.max(logits, axis=-1) == -jnp.inf
+  return jnp.where(stuck[..., None], 0, logits), stuck
+
+
+def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
+  """The memories after one more token each, `tokens [...]`."""
+  if not constraints:
+    return None
+  return _mapped(lambda memory, token: _advance(constraints, memory, token),
+                 tokens.ndim)(memory, tokens)
+
+
+def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
+  """The memories `[B, N, ...]` after every node of batched drafts.
+
+  A node's memory is its parent's, advanced by its own token.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, after the root.
+    draft: batched.
+  """
+  if not constraints:
+    return None
+
+  def one(memory, draft):
+    nodes = draft.tokens.shape[0]
+
+    def visit(node, found):
+      above = jax.tree.map(lambda x: x[draft.parents[node]], found)
+      new = _advance(constraints, above, draft.tokens[node])
+      return jax.tree.map(lambda x, own: x.at[node].set(own), found, new)
+
+    return jax.lax.fori_loop(1, nodes, visit, jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), memory))
+
+  return jax.vmap(one)(memory, draft)
+
+
+def committed(constraints: Constraints, memory: Any, nodes: Any,
+              verdict: Verdict, tokens: jax.Array, count: jax.Array) -> Any:
+  """The memories `[B, ...]` after a round.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, before the round.
+    nodes: `[B, N, ...]`, of `along`.
+    verdict: batched.
+    tokens: `[B, N]`, those that the round may emit, in order.
+    count: `[B]`, how many of them it did.
+  """
+  if not constraints:
+    return None
+
+  def one(old, nodes, path, tokens, count):
+    last = jnp.maximum(count - 1, 0)  # the node above the last token
+    above = jax.tree.map(lambda x: x[path[last]], nodes)
+    new = _advance(constraints, above, tokens[last])
+    return jax.tree.map(lambda x, y: jnp.where(count > 0, x, y), new, old)
+
+  return jax.vmap(one)(memory, nodes, verdict.path, tokens, count)
+
+
+def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
+            carry: Any, logits: jax.Array
+            ) -> tuple[Callable[..., Any], Any, jax.Array]:
+  """A `drafters.growth` step under the constraints, along every path.
+
+  Args:
+    constraints: those whose memory it is.
+    memory: `[B, ...]`, after the root.
+    step: see `drafters.growth`.
+    carry: of the step.
+    logits: `[B, V]` of the token after the root.
+
+  Returns:
+    The step, its carry, which is a pair of the given one and memories, and
+    the logits of the token after the root.
+  """
+  def constrained_step(tokens, depths, ancestors, above, carry):
+    carry, memory = carry
+    logits, carry = step(tokens, depths, ancestors, above, carry)
+    parents = jax.tree.map(
+        lambda x: jax.vmap(lambda row, at: row[at])(x, above), memory)
+    memory = advanced(constraints, parents, tokens)
+    return constrained(constraints, memory, logits, drafted=True), (
+        carry, memory)
+
+  root = jax.tree.map(lambda x: x[:, None], memory) if constraints else None
+  return constrained_step, (carry, root), constrained(
+      constraints, memory, logits, drafted=True)
+
+
+def _advance(constraints, memory, token):
+  """The memory of one row after a token `[]`."""
+  new = []
+  for one, own in zip(constraints, memory):
+    new.append(one.advance(own, token))
+    checks.check_same(
+        f"the memory that {type(one).__name__}.advance returned", new[-1], own)
+  return tuple(new)
+
+
+def _mapped(function, axes):
+  for _ in range(axes):
+    function = jax.vmap(function)
+  return function

@@ -1,0 +1,295 @@
+"""What a user gives to a decoder, checked and in arrays.
+
+Every function raises a `ValueError` of one line that names the value, what it
+must be and how to mend it, before anything is compiled.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import fields
+from specjax.decoding import prefill
+from specjax import sampling
+from specjax.types import DecodeState
+
+_NO_TOKEN = -1  # fills up the list of a row's eos ids
+
+
+def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
+  """The prompts as arrays, not looked at yet."""
+  if not np.iterable(given):
+    raise ValueError(f"prompts is {given!r}; give a list of token ids for each "
+                     "prompt, such as [tokenizer.encode(text)]")
+  return [np.asarray(row) for row in given]
+
+
+def prompts(rows: Sequence[Sequence[int]], vocab_size: int
+            ) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens `[B, P]` int32, padded as a prefill reads them, and lengths `[B]`.
+
+  Args:
+    rows: B sequences of token ids, each of at least one token.
+    vocab_size: V, of the target.
+  """
+  rows = as_rows(rows)
+  if not rows:
+    raise ValueError("there are no prompts; at least one is needed")
+  for i, row in enumerate(rows):
+    if row.ndim != 1:
+      raise ValueError(
+          f"prompt {i} is {row if row.ndim == 0 else f'of shape {row.shape}'}; "
+          "give a list of token ids for each prompt, such as "
+          "[tokenizer.encode(text)]")
+    if row.size == 0:
+      raise ValueError(f"prompt {i} is empty; it needs at least one token, "
+                       "such as the tokenizer's bos")
+    if not np.issubdtype(row.dtype, np.integer):
+      raise ValueError(f"prompt {i} holds {row.dtype}; token ids are whole "
+                       "numbers")
+    bad = row[(row < 0) | (row >= vocab_size)]
+    if bad.size:
+      raise ValueError(
+          f"prompt {i} holds token id {bad[0]}; ids must lie in "
+          f"[0, {vocab_size}): use the target's tokenizer")
+  lengths = np.array([row.size for row in rows], np.int32)
+  columns = prefill.padded_length(int(lengths.max()))
+  tokens = np.zeros((len(rows), columns), np.int32)
+  for i, row in enumerate(rows):
+    tokens[i, :row.size] = row
+  return tokens, lengths
+
+
+def parameters(given: Any) -> None:
+  """Refuses what is no `{"target": ..., "drafter": ...}` of arrays."""
+  if not isinstance(given, Mapping) or "target" not in given:
+    has = (f"has the keys {', '.join(map(str, given))}"
+           if isinstance(given, Mapping) else f"is a {type(given).__name__}")
+    raise ValueError(f"params {has}; give "
+                     '{"target": ..., "drafter": ...}, the parameters of both')
+  for name, one in given.items():
+    if hasattr(one, "params"):
+      raise ValueError(
+          f"params[{name!r}] is a {type(one).__name__}, a model with its "
+          "parameters; give the parameters alone: its `.params`")
+
+
+def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
+                       ) -> None:
+  """Refuses parameters that have not the form that their model gives them.
+
+  It traces `init` of the models, so it is only called where a program failed.
+
+  Args:
+    given: `{"target": ..., "drafter": ...}`.
+    models: by the same names; those without `init(key)` are not looked at.
+
+  Raises:
+    ValueError: a leaf is missing, superfluous or of another shape.
+  """
+  def form(tree):
+    return {jax.tree_util.keystr(path): tuple(np.shape(x))
+            for path, x in jax.tree.leaves_with_path(tree)}
+
+  for name, model in models.items():
+    if name not in given or not callable(getattr(model, "init", None)):
+      continue
+    try:
+      wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
+    except TypeError:  # an `init` of other arguments
+      continue
+    has = form(given[name])
+    if name == "drafter" and not {*wanted} & {*has}:
+      continue  # a drafter whose parameters are not those of its model alone
+    for path in sorted({*wanted, *has}):
+      if wanted.get(path) != has.get(path):
+        describe = lambda shape: "nothing" if shape is None else (
+            f"an array of shape {shape}")
+        raise ValueError(
+            f"params[{name!r}] has {describe(has.get(path))} at "
+            f"{path or 'its top'}, where {type(model).__name__} of this "
+            f"decoder has {describe(wanted.get(path))}; give the parameters of "
+            "that model")
+
+
+def state(given: Any, drafter: str) -> None:
+  """Refuses a state that is gone, or that another drafter made.
+
+  Args:
+    given: what a loop is to continue.
+    drafter: class name of its drafter.
+  """
+  if not isinstance(given, DecodeState):
+    advice = ("; decode returns (state, stats)"
+              if isinstance(given, tuple) else "")
+    raise ValueError(f"state is a {type(given).__name__}; give the DecodeState "
+                     f"of prefill or of the last call{advice}")
+  if given.made_by not in (None, drafter):
+    raise ValueError(
+        f"the state was made for the drafter {given.made_by} and this "
+        f"decoder's is {drafter}; prefill with this decoder")
+  for x in jax.tree.leaves(given):
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and (
+        x.is_deleted()):
+      raise ValueError(
+          "the state was donated to an earlier call and is gone; use the state "
+          "that the call returned, or prefill again")
+
+
+def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
+           ) -> np.ndarray:
+  """`[B]` int32, the lengths at which rows are done.
+
+  Args:
+    given: `[B]` or one number; None: the context length.
+    lengths: `[B]` of the prompts.
+    context_length: the smaller context length of the two models.
+    owner: the model with that context length, for errors.
+  """
+  found = np.asarray(context_length if given is None else given)
+  if found.shape not in ((), lengths.shape):
+    raise ValueError(f"limits has shape {found.shape}; give one number, or one "
+                     f"for each of the {len(lengths)} prompts")
+  found = np.broadcast_to(found, lengths.shape)
+  for i, (limit, length) in enumerate(zip(found, lengths)):
+    if not limit <= context_length:
+      raise ValueError(
+          f"row {i} may grow to {limit} tokens, prompt included; the "
+          f"context length is {context_length}, the {owner}'s: ask for fewer "
+          "tokens or shorten the prompt")
+    if limit != limit // 1:
+      raise ValueError(f"row {i} has a limit of {limit} tokens; give a whole "
+                       "number")
+    if length > limit:
+      raise ValueError(f"prompt {i} has {length} tokens; its limit is "
+                       f"{limit}: shorten it or raise the limit")
+  return found.astype(np.int32)
+
+
+def context(given: Any, rows: int) -> Any:
+  """A copy of what a drafter may read, for the loop will donate it.
+
+  Args:
+    given: a tree of arrays `[B, ...]`, or None.
+    rows: B.
+  """
+  for path, x in jax.tree.leaves_with_path(given):
+    if np.ndim(x) < 1 or len(x) != rows:
+      raise ValueError(f"context{jax.tree_util.keystr(path)} has shape "
+                       f"{np.shape(x)}; its first axis must be the "
+                       f"{rows} prompts")
+  return jax.tree.map(jnp.array, given)
+
+
+def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
+  """`[B]` float32.
+
+  Args:
+    given: `[B]` or one number; None: the default.
+    default: the decoder's.
+    rows: B.
+  """
+  found = default if given is None else given
+  try:
+    values = np.asarray(found, np.float32)
+  except (TypeError, ValueError):
+    raise ValueError(f"temperature is {found!r}; give one number, or one for "
+                     f"each of the {rows} prompts") from None
+  if values.shape not in ((), (rows,)):
+    raise ValueError(f"temperature has shape {values.shape}; give one "
+                     f"number, or one for each of the {rows} prompts")
+  if not ((values >= 0) & (values <= sampling.LARGEST)).all():
+    raise ValueError(f"temperature is {found}; it must be at least 0 and at "
+                     f"most {sampling.LARGEST:g}: 0 is greedy, 1 is the "
+                     "model's own law")
+  return np.broadcast_to(values, (rows,))
+
+
+def _is_single(x: Any) -> bool:
+  # Bytes and mappings iterate over numbers that are no token ids.
+  return isinstance(x, str | bytes | Mapping) or not np.iterable(x)
+
+
+def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
+  """The ids of one row's `eos`, all of them tokens.
+
+  Args:
+    name: what an error calls it.
+    eos: a token id, several of them, or None.
+    vocab_size: V, of the target.
+  """
+  one = eos is not None and _is_single(eos)
+  ids = () if eos is None else (eos,) if one else eos
+  for token in ids:
+    if not (fields.is_whole(token) and 0 <= token < vocab_size):
+      raise ValueError(f"{name} is {token!r}; it must be a token id in "
+                       f"[0, {vocab_size}), several of them, or None")
+  return tuple(int(token) for token in ids)
+
+
+def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
+             ) -> np.ndarray:
+  """`[B, E]` int32, filled up with -1.
+
+  Args:
+    given: a token id, or several in one flat sequence, for all rows; or B
+      lists of ids, one for each row, where None is an empty one. Which of
+      these it is depends on its nesting alone, never on its length. None: the
+      default.
+    default: the decoder's, for all rows.
+    rows: B.
+    vocab_size: V, of the target.
+  """
+  given = default if given is None else given
+  given = np.asarray(given).tolist() if hasattr(given, "shape") else given
+  is_id = lambda x: x is not None and _is_single(x)
+  entries = [] if given is None else [given] if is_id(given) else list(given)
+  ids = [*map(is_id, entries)]
+  if all(ids):
+    lists = [eos_ids("eos", entries, vocab_size)] * rows
+  elif any(ids) or len(entries) != rows:
+    raise ValueError(
+        f"eos is {given} for {rows} prompts; give token ids for all rows, such "
+        "as (1, 2), or one list for each row, such as [[1, 2], []]")
+  else:
+    lists = [eos_ids(f"eos of prompt {i}", one, vocab_size)
+             for i, one in enumerate(entries)]
+  found = np.full((rows, max(1, *map(len, lists))), _NO_TOKEN, np.int32)
+  for row, own in zip(found, lists):
+    row[:len(own)] = own
+  return found
+
+
+def row_keys(key: jax.Array, request_ids: Any, rows: int) -> jax.Array:
+  """`[B]` keys: the request ids folded into the key.
+
+  Args:
+    key: a threefry key of `jax.random.key`.
+    request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None: 0..B-1.
+    rows: B.
+  """
+  if not (isinstance(key, jax.Array)
+          and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    raise ValueError("key is no typed PRNG key; make it by "
+                     "jax.random.key(seed, impl='threefry2x32')")
+  if str(jax.random.key_impl(key)) != "threefry2x32":
+    raise ValueError(
+        f"key is of kind {jax.random.key_impl(key)}; rows draw the same "
+        "numbers alone and in a batch only with 'threefry2x32'")
+  if key.shape:
+    raise ValueError(f"key has shape {key.shape}; give one key: those of the "
+                     "rows are made from it and the request ids")
+  ids = np.arange(rows) if request_ids is None else np.asarray(request_ids)
+  if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer):
+    raise ValueError(f"request_ids has shape {ids.shape} and dtype "
+                     f"{ids.dtype}; it must hold a whole number for each of "
+                     f"the {rows} prompts")
+  if ((ids < 0) | (ids >= 2**32)).any():
+    raise ValueError(f"request_ids holds {ids[(ids < 0) | (ids >= 2**32)][0]}; "
+                     "ids lie in [0, 2^32)")
+  return jax.vmap(jax.random.fold_in, (None, 0))(
+      key, jnp.asarray(ids, jnp.uint32))

@@ -1,0 +1,425 @@
+"""Rounds of several draft lengths, of which a controller chooses one.
+
+A `Ladder` stands where a `Round` does, in the same loops. Each rung is a round
+with a draft of another length; the lowest proposes nothing and verifies the
+root alone, which is decoding without drafts.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.interfaces import checks
+from specjax import interfaces
+from specjax.decoding.controller import Controller
+from specjax.methods import _common
+from specjax.decoding.rounds import Round
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import RoundStats
+from specjax.types import Trace
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resting:
+  """A drafter in a round in which it drafts nothing.
+
+  Attributes:
+    drafter: whose state it keeps up.
+    vocab_size: V.
+  """
+
+  drafter: Drafter
+  vocab_size: int
+
+  num_nodes = 1
+  num_coins = 0
+  iid = True
+  conditional = True
+  autoregressive = True
+
+  @property
+  def chain(self) -> bool:
+    return "chain" in interfaces.capabilities(self.drafter)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The drafter's."""
+    return self.drafter.init(params, prompt, prefill_output)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """The root alone."""
+    del params, coins
+    return _common.root_only(state, self.vocab_size), state.drafter
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The drafter's."""
+    return self.drafter.commit(
+        params, drafter, draft, verdict, target_output, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+  """Rounds that differ in the length of their drafts, shortest first.
+
+  Attributes:
+    rungs: a `Round` for each of the controller's lengths.
+    controller: chooses one before every round.
+  """
+
+  rungs: tuple[Round, ...]
+  controller: Controller
+
+  @property
+  def drafter(self) -> Drafter:
+    """That of the longest drafts."""
+    return self.rungs[-1].drafter
+
+  def start(self, *arguments: Any) -> DecodeState:
+    """As `Round.start`."""
+    state = self.rungs[-1].start(*arguments)
+    return state.replace(controller=self.controller.init(state.lengths))
+
+  def toss(self, state: DecodeState, rounds: int) -> jax.Array:
+    """As `Round.toss`, enough for the longest draft."""
+    return self.rungs[-1].toss(state, rounds)
+
+  def __call__(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats, Trace]:
+    """As a `Round`; stats and trace have the size of the longest draft."""
+    state, (stats, trace) = _round(self, params, state, coins, traced=True)
+    return state, stats, trace
+
+  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats]:
+    """As `Round.untraced`."""
+    return _flat(*_round(self, params, state, coins, traced=False))
+
+  def stretch(self, params: Any, going: Any, play: Any, carry: Any) -> Any:
+    """Rounds without a draft, as many as are due, and then those with drafts.
+
+    Each kind runs in a loop of its own, and in the first the controller has no
+    part: what is asked before every round costs a small model some percent.
+
+    Args:
+      params: as in a `Round`.
+      going: `carry -> [] bool`, whether there is another round.
+      play: `(round, carry) -> carry`, of a round that is called as `untraced`.
+      carry: of the loop; `carry[0][0]` is the state.
+    """
+    untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
+        self, *arguments, chosen, traced=False, only=only))
+
+    def asked(carry):
+      (before, *rest), *more = carry
+      before = self._told(params, before)
+      return ((before, *rest), *more), self.controller.choose(before)
+
+    carry, chosen = asked(carry)
+    (before, *rest), *more = carry
+    own, rests = self.controller.rests(before, chosen)
+    carry = (before.replace(controller=own), *rest), *more
+
+    def rested(loop):
+      carry, rests = loop
+      return play(untraced("rests"), carry), rests - 1
+
+    def drafted(loop):
+      carry, chosen = loop
+      return asked(play(untraced("drafts", chosen), carry))
+
+    wanted = lambda loop: going(loop[0]) & (loop[1] > 0)
+    carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
+    return jax.lax.while_loop(wanted, drafted, (carry, chosen))[0]
+
+  def one_round(self, params: Any, state: DecodeState, coins: jax.Array,
+                chosen: jax.Array | None = None, *, traced: bool,
+                only: str | None = None
+                ) -> tuple[DecodeState, tuple[Any, ...]]:
+    """A round; besides the state its stats, and its trace if that is wanted.
+
+    Args:
+      params: as in a `Round`.
+      state: likewise.
+      coins: likewise.
+      chosen: `[]` int32, of the controller; None: it is asked.
+      traced: whether the trace is wanted.
+      only: "rests" or "drafts" if `chosen` is known to be, or not to be 0; with
+        the first it is not needed.
+    """
+    if only is None:
+      state = self._told(params, state)
+      chosen = self.controller.choose(state)
+      own, _ = self.controller.rests(state, chosen)
+      state = state.replace(controller=own)
+    attempt = _Attempt(self, params, state, coins, chosen, traced)
+    full = "full" in interfaces.capabilities(self.drafter)
+    drafts = attempt.drafts_whole if full else attempt.drafts_and_cuts
+    carry = state, attempt.nothing_found()
+    if only is not None:
+      return attempt.rests(carry) if only == "rests" else drafts(carry)
+    return _common.once(chosen > 0, drafts, _common.once(
+        chosen == 0, attempt.rests, carry))
+
+  def _told(self, params, state):
+    """The state whose controller knows of which kind the next round is."""
+    if not self.controller.first:
+      return state
+    kind = self.drafter.lacking(params, state).astype(jnp.int32)
+    return state.replace(controller=state.controller.replace(kind=kind))
+
+  def needed(self, draft: Draft, done: jax.Array, rung: int) -> jax.Array:
+    """`[]` int32, the lowest rung that holds all that a rung drafted.
+
+    Args:
+      draft: batched.
+      done: `[B]` bool, rows that do not count.
+      rung: the number of the one that drafted it.
+    """
+    if not self.controller.cuts or interfaces.with_gamma(self.drafter) is None:
+      # Look-ahead positions look like padding.
+      return jnp.asarray(rung, jnp.int32)
+    drafted = draft.drafted & ~done[:, None]
+    last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
+    lengths = jnp.array([one.drafter.num_nodes - 1 for one in self.rungs])
+    return jnp.sum(last > lengths, dtype=jnp.int32)
+
+
+class _Attempt:
+  """One round of a ladder: its rungs, of which one is climbed.
+
+  Which one is data, so that each stands under `common.once`. A carry is
+  `(state, found)`; found are the round's stats, and its trace if that is
+  wanted, in the size of those of the longest draft.
+  """
+
+  def __init__(self, ladder, params, state, coins, chosen, traced):
+    self._ladder, self._params, self._coins = ladder, params, coins
+    self._chosen, self._kept = chosen, 1 + traced
+    draft, drafter = jax.eval_shape(
+        functools.partial(self._propose, -1), state)
+    # It is carried by a loop, see `common.once`.
+    name = type(ladder.drafter).__name__
+    checks.check_same(f"the state that {name}.propose returned", drafter,
+                      state.drafter)
+    self._draft_form = jax.eval_shape(self._packed, draft)
+    _, self._stats_form, trace = jax.eval_shape(
+        functools.partial(_judge, ladder.rungs[-1]), params, state, coins,
+        draft, drafter)
+    self._found_form = jax.eval_shape(
+        self._as_longest, self._stats_form, trace)
+
+  def nothing_found(self):
+    """What a carry begins with."""
+    return _blank(self._found_form)
+
+  def rests(self, carry):
+    """A round without a draft, of which the controller learns nothing."""
+    state, _ = carry
+    return self._judged(0, state, *self._propose(0, state))
+
+  def drafts_whole(self, carry):
+    """A round of the length chosen, whose drafts are always as long."""
+    before, found = carry
+    carry = self._caught_up(before), found
+    for i in range(1, len(self._ladder.rungs)):
+      carry = _common.once(self._chosen == i, lambda carry, i=i: self._judged(
+          i, carry[0], *self._propose(i, carry[0])), carry)
+    return self._learned(before, *carry, self._chosen)
+
+  def drafts_and_cuts(self, carry):
+    """A round of the length chosen, and a pass as long as what was drafted."""
+    before, found = carry
+    state = self._caught_up(before)
+    draft, drafter, size = self._drafted(state)
+    carry = state.replace(drafter=drafter), found
+    for i, one in enumerate(self._ladder.rungs):
+      # Cut where it is verified, or each round would write all lengths.
+      short = lambda n=one.drafter.num_nodes: self._unpacked(
+          jax.tree.map(lambda x: x[:, :n], draft))
+      carry = _common.once(
+          size == i, lambda carry, i=i, short=short: self._judged(
+              i, carry[0], short(), carry[0].drafter), carry)
+    return self._learned(before, *carry, size)
+
+  def _drafted(self, state):
+    """The draft, packed, the drafter's state, and the rung that holds it."""
+    nodes = self._ladder.drafter.num_nodes
+
+    def on(i, drafter):
+      draft, drafter = self._propose(i, state.replace(drafter=drafter))
+      size = self._ladder.needed(draft, state.done, i)
+      return self._packed(_padded_draft(draft, nodes)), drafter, size
+
+    carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
+    for i in range(1, len(self._ladder.rungs)):
+      carry = _common.once(
+          self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
+    return carry
+
+  def _propose(self, i, state):
+    return _propose(self._ladder.rungs[i], self._params, state, self._coins)
+
+  def _judged(self, i, state, draft, drafter):
+    """The carry after rung i has verified a draft."""
+    state, stats, trace = _judge(
+        self._ladder.rungs[i], self._params, state, self._coins, draft, drafter)
+    return state, self._as_longest(stats, trace)
+
+  def _as_longest(self, stats, trace):
+    return _padded(stats, trace, self._stats_form)[:self._kept]
+
+  def _learned(self, before, state, found, size):
+    return state.replace(controller=self._ladder.controller.learned(
+        before, found[0], state.lengths, self._chosen, size)), found
+
+  def _caught_up(self, state):
+    """The state whose drafter has read what was committed without it."""
+    drafter = self._ladder.drafter
+    if not hasattr(drafter, "catch_up"):
+      return state
+    return state.replace(drafter=drafter.catch_up(
+        self._params, state, state.controller.known))
+
+  def _packed(self, draft):
+    """A draft without what its tokens tell: `probs [B, N]` of them alone.
+
+    N V numbers that are read and written a few times cost a few percent of a
+    round in which an n-gram finds nothing.
+    """
+    if not self._packs:
+      return draft
+    own = jnp.take_along_axis(  # padding may have a token that is none
+        draft.probs, draft.tokens[..., None], axis=-1, mode="fill",
+        fill_value=0)
+    return draft.replace(probs=own[..., 0])
+
+  def _unpacked(self, draft):
+    """The draft that `_packed` was given."""
+    if not self._packs:
+      return draft
+    ids = jnp.arange(self._ladder.rungs[0].target.vocab_size)
+    chosen = ids == draft.tokens[..., None]
+    return draft.replace(probs=jnp.where(chosen, draft.probs[..., None], 0))
+
+  @property
+  def _packs(self):
+    # What a drafter wrongly declares must not be mended before it is checked.
+    return not self._ladder.rungs[0].debug and (
+        "certain" in interfaces.capabilities(self._ladder.drafter))
+
+
+# A single round is compiled too. Its parts are under a jit of their own, so
+# that shapes and program share a trace.
+_round = jax.jit(Ladder.one_round, static_argnums=0,
+                 static_argnames=("traced", "only"))
+_propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
+                   static_argnums=0)
+_judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
+                 static_argnums=0)
+
+
+def ladder(one: Round, controller: Controller) -> Ladder:
+  """The ladder of a round, whose drafter is bound.
+
+  Raises:
+    ValueError: the rule has a state, which is made for drafts of one length;
+      the drafter cannot draft that many tokens, begins the verifying pass, has
+      a model that cannot catch up with rounds in which it did not draft, or
+      cannot tell rounds of two kinds apart, which the controller does.
+  """
+  if one.rule.has_state:
+    raise ValueError(
+        f"{one.rule.name} has a state that is made for drafts of one length, "
+        "and a controller varies it; choose a rule without, such as Block")
+  name = type(one.drafter).__name__
+  if interfaces.has_model(one.drafter) and not hasattr(one.drafter, "catch_up"):
+    raise ValueError(
+        f"{name} has a model with a cache, which a controller leaves out of "
+        "some rounds, and no method `catch_up`; leave the controller out, or "
+        "see specjax.interfaces")
+  if getattr(one.drafter, "shares_pass", False):
+    raise ValueError(
+        f"{name} begins the verifying pass, and a controller may verify "
+        f"another part of a draft; give {name}(shares_pass=False)")
+  if controller.first and not getattr(one.drafter, "tells", False):
+    raise ValueError(
+        f"the controller has seconds of a first drafter, and {name} cannot "
+        "tell which rounds are its own; leave `first` out")
+  if not hasattr(one.drafter, "target_pass"):
+    _common.check_slack(
+        one.drafter, one.drafter.num_nodes + _common.CATCH_UP)
+  rungs = [dataclasses.replace(one, drafter=Resting(
+      drafter=one.drafter, vocab_size=one.target.vocab_size))]
+  for length in controller.lengths[1:]:
+    drafter = _of_length(one, length)
+    interfaces.check_pair(one.rule, drafter)
+    rungs.append(dataclasses.replace(one, drafter=drafter))
+  return Ladder(tuple(rungs), controller)
+
+
+def _of_length(one, length):
+  """The drafter of a round with drafts of `length` tokens."""
+  drafter, name = one.drafter, type(one.drafter).__name__
+  if drafter.num_nodes == length + 1:
+    return drafter
+  make = interfaces.with_gamma(drafter)
+  if make is None:
+    raise ValueError(
+        f"{name} drafts {drafter.num_nodes - 1} tokens and has no field "
+        f"`gamma`, and the controller's lengths hold {length}; give "
+        f"lengths=(0, {drafter.num_nodes - 1})")
+  drafter = interfaces.bind(make(length), one.target, one.transform)
+  if drafter.num_nodes != length + 1:
+    raise ValueError(
+        f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "
+        f"nodes and not of {length + 1}; leave {length} out of the lengths")
+  return drafter
+
+
+def _flat(state, found):
+  [stats] = found
+  return state, stats
+
+
+def _blank(shapes):
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _padded(stats, trace, like):
+  """Stats and trace of a rung, in the size of those of the longest draft."""
+  nodes = like.survival.shape[2]
+  # Checks name the size of the draft; all rungs have the same ones in order.
+  checks = stats.checks and dict(zip(like.checks, stats.checks.values()))
+  return stats.replace(
+      survival=_longer(stats.survival, nodes, axis=2), checks=checks), Trace(
+          draft=_padded_draft(trace.draft, nodes),
+          target_probs=_longer(trace.target_probs, nodes),
+          verdict=trace.verdict.replace(
+              path=_longer(trace.verdict.path, nodes)))
+
+
+def _longer(x, size, axis=1):
+  """`x` with zeros after its end, up to `size` along an axis."""
+  pads = [(0, 0)] * x.ndim
+  pads[axis] = 0, size - x.shape[axis]
+  return jnp.pad(x, pads)
+
+
+def _padded_draft(draft, nodes):
+  """A draft with padding up to N = `nodes`, in line after its last node."""
+  order = jnp.arange(-1, nodes - 1, dtype=draft.parents.dtype)
+  count = draft.parents.shape[1]
+  parents = _longer(draft.parents, nodes)
+  return Draft(tokens=_longer(draft.tokens, nodes),
+               parents=jnp.where(jnp.arange(nodes) < count, parents, order),
+               probs=_longer(draft.probs, nodes))

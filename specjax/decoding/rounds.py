@@ -1,0 +1,375 @@
+"""One round of drafting and verifying, and the loops that chain rounds.
+
+  drafter.propose -> target pass -> transform -> law -> verdict -> commit
+
+A round is pure and knows no algorithm: the parts that it calls are arguments.
+jit happens here, once; nothing inside talks to the host. `specjax.decoding.decoder` is
+the face for prompts, limits and keys.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.interfaces import checks
+from specjax import interfaces
+from specjax.decoding import prefill
+from specjax.decoding import rows
+from specjax import sampling
+from specjax.trees import topology
+from specjax.decoding import constraining as constraints_lib
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import RoundStats
+from specjax.types import Trace
+
+_TOSSED = 32  # rounds whose coins are tossed together where their number varies
+_KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+  """The static parts of a round; equal ones share their compiled programs.
+
+  What differs between rows is data: temperature and eos are in the state.
+
+  Attributes:
+    target: the model whose law the output follows.
+    drafter: bound to the target.
+    rule: whose verdicts are committed.
+    transform: from logits and the rows' temperature to laws.
+    observers: rules that are evaluated on the same drafts.
+    debug: whether values are checked as well, see `checks.check_values`.
+    drafts: whether what is decoded is a draft for another target, so that its
+      own may know no token that a constraint allows, see `constraints.base`.
+  """
+
+  target: ModelFn
+  drafter: Drafter
+  rule: interfaces.Rule
+  transform: LogitsTransform
+  observers: tuple[interfaces.Rule, ...] = ()
+  debug: bool = False
+  drafts: bool = False
+
+  def start(self, params: Any, prompt: Prompt, limits: jax.Array,
+            keys: jax.Array, temperature: jax.Array, eos: jax.Array
+            ) -> DecodeState:
+    """The state after reading the prompts; arguments as in the state."""
+    output = prefill.read_prompt(self.target, params["target"], prompt)
+    return self.begun(params, prompt, output, limits, keys, temperature, eos)
+
+  def begun(self, params: Any, prompt: Prompt, output: ModelOutput,
+            limits: jax.Array, keys: jax.Array, temperature: jax.Array,
+            eos: jax.Array) -> DecodeState:
+    """`start`, of prompts that the target has read.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompt: the prompts.
+      output: what `prefill.read_prompt` returned.
+      limits: as in the state, and so are the others.
+      keys: likewise.
+      temperature: likewise.
+      eos: likewise.
+    """
+    with _that_reads_params(self._drafter_name):
+      drafter = self.drafter.init(params, prompt, output)
+    batch, columns = prompt.tokens.shape
+    checks.check_rows(f"the first state of the drafter {self._drafter_name}",
+                      drafter, batch)
+    verifier = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))),
+        self.rule.initial_state(self.drafter.num_nodes - 1))
+    tokens = jnp.pad(prompt.tokens, ((0, 0), (0, prompt.capacity - columns)))
+    return DecodeState(
+        tokens=tokens,
+        lengths=prompt.lengths, limits=limits, done=prompt.lengths >= limits,
+        keys=keys, rounds=jnp.zeros_like(prompt.lengths),
+        temperature=temperature, eos=eos, target_cache=output.cache,
+        drafter=drafter, verifier=verifier, context=prompt.context,
+        constraints=constraints_lib.start(
+            self.transform.constraints, tokens, prompt.lengths, limits, eos,
+            self.target.vocab_size),
+        made_by=self._drafter_name)
+
+  def toss(self, state: DecodeState, rounds: int) -> jax.Array:
+    """`[rounds, B, count]`, the coins of the next rounds, see `coins`."""
+    numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
+    count = sampling.VERDICT_COINS + (interfaces.num_coins(self.drafter) or 0)
+    return sampling.toss(state.keys, numbers, count)
+
+  def __call__(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats, Trace]:
+    """One round for every row; rows that are done stay as they are.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: of the loop.
+      coins: `[B, count]` of this round, the verdict's first.
+    """
+    draft, drafter = self.propose(params, state, coins)
+    return self.judge(params, state, coins, draft, drafter)
+
+  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+               ) -> tuple[DecodeState, RoundStats]:
+    """One round without its trace, which a `Ladder` then need not build."""
+    return self(params, state, coins)[:2]
+
+  def judge(self, params: Any, state: DecodeState, coins: jax.Array,
+            draft: Draft, drafter: Any
+            ) -> tuple[DecodeState, RoundStats, Trace]:
+    """The part of a round that comes after `propose`, whose results it gets."""
+    batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
+    ancestors = jax.vmap(topology.ancestors)(draft.parents)
+    depths = topology.depths_of(ancestors)
+    output = interfaces.target_pass(
+        self.drafter, self.target, params, drafter, draft, depths, ancestors,
+        state.target_cache)
+    checks.check_output(type(self.target).__name__, output, batch, nodes,
+                        self.target.vocab_size)
+    constraints = self.transform.constraints
+    memory = constraints_lib.along(constraints, state.constraints, draft)
+    logits, stuck = constraints_lib.read(
+        constraints, memory, output.logits, drafted=self.drafts)
+    probs = self.transform(logits, state.temperature[:, None])
+    verdict, expected, survival, summed, law = self._judged(
+        state, draft, probs, depths, coins)
+
+    # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
+    # ban. A sum is the cheapest search for them.
+    finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
+                            for laws in (probs, draft.probs))
+    read = finite & draft_finite
+    law_finite = ~read | jnp.isfinite(summed)
+    usable = read & law_finite
+    # What comes of bad numbers is not the fault of the part that read them.
+    found = checks.check_values(
+        self._drafter_name, interfaces.capabilities(self.drafter),
+        self.rule.name, state, draft, law, usable) if self.debug else None
+    tokens, count, ended, failed = _emitted(
+        state, draft, verdict, usable, stuck)
+    finite, usable = finite & ~failed, usable & ~failed
+    lengths = state.lengths + count
+    new_drafter = self.drafter.commit(params, drafter, draft, verdict, output,
+                                      count)
+    checks.check_same(f"the state that {self._drafter_name}.commit returned",
+                      new_drafter, state.drafter)
+    new_state = state.replace(
+        tokens=rows.put(state.tokens, tokens, state.lengths), lengths=lengths,
+        done=state.done | ended | (lengths >= state.limits) | ~usable,
+        rounds=state.rounds + 1,
+        target_cache=self._committed(state, output.cache, verdict, count),
+        drafter=new_drafter,
+        verifier=jax.vmap(self.rule.commit)(
+            state.verifier, draft, probs, verdict),
+        constraints=constraints_lib.committed(
+            constraints, state.constraints, memory, verdict, tokens, count))
+    active = ~state.done
+    weight = (active & usable)[:, None]
+    return new_state, RoundStats(
+        emitted=count, accepted=jnp.minimum(verdict.num_accepted, count),
+        expected=jnp.where(weight, expected, 0),
+        survival=jnp.where(weight[..., None], survival, 0),
+        active=active, finite=finite | state.done,
+        draft_finite=draft_finite | state.done,
+        law_finite=law_finite | state.done, checks=found), Trace(
+            draft=draft, target_probs=probs, verdict=verdict)
+
+  @property
+  def _drafter_name(self) -> str:
+    return type(self.drafter).__name__
+
+  @property
+  def _is_chain(self) -> bool:
+    return "chain" in interfaces.capabilities(self.drafter)
+
+  def propose(self, params: Any, state: DecodeState, coins: jax.Array
+              ) -> tuple[Draft, Any]:
+    """The drafts and the drafter's state, from coins or from keys.
+
+    Of the coins of a round those that it needs are taken, see `__call__`.
+    """
+    count = interfaces.num_coins(self.drafter)
+    coins = coins[:, sampling.VERDICT_COINS:][:, :count]
+    if count is None:
+      fold_in = jax.vmap(jax.random.fold_in, (0, 0))
+      coins = jax.vmap(jax.random.fold_in, (0, None))(
+          fold_in(state.keys, state.rounds), _KEY_NUMBER)
+    with _that_reads_params(self._drafter_name):
+      draft, drafter = self.drafter.propose(params, coins, state)
+    checks.check_draft(
+        self._drafter_name, draft, state.lengths.shape[0],
+        self.drafter.num_nodes, self.target.vocab_size)
+    return draft, drafter
+
+  def _committed(self, state, cache, verdict, count):
+    """The target's cache with the accepted path."""
+    if self._is_chain:  # the path's nodes lie in order already
+      return cache.rollback(state.target_cache.lengths + count)
+    return cache.commit(verdict.path, count)
+
+  def _judged(self, state, draft, probs, depths, coins):
+    """The verdicts, and what is reported of the laws.
+
+    Returns:
+      The verdicts; two figures `[B, J]` and `[B, J, N]` of the rule's law and
+      of every observer's; `[B]`, finite where all that was drawn from is; the
+      laws with all of their rows, None without `debug`.
+    """
+    def one(memory, draft, probs, depths, coins):
+      law = self.rule.by_row(draft, probs, memory)
+      verdict, row = sampling.sample_outcome(law, draft, coins)
+      figures = [self.rule.figures(draft, probs, memory, law, depths)]
+      # Observers judge every round with a fresh state.
+      figures += [
+          rule.figures(draft, probs, None, rule.by_row(draft, probs), depths)
+          for rule in self.observers]
+      expected, survival = map(jnp.stack, zip(*figures))
+      whole = law.law() if self.debug else None
+      return (verdict, expected, survival, law.stop.sum() + row.sum(), whole)
+
+    return jax.vmap(one)(state.verifier, draft, probs, depths,
+                         coins[:, :sampling.VERDICT_COINS])
+
+
+@contextlib.contextmanager
+def _that_reads_params(drafter):
+  """Names a drafter whose parameters are missing; not every one has any."""
+  try:
+    yield
+  except KeyError as error:
+    if error.args != ("drafter",):
+      raise
+    raise ValueError(
+        f"params have no 'drafter', and the drafter {drafter} reads it; give "
+        '{"target": ..., "drafter": ...}, the parameters of both') from None
+
+
+def _emitted(state, draft, verdict, usable, stuck):
+  """What a round adds to every row.
+
+  Args:
+    state: before the round.
+    draft: batched.
+    verdict: batched.
+    usable: `[B]` bool, all numbers are finite.
+    stuck: `[B, N]` bool, nodes after which no token is allowed; or None.
+
+  Returns:
+    Tokens `[B, N]` of the verdict, how many count, whether one ends the row,
+    and whether the row needs a token where none is allowed.
+  """
+  tokens = jnp.take_along_axis(
+      draft.tokens, jnp.roll(verdict.path, -1, axis=-1), axis=-1)
+  slot = jnp.arange(tokens.shape[-1])
+  tokens = jnp.where(slot == verdict.num_accepted[:, None],
+                     verdict.next_token[:, None], tokens)
+  left = state.limits - state.lengths
+  count = wanted = jnp.minimum(verdict.num_accepted + 1, left)
+  if stuck is not None:  # the text ends at the first such node on its path
+    on_path = jnp.take_along_axis(stuck, verdict.path, axis=-1)
+    on_path &= slot <= verdict.num_accepted[:, None]
+    count = jnp.where(jnp.any(on_path, axis=-1), jnp.minimum(
+        wanted, jnp.argmax(on_path, axis=-1)), wanted)
+  is_end = (tokens[..., None] == state.eos[:, None]).any(-1)
+  is_end &= slot < count[:, None]
+  ended = jnp.any(is_end, axis=-1)
+  failed = (count < wanted) & ~ended & ~state.done & usable
+  count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
+  count = jnp.where(state.done | ~usable, 0, count)
+  return tokens, count.astype(jnp.int32), ended & ~state.done, failed
+
+
+def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
+  def step(state, coins):
+    if not traced:
+      return parts.untraced(params, state, coins)
+    state, stats, trace = parts(params, state, coins)
+    return state, (stats, trace)
+
+  return jax.lax.scan(step, state, parts.toss(state, rounds))
+
+
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
+  """A statistic of all rounds: both must hold, or the sum."""
+  return a & b if a.dtype == jnp.bool_ else a + b
+
+
+def _until(parts: Round, params, state, rounds=None, done=None):
+  """Until `done` rows are done, default all, or `rounds` were decoded.
+
+  Or until a row has no room for another draft, see `capacity`. A `Ladder` says
+  itself which rounds come next, see `Ladder.stretch`.
+  """
+  def totals(stats):
+    return stats.replace(active=stats.active.astype(jnp.int32))
+
+  def goes_on(carry):
+    state, _, played = carry
+    # Rows that are done write their drafts, too.
+    room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
+        state.tokens.shape[1])
+    going = (~jnp.all(state.done) if done is None else
+             jnp.sum(state.done) < done)
+    going &= room
+    return going if rounds is None else going & (played < rounds)
+
+  def some_rounds(carry):
+    coins = parts.toss(carry[0], _TOSSED)
+
+    def play(one, carry):
+      (state, total, played), i = carry
+      state, stats = one(params, state, coins[i])
+      total = jax.tree.map(add, total, totals(stats))
+      return (state, total, played + 1), i + 1
+
+    going = lambda carry: goes_on(carry[0]) & (carry[1] < _TOSSED)
+    step = functools.partial(play, one)
+    if hasattr(parts, "stretch"):
+      step = functools.partial(parts.stretch, params, going, play)
+    carry, _ = jax.lax.while_loop(
+        going, step, (carry, jnp.zeros((), jnp.int32)))
+    return carry
+
+  # Under jit of its own, so that the loop does not trace the round again.
+  one = jax.jit(lambda *arguments: parts.untraced(*arguments))
+  coins = jax.eval_shape(lambda state: parts.toss(state, 1)[0], state)
+  shapes = jax.eval_shape(one, params, state, coins)[1]
+  zero = jax.tree.map(
+      lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
+          x.shape, x.dtype), shapes)
+  zero = zero.replace(active=jnp.zeros_like(state.lengths))
+  return jax.lax.while_loop(goes_on, some_rounds, (
+      state, zero, jnp.zeros((), jnp.int32)))[:2]
+
+
+# The state is donated in both loops: caches are updated in place, and the
+# state that was passed in must not be used again.
+scan = jax.jit(_scan, static_argnames=("parts", "rounds", "traced"),
+               donate_argnames="state")
+until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def start(parts: Round, params, prompt, limits, keys, temperature, eos):
+  """`Round.start`, compiled."""
+  return parts.start(params, prompt, limits, keys, temperature, eos)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def insert(state, slots, fresh):
+  """`Decoder.insert`, compiled."""
+  own = lambda node: hasattr(node, "with_rows")
+  return jax.tree.map(
+      lambda all, new: (all.with_rows(slots, new) if own(all) else
+                        all.at[slots].set(new)), state, fresh, is_leaf=own)

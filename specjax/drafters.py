@@ -1,0 +1,64 @@
+"""Drafters: how tokens are proposed; one file each.
+
+  a small model         LanguageModel, TreeLanguageModel, DynamicTree, Paths,
+                        Online; with another vocabulary: TokenIntersection,
+                        StringMatch
+  no model              NGram, Reference, Suffix, Retrieval, Recycling, Empty
+  the target's layers   EarlyExit, EarlyExitTree, Kangaroo, Swift, Hierarchy
+  heads, embeddings     Medusa, Blockwise, Hydra, Lookahead
+  the target's features Eagle, EagleChain, DynamicEagle, SampledEagle, MTP,
+                        MTPTree, Parallel, ParallelTree
+  other drafters        Cascade, Fallback, Merge
+
+`common`, `expansion`, `growth`, `children`, `continuations`, `drawn_trees`,
+`features`, `following`, `forecasts`, `matches`, `modules`, `parts`, `reading`,
+`slot_trees` and `translation` hold what several of them share; `stop_rules` end
+chains while they are drafted.
+"""
+
+from specjax.methods import stop_rules
+from specjax.methods.heads.blockwise_drafter import Blockwise
+from specjax.methods.combined.cascade import Cascade
+from specjax.methods.draft_models.dynamic_tree import DynamicTree
+from specjax.methods.draft_models.dynamic_tree import DynamicTreeState
+from specjax.methods.features.eagle_drafter import Eagle
+from specjax.methods.features.eagle_drafter import EagleChain
+from specjax.methods.features.eagle_trees import DynamicEagle
+from specjax.methods.features.eagle_trees import SampledEagle
+from specjax.methods.self_speculation.early_exit import EarlyExit
+from specjax.methods.self_speculation.early_exit_tree import EarlyExitTree
+from specjax.methods.model_free.empty import Empty
+from specjax.methods.combined.fallback import Fallback
+from specjax.methods.self_speculation.hierarchy import Hierarchy
+from specjax.methods.heads.hydra_drafter import Hydra
+from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
+from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.heads.lookahead_drafter import Lookahead
+from specjax.methods.heads.medusa_drafter import Medusa
+from specjax.methods.combined.merge import Merge
+from specjax.methods.features.mtp_drafter import MTP
+from specjax.methods.features.mtp_drafter import MTPTree
+from specjax.methods.model_free.ngram import NGram
+from specjax.methods.model_free.ngram import Reference
+from specjax.methods.model_free.ngram import reference_texts
+from specjax.methods.draft_models.online import Online
+from specjax.methods.blocks.parallel_drafter import Parallel
+from specjax.methods.blocks.parallel_drafter import ParallelTree
+from specjax.methods.draft_models.paths import Paths
+from specjax.methods.model_free.recycling import Recycling
+from specjax.methods.model_free.recycling import recycling_tree
+from specjax.methods.model_free.retrieval import Retrieval
+from specjax.methods.self_speculation.skipping import Swift
+from specjax.methods.other_vocabularies.string_match import StringMatch
+from specjax.methods.model_free.suffix import Suffix
+from specjax.methods.other_vocabularies.token_intersection import TokenIntersection
+from specjax.methods.draft_models.tree_language_model import TreeLanguageModel
+
+__all__ = ["MTP", "MTPTree", "Blockwise", "Cascade", "DynamicEagle",
+           "DynamicTree", "DynamicTreeState", "Eagle", "EagleChain",
+           "EarlyExit", "EarlyExitTree", "Empty", "Fallback", "Hierarchy",
+           "Hydra", "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
+           "NGram", "Online", "Parallel", "ParallelTree", "Paths", "Recycling",
+           "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
+           "Swift", "TokenIntersection", "TreeLanguageModel", "recycling_tree",
+           "reference_texts", "stop_rules"]

@@ -1,0 +1,246 @@
+"""What a part returns, checked while the program is traced.
+
+Shapes, dtypes and structures are static, so these checks cost nothing at run
+time. Every error names the part. `check_values`, for `Decoder(debug=True)`,
+looks at the numbers too.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import processes
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Law
+from specjax.types import LawByRow
+from specjax.types import ModelOutput
+
+_ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
+
+
+def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
+           ) -> None:
+  """Checks shape and dtype of one array, named as the reader knows it."""
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    raise ValueError(f"{name} is a {type(x).__name__}; it must be an array "
+                     f"{axes} of shape {shape}")
+  message = (f"{name} has shape {x.shape} and dtype {x.dtype}; it must be "
+             f"{axes} of shape {shape}, {kind.__name__}")
+  options = dict(custom_message=message, include_default_message=False,
+                 exception_type=ValueError)
+  chex.assert_shape(x, shape, **options)
+  chex.assert_type(x, kind, **options)
+
+
+def _check_is(name: str, value: Any, kind: type) -> None:
+  if not isinstance(value, kind):
+    raise ValueError(f"{name} is a {type(value).__name__}; it must be a "
+                     f"specjax.{kind.__name__}")
+
+
+def check_draft(name: str, draft: Draft, batch: int, nodes: int,
+                vocab_size: int) -> None:
+  """Checks what `propose` returned.
+
+  Args:
+    name: of the drafter.
+    draft: batched.
+    batch: B.
+    nodes: N, what the drafter declares as `num_nodes`.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: a field has another shape or dtype.
+  """
+  of = f"of the drafter {name} (num_nodes {nodes})"
+  _check_is(f"the draft {of}", draft, Draft)
+  for field, kind in (("tokens", int), ("parents", int)):
+    _check(f"{field} {of}", getattr(draft, field), (batch, nodes), "[B, N]",
+           kind)
+  _check(f"probs {of}", draft.probs, (batch, nodes, vocab_size), "[B, N, V]",
+         float)
+
+
+def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
+  """Checks what `law` returned for one sequence.
+
+  Raises:
+    ValueError: a field has another shape or dtype.
+  """
+  _check_is(f"the law of the verifier {name}", law, Law)
+  _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
+  _check(f"next_token of the verifier {name}", law.next_token,
+         (nodes, vocab_size), "[N, V]", float)
+
+
+def check_law_by_row(name: str, law: LawByRow, nodes: int, vocab_size: int
+                     ) -> LawByRow:
+  """The law that `by_row` returned, whose rows are checked as they are made.
+
+  Raises:
+    ValueError: it is none, or `stop` or a row has another shape or dtype.
+  """
+  _check_is(f"the law by row of the verifier {name}", law, LawByRow)
+  _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
+
+  def next_row(node):
+    row = law.next_row(node)
+    _check(f"a row of next_token of the verifier {name}", row, (vocab_size,),
+           "[V]", float)
+    return row
+
+  return LawByRow(stop=law.stop, next_row=next_row)
+
+
+def check_survival(name: str, survival: jax.Array, nodes: int) -> None:
+  """Checks what `survival` returned for one sequence."""
+  _check(f"survival of the verifier {name}", survival, (nodes,), "[N]", float)
+
+
+def check_output(name: str, output: ModelOutput, batch: int, size: int,
+                 vocab_size: int) -> None:
+  """Checks what a model's pass over S tokens with a cache returned."""
+  _check_is(f"the output of the model {name}", output, ModelOutput)
+  _check(f"logits of the model {name}", output.logits,
+         (batch, size, vocab_size), "[B, S, V]", float)
+  hidden = output.hidden
+  if hidden is None or hidden.ndim < 2 or hidden.shape[:2] != (batch, size):
+    found = "None" if hidden is None else hidden.shape
+    raise ValueError(f"hidden of the model {name} has shape {found}; it must "
+                     f"be [B, S, F] with B = {batch} and S = {size}")
+  for field in ("lengths", "commit", "rollback"):
+    if not hasattr(output.cache, field):
+      raise ValueError(
+          f"the cache of the model {name} is a {type(output.cache).__name__} "
+          f"without `{field}`; see specjax.types.Cache")
+
+
+def check_rows(name: str, tree: Any, batch: int) -> None:
+  """Checks that every leaf of a state has the rows B as its first axis.
+
+  Of a cache that says by `with_rows` where its rows are, the lengths must.
+  """
+  own = lambda node: hasattr(node, "with_rows")
+  tree = jax.tree.map(lambda x: x.lengths if own(x) else x, tree, is_leaf=own)
+  for path, x in jax.tree.leaves_with_path(tree):
+    if jnp.ndim(x) < 1 or jnp.shape(x)[0] != batch:
+      raise ValueError(
+          f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}; every "
+          f"leaf of a state has the {batch} rows as its first axis")
+
+
+def check_same(name: str, new: Any, old: Any) -> None:
+  """Checks that a state kept its structure, its shapes and its dtypes."""
+  form = lambda tree: {
+      jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+      for path, x in jax.tree.leaves_with_path(jax.eval_shape(lambda: tree))}
+  has, had = form(new), form(old)
+  for path in {**had, **has}:
+    if has.get(path) != had.get(path):
+      raise ValueError(
+          f"{name} has {has.get(path, 'nothing')} at {path or 'its top'} where "
+          f"there was {had.get(path, 'nothing')}; a state keeps its structure, "
+          "shapes and dtypes")
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    raise ValueError(f"{name} is {jax.tree.structure(new)} where there was "
+                     f"{jax.tree.structure(old)}; a state keeps its structure")
+
+
+def check_values(drafter: str, declared: Collection[str], verifier: str,
+                 state: DecodeState, draft: Draft, law: Law, usable: jax.Array
+                 ) -> dict[str, jax.Array]:
+  """Checks the numbers of one round, batched.
+
+  Whether something is wrong is data, which the loop hands on like its other
+  statistics; `raise_if_bad` looks at it on the host. (`checkify` would do as
+  much, but not for a rule that loops inside a vmap.)
+
+  Args:
+    drafter: its name.
+    declared: what the drafter declares, of `contract.CAPABILITIES`.
+    verifier: its name.
+    state: before the round.
+    draft: the drafts.
+    law: the laws.
+    usable: `[B]` bool, both models' numbers are finite; others are reported
+      by themselves, see `RoundStats.finite`.
+
+  Returns:
+    What is wrong where a check fails, with {row} for the row, and whether all
+    is well: `{text: [B] bool}`. The checks: parents come before their
+    children, the rows of q are laws or padding, what is declared a chain or
+    certain is that, the verifier's law sums to 1, and the commit stays within
+    the capacity.
+  """
+  nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
+  next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
+  good = {
+      **draft_values(drafter, declared, draft),
+      f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
+      "negative and sums to 1":
+          _is_one(law.stop.sum(-1)) & (law.stop >= 0).all(-1),
+      f"next_token of the verifier {verifier} holds a row that is no law in "
+      "row {row}; each is not negative and sums to 1":
+          (next_token | (law.stop <= 0)).all(-1),
+      f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
+      "with a larger capacity": state.lengths + nodes <= capacity,
+  }
+  return {text: ok | state.done | ~usable for text, ok in good.items()}
+
+
+def draft_values(drafter: str, declared: Collection[str], draft: Draft
+                 ) -> dict[str, jax.Array]:
+  """The part of `check_values` on drafts, batched; arguments as there."""
+  order, total = jnp.arange(draft.parents.shape[1]), draft.probs[:, 1:].sum(-1)
+  parents = jnp.where(
+      order > 0, (draft.parents >= 0) & (draft.parents < order),
+      draft.parents == -1)
+  is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
+  good = {
+      f"parents of the drafter {drafter} are no tree in row {{row}}; "
+      "parents[0] is -1 and 0 <= parents[i] < i": parents.all(-1),
+      f"probs of the drafter {drafter} hold a row that is no law in row "
+      "{row}; each is not negative and sums to 1, or to 0 for padding":
+          is_law.all(-1),
+  }
+  if "chain" in declared:
+    in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])
+    good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
+         "in row {row}"] = ((total == 0) | in_line).all(-1)
+  if "certain" in declared:
+    own = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1,
+                              mode="fill", fill_value=0)
+    one_hot = (own[:, 1:, 0] == total) & ((total == 0) | (total == 1))
+    good[f"the drafter {drafter} declares `certain = True` and has a row of "
+         "probs in row {row} that is not one-hot"] = one_hot.all(-1)
+  if "full" in declared:
+    good[f"the drafter {drafter} declares `full = True` and has padding in row "
+         "{row}"] = (total != 0).all(-1)
+  return good
+
+
+def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
+  """Raises what `check_values` found, stacked over rounds or not.
+
+  Args:
+    found: `{text: [..., B] bool}`, or None.
+
+  Raises:
+    ValueError: a check failed; the text names the part and the first row.
+  """
+  for text, good in (found or {}).items():
+    if isinstance(good, jax.core.Tracer):
+      return  # inside a program, whose caller has the statistics
+    good = np.asarray(processes.gathered(good))
+    rows = good.reshape(-1, good.shape[-1]).all(0)
+    if not rows.all():
+      raise ValueError(text.format(row=int(rows.argmin())))
+
+
+def _is_one(total):
+  return jnp.abs(total - 1) < _ROUNDING

@@ -1,0 +1,93 @@
+"""How a target learns to draft for itself: one record a method.
+
+A `Method` says which heads it trains, by which objective, and how the target
+drafts with them. Scripts read everything from the record, so that another
+method (another kind of head) is one record in the file of its family beside its
+own files: its class of `models.heads.Heads`, its objective and its strategy.
+The families are those of `specjax.strategies`: `heads`, `features`, `blocks`
+and `own_layers`; `base` is what a record says.
+"""
+
+import os
+import pathlib
+import re
+from typing import Any
+
+from specjax import methods as heads_lib
+from specjax.methods import Heads
+from specjax.methods.published import drafter_layout
+from specjax.methods.published import load_drafter
+from specjax.models.transformer import Transformer
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.blocks.records import PARALLEL
+from specjax.methods.features.records import EAGLE_1
+from specjax.methods.features.records import EAGLE_3
+from specjax.methods.features.records import MTP
+from specjax.methods.features.records import PARALLEL_LAYERS
+from specjax.methods.heads.records import BLOCKWISE
+from specjax.methods.heads.records import HYDRA
+from specjax.methods.heads.records import MEDUSA
+from specjax.methods.heads.records import MEDUSA_2
+from specjax.methods.heads.records import PASS
+from specjax.methods.self_speculation.records import KANGAROO
+
+__all__ = [
+    "BLOCKWISE",
+    "EAGLE_1",
+    "EAGLE_3",
+    "HYDRA",
+    "KANGAROO",
+    "LearningRate",
+    "MEDUSA",
+    "MEDUSA_2",
+    "METHODS",
+    "MTP",
+    "Method",
+    "Option",
+    "PARALLEL",
+    "PARALLEL_LAYERS",
+    "PASS",
+    "load_heads",
+    "of",
+]
+
+METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
+           PARALLEL_LAYERS, PARALLEL, KANGAROO)
+
+
+def of(heads: Heads) -> Method:
+  """The first method that has heads of this kind; it knows how to draft."""
+  return next(m for m in METHODS if m.heads.kind == heads.kind)
+
+
+def load_heads(directory: str | os.PathLike[str], target: Transformer,
+               dtype: Any = None, target_params: Any = None
+               ) -> tuple[Heads, dict[str, Any]]:
+  """Loads heads of any method here, or a published drafter.
+
+  Args:
+    directory: a directory of `models.heads.save_heads`, or what
+      `models.load_drafter` takes, in any layout that it reads.
+    target: the model that is to draft with them.
+    dtype: of the parameters; None is `default_dtype()`.
+    target_params: the target's parameters. With them, copies of the target's
+      matrices in a published drafter are not kept.
+
+  Returns:
+    `(heads, params)`.
+
+  Raises:
+    ValueError: see `models.heads.load_heads` and `models.load_drafter`.
+  """
+  path = pathlib.Path(directory)
+  ours = any((path / f"heads.{kind}").exists() for kind in (
+      "json", "safetensors"))
+  on_the_hub = not path.exists() and re.fullmatch(
+      r"[\w-][\w.-]*/[\w.-]+", os.fspath(directory))
+  if on_the_hub or not ours and (
+      (path / "config.json").exists() or drafter_layout(path)):
+    return load_drafter(directory, target, target_params, dtype=dtype)
+  kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
+  return heads_lib.load_heads(directory, target, dtype, kinds)

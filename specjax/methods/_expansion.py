@@ -1,0 +1,170 @@
+"""Growing a tree whose shape follows the confidence of what predicts it.
+
+EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any `growth` step.
+The value of a node is the product of the probabilities on its path. Every
+level expands its `top_k` best nodes by `top_k` children each; of all
+candidates the N - 1 best are drafted.
+"""
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax.utils import fields
+from specjax.types import Draft
+
+
+class ExpandedTree:
+  """The base of drafters whose tree `expand` grows, and which draw nothing.
+
+  Classes that derive from it are frozen dataclasses that have `depth`, levels
+  below the root, `top_k`, nodes expanded of a level and children of each, and
+  `num_nodes`, N with the root.
+  """
+
+  certain = True
+  conditional = True
+  num_coins = 0
+  proposal = "deterministic"
+
+  def __post_init__(self):
+    check_sizes(self.depth, self.top_k, self.num_nodes)
+
+  @property
+  def chain(self) -> bool:
+    return self.top_k == 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain
+
+
+@struct.dataclass
+class _Frontier:
+  """The `top_k` nodes of a level that are expanded; K = `top_k`.
+
+  Attributes:
+    candidates: `[B, K]` int32, their numbers among all candidates.
+    tokens: `[B, K]` int32.
+    values: `[B, K]`, the log of the product of confidences on their path.
+    ancestors: `[B, K, T]` bool, over the T frontier nodes so far.
+    above: `[B, K]` int32, the place of each node's parent in the frontier
+      before.
+  """
+
+  candidates: jax.Array
+  tokens: jax.Array
+  values: jax.Array
+  ancestors: jax.Array
+  above: jax.Array
+
+
+def most_nodes(depth: int, top_k: int) -> int:
+  """Candidates of so many levels, the root included."""
+  return 1 + top_k + (depth - 1) * top_k**2
+
+
+def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
+  """Raises a `ValueError` where `expand` finds no such tree."""
+  for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
+                             ("num_nodes", num_nodes, 2)):
+    fields.check_at_least(name, value, least)
+  most = most_nodes(depth, top_k)
+  if num_nodes > most:
+    raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and top_k "
+                     f"{top_k} allow 2 to {most}: change one of the three")
+
+
+def check_top_k(top_k: int, vocab_size: int) -> None:
+  """Raises a `ValueError` where a node cannot have that many children."""
+  if top_k > vocab_size:
+    raise ValueError(f"top_k is {top_k}; the vocabulary has {vocab_size} "
+                     "tokens: choose at most that")
+
+
+def fed_nodes(depth: int, top_k: int) -> int:
+  """Nodes that `expand` feeds to its step, of all levels together."""
+  return top_k * (depth - 1)
+
+
+def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
+           num_nodes: int):
+  """Grows a tree for every row.
+
+  Args:
+    step: reads the nodes of a level, see `growth`.
+    carry: of the step.
+    logits: `[B, V]` of the token after the root.
+    roots: `[B]` int32.
+    transform: from logits to confidences.
+    depth: levels below the root, one step each but for the last.
+    top_k: nodes expanded of a level, and children of each.
+    num_nodes: N.
+
+  Returns:
+    The batched `Draft`; `[B, N]` int32, where each node lies in the block that
+    was fed (anything for the root and for nodes that were not); and the carry.
+  """
+  batch, vocab_size = logits.shape
+
+  def children(logits, values):
+    """Tokens and values `[B, F * top_k]` of the children of F nodes."""
+    probs, tokens = jax.lax.top_k(transform(logits), top_k)
+    values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
+    return tokens.reshape(batch, -1), values.reshape(batch, -1)
+
+  tokens, values = children(logits[:, None], jnp.zeros((batch, 1)))
+  numbers = jnp.arange(1, top_k + 1, dtype=jnp.int32)  # the root is 0
+  frontier = _Frontier(
+      candidates=jnp.tile(numbers, (batch, 1)), tokens=tokens, values=values,
+      ancestors=jnp.tile(jnp.eye(top_k, dtype=bool), (batch, 1, 1)),
+      above=jnp.zeros_like(tokens))
+  found = [(tokens, values, jnp.zeros_like(tokens))]
+  fed = jnp.zeros((batch, 0), jnp.int32)
+  for level in range(1, depth):
+    logits, carry = step(
+        frontier.tokens, jnp.full_like(frontier.tokens, level - 1),
+        frontier.ancestors, frontier.above, carry)
+    fed = jnp.concatenate([fed, frontier.candidates], axis=1)
+    tokens, values = children(logits, frontier.values)
+    found.append((tokens, values,
+                  jnp.repeat(frontier.candidates, top_k, axis=1)))
+    first = most_nodes(level, top_k)
+    frontier = _best(frontier, tokens, values, first)
+  columns = [jnp.concatenate(x, axis=1) for x in zip(*found)]
+  keep = lambda root, tokens, values, parents, fed: _kept(
+      root, tokens, values, parents, fed, num_nodes, vocab_size)
+  draft, slots = jax.vmap(keep)(roots, *columns, fed)
+  return draft, slots, carry
+
+
+def _best(frontier, tokens, values, first):
+  """The next frontier out of the children of this one."""
+  top_k = frontier.tokens.shape[1]
+  values, chosen = jax.lax.top_k(values, top_k)
+  above = (chosen // top_k).astype(jnp.int32)
+  own = jnp.tile(jnp.eye(top_k, dtype=bool), (values.shape[0], 1, 1))
+  inherited = jnp.take_along_axis(
+      frontier.ancestors, above[..., None], axis=1)
+  return _Frontier(
+      candidates=first + chosen, values=values, above=above,
+      tokens=jnp.take_along_axis(tokens, chosen, axis=1),
+      ancestors=jnp.concatenate([inherited, own], axis=-1))
+
+
+def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
+  """The best candidates of one row as a draft, and their slots `[N]`."""
+  # Equal values go to the lower number, hence to the parent.
+  values, best = jax.lax.top_k(values, num_nodes - 1)
+  order = jnp.argsort(best)
+  values, best = values[order], best[order]
+  tokens, parents = tokens[best], parents[best]
+  nodes = jnp.concatenate([jnp.zeros_like(best[:1]), best + 1])
+  place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
+  slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
+  probs = jax.nn.one_hot(tokens, vocab_size)
+  # Certainty must not hide that the model's numbers broke down.
+  probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
+  draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
+                     tokens, probs)
+  return draft, slots.astype(jnp.int32)

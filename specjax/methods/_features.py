@@ -1,0 +1,228 @@
+"""What drafters that read the target's features share.
+
+A feature layer holds (g_t, x_{t+1}) at position t, see `models.features`. So
+after n committed tokens its cache holds n - 1 positions, all of them of true
+features: what it drafts in a round is never written, and what is accepted is
+read anew with the features that the target computed of it.
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax import interfaces
+from specjax.decoding import prefill
+from specjax.trees import topology
+from specjax.methods import FeatureHeads
+from specjax.methods import ParallelHeads
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class FeatureState:
+  """What the layer computed of the committed text.
+
+  Attributes:
+    cache: the layer's, of all positions but the last token's.
+    hidden: `[B, D]` at the last of them, what the next step is fed.
+    read: `[B, D]` there, what the head reads: its logits are those of the token
+      after the root.
+    known: `[B]` bool; False: the text has one token, and no position is known.
+    rule: what is kept for a stop rule, see `stop_rules.first`.
+  """
+
+  cache: Any
+  hidden: jax.Array
+  read: jax.Array
+  known: jax.Array
+  rule: Any = ()
+
+
+class LayerDrafter:
+  """The base of drafters whose `heads` go on from the target's features.
+
+  Every device holds all of the heads, and what a round commits is read by
+  `commit` or kept by it, drafted or not, so that nothing is to be caught up.
+  """
+
+  heads: FeatureHeads
+  # The features below the root are the heads' own, so that q depends on where
+  # the draft began.
+  autoregressive = False
+
+  @property
+  def context_length(self) -> int:
+    return self.heads.context_length
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Nothing, see above."""
+    del params, since
+    return state.drafter
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds the whole, see `specjax.interfaces`."""
+    del axis, size
+    return PartitionSpec()
+
+
+def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
+  """Raises a `ValueError` where siblings cannot all differ.
+
+  Args:
+    heads: that draft.
+    width: the most children of a node that must differ.
+  """
+  if width > heads.draft_size:
+    raise ValueError(
+        f"a node has {width} children and the drafter knows {heads.draft_size} "
+        "tokens; siblings must differ: use a narrower tree")
+
+
+def chunked(prompt: Prompt, prefill_output: ModelOutput
+            ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+  """A prompt in pieces that bound the cost of a pass.
+
+  Returns:
+    `(hidden [K, B, S, F], places [K, S])` of K pieces of S columns, and a mask
+    `[B, S, S]` by which each of them is causal.
+  """
+  batch, columns = prompt.tokens.shape
+  size = prefill.chunk_size(columns)
+  split = lambda x: x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)
+  _, causal = topology.causal(batch, size)
+  places = jnp.arange(columns, dtype=jnp.int32).reshape(-1, size)
+  return (split(prefill_output.hidden), places), causal
+
+
+def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
+                prefill_output: ModelOutput) -> FeatureState:
+  """The state after the prompts; all of them are read."""
+  own, target = params["drafter"], params["target"]
+  chunks, causal = chunked(prompt, prefill_output)
+  after = jnp.roll(prompt.tokens, -1, axis=1)
+
+  def read(cache, chunk):
+    hidden, places = chunk
+    out = heads.step(own, target, heads.enter(own, heads.taps_of(hidden)),
+                     after[:, places], visible=causal, cache=cache)
+    cache = out.cache.after(out.hidden).rollback(
+        cache.lengths + places.shape[0])
+    return cache, (out.hidden, out.read)
+
+  cache = heads.init_cache(own, prompt.lengths.shape[0], prompt.capacity)
+  # That it is empty is not told to XLA, see `prefill.empty_cache`.
+  cache, found = jax.lax.scan(
+      read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
+  last = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
+  hidden, read = (
+      jnp.take_along_axis(x.swapaxes(0, 1).reshape(
+          *prompt.tokens.shape, -1), last, axis=1)[:, 0] for x in found)
+  return FeatureState(cache=cache.rollback(prompt.lengths - 1), hidden=hidden,
+                      read=read, known=prompt.lengths >= 2)
+
+
+def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
+  """`[B, size, ...]` of `x [B, N, ...]`: at the first nodes of the path."""
+  path = verdict.path[:, :size]
+  return jnp.take_along_axis(
+      x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def emitted(draft: Draft, verdict: Verdict) -> jax.Array:
+  """`[B, N]` int32, the token that follows each node of the path."""
+  below = jnp.roll(verdict.path, -1, axis=-1)
+  tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
+  ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]
+  return jnp.where(ends, verdict.next_token[:, None], tokens)
+
+
+def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
+               draft: Draft, verdict: Verdict, target_output: ModelOutput,
+               count: jax.Array, depth: int) -> FeatureState:
+  """The state after a round, of the target's features of what was accepted.
+
+  Args:
+    heads: the layer.
+    params: `{"target", "drafter"}`.
+    state: before the round.
+    draft: batched.
+    verdict: batched.
+    target_output: of the pass over the draft.
+    count: `[B]` int32, tokens committed.
+    depth: of the draft's deepest node.
+  """
+  own, target = params["drafter"], params["target"]
+  size = min(depth + 1, draft.tokens.shape[1])
+  taps = on_path(heads.taps_of(target_output.hidden), verdict, size)
+  _, causal = topology.causal(len(count), size)
+  out = heads.step(
+      own, target, heads.enter(own, taps), emitted(draft, verdict)[:, :size],
+      visible=causal, cache=state.cache)
+  cache = out.cache.after(out.hidden).rollback(state.cache.lengths + count)
+  last = jnp.maximum(count - 1, 0)[:, None, None]
+  newest = lambda new, old: jnp.where(
+      (count > 0)[:, None],
+      jnp.take_along_axis(new, last, axis=1)[:, 0], old)
+  return state.replace(
+      cache=cache, hidden=newest(out.hidden, state.hidden),
+      read=newest(out.read, state.read), known=state.known | (count > 0))
+
+
+def growing(heads: FeatureHeads, params: Any, state: FeatureState):
+  """A `growth` step from the layer's own output, and what it begins with.
+
+  Returns:
+    The step; its carry, a cache and the hidden states `[B, S, D]` of the nodes
+    of the step before; and the logits `[B, V]` of the token after the root.
+  """
+  own, target = params["drafter"], params["target"]
+  laws = lambda read: heads.whole(heads.logits(own, target, read))
+
+  def step(tokens, depths, ancestors, above, carry):
+    cache, hidden = carry
+    hidden = jnp.take_along_axis(hidden, above[..., None], axis=1)
+    out = heads.step(
+        own, target, hidden, tokens, visible=ancestors, cache=cache,
+        positions=cache.lengths[:, None] + depths)
+    return laws(out.read), (out.cache, out.hidden)
+
+  return (step, (state.cache, state.hidden[:, None]),
+          laws(state.read[:, None])[:, 0])
+
+
+def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
+  """What `until.draw_until` draws a chain of the layer from.
+
+  Returns:
+    The first forecast; `read`; and its carry, a cache with room for the tokens
+    of the chain and the hidden states `[B, 1, D]` of the last of them.
+  """
+  own, target = params["drafter"], params["target"]
+
+  def forecast(read, hidden):
+    logits = heads.whole(heads.logits(own, target, read))
+    return logits[:, 0], hidden[:, 0]
+
+  def read(token, carry):
+    cache, hidden = carry
+    out = heads.step(own, target, hidden, token,
+                     visible=jnp.ones((len(token), 1, 1), bool), cache=cache)
+    return forecast(out.read, out.hidden), (
+        out.cache.rollback(cache.lengths + 1), out.hidden)
+
+  hidden = state.hidden[:, None]
+  return forecast(state.read[:, None], hidden), read, (
+      interfaces.reserved(state.cache, gamma), hidden)
+
+
+def known_only(draft: Draft, known: jax.Array) -> Draft:
+  """The drafts, all padding where nothing is `known [B]`."""
+  return draft.replace(
+      probs=jnp.where(known[:, None, None], draft.probs, 0))

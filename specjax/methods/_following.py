@@ -1,0 +1,185 @@
+"""Drafters whose text does not go on as they drafted it.
+
+A drafter that drafts alone knows what was committed since its last draft: a
+part of that draft and one token more. Inside of another drafter it cannot know.
+A cascade takes back what its target rejects; beside others, the tokens of
+another draft are committed, and in some rounds nobody asks.
+
+So the text that a cache holds is kept beside it. What of it still holds is
+found by comparing it with the committed text, token by token, and what is
+missing is read a few tokens a pass; mostly nothing is.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.decoding import rows
+from specjax.methods import _common
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+PASS = 4  # tokens of a pass that catches up
+
+
+def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
+  """`[B]` int32, how many tokens of a text the committed one begins with.
+
+  Args:
+    tokens: `[B, T]` int32, T at least the columns of the state's tokens.
+    fed: `[B]` int32, how many of them count.
+    state: the `DecodeState`.
+  """
+  columns = state.tokens.shape[1]
+  at = jnp.arange(columns, dtype=jnp.int32)
+  same = tokens[:, :columns] == state.tokens
+  same &= at < jnp.minimum(fed, state.lengths)[:, None]
+  return jnp.min(jnp.where(same, columns, at), axis=1)
+
+
+def caught_up(model: ModelFn, params: Any, state: DecodeState, cache: Any,
+              since: jax.Array) -> Any:
+  """A cache of all committed tokens but the root, as a target's must be.
+
+  Args:
+    model: a `ModelFn`.
+    params: its parameters.
+    state: the `DecodeState`.
+    cache: the model's, with the first `since` committed tokens of every row.
+    since: `[B]` int32.
+  """
+  # `catch_up` leaves out the last two tokens, and here it must be one.
+  longer = state.replace(lengths=state.lengths + 1)
+  cache = _common.catch_up(model, params, longer, cache, since, size=PASS)
+  return cache.rollback(state.lengths - 1)
+
+
+def check_follows(drafter: Drafter, state: Any) -> None:
+  """Refuses a drafter whose state would silently be that of another text.
+
+  Args:
+    drafter: what `contract.follow` returned.
+    state: its first state.
+
+  Raises:
+    ValueError: it has a state and no `follow`.
+  """
+  if jax.tree.leaves(state) and not hasattr(drafter, "follow"):
+    raise ValueError(
+        f"{type(drafter).__name__} has a state and no `follow()`, so that it "
+        "cannot draft inside or beside another drafter, whose tokens it has "
+        "not seen; give it one, see specjax.interfaces, or take another drafter")
+
+
+@struct.dataclass
+class Followed:
+  """The state of a `Following`; every leaf has the rows B first.
+
+  Attributes:
+    tokens: `[B, C]` int32, the text that the drafter's cache holds.
+    fed: `[B]` int32, how many of these tokens it holds.
+    drafter: the drafter's own state.
+  """
+
+  tokens: jax.Array
+  fed: jax.Array
+  drafter: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Following:
+  """A drafter of chains with a cache, for a text that may be any.
+
+  Attributes:
+    drafter: it has `catch_up`, see `specjax.interfaces`. Its `propose` feeds the
+      root and all drafted tokens but the last.
+  """
+
+  drafter: Drafter
+
+  @property
+  def chain(self) -> bool:
+    return "chain" in interfaces.capabilities(self.drafter)
+
+  @property
+  def iid(self) -> bool:
+    return "iid" in interfaces.capabilities(self.drafter)
+
+  @property
+  def conditional(self) -> bool:
+    return "conditional" in interfaces.capabilities(self.drafter)
+
+  @property
+  def autoregressive(self) -> bool:
+    return "autoregressive" in interfaces.capabilities(self.drafter)
+
+  @property
+  def num_nodes(self) -> int:
+    return self.drafter.num_nodes
+
+  @property
+  def num_coins(self) -> int | None:
+    return interfaces.num_coins(self.drafter)
+
+  @property
+  def context_length(self) -> float:
+    return interfaces.context_length(self.drafter)
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Following"] | None:
+    make = interfaces.with_gamma(self.drafter)
+    return make and (
+        lambda gamma: dataclasses.replace(self, drafter=make(gamma)))
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Following":
+    """The same drafter, for this target and its transform."""
+    return dataclasses.replace(
+        self, drafter=interfaces.bind(self.drafter, target, transform))
+
+  def follow(self) -> "Following":
+    """It does already."""
+    return self
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Followed:
+    """The drafter's state, and the prompt."""
+    room = prompt.capacity - prompt.tokens.shape[1]
+    return Followed(
+        tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
+        fed=prompt.lengths - 1,
+        drafter=self.drafter.init(params, prompt, prefill_output))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Followed]:
+    """The drafter's chains; arguments are as it takes them."""
+    before = state.drafter
+    since = agreed(before.tokens, before.fed, state)
+    own = state.replace(drafter=before.drafter)
+    own = own.replace(drafter=self.drafter.catch_up(params, own, since))
+    draft, drafter = self.drafter.propose(params, coins, own)
+    drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
+    return draft, Followed(
+        tokens=rows.put(state.tokens, draft.tokens[:, 1:], state.lengths),
+        fed=state.lengths + jnp.maximum(drafted - 1, 0), drafter=drafter)
+
+  def commit(self, params: Any, drafter: Followed, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Followed:
+    """The drafter's own; the text is compared in the next `propose`."""
+    return drafter.replace(drafter=self.drafter.commit(
+        params, drafter.drafter, draft, verdict, target_output, count))
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The drafter's, see `specjax.interfaces`."""
+    return interfaces.param_specs(self.drafter, axis, size)

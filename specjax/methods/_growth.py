@@ -1,0 +1,180 @@
+"""Static trees, and growing one level by level, whatever predicts the tokens.
+
+What predicts them is a *step*, a function that reads the nodes of one level
+
+  step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
+    -> (logits [B, S, V] of the token after each node, carry)
+
+`depths` are counted from the root's children, which have depth 0, and
+`ancestors` is over the T nodes fed so far, those of this level last. `above`
+says where the parent of each node stands among the nodes of the step before;
+at depth 0 it is 0 throughout, for the root. So a drafter that carries features
+from parents to children, as EAGLE does, gathers them with `above` from its
+carry and can grow every tree of this library; a language model ignores it and
+carries its cache (`common.model_step`).
+"""
+
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling
+from specjax.trees import shapes
+from specjax.methods import _children
+from specjax.methods import _common
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import ModelFn
+
+
+class Level(NamedTuple):
+  """The nodes of one depth that have children.
+
+  Attributes:
+    nodes: `[S]` their numbers.
+    counts: S numbers of children.
+    first: number of the first child; the others follow.
+    ancestors: `[S, T]` bool, over the T nodes fed so far, these included;
+      the root is not one of them, for it is committed before.
+    above: `[S]`, the place of each node's parent in the level before.
+  """
+
+  nodes: np.ndarray
+  counts: tuple[int, ...]
+  first: int
+  ancestors: np.ndarray
+  above: np.ndarray
+
+  @property
+  def below(self) -> slice:
+    """Where its children are among the N - 1 nodes below the root."""
+    return slice(self.first - 1, self.first - 1 + sum(self.counts))
+
+
+@functools.cache
+def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
+  """The levels of a breadth-first tree that have children, the root first."""
+  size = len(parents)
+  counts = np.bincount(np.array(parents[1:], np.int64), minlength=size)
+  reach, depths = np.eye(size, dtype=bool), np.array(shapes.depths(parents))
+  for node, parent in enumerate(parents[1:], 1):
+    reach[node] |= reach[parent]
+  inner = np.flatnonzero(counts)
+  found, before = [], np.zeros(1, np.int64)
+  for depth in range(depths.max()):
+    nodes = inner[depths[inner] == depth]
+    fed = inner[(inner > 0) & (depths[inner] <= depth)]
+    above = np.searchsorted(before, np.array(parents)[nodes]) if depth else (
+        np.zeros(1, np.int64))
+    found.append(Level(nodes, tuple(counts[nodes].tolist()),
+                       int(np.argmax(depths > depth)),
+                       reach[np.ix_(nodes, fed)], above.astype(np.int32)))
+    before = nodes
+  return tuple(found)
+
+
+class StaticTree:
+  """The base of drafters that draw the same tree in every round.
+
+  Classes that derive from it are frozen dataclasses that have `parents`
+  (breadth-first), `proposal` and `transform`.
+  """
+
+  conditional = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
+    _children.check_proposal(self.proposal)
+
+  @property
+  def chain(self) -> bool:
+    return self._most_children <= 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain or self.proposal == "iid"
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def num_coins(self) -> int:
+    return sampling.COINS_A_DRAW * (self.num_nodes - 1)
+
+  @property
+  def depth(self) -> int:
+    return len(levels(self.parents))
+
+  @property
+  def _most_children(self) -> int:
+    return max((max(level.counts) for level in levels(self.parents)), default=0)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> Any:
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: a node has more children than there are tokens.
+    """
+    if not self.iid and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return _common.with_transform(self, transform)
+
+  def draw(self, step, carry, logits, coins, state: DecodeState):
+    """`grow` of this tree, at the temperatures of the rows."""
+    return grow(step, carry, logits, coins, self.parents, _children.drawer(
+        self.proposal, self.transform, state.temperature))
+
+
+def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
+  """Where each node lies in the block that `grow` feeds, and its size.
+
+  Returns:
+    `[N]` int32, 0 for the root and for leaves, which are not fed.
+  """
+  fed = [node for level in levels(parents)[1:] for node in level.nodes]
+  slots = np.zeros(len(parents), np.int32)
+  slots[fed] = np.arange(len(fed))
+  return slots, len(fed)
+
+
+def grow(step, carry, logits, coins, parents: tuple[int, ...], draw):
+  """Draws a tree of N nodes, level by level.
+
+  Args:
+    step: reads the nodes of a level, see above.
+    carry: of the step, such as a model's cache with all committed tokens.
+    logits: `[B, V]` of the token after the root.
+    coins: `[B, (N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    parents: of the tree, breadth-first, N at least 2.
+    draw: `(logits [B, n, V], counts, coins [B, M, COINS_A_DRAW]) -> (tokens
+      [B, M], probs [B, M, V])`, see `children.drawer`.
+
+  Returns:
+    Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
+    and the carry after the last step; a model's cache then has the block of
+    `fed_slots` after `lengths`.
+  """
+  batch = logits.shape[0]
+  coins = coins.reshape(batch, len(parents) - 1, sampling.COINS_A_DRAW)
+  tokens, probs = jnp.zeros((batch, 1), jnp.int32), []
+  logits = logits[:, None]
+  for depth, level in enumerate(levels(parents)):
+    if depth > 0:
+      size = len(level.nodes)
+      logits, carry = step(
+          tokens[:, level.nodes],
+          jnp.full((batch, size), depth - 1, jnp.int32),
+          jnp.tile(level.ancestors, (batch, 1, 1)),
+          jnp.tile(level.above, (batch, 1)), carry)
+    drawn, law = draw(logits, level.counts, coins[:, level.below])
+    tokens = jnp.concatenate([tokens, drawn], axis=1)
+    probs.append(law)
+  return tokens[:, 1:], jnp.concatenate(probs, axis=1), carry

@@ -1,0 +1,132 @@
+"""What drafters that are made of several others share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import interfaces
+from specjax.methods import _following
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+class Parts:
+  """The base of drafters that ask others.
+
+  Classes that derive from it are frozen dataclasses that have `drafters`, a
+  tuple. `params["drafter"]` is a tuple with the parameters of each, and may be
+  missing if none has any; the state is a tuple of theirs.
+  """
+
+  drafters: tuple[Drafter, ...]
+
+  autoregressive = False  # which part drafts depends on where the draft begins
+
+  @property
+  def conditional(self) -> bool:
+    return self.all_are("conditional")
+
+  @property
+  def num_coins(self) -> int | None:
+    counts = [interfaces.num_coins(part) for part in self.drafters]
+    return None if None in counts else sum(counts)
+
+  @property
+  def context_length(self) -> float:
+    return min(map(interfaces.context_length, self.drafters))
+
+  def all_are(self, capability: str) -> bool:
+    """Whether every part declares a capability."""
+    return all(capability in interfaces.capabilities(part)
+               for part in self.drafters)
+
+  def bound(self, target: ModelFn, transform: LogitsTransform
+            ) -> tuple[Drafter, ...]:
+    """The parts, for this target, following the text of all.
+
+    Raises:
+      ValueError: one of them does not fit the target.
+    """
+    return tuple(interfaces.follow(interfaces.bind(part, target, transform))
+                 for part in self.drafters)
+
+  def follow(self) -> Any:
+    """It does already, for its parts do."""
+    return self
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+               ) -> tuple[Any, ...]:
+    """Nothing: its parts find out what they have missed."""
+    del params, since
+    return state.drafter
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> tuple[Any, ...]:
+    """The state of each part.
+
+    Raises:
+      ValueError: `params["drafter"]` is no such tuple, or a part has a state
+        that cannot follow.
+    """
+    states = tuple(part.init(own, prompt, prefill_output) for part, own in
+                   zip(self.drafters, self.params_of_parts(params)))
+    for part, state in zip(self.drafters, states):
+      _following.check_follows(part, state)
+    return states
+
+  def params_of_parts(self, params: Any) -> list[dict[str, Any]]:
+    """The parameters that each part is called with."""
+    own = params.get("drafter")
+    if own is None:
+      own = (None,) * len(self.drafters)
+    if not isinstance(own, (tuple, list)) or len(own) != len(self.drafters):
+      raise ValueError(
+          f"params['drafter'] of a {type(self).__name__} must be a tuple of "
+          f"the parameters of its {len(self.drafters)} drafters, None for "
+          "those without")
+    return [{**params, "drafter": one} for one in own]
+
+  def asked(self, i: int, params: Any, coins: jax.Array, state: DecodeState
+            ) -> tuple[Draft, Any]:
+    """What part i drafts, and its state.
+
+    Args:
+      i: the part.
+      params: of all.
+      coins: of all, or a key for each row. No coin is given to two parts.
+      state: the `DecodeState`.
+    """
+    part = self.drafters[i]
+    if self.num_coins is None:
+      coins = jax.vmap(jax.random.fold_in, (0, None))(coins, i)
+      count = interfaces.num_coins(part)
+      if count is not None:
+        coins = jax.vmap(lambda key: jax.random.uniform(
+            key, (count,), jnp.float32))(coins)
+    else:
+      ends = np.cumsum([0, *map(interfaces.num_coins, self.drafters)])
+      coins = coins[:, ends[i]:ends[i + 1]]
+    return part.propose(self.params_of_parts(params)[i], coins,
+                        state.replace(drafter=state.drafter[i]))
+
+  def commit(self, params: Any, drafter: tuple[Any, ...], draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> tuple[Any, ...]:
+    """The state of each part, which sees the draft of all."""
+    return tuple(
+        part.commit(own, state, draft, verdict, target_output, count)
+        for part, own, state in zip(
+            self.drafters, self.params_of_parts(params), drafter))
+
+  def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
+    """Those of each part, see `specjax.interfaces`."""
+    return tuple(interfaces.param_specs(part, axis, size)
+                 for part in self.drafters)

@@ -1,0 +1,141 @@
+"""A feature layer run on a row as it will draft: what its losses share.
+
+Row t of a pass holds the target's features at t and token t + 1; step k = 1..K
+forecasts token t + 1 + k from what step k - 1 returned there and the true token
+between. The target is read in the same program, and nothing of it is stored.
+Where a row holds several documents, the layer reads across them as the target
+does.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.methods import FeatureHeads
+from specjax.models.transformer import Transformer
+from specjax.training.objective import Params
+from specjax.training.objective import Score
+
+_FLOOR = 20.0  # nats below which a score counts all tokens alike
+
+
+class Read(NamedTuple):
+  """What a target says of the S tokens that it reads.
+
+  Attributes:
+    features: `[B, S, F]`, the taps of the heads.
+    final: `[B, S, D]`, what its LM head reads.
+    logits: `[B, S, V]`.
+  """
+
+  features: jax.Array
+  final: jax.Array
+  logits: jax.Array
+
+
+def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
+  """Checks that some row has the labels of all steps.
+
+  Raises:
+    ValueError: rows `[B, S + 1]` are too short.
+  """
+  size, count = tokens.shape[1] - 1, heads.num_forecasts
+  if size <= count:
+    raise ValueError(f"a row predicts {size} tokens and there are {count} "
+                     "heads; give longer rows or fewer heads")
+
+
+def read(model: Transformer, heads: FeatureHeads, params: Params,
+         tokens: jax.Array) -> Read:
+  """One pass of the target over `tokens [B, S]`.
+
+  Args:
+    model: the target.
+    heads: whose taps are read.
+    params: `{"target", "drafter"}`.
+    tokens: int32.
+  """
+  target, _ = heads.attach(model, params["target"], params["drafter"])
+  out = target(params["target"], tokens)
+  return Read(heads.taps_of(out.hidden), target.feature(out.hidden),
+              out.logits)
+
+
+def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
+  """`[B, size]`, token t + by at place t, and 0 where there is none."""
+  rest = tokens[:, by:by + size]
+  return jnp.pad(rest, ((0, 0), (0, size - rest.shape[1])))
+
+
+def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
+              tokens: jax.Array, count: int) -> Iterator[Any]:
+  """The `FeatureOutput` of steps 1..count at every row.
+
+  One module that is used again sees at step k the true features' keys up to its
+  row, and its own row's of the steps since: the training-time test of EAGLE-3
+  (arXiv:2503.01840, figure 6). Modules of their own each see their own keys up
+  to their row (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+  Args:
+    heads: the feature layer.
+    params: `{"target", "drafter"}`.
+    features: `[B, S, F]`, of the target; the gradient goes through them.
+    tokens: `[B, >= S]` int32, the row that they are of.
+    count: steps, at most `heads.num_forecasts` where each has a module.
+  """
+  own, target = params["drafter"], params["target"]
+  size = features.shape[1]
+  entered = hidden = heads.enter(own, features)
+  places = jnp.broadcast_to(
+      jnp.arange(size, dtype=jnp.int32), features.shape[:2])
+  keys = None
+  for k in range(1, count + 1):
+    given = shifted(tokens, k, size)
+    if heads.reuse:
+      out = heads.step(own, target, hidden, given, positions=places + k - 1,
+                       keys=keys)
+      hidden, keys = out.hidden, out.keys
+    else:
+      out = heads.step(own, target, hidden, given, positions=places,
+                       module=k - 1)
+      hidden = out.hidden if heads.chained else entered
+    yield out
+
+
+def floored(logits: jax.Array) -> jax.Array:
+  """`logits [..., V]`, none of which is less likely than e^-20."""
+  return jnp.maximum(logits, jax.nn.logsumexp(
+      logits, axis=-1, keepdims=True) - _FLOOR)
+
+
+def score(model: Transformer, heads: FeatureHeads, params: Params,
+          tokens: jax.Array, score: Score) -> Any:
+  """`score(k, logits [B, P, V], positions [B, P])` of all steps, stacked.
+
+  The true tokens are given, so the forecast at k is that of a draft whose first
+  k - 1 tokens are the row's. Tokens that the heads cannot draft, and all that
+  are less likely than e^-20, count with that.
+
+  Args:
+    model: the target.
+    heads: the feature layer.
+    params: `{"target", "drafter"}`.
+    tokens: `[B, S + 1]` int32.
+    score: see `DrafterObjective`.
+  """
+  check_rows(tokens, heads)
+  count, size = heads.num_forecasts, tokens.shape[1] - 1
+  places = jnp.broadcast_to(
+      jnp.arange(size - count), (tokens.shape[0], size - count))
+  features = read(model, heads, params, tokens[:, :-1]).features
+  found = []
+  for k, out in enumerate(
+      forecasts(heads, params, features, tokens, count), 1):
+    logits = heads.logits(
+        params["drafter"], params["target"], out.read[:, :size - count])
+    found.append(score(
+        jnp.int32(k), floored(heads.whole(logits)), places))
+  return jax.tree.map(lambda *x: jnp.stack(x), *found)

@@ -1,0 +1,117 @@
+"""How a slot of a block knows the token before it: DSpark's Markov heads.
+
+arXiv:2607.05147. The slots of a block are computed in one pass, so that their
+laws are a product. A *Markov head* adds to the logits of slot k a bias of low
+rank r, made of the embedding W1[x_(k-1)] of the token before, and then q_k is a
+true conditional law: it is drawn from left to right, by a product of r numbers
+with W2 for each token.
+
+  plain   bias = W1[x] W2
+  gated   bias = (sigmoid([h; W1[x]] G + b) * W1[x]) W2
+  rnn     g, c, o = split([s; W1[x]; h] J + b), s' = sigmoid(g) s + (1 -
+          sigmoid(g)) tanh(c), bias = tanh(o) W2, from s = 0
+
+h is the hidden state of the slot, and x of the first slot is the anchor. W2 is
+0 at the start, and the laws are a product until it is trained.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.methods.networks import Params
+from specjax.methods.networks import project
+
+KINDS = ("none", "plain", "gated", "rnn")
+
+
+def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
+         draft_size: int | None = None) -> dict[str, Any]:
+  """Float32 parameters of a Markov head, whose bias is 0.
+
+  Args:
+    key: a PRNG key.
+    kind: one of `KINDS` but "none".
+    vocab_size: V.
+    width: D, of the slots' hidden states.
+    rank: r.
+    draft_size: tokens that are forecast; None: V, all.
+  """
+  embedding, mixing = jax.random.split(key)
+  normal = lambda key, *shape: shape[0] ** -0.5 * jax.random.normal(
+      key, shape, jnp.float32)
+  linear = lambda inputs, outputs: {
+      "kernel": normal(mixing, inputs, outputs),
+      "bias": jnp.zeros((outputs,), jnp.float32)}
+  params = {"w1": normal(embedding, rank, vocab_size).T,
+            "w2": jnp.zeros((rank, draft_size or vocab_size), jnp.float32)}
+  if kind == "gated":
+    params["gate"] = linear(width + rank, rank)
+  elif kind == "rnn":
+    params["joint"] = linear(2 * rank + width, 3 * rank)
+  return params
+
+
+def first_state(kind: str, params: Params, shape: tuple[int, ...]) -> Any:
+  """What a Markov head remembers before the first slot, `[*shape, r]` or ()."""
+  if kind != "rnn":
+    return ()
+  return jnp.zeros((*shape, params["w1"].shape[1]), params["w1"].dtype)
+
+
+def step(kind: str, params: Params, state: Any, hidden: jax.Array,
+         before: jax.Array) -> tuple[jax.Array, Any]:
+  """The bias of a slot, given the token before it.
+
+  Args:
+    kind: one of `KINDS` but "none".
+    params: see `init`.
+    state: of the slot before, `[..., r]`; () where there is none.
+    hidden: `[..., D]`, of the slot.
+    before: `[...]` int32, the token before it.
+
+  Returns:
+    `[..., V]`, float32 at least, and the state of this slot.
+  """
+  x = params["w1"][before]
+  if kind == "gated":
+    x = jax.nn.sigmoid(_linear(params["gate"], hidden, x)) * x
+  elif kind == "rnn":
+    gate, new, x = jnp.split(_linear(params["joint"], state, x, hidden), 3, -1)
+    gate = jax.nn.sigmoid(gate)
+    state = gate * state + (1 - gate) * jnp.tanh(new)
+    x = jnp.tanh(x)
+  return project(x, params["w2"]), state
+
+
+def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
+          ) -> jax.Array:
+  """The biases of the K slots of blocks whose tokens are known.
+
+  Args:
+    kind: see `step`.
+    params: see there.
+    hidden: `[..., K, D]`.
+    before: `[..., K]` int32, the token before each slot.
+
+  Returns:
+    `[..., K, V]`.
+  """
+  if kind != "rnn":
+    return step(kind, params, (), hidden, before)[0]
+
+  def one(state, slot):
+    bias, state = step(kind, params, state, *slot)
+    return state, bias
+
+  slots = jnp.moveaxis(hidden, -2, 0), jnp.moveaxis(before, -1, 0)
+  start = first_state(kind, params, before.shape[:-1])
+  return jnp.moveaxis(jax.lax.scan(one, start, slots)[1], 0, -2)
+
+
+def _linear(params, *parts):
+  """`[..., sum of inputs] -> [..., outputs]`, in the dtype of the kernel."""
+  kernel = params["kernel"]
+  x = jnp.concatenate([part.astype(kernel.dtype) for part in parts], axis=-1)
+  return (project(x, kernel) + params["bias"]).astype(kernel.dtype)

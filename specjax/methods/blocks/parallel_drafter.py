@@ -1,0 +1,361 @@
+"""Drafting from the laws of a block that one pass computes: DFlash, DSpark.
+
+DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
+A round costs one pass of a few layers over a block, and with a Markov head a
+product of rank r for each token, drawn from left to right.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.utils import fields
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _expansion
+from specjax.methods import _features
+from specjax.methods import _growth
+from specjax.methods.blocks import _slot_trees
+from specjax.methods import stop_rules
+from specjax.caches.dense import KVCache
+from specjax.methods.blocks import _coupling
+from specjax.methods import ParallelHeads
+from specjax.models.transformer import check_divisible
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.types import Cache
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class ParallelState:
+  """What a block-parallel drafter keeps between rounds.
+
+  Attributes:
+    cache: keys and values of the draft layers, of all committed tokens but the
+      root: they are made of the target's features, which the root has not yet.
+    rule: what is kept for a stop rule, see `stop_rules.first`; () without one.
+  """
+
+  cache: Any
+  rule: Any = ()
+
+
+class BlockDrafter:
+  """The base of drafters with a block-parallel network.
+
+  Classes that derive from it are frozen dataclasses with `heads`, `cache`,
+  `transform`, `target` (which `bind` fills in), `depth` and `num_nodes`.
+  `params["drafter"]` are the heads' parameters. The target's features of the
+  tokens that a round accepts are in its verifying pass already; `commit` makes
+  keys and values of them, and nothing of the block is kept.
+  """
+
+  conditional = True
+  autoregressive = False  # a law depends on where the block began
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the heads are for another width or vocabulary, the target does
+        not return their features, or the draft is deeper than a block.
+    """
+    self.heads.check_fits(target)
+    if self.depth > self.heads.num_forecasts:
+      raise ValueError(
+          f"the draft is {self.depth} tokens deep and a block forecasts "
+          f"{self.heads.num_forecasts}; draft less deep, or train heads of a "
+          "longer block")
+    return _common.with_transform(self, transform, target=target)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> ParallelState:
+    """The keys and values of every prompt but its last token."""
+    batch, columns = prompt.tokens.shape
+    empty = self.heads.init_cache(
+        params["drafter"], batch, prompt.capacity, self.cache)
+    places = jnp.arange(columns, dtype=jnp.int32)
+    cache = self._extended(
+        params["drafter"], empty, prefill_output.hidden,
+        jnp.broadcast_to(places, (batch, columns)))
+    return ParallelState(cache=cache.rollback(prompt.lengths - 1))
+
+  def _extended(self, params, cache, hidden, positions):
+    """The cache with a block of tokens that the target read."""
+    heads = self.heads
+    context = heads.context(params, heads.tap(self.target, hidden))
+    return heads.with_context(params, cache, context, positions)
+
+  def forecast(self, params: Any, state: DecodeState):
+    """The hidden states `[B, K, D]` and logits `[B, K, Vd]` of every block."""
+    hidden = self.heads.block(params["drafter"], params["target"],
+                              _common.roots(state), state.drafter.cache)
+    hidden = hidden[:, :self.depth]
+    return hidden, self.heads.logits(params["target"], hidden)
+
+  def steps(self, params: Any, state: DecodeState, hidden: jax.Array,
+            logits: jax.Array):
+    """A `growth` step, its carry and the logits `[B, V]` after the root.
+
+    The carry are the states of the Markov head at the nodes of a level.
+    """
+    heads, own, roots = self.heads, params["drafter"], _common.roots(state)
+
+    def step(tokens, depths, ancestors, above, carry):
+      del ancestors
+      at = depths[..., None] + 1  # the slot of the token after a node
+      base = jnp.take_along_axis(logits, at, axis=1)
+      if heads.markov == "none":
+        return heads.whole(base), carry
+      carry = jax.tree.map(
+          lambda x: jnp.take_along_axis(x, above[..., None], axis=1), carry)
+      bias, carry = _coupling.step(
+          heads.markov, own["markov"], carry,
+          jnp.take_along_axis(hidden, at, axis=1), tokens)
+      return heads.whole(base + bias), carry
+
+    root = roots[:, None]
+    carry = () if heads.markov == "none" else _coupling.first_state(
+        heads.markov, own["markov"], root.shape)
+    first, carry = step(root, jnp.full_like(root, -1), None,
+                        jnp.zeros_like(root), carry)
+    return constraints_lib.steered(
+        self.transform.constraints, state.constraints, step, carry,
+        first[:, 0])
+
+  def commit(self, params: Any, drafter: ParallelState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> ParallelState:
+    """The keys and values of what was committed, but for the last token."""
+    del draft
+    path = verdict.path[:, :self.depth + 1]
+    hidden = jnp.take_along_axis(
+        target_output.hidden, path[..., None], axis=1)
+    before = drafter.cache.lengths
+    places = jnp.arange(path.shape[1], dtype=jnp.int32)
+    cache = self._extended(params["drafter"], drafter.cache, hidden,
+                           before[:, None] + places)
+    return drafter.replace(cache=cache.rollback(before + count))
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Nothing: what a round commits is read at once, drafted or not."""
+    del params, since
+    return state.drafter
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds the whole network, see `specjax.interfaces`."""
+    check_divisible("kv_heads of the block-parallel network",
+                    self.heads.kv_heads, size, axis)
+    return PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel(BlockDrafter, _growth.StaticTree):
+  """Draws a static tree, or a chain, from the laws of a block.
+
+  Without a Markov head all nodes of a depth follow one law (DFlash). With one
+  the law of a node depends on the token above it (DSpark), so that q is a true
+  conditional law: block and traversal verification use it.
+
+  A stop rule ends a chain after it was drawn, which costs little; what it drops
+  it decides from the tokens before. Rules with parameters get those of the
+  confidence head, and as `hidden` what that head reads.
+
+  Attributes:
+    heads: of the target.
+    parents: the tree, at most K deep, see `specjax.trees`; it is put in
+      breadth-first order. `range(-1, K)` is a chain of K tokens.
+    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    transform: of the logits; None takes the decoder's. Any is sound, for q is
+      reported as it was sampled from.
+    stop: one of `drafters.stop_rules`, for chains; None: all have K tokens.
+    cache: the class of the draft layers' cache.
+    target: the decoder fills it in.
+  """
+
+  heads: ParallelHeads
+  parents: tuple[int, ...]
+  proposal: str = "iid"
+  transform: LogitsTransform | None = None
+  stop: stop_rules.StopRule | None = None
+  cache: type[Cache] = KVCache
+  target: Transformer | None = None
+
+  def __post_init__(self):
+    _growth.StaticTree.__post_init__(self)
+    if self.stop is None:
+      return
+    name = type(self.stop).__name__
+    if not self.chain:
+      raise ValueError(f"the stop rule {name} ends chains and parents is "
+                       f"{self.parents}, a tree; leave one of the two out")
+    if self.stop.has_params and not getattr(self.stop, "learned", False):
+      raise ValueError(f"the stop rule {name} has parameters of its own; of "
+                       "learned rules a block takes stop_rules.Scheduler and "
+                       "stop_rules.Threshold, with its confidence head")
+    if self.stop.has_params and self.heads.confidence == "none":
+      raise ValueError(f"the stop rule {name} asks the confidence head and the "
+                       "heads have none; train them with one, or take a rule "
+                       "without parameters")
+
+  @property
+  def certain(self) -> bool:
+    return self.proposal == "top_k"
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Parallel"] | None:
+    """A chain may have another length, see `specjax.interfaces`."""
+    if not self.chain:
+      return None
+    return lambda gamma: dataclasses.replace(
+        self, parents=tuple(range(-1, gamma)))
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Parallel":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: as `BlockDrafter.bind`, or a node has more children than there
+        are tokens.
+    """
+    _features.check_children(self.heads, 1 if self.iid else self._most_children)
+    return _growth.StaticTree.bind(
+        BlockDrafter.bind(self, target, transform), target, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> ParallelState:
+    """The keys and values of the prompts, and what the stop rule remembers."""
+    state = super().init(params, prompt, prefill_output)
+    if self.stop is None:
+      return state
+    return state.replace(
+        rule=stop_rules.first(self.stop, len(prompt.lengths)))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, ParallelState]:
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the heads}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, ParallelState)`, batched.
+    """
+    if self.num_nodes == 1:
+      return (_common.root_only(state, self.heads.vocab_size), state.drafter)
+    hidden, logits = self.forecast(params, state)
+    step, carry, first = self.steps(params, state, hidden, logits)
+    tokens, probs, _ = self.draw(step, carry, first, coins, state)
+    if self.stop is not None:
+      probs = self._ended(params, state, hidden, tokens, probs)
+    draft = _common.tree_drafts(state, self.parents, tokens, probs)
+    return draft, state.drafter.replace(
+        rule=stop_rules.noted(state.drafter.rule, draft, self.depth))
+
+  def _ended(self, params, state, hidden, tokens, probs):
+    """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
+    own, roots = params["drafter"], _common.roots(state)
+    before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
+    evidence = self.heads.evidence(own, hidden, before)
+    confidence = own["confidence"] if self.stop.has_params else None
+    kept = jax.vmap(functools.partial(
+        stop_rules.kept, self.stop, confidence))(
+            probs, evidence, roots, tokens,
+            stop_rules.memory_of(state.drafter.rule))
+    place = jnp.arange(tokens.shape[1])
+    return jnp.where((place < kept[:, None])[..., None], probs, 0)
+
+  def commit(self, params: Any, drafter: ParallelState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> ParallelState:
+    """The keys and values of what was committed; the stop rule learns."""
+    new = super().commit(params, drafter, draft, verdict, target_output, count)
+    if self.stop is None:
+      return new
+    return new.replace(rule=stop_rules.learned(
+        self.stop, drafter.rule, draft, verdict, count))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelTree(BlockDrafter):
+  """Drafts the likeliest paths of a block with certainty.
+
+  Of K laws without a Markov head it is DDTree's tree, the best that N nodes
+  allow (`slot_trees`). With one, or under constraints, a law depends on the
+  path: then each level expands its `top_k` likeliest nodes, as in EAGLE-2
+  (`expansion`). The tree is a function of the context, and the walk of the
+  target is exact.
+
+  Attributes:
+    heads: of the target.
+    num_nodes: N, the root included.
+    depth: tokens of the longest path, at most K; None: K.
+    top_k: nodes of a level that are expanded, and children of each.
+    transform: from logits to the probabilities of paths; it need not be the
+      decoder's, and at temperature 0 there would be no second best.
+    cache: the class of the draft layers' cache.
+    target: the decoder fills it in.
+  """
+
+  heads: ParallelHeads
+  num_nodes: int = 64
+  depth: int | None = None
+  top_k: int = 10
+  transform: LogitsTransform = LogitsTransform()
+  cache: type[Cache] = KVCache
+  target: Transformer | None = None
+
+  certain = True
+  num_coins = 0
+  proposal = "deterministic"
+
+  def __post_init__(self):
+    if self.depth is None:
+      object.__setattr__(self, "depth", self.heads.num_forecasts)
+    fields.check_at_least("top_k", self.top_k, 1)
+    if self._expands:
+      _expansion.check_sizes(self.depth, self.top_k, self.num_nodes)
+      _expansion.check_top_k(self.top_k, self.heads.draft_size)
+    else:
+      _slot_trees.check_sizes(
+          self.depth, self.heads.draft_size, self.num_nodes)
+
+  @property
+  def _expands(self) -> bool:
+    return self.heads.markov != "none" or bool(self.transform.constraints)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, ParallelState]:
+    """Drafts a tree for every row; `coins [B, 0]` are not tossed."""
+    del coins
+    hidden, logits = self.forecast(params, state)
+    if not self._expands:
+      draft = jax.vmap(self._best)(
+          _common.roots(state), self.heads.whole(logits))
+      return draft, state.drafter
+    step, carry, first = self.steps(params, state, hidden, logits)
+    draft, _, _ = _expansion.expand(
+        step, carry, first, _common.roots(state), transform=self.transform,
+        depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
+    return draft, state.drafter
+
+  def _best(self, root, logits):
+    tokens, parents, values = _slot_trees.best_tree(
+        jnp.log(self.transform(logits)), self.num_nodes)
+    probs = jax.nn.one_hot(tokens, logits.shape[-1])
+    # Certainty must not hide that the model's numbers broke down.
+    probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
+    return Draft.tree(root, parents, tokens, probs)

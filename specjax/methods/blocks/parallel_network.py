@@ -1,0 +1,402 @@
+"""A network that drafts a whole block in one pass: DFlash and DSpark.
+
+DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block is the last
+committed token, its *anchor*, and masks after it. The draft layers see all of
+the block in both directions, and the committed text before it through the
+target's features of these tokens:
+
+  H = norm(W [h_l1; ..; h_lm])                      once a token, `context`
+  k, v of layer i = those that the layer makes of H        `with_context`
+  block -> draft layers over (H's k, v; the block) -> norm -> LM head
+
+H is not changed by the layers, so that what a token leaves in the cache of a
+layer is a product with its features, written once. Embedding and LM head are
+the target's.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import ClassVar
+from typing import NamedTuple
+from typing import Self
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import fields
+from specjax.caches.dense import KVCache
+from specjax.models import layers as layers_lib
+from specjax.models.configuration import FINAL
+from specjax.models.configuration import TransformerConfig
+from specjax.models.features import check_ids
+from specjax.methods import networks
+from specjax.methods.blocks import _coupling
+from specjax.methods.networks import Params
+from specjax.models.transformer import Transformer
+from specjax.types import Cache
+from specjax.types import ModelFn
+
+_CONFIDENCE = ("none", "hidden", "markov")
+_TAPS = 3
+# What the draft layers have in common with the layers of their target.
+_SHARED = (
+    "width", "vocab_size", "heads", "kv_heads", "head_dim", "context_length",
+    "rope_theta", "rope_fraction", "rope_scaling", "norm", "norm_epsilon",
+    "norm_plus_one", "activation", "gated", "logit_softcap", "embedding_scale")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelHeads(TransformerConfig):
+  """The block-parallel network of a target.
+
+  An untrained one predicts nothing yet: its masks are as good as equal.
+
+  Attributes:
+    block_size: slots of a block, the anchor's included.
+    taps: the target's hidden states that are fused, see
+      `TransformerConfig.features`; a "target layer id" i of published files is
+      i + 1 here.
+    from_anchor: whether the slot of the anchor predicts the token after it, so
+      that K = block_size (DSpark), or only the masks predict, each the token at
+      its own place, so that K = block_size - 1 (DFlash).
+    markov: one of `coupling.KINDS`; "none": the K laws are a product.
+    markov_rank: r, of the Markov head.
+    confidence: what the confidence head reads, which predicts how likely a
+      token is accepted: "hidden", the slot's hidden state h; "markov", [h;
+      W1[x]] with the Markov head's embedding of the token before; or "none".
+    ids: the tokens that can be drafted, sorted; empty: all. Logits are of the
+      Vd of them, see `whole`.
+    mask_token: the id whose row of the target's embedding stands for a mask;
+      None: a row of its own is learned.
+
+  All other attributes are those of the draft layers; width and vocabulary are
+  the target's.
+  """
+
+  block_size: int
+  taps: tuple[int | str, ...]
+  from_anchor: bool = True
+  markov: str = "none"
+  markov_rank: int = 32
+  confidence: str = "none"
+  mask_token: int | None = None
+  ids: tuple[int, ...] = ()
+  qk_norm: str | None = "head"
+
+  kind: ClassVar[str] = "parallel"
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("taps", "ids"):
+      object.__setattr__(self, name, tuple(getattr(self, name)))
+    check_ids(self.ids, self.vocab_size)
+    fields.check_fields(self, "markov_rank")
+    least = 1 if self.from_anchor else 2
+    fields.check_at_least(
+        "block_size", self.block_size, least, ": the anchor's slot "
+        f"{'predicts' if self.from_anchor else 'does not'}")
+    for name, choices in (("markov", _coupling.KINDS),
+                          ("confidence", _CONFIDENCE)):
+      if getattr(self, name) not in choices:
+        raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
+                         f"of {', '.join(choices)}")
+    if self.confidence == "markov" and self.markov == "none":
+      raise ValueError("confidence is 'markov' and markov 'none'; without a "
+                       "Markov head there is no embedding to read: give "
+                       "confidence='hidden'")
+    if not self.taps or len(set(self.taps)) < len(self.taps):
+      raise ValueError(f"taps is {self.taps}; name at least one hidden state "
+                       "of the target, and each once")
+    if any(self.windows):
+      raise ValueError(f"windows is {self.windows}; draft layers of a block "
+                       "see all of the text: leave windows out")
+    if self.mask_token is not None and not (
+        0 <= self.mask_token < self.vocab_size):
+      raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
+                       f"id in [0, {self.vocab_size}), or None: a mask of its "
+                       "own is learned")
+
+  @property
+  def draft_size(self) -> int:
+    """Vd, how many tokens can be drafted."""
+    return len(self.ids) or self.vocab_size
+
+  @property
+  def num_forecasts(self) -> int:
+    """K, tokens after the anchor that are forecast."""
+    return self.block_size - (not self.from_anchor)
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, layers: int = 1,
+                 mlp_width: int | None = None,
+                 taps: str | Sequence[int | str] = (), **options: Any) -> Self:
+    """Heads of the target's sizes that forecast `count` tokens.
+
+    Args:
+      target: that is to draft with them.
+      count: K.
+      layers: draft layers.
+      mlp_width: of their MLPs; None: the target's.
+      taps: the target's hidden states, or a text like "2,4,final";
+        nothing: three, evenly from 1 to those before the last layer.
+      **options: the other fields of the class.
+    """
+    config = target.config
+    if isinstance(taps, str):
+      taps = _states(taps)
+    if not taps:
+      last = max(1, config.layers - 1)
+      taps = sorted({round(float(x)) for x in np.linspace(1, last, _TAPS)})
+    shared = {name: getattr(config, name) for name in _SHARED}
+    from_anchor = options.get("from_anchor", True)
+    heads = cls(**{
+        **shared, "layers": layers, "taps": tuple(taps),
+        "mlp_width": mlp_width or config.mlp_width,
+        "block_size": count + (not from_anchor), **options})
+    heads.check_taps(target)
+    return heads
+
+  def check_taps(self, target: Transformer) -> None:
+    """Raises a `ValueError` where the target has no such hidden states."""
+    for tap in self.taps:
+      if tap != FINAL and tap not in range(target.config.layers + 1):
+        raise ValueError(
+            f"taps holds {tap}; it must be {FINAL!r} or a whole number from 0 "
+            f"to the {target.config.layers} layers of the target")
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    """Float32 parameters, by the names of a `Transformer`'s and these.
+
+    Args:
+      key: a PRNG key.
+      target_params: of the `Transformer` that the network is for.
+
+    Returns:
+      The draft layers and `final_norm`; `fc` and `hidden_norm`, which make H;
+      `mask [D]` where it is learned; `markov`, see `coupling.init`; and
+      `confidence`, a `kernel` and a `bias []`.
+    """
+    stack, fusion, mask, markov = jax.random.split(key, 4)
+    x = jnp.zeros((1, 1, self.width))
+    params = dict(_Layers(self).init(
+        stack, x, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool),
+        None)["params"])
+    inputs = len(self.taps) * self.width
+    params["fc"] = {"kernel": inputs**-0.5 * jax.random.normal(
+        fusion, (inputs, self.width), jnp.float32)}
+    params["hidden_norm"] = layers_lib.Norm(self).init(fusion, x)["params"]
+    if self.mask_token is None:
+      table = target_params["embedding"].astype(jnp.float32)
+      params["mask"] = table.mean(0) + table.std(0) * jax.random.normal(
+          mask, (self.width,), jnp.float32)
+    if self.markov != "none":
+      params["markov"] = _coupling.init(
+          markov, self.markov, self.vocab_size, self.width, self.markov_rank,
+          self.draft_size)
+    if self.confidence != "none":
+      size = self.width + self.markov_rank * (self.confidence == "markov")
+      params["confidence"] = {"kernel": jnp.zeros((size,), jnp.float32),
+                              "bias": jnp.zeros((), jnp.float32)}
+    return params
+
+  def tapped(self, target: Transformer) -> Transformer:
+    """The target that returns the hidden states that are fused.
+
+    What it returned before, it still does.
+    """
+    self.check_taps(target)
+    names = target.config.features or (FINAL,)
+    features = tuple(dict.fromkeys((*self.taps, *names)))
+    return dataclasses.replace(target, config=dataclasses.replace(
+        target.config, features=features))
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`, the target with its features."""
+    return self.tapped(target), {"target": target_params, "drafter": params}
+
+  def check_fits(self, target: ModelFn) -> None:
+    """Checks that a target returns the features, in the same sizes.
+
+    Raises:
+      ValueError: it does not.
+    """
+    features = networks.check_sizes_match(self, target).features
+    if not set(self.taps) <= set(features):
+      raise ValueError(
+          f"the target returns features {features} and the heads read "
+          f"{self.taps}; take the target that heads.attach returns")
+
+  def tap(self, target: Transformer, hidden: jax.Array) -> jax.Array:
+    """`[..., m D]`, the taps out of what the target returned."""
+    return jnp.concatenate(
+        [target.feature(hidden, tap) for tap in self.taps], axis=-1)
+
+  def context(self, params: Params, features: jax.Array) -> jax.Array:
+    """H of tokens: `[B, S, m D] -> [B, S, D]`."""
+    kernel = params["fc"]["kernel"]
+    fused = layers_lib.product(features.astype(kernel.dtype), kernel)
+    return layers_lib.Norm(self).apply(
+        {"params": params["hidden_norm"]}, fused.astype(kernel.dtype))
+
+  def init_cache(self, params: Params, batch: int, capacity: int,
+                 cache: type[Cache] = KVCache) -> Cache:
+    """An empty cache of the draft layers, in the parameters' dtype."""
+    return cache.empty(
+        layers=self.layers, batch=batch, heads=self.kv_heads,
+        capacity=capacity, head_dim=self.head_dim,
+        dtype=params["fc"]["kernel"].dtype)
+
+  def with_context(self, params: Params, cache: Cache, context: jax.Array,
+                   positions: jax.Array) -> Cache:
+    """The cache with the keys and values of committed tokens as its block.
+
+    Args:
+      params: of the network.
+      cache: of the draft layers; `rollback` or `commit` of what is returned
+        says how many of the tokens are kept.
+      context: H `[B, S, D]`.
+      positions: `[B, S]` int32.
+    """
+    alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
+    tables = layers_lib.RotaryTables.of(self, positions, context.dtype)
+    for i in range(self.layers):
+      _, kept = layers_lib.Attention(self, i).apply(
+          {"params": params[f"attention_{i}"]}, context, tables, alone,
+          _Kept(cache))
+      cache = kept.cache
+    return cache
+
+  def slots(self, params: Params, target_params: Params, anchors: jax.Array
+            ) -> jax.Array:
+    """`[..., block_size, D]`, what blocks read after `anchors [...]`."""
+    table = target_params["embedding"]
+    dtype = params["fc"]["kernel"].dtype
+    mask = (params["mask"] if self.mask_token is None
+            else self._embedded(table, self.mask_token)).astype(dtype)
+    first = self._embedded(table, anchors).astype(dtype)[..., None, :]
+    rest = (*anchors.shape, self.block_size - 1, self.width)
+    return jnp.concatenate([first, jnp.broadcast_to(mask, rest)], axis=-2)
+
+  def _embedded(self, table, tokens):
+    return table[tokens] * jnp.asarray(self.embedding_scale, table.dtype)
+
+  def read(self, params: Params, slots: jax.Array, positions: jax.Array,
+           visible: jax.Array, cache: Cache) -> jax.Array:
+    """The hidden states of slots, after the last norm.
+
+    Args:
+      params: of the network.
+      slots: `[B, S, D]`, of one block or of several.
+      positions: `[B, S]` int32.
+      visible: `[B, S, T]` bool, as `ancestors` of `Cache.attend`; the cache's
+        committed tokens are seen by all.
+      cache: of the draft layers; it stays as it is.
+
+    Returns:
+      `[B, S, D]`.
+    """
+    return _Layers(self).apply(
+        {"params": params}, slots, positions, visible, cache)
+
+  def block(self, params: Params, target_params: Params, anchors: jax.Array,
+            cache: Cache) -> jax.Array:
+    """`[B, K, D]`, the slots that predict in the block of each row.
+
+    Args:
+      params: of the network.
+      target_params: whose embedding is read.
+      anchors: `[B]` int32, the last committed tokens.
+      cache: with all committed tokens but these.
+    """
+    size, batch = self.block_size, anchors.shape[0]
+    positions = cache.lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
+    hidden = self.read(
+        params, self.slots(params, target_params, anchors), positions,
+        jnp.ones((batch, size, size), bool), cache)
+    return self.predicting(hidden)
+
+  def predicting(self, hidden: jax.Array) -> jax.Array:
+    """The slots `[..., K, D]` that predict out of `[..., block_size, D]`."""
+    return hidden if self.from_anchor else hidden[..., 1:, :]
+
+  def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
+    """`[..., K, Vd]` without the Markov head, float32 at least."""
+    head = networks.lm_head(target_params)
+    if self.ids:
+      head = head[:, np.array(self.ids)]
+    raw = networks.project(hidden, head)
+    cap = self.logit_softcap
+    return cap * jnp.tanh(raw / cap) if cap else raw
+
+  def coupled(self, params: Params, hidden: jax.Array, before: jax.Array
+              ) -> jax.Array:
+    """The Markov head's biases `[..., K, Vd]` along tokens that are known.
+
+    Args:
+      params: of the network.
+      hidden: `[..., K, D]`, of the predicting slots.
+      before: `[..., K]` int32, the token before each forecast one.
+    """
+    return _coupling.along(self.markov, params["markov"], hidden, before)
+
+  def whole(self, logits: jax.Array) -> jax.Array:
+    """`[..., V]` of `[..., Vd]`: tokens that are not drafted have q = 0."""
+    return networks.whole(logits, self.ids, self.vocab_size)
+
+  def evidence(self, params: Params, hidden: jax.Array, before: jax.Array
+               ) -> jax.Array:
+    """What the confidence head reads of a slot: `[..., D]` or `[..., D + r]`.
+
+    Arguments are those of `coupled`.
+    """
+    if self.confidence != "markov":
+      return hidden
+    embedding = params["markov"]["w1"][before]
+    return jnp.concatenate([hidden, embedding.astype(hidden.dtype)], axis=-1)
+
+  def confidences(self, params: Params, hidden: jax.Array, before: jax.Array
+                  ) -> jax.Array:
+    """`[..., K]`, the logits that a token is accepted; see `coupled`."""
+    own = params["confidence"]
+    evidence = self.evidence(params, hidden, before).astype(jnp.float32)
+    return evidence @ own["kernel"] + own["bias"]
+
+
+def _states(text):
+  try:
+    parts = (part.strip() for part in text.split(","))
+    return tuple(part if part == FINAL else int(part) for part in parts if part)
+  except ValueError:
+    raise ValueError(f"taps is {text!r}; give whole numbers, or {FINAL}, with "
+                     "commas between them, such as 2,4") from None
+
+
+class _Layers(nn.Module):
+  """The draft layers and the norm after them."""
+
+  config: TransformerConfig
+
+  @nn.compact
+  def __call__(self, x, positions, visible, cache):
+    tables = layers_lib.RotaryTables.of(self.config, positions, x.dtype)
+    for i in range(self.config.layers):
+      x, cache = layers_lib.decoder_layer(
+          self.config, i, x, tables, visible, cache)
+    return layers_lib.Norm(self.config, name="final_norm")(x)
+
+
+class _Kept(NamedTuple):
+  """A cache for a pass of which nothing but keys and values is wanted."""
+
+  cache: Any
+
+  def append(self, layer, key, value, after):
+    return _Kept(self.cache.append(layer, key, value, after=after))
+
+  def attend(self, layer, query, ancestors, **options):
+    del layer, ancestors, options
+    return jnp.zeros_like(query)

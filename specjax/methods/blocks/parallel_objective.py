@@ -1,0 +1,259 @@
+"""What a block-parallel network learns: DFlash, D-PACE and DSpark.
+
+DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). Of every row some
+positions are drawn as anchors. The target reads the row once; the blocks of all
+anchors hang in one pass of the draft layers over its features, each of which
+sees what lies before its own anchor. Nothing is stored, and the target stays
+as it is.
+"""
+
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specjax.caches.dense import BlockCache
+from specjax.methods import ParallelHeads
+from specjax.methods.networks import check_sizes_match
+from specjax.models.transformer import Transformer
+from specjax.methods.blocks import _masks
+from specjax.training import divergences
+from specjax.methods import _unrolled
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Params
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.training.next_token import cross_entropy
+
+POSITION_WEIGHTS = ("decay", "dpace")
+
+
+@struct.dataclass
+class Blocks:
+  """The n blocks of every row, along the text itself.
+
+  Attributes:
+    hidden: `[B, n, K, D]`, of the slots that predict.
+    logits: `[B, n, K, V]`, the Markov head's bias included.
+    before: `[B, n, K]` int32, the true token before each forecast one.
+    labels: `[B, n, K]` int32, the true tokens that are forecast.
+    target: `[B, n, K, V]`, the target's logits of the same tokens.
+  """
+
+  hidden: jax.Array
+  logits: jax.Array
+  before: jax.Array
+  labels: jax.Array
+  target: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+  """A mean over the slots k = 1..K of blocks, weighed by w_k, of
+
+    c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(c_k, 1 - TV(q_k, p_k))
+
+  where x is the text, p the target's law, and the last term is the confidence
+  head's, where there is one. DSpark has c = 0.1 and a = 1, DFlash c = 1 and no
+  such head. A Markov head is given the true token before. Tokens that the heads
+  cannot draft have q_k = 0 and no cross-entropy.
+
+  Attributes:
+    model: the target.
+    heads: of the target.
+    anchors: blocks of a row, at most.
+    position_weights: "decay": w_k = exp(-(k - 1) / gamma), over the sum of all
+      weights; "dpace": w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, over
+      the number of slots, and a constant of the gradient (D-PACE, with its
+      constant 1/2).
+    position_decay: gamma.
+    ce_share: c.
+    confidence_weight: a.
+  """
+
+  model: Transformer
+  heads: ParallelHeads
+  anchors: int = 32
+  position_weights: str = "decay"
+  position_decay: float = 4.0
+  ce_share: float = 0.1
+  confidence_weight: float = 1.0
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    check_sizes_match(self.heads, self.model)
+    self.heads.check_taps(self.model)
+    if self.anchors < 1:
+      raise ValueError(f"anchors is {self.anchors}; a row needs at least one")
+    if self.position_weights not in POSITION_WEIGHTS:
+      raise ValueError(f"position_weights is {self.position_weights!r}; it "
+                       f"must be one of {', '.join(POSITION_WEIGHTS)}")
+    if self.position_decay <= 0:
+      raise ValueError(f"position_decay is {self.position_decay}; it must be "
+                       "above 0: a large one weighs all positions alike")
+    if not 0 <= self.ce_share <= 1:
+      raise ValueError(f"ce_share is {self.ce_share}; it must lie in [0, 1]")
+    if self.confidence_weight < 0:
+      raise ValueError(f"confidence_weight is {self.confidence_weight}; it "
+                       "must be at least 0")
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, each slot's cross-entropy as `head_<k>/train_loss`, and more.
+
+    The cross-entropy is a mean over the tokens that the heads can draft.
+    `acceptance` is the mean of 1 - TV, and `accepted` what token verification
+    accepts along the text: the mean of sum_k prod_{i<=k} (1 - TV_i).
+    """
+    params, tokens = {**frozen, **trainable}, batch["tokens"]
+    anchors = self.draw(key, *tokens.shape)
+    found = self.blocks(params, tokens, anchors)
+    nats = cross_entropy(found.logits, found.labels)
+    counts = _at(weights_of(batch), anchors, nats.shape[-1])
+    weights = counts * self.weights(nats)
+    known = counts * self._known(found.labels)
+    nats = jnp.where(self._known(found.labels), nats, 0)
+    variation = divergences.total_variation(found.target, found.logits)
+    accepted = jax.lax.stop_gradient(1 - variation)
+    total = jnp.sum(
+        weights if self.position_weights == "decay" else counts)
+    mean = lambda x: jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
+    loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
+    by_slot = jax.vmap(weighted_mean, (-1, -1))(nats, known)
+    metrics = {f"head_{k}/train_loss": x for k, x in enumerate(by_slot, 1)}
+    metrics["acceptance"] = weighted_mean(accepted, counts)
+    metrics["accepted"] = weighted_mean(
+        jnp.sum(jnp.cumprod(accepted, axis=-1), axis=-1), counts[..., 0])
+    if self.heads.confidence != "none":
+      sure = self.heads.confidences(
+          params["drafter"], found.hidden, found.before)
+      metrics["confidence_loss"] = mean(
+          optax.sigmoid_binary_cross_entropy(sure, accepted))
+      loss = loss + self.confidence_weight * metrics["confidence_loss"]
+    return loss, metrics
+
+  def _known(self, labels):
+    """Whether each token can be drafted, bool."""
+    ids = self.heads.ids or range(self.heads.vocab_size)
+    known = np.isin(np.arange(self.heads.vocab_size), ids)
+    return jnp.asarray(known)[labels]
+
+  def weights(self, nats: jax.Array) -> jax.Array:
+    """w_k of every slot, `[..., K]` for `-log q_k(x_k) [..., K]`."""
+    if self.position_weights == "dpace":
+      reach = jnp.cumprod(
+          (jnp.exp(-jax.lax.stop_gradient(nats)) + 1) / 2, axis=-1)
+      return jax.lax.cumsum(reach, axis=reach.ndim - 1, reverse=True)
+    place = jnp.arange(nats.shape[-1])
+    return jnp.broadcast_to(
+        jnp.exp(-place / self.position_decay), nats.shape)
+
+  def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
+    """`[B, n]` int32, different anchors whose block lies in the row.
+
+    The first token of a row is none: nothing lies before it.
+    """
+    count = size - 1 - self.heads.num_forecasts
+    if count < 1:
+      raise ValueError(
+          f"a row predicts {size - 1} tokens and a block forecasts "
+          f"{self.heads.num_forecasts} after its anchor; give longer rows or "
+          "shorter blocks")
+    order = jax.random.uniform(key, (rows, count))
+    return 1 + jax.lax.top_k(order, min(self.anchors, count))[1]
+
+  def blocks(self, params: Params, tokens: jax.Array, anchors: jax.Array
+             ) -> Blocks:
+    """What the blocks of some anchors forecast.
+
+    Args:
+      params: `{"target", "drafter"}`; the target gets no gradient.
+      tokens: `[B, S + 1]` int32.
+      anchors: `[B, n]` int32, positions in the row, those of a row different.
+    """
+    heads, own = self.heads, params["drafter"]
+    target_params = jax.lax.stop_gradient(params["target"])
+    model = heads.tapped(self.model)
+    read = model(target_params, tokens[:, :-1])
+    hidden = heads.predicting(self._hidden(
+        own, target_params, heads.tap(model, read.hidden), tokens,
+        anchors))
+    batch, count, size, _ = hidden.shape
+    at = anchors[..., None] + jnp.arange(size)
+    logits, before = heads.logits(target_params, hidden), _at(
+        tokens, anchors, size)
+    if heads.markov != "none":
+      logits = logits + heads.coupled(own, hidden, before)
+    logits = heads.whole(logits)
+    target = model.logits_at(target_params, read, at.reshape(batch, -1))
+    return Blocks(
+        hidden=hidden, logits=logits, before=before,
+        labels=_at(tokens[:, 1:], anchors, size),
+        target=target.reshape(batch, count, size, -1))
+
+  def _hidden(self, own, target_params, features, tokens, anchors):
+    """`[B, n, block_size, D]`: all blocks in one pass over the features."""
+    heads = self.heads
+    batch, length, _ = features.shape
+    size, count = heads.block_size, anchors.shape[1]
+    text = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32),
+                            (batch, length))
+    cache = heads.with_context(
+        own, BlockCache(lengths=jnp.zeros((batch,), jnp.int32)),
+        heads.context(own, features), text)
+    slots = heads.slots(own, target_params, jnp.take_along_axis(
+        tokens, anchors, axis=1)).reshape(batch, count * size, -1)
+    positions = anchors[..., None] + jnp.arange(size, dtype=jnp.int32)
+    hidden = heads.read(
+        own, slots, positions.reshape(batch, -1),
+        jax.vmap(lambda anchors: visible(anchors, size, length))(anchors),
+        cache)
+    return hidden.reshape(batch, count, size, -1)
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits [B, n, V], positions [B, n])`, stacked along K.
+
+    A Markov head is given the row's own tokens. `positions` are those before
+    the anchors, so that slot k predicts the token at `positions + 1 + k`.
+    Tokens that heads of a few tokens cannot draft, and all that are less likely
+    than e^-20, count with that.
+    """
+    anchors = self.draw(key, *tokens.shape)
+    logits = self.blocks(params, tokens, anchors).logits
+    if self.heads.ids:
+      logits = _unrolled.floored(logits)
+    scores = [score(k, logits[:, :, k - 1], anchors - 1)
+              for k in range(1, logits.shape[2] + 1)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *scores)
+
+
+def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
+  """What the slots of one row's blocks see, `[n size, length + n size]` bool.
+
+  A slot sees the text before its anchor, for the anchor itself is in slot 0,
+  and its own block.
+
+  Args:
+    anchors: `[n]` int32.
+    size: slots of a block.
+    length: tokens of the row.
+  """
+  one_document = jnp.zeros((length,), jnp.int32)
+  slots = _masks.blocks(anchors, size, one_document)
+  return _masks.visible(
+      slots, _masks.joined(_masks.text(one_document), slots), causal=False)
+
+
+def _at(x, anchors, size):
+  """`[B, n, size]`: of each row of `x [B, S]` what is there from anchors on."""
+  at = anchors[..., None] + jnp.arange(size)
+  return jnp.take_along_axis(
+      x, at.reshape(len(x), -1), axis=1).reshape(at.shape)

@@ -1,0 +1,315 @@
+"""A drafter that speculates itself: a small model with a drafter of its own.
+
+Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
+vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
+arXiv:2312.11462); TriForce (Sun et al. 2024, arXiv:2404.11912).
+
+  target  <-  gamma tokens  <-  small model  <-  chain or tree  <-  drafter
+
+Each stage is exact with respect to the next one: what the inner loop writes
+has the small model's law, so that q of every drafted token is that law in its
+context, as if the small model had drafted alone.
+
+A round of the inner loop ends where its verdict says, so that it may write more
+than gamma tokens. What is too much is dropped, which is exact, for which tokens
+stay is decided by their position alone: the first gamma tokens of a text that
+follows a law are distributed as that law says of them. To stop the loop where
+the text looks good would not be.
+
+With a tail the inner drafter drafts on after these tokens, as in the horizontal
+cascade of CS Drafting: what is accepted more rarely is drafted more cheaply.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.decoding import rounds
+from specjax.decoding import rows
+from specjax import sampling
+from specjax import verifiers
+from specjax.methods import _common
+from specjax.methods import _following
+from specjax.decoding.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+from specjax.types import Verifier
+
+_NO_TOKEN = -1  # no id ends an inner text: the target decides where it ends
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cascade:
+  """Drafts gamma tokens of a small model, which a drafter drafts for in turn.
+
+  The inner loop is the decoder's own round, run until every row has its tokens
+  or is as long as it may become: at most gamma rounds, each with a pass of the
+  small model over what the inner drafter drafts. Its rows, its temperature and
+  its coins are those of the outer round; no coin decides twice. The inner
+  verifier starts afresh in every outer round.
+
+  `params["drafter"]` is `{"target": parameters of the small model, "drafter":
+  those of the inner drafter}`. The inner drafter may be a cascade.
+
+  Attributes:
+    model: the small model, a `ModelFn` over the target's vocabulary.
+    drafter: what drafts for it. It needs `follow` if it has a state, see
+      `specjax.interfaces`.
+    gamma: drafted tokens of a round, at least 1.
+    verifier: the rule between the two, lossless and fit for the inner drafter.
+    tail: whether the inner drafter's own chain follows the gamma tokens. It
+      costs no pass of the small model. Its law is the inner drafter's, so that
+      q depends on where the draft began.
+    transform: of the small model's logits, and of the inner drafter's unless it
+      has its own; None takes the decoder's. Any is sound.
+  """
+
+  model: ModelFn
+  drafter: Drafter
+  gamma: int
+  verifier: Verifier = verifiers.Block()
+  tail: bool = False
+  transform: LogitsTransform | None = None
+
+  chain = True
+  iid = True
+  conditional = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    fields.check_at_least("gamma", self.gamma, 1)
+    rule = interfaces.rule(self.verifier)
+    if not rule.lossless:
+      raise ValueError(
+          f"the verifier of the cascade is {rule.name}, which is lossy, so "
+          "that its drafts would have another law than it says; choose a "
+          "lossless one")
+
+  @property
+  def autoregressive(self) -> bool:
+    return not self.tail
+
+  @property
+  def num_nodes(self) -> int:
+    return 1 + self.gamma + self.tail * (self.drafter.num_nodes - 1)
+
+  @property
+  def num_coins(self) -> int | None:
+    inner = interfaces.num_coins(self.drafter)
+    return None if inner is None else (self.gamma + self.tail) * (
+        sampling.VERDICT_COINS + inner)
+
+  @property
+  def context_length(self) -> float:
+    return min(self.model.context_length,
+               interfaces.context_length(self.drafter))
+
+  @property
+  def _stage(self) -> rounds.Round:
+    return rounds.Round(
+        target=self.model, drafter=self.drafter, transform=self.transform,
+        rule=interfaces.rule(self.verifier), drafts=True)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Cascade":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ, the inner parts do not fit each
+        other, or a cache of last tokens has too little slack.
+    """
+    reader = _reader(self.drafter)
+    if reader is not None:
+      part = "" if reader is self.drafter else (
+          f" with a {type(reader).__name__} in it")
+      raise ValueError(
+          f"the cascade's drafter is a {type(self.drafter).__name__}{part}, "
+          "which reads a part of the small model's cache, and that is not "
+          "written before the cascade's own rounds are over; put the cascade "
+          f"inside, as the drafter of the {type(reader).__name__}")
+    _common.check_vocabulary(self.model, target)
+    _common.check_slack(self.model, self.gamma + _following.PASS)
+    bound = _common.with_transform(self, transform)
+    drafter = interfaces.follow(
+        interfaces.bind(self.drafter, self.model, bound.transform))
+    interfaces.check_pair(self.verifier, drafter)
+    if self.tail and "chain" not in interfaces.capabilities(drafter):
+      raise ValueError(f"the cascade has a tail, and {type(drafter).__name__} "
+                       "drafts trees; choose a drafter of chains, or no tail")
+    return dataclasses.replace(bound, drafter=drafter)
+
+  def follow(self) -> "Cascade":
+    """It does already: it compares texts, see `following`."""
+    return self
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> DecodeState:
+    """The inner loop's state after the prompt.
+
+    Raises:
+      ValueError: `params["drafter"]` is something else, or the inner drafter
+        has a state that cannot follow.
+    """
+    own = params["drafter"]
+    if not (isinstance(own, Mapping) and "target" in own):
+      raise ValueError(
+          "params['drafter'] of a cascade must be {'target': parameters of "
+          "the small model, 'drafter': those of its drafter}")
+    prompt = prompt.replace(capacity=prompt.capacity + self.drafter.num_nodes)
+    batch = prompt.lengths.shape[0]
+    state = self._stage.begun(
+        own, prompt, self._read(own, prompt, prefill_output), prompt.lengths,
+        None, jnp.zeros((batch,), jnp.float32),
+        jnp.full((batch, 1), _NO_TOKEN, jnp.int32))
+    _following.check_follows(self.drafter, state.drafter)
+    return state.replace(context=None)
+
+  def _read(self, own, prompt, prefill_output):
+    """What the small model makes of the prompt."""
+    del prefill_output
+    return read_prompt(self.model, own["target"], prompt)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, DecodeState]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row if the
+        inner drafter takes keys.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, inner state)`, batched. Rows that may grow by fewer than gamma
+      tokens get as many.
+    """
+    own, before = params["drafter"], state.drafter
+    takes_keys = self.num_coins is None
+    inner = self._resumed(own, state, coins if takes_keys else None)
+    coins = None if takes_keys else coins.reshape(
+        coins.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
+    # Its rounds commit to the caches what one write puts there in the end.
+    inner = inner.replace(target_cache=interfaces.reserved(
+        inner.target_cache, self.gamma + self.drafter.num_nodes))
+    inner, laws = self._written(own, inner, coins)
+    inner = inner.replace(target_cache=interfaces.settled(inner.target_cache))
+    at = state.lengths[:, None] + jnp.arange(self.gamma)
+    drafted = at < inner.lengths[:, None]
+    tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
+    tokens = jnp.where(drafted, tokens, 0)
+    # The loop reports a row whose numbers broke down in here.
+    broken = ~state.done & (inner.lengths < inner.limits)
+    probs = jnp.where(drafted[..., None], laws,
+                      jnp.where(broken, jnp.nan, 0.0)[:, None, None])
+    if self.tail:
+      tail, drafter = self._tail(own, state, inner, coins)
+      tokens = jnp.concatenate([tokens, tail.tokens[:, 1:]], axis=1)
+      probs = jnp.concatenate(
+          [probs, tail.probs[:, 1:].astype(probs.dtype)], axis=1)
+      inner = inner.replace(drafter=drafter)
+    draft = jax.vmap(Draft.chain)(_common.roots(state), tokens, probs)
+    return draft, inner.replace(
+        keys=None, context=None, verifier=before.verifier,
+        constraints=before.constraints)
+
+  def _resumed(self, own, state, keys):
+    """The inner loop's state, at the end of the committed text."""
+    before = state.drafter
+    room = before.tokens.shape[1] - state.tokens.shape[1]
+    return before.replace(
+        tokens=jnp.pad(state.tokens, ((0, 0), (0, room))),
+        lengths=state.lengths, done=state.done,
+        limits=jnp.minimum(state.lengths + self.gamma, state.limits),
+        keys=keys, rounds=jnp.zeros_like(before.rounds),
+        temperature=state.temperature, context=state.context,
+        constraints=state.constraints, target_cache=self._cache(own, state))
+
+  def _cache(self, own, state):
+    """The small model's cache of the committed text but for its root."""
+    before = state.drafter
+    since = _following.agreed(before.tokens, before.lengths - 1, state)
+    return _following.caught_up(
+        self.model, own["target"], state, before.target_cache, since)
+
+  def _written(self, own, inner, coins):
+    """Runs the inner loop until every row is done.
+
+    Returns:
+      The inner state, and the laws `[B, gamma, V]` of the tokens it wrote.
+    """
+    stage, start = self._stage, inner.lengths
+
+    def one_round(carry):
+      i, inner, laws = carry
+      new, _, trace = stage(own, inner, self._tossed(inner, coins, i))
+      # Laws after those of the emitted tokens are overwritten by the next
+      # round; a row that has all its tokens writes after them.
+      laws = rows.put(laws, self._on_path(trace).astype(laws.dtype),
+                      inner.lengths - start)
+      return i + 1, new, laws
+
+    laws = jnp.zeros((start.shape[0], self.gamma + self.drafter.num_nodes,
+                      self.model.vocab_size))
+    _, inner, laws = jax.lax.while_loop(
+        lambda carry: ~jnp.all(carry[1].done), one_round,
+        (jnp.zeros((), jnp.int32), inner, laws))
+    return inner, laws[:, :self.gamma]
+
+  def _on_path(self, trace):
+    """`[B, N, V]`, the laws of the tokens that a round wrote, in order."""
+    if "chain" in interfaces.capabilities(self.drafter):
+      return trace.target_probs
+    return jnp.take_along_axis(
+        trace.target_probs, trace.verdict.path[..., None], axis=1)
+
+  def _tail(self, own, state, inner, coins):
+    """The inner drafter's chain after the inner text, and its state."""
+    # No round of the inner loop has this number, whatever other rows need.
+    inner = inner.replace(limits=state.limits, done=state.done,
+                          rounds=jnp.full_like(inner.rounds, self.gamma))
+    tail, drafter = self._stage.propose(
+        own, inner, self._tossed(inner, coins, self.gamma))
+    # Nothing follows a text that the row's limit ended.
+    whole = inner.lengths == state.lengths + self.gamma
+    return tail.replace(probs=jnp.where(
+        whole[:, None, None], tail.probs, 0)), drafter
+
+  def _tossed(self, inner, coins, i):
+    """`[B, count]`, the coins of round i of the inner loop."""
+    return self._stage.toss(inner, 1)[0] if coins is None else coins[i]
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+               ) -> DecodeState:
+    """Nothing: the next `propose` compares the texts."""
+    del params, since
+    return state.drafter
+
+  def commit(self, params: Any, drafter: DecodeState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> DecodeState:
+    """Nothing: the next `propose` compares the texts."""
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """Those of both stages, see `specjax.interfaces`."""
+    return {"target": interfaces.param_specs(self.model, axis, size),
+            "drafter": interfaces.param_specs(self.drafter, axis, size)}
+
+
+def _reader(drafter):
+  """What reads its target's cache of a drafter and its parts, or None."""
+  if getattr(drafter, "reads_cache", False):
+    return drafter
+  parts = map(_reader, getattr(drafter, "drafters", ()))
+  return next((part for part in parts if part is not None), None)

@@ -1,0 +1,170 @@
+"""A drafter, and another one for the rows where the first has nothing.
+
+Such as n-grams where they match and a language model where not, as in
+SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
+al. 2024, arXiv:2411.10666), which fall back to a trained drafter.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.interfaces import checks
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.methods import _common
+from specjax.methods import _parts
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fallback(_parts.Parts):
+  """Takes the first drafter's draft, or else the second's, row by row.
+
+  The law stays right because the choice gives no drafted token away: whether
+  the first drafter has a draft at all is decided before it draws a token, as
+  every drafter must, and how many tokens it has is asked only of one that draws
+  nothing, whose draft is a function of what is committed.
+
+  In a round where every row has a first draft the second drafter is not asked,
+  and catches up when it is. So `params["drafter"]` is a pair, and a drafter
+  with a state needs `follow`, see `specjax.interfaces`.
+
+  Attributes:
+    first: the drafter that is preferred, such as `NGram`.
+    second: the one for the other rows. It may be a `Fallback` too.
+    min_tokens: drafted tokens that the first must have, at least 1; more than
+      1 only if it draws nothing (`num_coins` 0).
+  """
+
+  first: Drafter
+  second: Drafter
+  min_tokens: int = 1
+
+  proposal = "fallback"
+
+  def __post_init__(self):
+    fields.check_at_least("min_tokens", self.min_tokens, 1)
+
+  @property
+  def drafters(self) -> tuple[Drafter, ...]:
+    return self.first, self.second
+
+  @property
+  def chain(self) -> bool:
+    return self.all_are("chain")
+
+  @property
+  def iid(self) -> bool:
+    return self.all_are("iid")
+
+  @property
+  def certain(self) -> bool:
+    return self.all_are("certain")
+
+  @property
+  def num_nodes(self) -> int:
+    return max(self.first.num_nodes, self.second.num_nodes)
+
+  @property
+  def with_gamma(self) -> Callable[[int], "Fallback"] | None:
+    makes = [interfaces.with_gamma(part) for part in self.drafters]
+    if None in makes:
+      return None
+    return lambda gamma: dataclasses.replace(
+        self, first=makes[0](gamma), second=makes[1](gamma),
+        min_tokens=min(self.min_tokens, gamma))
+
+  @property
+  def tells(self) -> bool:
+    """Whether `lacking` is known before coins are tossed, and at no cost."""
+    return self._draws_nothing_first and not interfaces.has_model(self.first)
+
+  @property
+  def _draws_nothing_first(self):
+    return getattr(self.first, "num_coins", None) == 0
+
+  def lacking(self, params: Any, state: DecodeState) -> jax.Array:
+    """`[B]` bool, the rows in which the next `propose` asks the second drafter.
+
+    For a `Controller`, and only of a first drafter that draws nothing and has
+    no model, for it is asked twice; rows that are done lack nothing. Where the
+    controller takes a shorter draft than this drafter's own, fewer tokens may
+    be enough (`min_tokens`), and such a row is said to lack them all the same.
+    """
+    coins = jnp.zeros((state.lengths.shape[0], 0))
+    draft, _ = self.first.propose(
+        self.params_of_parts(params)[0], coins,
+        state.replace(drafter=state.drafter[0]))
+    return self._lacks(draft) & ~state.done
+
+  def _lacks(self, draft):
+    return draft.drafted.sum(-1) < self.min_tokens
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: one of the two does not fit the target, or `min_tokens` asks
+        how many tokens were drawn.
+    """
+    first, second = self.bound(target, transform)
+    if self.min_tokens > 1 and not self._draws_nothing_first:
+      raise ValueError(
+          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
+          "draws its tokens, so that their number may tell of them; leave "
+          "min_tokens at 1, or put a drafter that draws nothing first")
+    if self.min_tokens >= max(first.num_nodes, 2):
+      raise ValueError(
+          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
+          f"drafts at most {first.num_nodes - 1}; choose at most that")
+    return dataclasses.replace(self, first=first, second=second)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, tuple[Any, Any]]:
+    """Drafts for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, (state of the first, state of the second))`, batched.
+    """
+    draft, first = self.asked(0, params, coins, state)
+    lacking = self._lacks(draft)
+    ask = lambda both: self.asked(
+        1, params, coins, state.replace(drafter=(first, both[1])))
+    shapes, own = jax.eval_shape(ask, (None, state.drafter[1]))
+    checks.check_same(
+        f"the state that {type(self.second).__name__}.propose returned", own,
+        state.drafter[1])
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    other, second = _common.once(
+        jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
+    pick = lambda mine, others: jnp.where(
+        lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
+    draft = jax.tree.map(
+        pick, self._padded(draft), self._padded(other))
+    return draft.replace(
+        tokens=draft.tokens.at[:, 0].set(_common.roots(state)),
+        parents=draft.parents.at[:, 0].set(-1)), (first, second)
+
+  def _padded(self, draft):
+    """The draft with padding after its last node, as long as the longer."""
+    nodes = draft.tokens.shape[1]
+    more = self.num_nodes - nodes
+    below = jnp.arange(nodes - 1, self.num_nodes - 1, dtype=jnp.int32)
+    return Draft(
+        tokens=jnp.pad(draft.tokens, ((0, 0), (0, more))),
+        parents=jnp.concatenate([draft.parents, jnp.tile(
+            below, (draft.parents.shape[0], 1))], axis=1),
+        probs=jnp.pad(draft.probs, ((0, 0), (0, more), (0, 0))))

@@ -1,0 +1,120 @@
+"""The drafts of several drafters as one tree.
+
+The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for drafters of any
+kind: language models, cascades, n-grams, trees of likely tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.methods import _common
+from specjax.methods import _parts
+from specjax.methods import stop_rules
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Drafter
+from specjax.types import ModelFn
+from specjax.verifiers import tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merge(_parts.Parts):
+  """Puts all drafts below one root; equal beginnings are one path.
+
+  What several drafters draft below the same text hangs below the first node
+  that spells it, in the order of the drafters, and is tried in that order.
+  Later nodes with the same text stay as leaves. Dropping them would be a bias
+  where they were drawn: they are rejected for sure, but the residual is the
+  smaller for each of them, see `topology.prefix_tree`. Certain ones change
+  nothing.
+
+  The drafters toss coins of their own, so that every row of q is the law of its
+  token given all nodes before it, as it was without the others: what they
+  drafted says nothing of it. That a later drafter agrees with an earlier one
+  shows in the shape of the tree, which does no harm, see `Paths`.
+
+  Put drawn drafts before certain ones: what is tried first is compared with all
+  of p, and a certain token loses nothing by being tried later (Hu et al. 2025,
+  arXiv:2502.18779).
+
+  Attributes:
+    drafters: two or more. One with a state needs `follow`, see
+      `specjax.interfaces`; `params["drafter"]` is a tuple. None may have a stop
+      rule that learns.
+  """
+
+  drafters: tuple[Drafter, ...]
+
+  proposal = "merge"
+
+  def __post_init__(self):
+    object.__setattr__(self, "drafters", tuple(self.drafters))
+    if len(self.drafters) < 2:
+      raise ValueError(f"there are {len(self.drafters)} drafters to merge; "
+                       "give at least two")
+    for rule in _stop_rules(self.drafters):
+      if stop_rules.learns(rule):
+        raise ValueError(
+            f"the stop rule {type(rule).__name__} learns from verdicts on its "
+            "own chains, and a merge has them on a tree; take a rule that "
+            "remembers nothing, such as Confidence")
+
+  @property
+  def num_nodes(self) -> int:
+    return 1 + sum(part.num_nodes - 1 for part in self.drafters)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Merge":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: a drafter does not fit the target.
+    """
+    return dataclasses.replace(self, drafters=self.bound(target, transform))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, tuple[Any, ...]]:
+    """Drafts a tree for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, states)`, batched. The nodes of each drafter stand together.
+    """
+    drafts, states = zip(*(self.asked(i, params, coins, state)
+                           for i in range(len(self.drafters))))
+    before = np.cumsum([0, *(part.num_nodes - 1 for part in self.drafters)])
+    join = lambda name: jnp.concatenate(
+        [getattr(draft, name)[:, 1:] for draft in drafts], axis=1)
+    parents = jnp.concatenate([
+        jnp.where(below > 0, below + start, 0) for below, start in zip(
+            (draft.parents[:, 1:] for draft in drafts), before)], axis=1)
+    root = jnp.full((parents.shape[0], 1), -1, jnp.int32)
+    draft = jax.vmap(Draft.tree)(
+        _common.roots(state), jnp.concatenate([root, parents], axis=1),
+        join("tokens"), join("probs"))
+    return jax.vmap(_merged)(draft), states
+
+
+def _stop_rules(drafters):
+  """The stop rules of drafters, and of those that they fall back to."""
+  for part in drafters:
+    yield getattr(part, "stop", None)
+    if isinstance(part, _parts.Parts):
+      yield from _stop_rules(part.drafters)
+
+
+def _merged(draft):
+  """The draft with what is below equal texts below the first of them."""
+  same = tree.same_text(draft)
+  first = jnp.where(jnp.diagonal(same), jnp.argmax(same, axis=-1),
+                    jnp.arange(same.shape[0])).astype(jnp.int32)
+  parents = jnp.where(draft.parents < 0, -1, first[draft.parents])
+  return draft.replace(parents=parents)

@@ -1,0 +1,134 @@
+"""A small language model drafts a tree whose shape follows its confidence.
+
+EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any language model.
+"""
+
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _expansion
+from specjax.decoding.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class DynamicTreeState:
+  """What a `DynamicTree` keeps between propose and commit.
+
+  Attributes:
+    cache: the model's.
+    slots: `[B, N]` int32, where each node lies in the block that was fed.
+  """
+
+  cache: Any
+  slots: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicTree(_expansion.ExpandedTree):
+  """Expands the likeliest nodes of every level, then keeps the likeliest.
+
+  The value of a node is the product of the model's probabilities on its path.
+  Every level expands its `top_k` best nodes by `top_k` children each; of all
+  candidates the N - 1 best are drafted. A child is not better than its parent
+  and loses ties, so they are connected. Nothing is drawn: the rows of q are
+  one-hot, and the tree is a function of the context.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary.
+    depth: levels below the root, one pass each.
+    top_k: nodes expanded of a level, and children of each.
+    num_nodes: N, the root included.
+    transform: from the model's logits to its confidences; it need not be the
+      decoder's, and at temperature 0 there would be no second best.
+  """
+
+  model: ModelFn
+  depth: int = 6
+  top_k: int = 10
+  num_nodes: int = 60
+  transform: LogitsTransform = LogitsTransform()
+
+  @property
+  def autoregressive(self) -> bool:
+    # Whether a node of a tree is drafted depends on all the others.
+    return self.chain
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  @property
+  def _fed(self) -> int:
+    return _expansion.fed_nodes(self.depth, self.top_k)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "DynamicTree":
+    """The same drafter; of the transform it takes the constraints alone.
+
+    Raises:
+      ValueError: the vocabularies differ, or top_k is larger than they are.
+    """
+    _common.check_vocabulary(self.model, target)
+    _expansion.check_top_k(self.top_k, target.vocab_size)
+    return dataclasses.replace(self, transform=self.transform.under(transform))
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The cache after the prompt, with room for all that is expanded."""
+    del prefill_output
+    more = max(0, self._fed - self.num_nodes)
+    prompt = prompt.replace(capacity=prompt.capacity + more)
+    cache = read_prompt(self.model, params["drafter"], prompt).cache
+    batch = prompt.lengths.shape[0]
+    return DynamicTreeState(
+        cache=cache, slots=jnp.zeros((batch, self.num_nodes), jnp.int32))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts a tree for every row.
+
+    Args:
+      params: `{"drafter": parameters of the model}`.
+      coins: `[B, 0]`: nothing is drawn.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, DynamicTreeState)`, batched.
+    """
+    del coins
+    params = params["drafter"]
+    logits, cache = _common.feed_last(
+        self.model, params, state, state.drafter.cache, size=2, more=self._fed)
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints,
+        _common.model_step(self.model, params), cache, logits)
+    draft, slots, (cache, _) = _expansion.expand(
+        step, carry, logits, _common.roots(state), transform=self.transform,
+        depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
+    return draft, DynamicTreeState(cache=cache, slots=slots)
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The cache with the accepted path moved together."""
+    del params, draft, target_output
+    cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,
+                             self._fed, count)
+    return drafter.replace(cache=cache)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.interfaces`."""
+    return interfaces.param_specs(self.model, axis, size)

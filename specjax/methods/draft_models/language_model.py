@@ -1,0 +1,224 @@
+"""A small language model drafts a chain, token by token.
+
+Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.trees import topology
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _following
+from specjax.methods import stop_rules
+from specjax.methods import _until
+from specjax.decoding.prefill import read_prompt
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class Stopping:
+  """The state of a `LanguageModel` with a stop rule.
+
+  Attributes:
+    cache: the model's.
+    rule: what is kept for the rule, see `stop_rules.first`.
+  """
+
+  cache: Any
+  rule: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel(_common.DrawnChain):
+  """Samples gamma tokens from a model with a cache of its own.
+
+  The cache is rolled back to the committed tokens at the start of a round.
+  Its first step feeds the last *two* of them: after a fully accepted block
+  the last drafted token was never fed, and after any other outcome feeding it
+  again changes nothing, so catching up needs no branch.
+
+  With a stop rule chains end early, row by row; when all rows have stopped, the
+  passes that are left are not made.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary.
+    gamma: drafted tokens of a round, at least 0.
+    transform: of the model's logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+    stop: one of `drafters.stop_rules`; None: all chains have gamma tokens. If
+      the rule has parameters, `params["drafter"]` is `{"model": parameters of
+      the model, "stop": the rule's}`.
+  """
+
+  model: ModelFn
+  gamma: int
+  transform: LogitsTransform | None = None
+  stop: stop_rules.StopRule | None = None
+
+  def __post_init__(self):
+    fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
+
+  @property
+  def autoregressive(self) -> bool:
+    # With a stop rule the tokens before it decide whether a row is padding.
+    return self.stop is None
+
+  @property
+  def full(self) -> bool:
+    # A constraint may leave no token to draft.
+    return self.stop is None and not (
+        self.transform and self.transform.constraints)
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "LanguageModel":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ, or a cache of last tokens has too
+        little slack.
+    """
+    _common.check_vocabulary(self.model, target)
+    _common.check_slack(self.model, self.gamma + 2)
+    return _common.with_transform(self, transform)
+
+  def follow(self) -> _following.Following:
+    """The same drafter for any text, see `specjax.interfaces`."""
+    return _following.Following(drafter=self)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The cache after the prompt, and what the stop rule remembers."""
+    del prefill_output
+    cache = read_prompt(self.model, self._split(params)[0], prompt).cache
+    if self.stop is None:
+      return cache
+    return Stopping(
+        cache=cache, rule=stop_rules.first(self.stop, len(prompt.lengths)))
+
+  def _split(self, params):
+    """The parameters of the model, and those of the stop rule."""
+    return _until.own_params(self.stop, params["drafter"])
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"drafter": parameters of the model}`; with a stop rule that has
+        parameters `{"drafter": {"model": ..., "stop": ...}}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, cache)`, batched; with a stop rule `Stopping` in place of the
+      cache, which holds it.
+    """
+    if self.gamma == 0:
+      return _common.root_only(state, self.model.vocab_size), state.drafter
+    if self.stop is not None:
+      return self._propose_until(params, coins, state)
+    params = params["drafter"]
+    batch = state.lengths.shape[0]
+
+    logits, cache = _common.feed_last(
+        self.model, params, state, state.drafter, size=2, more=self.gamma - 1)
+    depth = jnp.zeros((batch, 1), jnp.int32)
+    self_only = jnp.ones((batch, 1, 1), bool)
+    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
+
+    constraints = self.transform.constraints
+
+    def draw(tokens, probs, memory, logits, node, u):
+      put = functools.partial(
+          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+      logits = constraints_lib.constrained(
+          constraints, memory, logits, drafted=True)
+      law = self.transform(logits, state.temperature)
+      token = jax.vmap(inverse_cdf)(law, u)
+      return (token, put(tokens, token), put(probs, law),
+              constraints_lib.advanced(constraints, memory, token))
+
+    def extend(carry, step):
+      cache, logits, *drawn = carry
+      token, *drawn = draw(*drawn, logits, *step)
+      out = self.model(params, token[:, None], depth, self_only, cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, out.logits[:, 0], *drawn), None
+
+    tokens = jnp.pad(_common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
+                      jnp.promote_types(logits.dtype, jnp.float32))
+    (cache, logits, *drawn), _ = jax.lax.scan(
+        extend, (cache, logits, tokens, probs, state.constraints),
+        (jnp.arange(1, self.gamma), u[:-1]))
+    _, tokens, probs, _ = draw(*drawn, logits, self.gamma, u[-1])
+    parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
+    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    return draft, interfaces.settled(cache)
+
+  def _propose_until(self, params, coins, state):
+    """`propose` with a stop rule."""
+    params, own = self._split(params)
+    logits, hidden, cache = _common.read_last(
+        self.model, params, state, state.drafter.cache, size=2,
+        more=self.gamma - 1)
+
+    def read(token, cache):
+      out = self.model(params, token, jnp.zeros_like(token),
+                       jnp.ones((len(token), 1, 1), bool), cache)
+      return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
+          cache.lengths + 1)
+
+    draft, cache, kept = _until.draw_until(
+        self.stop, own, self.transform, coins, state, state.drafter.rule,
+        (logits, hidden), read, cache)
+    return draft, Stopping(cache=interfaces.settled(cache), rule=kept)
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Reads what rounds without a draft added; see `specjax.interfaces`."""
+    if self.stop is None:
+      return _common.catch_up(
+          self.model, params["drafter"], state, state.drafter, since)
+    cache = _common.catch_up(self.model, self._split(params)[0], state,
+                            state.drafter.cache, since)
+    return state.drafter.replace(cache=cache)
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """What the stop rule learns from the round.
+
+    The cache stays: the next `propose` rolls it back by itself.
+    """
+    del params, target_output
+    if self.stop is None:
+      return drafter
+    return drafter.replace(rule=stop_rules.learned(
+        self.stop, drafter.rule, draft, verdict, count))
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.interfaces`; a stop rule's are everywhere."""
+    specs = interfaces.param_specs(self.model, axis, size)
+    if self.stop is None or not self.stop.has_params:
+      return specs
+    return {"model": specs, "stop": PartitionSpec()}

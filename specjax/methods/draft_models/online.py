@@ -1,0 +1,277 @@
+"""A drafter that learns while it drafts, from what verification computed.
+
+Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177): the target's
+laws at the drafted tokens are there already, so that a drafter can be distilled
+for nothing but its own gradient. It changes between rounds alone, and reports
+the law that it drew from, so that no schedule of updates changes what is
+written.
+
+What learns here is a correction of the model's logits z by its last hidden
+state h,
+
+  z + c + U' A' h,   A [F, r], U [r, V], c [V],
+
+one for each row of the batch. So a row's text depends on no other row, a row
+can be put into another's place, and a step needs no derivative of the model
+itself, whose weights stay. (OSD trains all weights of one drafter for all
+requests.)
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.trees import topology
+from specjax.methods import _common
+from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.models.around import AroundModel
+from specjax.decoding.prefill import read_prompt
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+POSITIONS = ("rejected", "path", "all")
+
+
+@struct.dataclass
+class Correction:
+  """What a drafter has learned; every leaf has the rows B first.
+
+  Attributes:
+    down: `[B, F, r]`, A.
+    up: `[B, r, V]`, U.
+    bias: `[B, V]`, c.
+  """
+
+  down: jax.Array
+  up: jax.Array
+  bias: jax.Array
+
+  def __call__(self, logits: jax.Array, hidden: jax.Array) -> jax.Array:
+    """The corrected `logits [..., S, V]`, of `hidden [..., S, F]`."""
+    inner = hidden.astype(self.down.dtype) @ self.down
+    return logits + inner @ self.up + self.bias[..., None, :]
+
+
+@struct.dataclass
+class Learner:
+  """The state of an `Online` drafter; every leaf has the rows B first.
+
+  Attributes:
+    cache: the model's.
+    correction: a `Correction` for every row.
+    optimizer: optax's state of each row.
+    since: `[B]` int32, committed tokens when the last draft was made.
+  """
+
+  cache: Any
+  correction: Correction
+  optimizer: Any
+  since: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Corrected(AroundModel):
+  """A model whose parameters are `{"model": its own, "correction": ...}`."""
+
+  model: ModelFn
+
+  def init_cache(self, params, batch, capacity):
+    return self.model.init_cache(params["model"], batch, capacity)
+
+  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+    out = self.model(params["model"], tokens, depths, ancestors, cache)
+    return out.replace(logits=params["correction"](out.logits, out.hidden))
+
+  def logits_at(self, params, output, at):
+    hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
+    return params["correction"](interfaces.logits_at(
+        self.model, params["model"], output, at), hidden)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Online(_common.DrawnChain):
+  """A `LanguageModel` whose logits are corrected as it goes.
+
+  After a round the model reads its draft again, in one pass, for the hidden
+  states that belong to the target's laws, and the correction takes a step down
+  the mean cross-entropy -sum_x p(x) log q(x) at some positions, p and q at
+  temperature 1. The law of a draft then depends on the rounds before it.
+
+  `params["drafter"]` are those of the model, which does not change.
+
+  Attributes:
+    model: a `ModelFn` over the target's vocabulary, which returns its hidden
+      states.
+    gamma: drafted tokens of a round, at least 1.
+    rank: r of the correction; 0: the bias alone.
+    learning_rate: of the optimizer.
+    optimizer: from a learning rate to an optax transformation.
+    positions: where it learns: "rejected", the one token of a round that the
+      target replaced (OSD); "path", the accepted tokens and that one; "all",
+      every drafted token and the one after the last.
+    every: rounds whose gradients are averaged before a step is taken.
+    transform: as in `LanguageModel`.
+  """
+
+  model: ModelFn
+  gamma: int
+  rank: int = 8
+  learning_rate: float = 1e-3
+  optimizer: Callable[[float], optax.GradientTransformation] = optax.adam
+  positions: str = "path"
+  every: int = 1
+  transform: LogitsTransform | None = None
+
+  def __post_init__(self):
+    fields.check_at_least("gamma", self.gamma, 1)
+    fields.check_at_least("rank", self.rank, 0)
+    fields.check_at_least("every", self.every, 1)
+    if not self.learning_rate >= 0:
+      raise ValueError(f"learning_rate is {self.learning_rate}; it must be at "
+                       "least 0: 0 learns nothing")
+    if self.positions not in POSITIONS:
+      raise ValueError(f"positions is {self.positions!r}; it must be one of "
+                       f"{POSITIONS}")
+
+  @property
+  def _drafter(self) -> LanguageModel:
+    return LanguageModel(model=_Corrected(self.model), gamma=self.gamma,
+                         transform=self.transform)
+
+  @property
+  def _steps(self) -> optax.GradientTransformation:
+    one = self.optimizer(self.learning_rate)
+    if self.every == 1:
+      return one
+    return optax.MultiSteps(one, self.every).gradient_transformation()
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Online":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ, or a cache of last tokens has too
+        little slack.
+    """
+    _common.check_vocabulary(self.model, target)
+    _common.check_slack(self.model, self.gamma + 2)
+    return _common.with_transform(self, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Learner:
+    """The cache after the prompt, and a correction of nothing."""
+    del prefill_output
+    output = read_prompt(self.model, params["drafter"], prompt)
+    batch, width = len(prompt.lengths), output.hidden.shape[-1]
+    # All rows begin alike; with U = 0 any A corrects nothing.
+    down = width**-0.5 * jax.random.normal(
+        jax.random.key(0), (width, self.rank))
+    size = self.model.vocab_size
+    correction = Correction(
+        down=jnp.tile(down, (batch, 1, 1)),
+        up=jnp.zeros((batch, self.rank, size)), bias=jnp.zeros((batch, size)))
+    return Learner(
+        cache=output.cache, correction=correction,
+        optimizer=jax.vmap(self._steps.init)(correction),
+        since=jnp.zeros_like(prompt.lengths))
+
+  def going_on(self, state: DecodeState, learned: Learner) -> DecodeState:
+    """The state of new texts, whose rows know what other texts have taught.
+
+    Args:
+      state: of `Decoder.prefill`, or of any later time.
+      learned: of the rows whose texts came before, in the same order: the
+        `drafter` of their last state.
+
+    Raises:
+      ValueError: it is of another number of rows, of another model, or of a
+        drafter with another rank, optimizer or `every`.
+    """
+    _check_alike(learned, state.drafter)
+    return state.replace(drafter=state.drafter.replace(
+        correction=learned.correction, optimizer=learned.optimizer))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Learner]:
+    """Drafts a chain for every row; see `LanguageModel.propose`."""
+    before = state.drafter
+    own = {"model": params["drafter"], "correction": before.correction}
+    draft, cache = self._drafter.propose(
+        {"drafter": own}, coins, state.replace(drafter=before.cache))
+    return draft, before.replace(cache=cache, since=state.lengths)
+
+  def commit(self, params: Any, drafter: Learner, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Learner:
+    """A step, where the round has something to learn from."""
+    place = jnp.arange(self.num_nodes, dtype=jnp.int32)
+    stop = verdict.num_accepted[:, None]
+    weights = {"rejected": (place == stop) & (stop < self.gamma),
+               "path": place <= stop,
+               "all": place <= self.gamma + 0 * stop}[self.positions]
+    learns = (count > 0) & jnp.any(weights, axis=1)
+    out = self._read_again(params["drafter"], drafter, draft)
+    law = jax.nn.softmax(target_output.logits)
+    correction, optimizer = jax.vmap(self._step)(
+        drafter.correction, drafter.optimizer, out.logits, out.hidden, law,
+        weights.astype(law.dtype))
+    keep = lambda new, old: jax.vmap(jnp.where)(learns, new, old)
+    correction, optimizer = jax.tree.map(
+        keep, (correction, optimizer), (drafter.correction, drafter.optimizer))
+    return drafter.replace(correction=correction, optimizer=optimizer)
+
+  def _read_again(self, params, drafter, draft):
+    """The model's own output `[B, N]` at the nodes of a draft."""
+    batch, size = draft.tokens.shape
+    return self.model(
+        params, draft.tokens, *topology.causal(batch, size),
+        drafter.cache.rollback(jnp.maximum(drafter.since - 1, 0)))
+
+  def _step(self, correction, optimizer, logits, hidden, law, weights):
+    """The correction of one row, and its optimizer, after a step."""
+    def loss(correction):
+      own = jax.nn.log_softmax(correction(logits, hidden))
+      losses = -jnp.sum(law * own, axis=-1)
+      return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1)
+
+    updates, optimizer = self._steps.update(
+        jax.grad(loss)(correction), optimizer, correction)
+    return optax.apply_updates(correction, updates), optimizer
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.interfaces`."""
+    return interfaces.param_specs(self.model, axis, size)
+
+
+def _check_alike(learned, own):
+  """Refuses what was learned by another drafter, or on other rows."""
+  sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
+  if sizes(learned) != sizes(own):
+    said = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
+            "tokens" for rows, width, rank, size in map(sizes, (learned, own))]
+    raise ValueError(
+        f"what was learned has {said[0]}, and the state has {said[1]}; give "
+        "what the same drafter has learned, a row for each row of the state")
+  # The structure as well: optax's states of one field each are equal tuples.
+  forms = [(jax.tree.structure(x.optimizer), [
+      (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
+           for x in (learned, own)]
+  if forms[0] != forms[1]:
+    raise ValueError(
+        "what was learned has the state of another optimizer than the drafter; "
+        "give both the same `optimizer` and `every`")

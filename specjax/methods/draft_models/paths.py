@@ -1,0 +1,180 @@
+"""Paths of one or several language models, packed into a prefix tree.
+
+SpecInfer (Miao et al. 2023, arXiv:2305.09781).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import interfaces
+from specjax.trees import topology
+from specjax.trees import shapes
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _children
+from specjax.methods import _common
+from specjax.methods import _growth
+from specjax.decoding.prefill import read_prompt
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paths:
+  """Draws K independent chains; path k comes from model k mod len(models).
+
+  The chains are packed at run time, see `topology.prefix_tree`: the draft has
+  one node for each drafted token whatever the chains share. Given that a path
+  visits a node, its next token is drawn from its own model at that context
+  alone, whichever path drew the node's own token first. The shape of the tree
+  gives something away: if two paths go on below an earlier sibling, a later
+  path has drawn that sibling's token too. That does no harm, because the
+  probability to accept something below a node does not depend on the shape of
+  the tree there.
+
+  `params["drafter"]` is a tuple, one entry for each model.
+
+  Attributes:
+    models: `ModelFn`s over the target's vocabulary.
+    num_paths: K, at least one path for each model.
+    length: tokens of a path.
+    transform: of the models' logits; None takes the decoder's.
+  """
+
+  models: tuple[ModelFn, ...]
+  num_paths: int
+  length: int
+  transform: LogitsTransform | None = None
+
+  conditional = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "models", tuple(self.models))
+    if not 1 <= len(self.models) <= self.num_paths:
+      raise ValueError(f"there are {len(self.models)} models and "
+                       f"{self.num_paths} paths; give at least one model, and "
+                       "each model a path")
+    if self.length < 1:
+      raise ValueError(f"length is {self.length}; a path has at least 1 token")
+
+  @property
+  def chain(self) -> bool:
+    return self.num_paths == 1
+
+  @property
+  def iid(self) -> bool:
+    return len(self.models) == 1
+
+  @property
+  def autoregressive(self) -> bool:
+    # With several models q also depends on which path drew a token.
+    return self.iid
+
+  @property
+  def proposal(self) -> str:
+    return "iid" if self.iid else "independent"
+
+  @property
+  def num_nodes(self) -> int:
+    return 1 + self.num_paths * self.length
+
+  @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.num_paths * self.length
+
+  @property
+  def context_length(self) -> int:
+    return min(model.context_length for model in self.models)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Paths":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabularies differ.
+    """
+    for model in self.models:
+      _common.check_vocabulary(model, target)
+    return _common.with_transform(self, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The cache of each model after the prompt."""
+    del prefill_output
+    params = params["drafter"]
+    if not isinstance(params, (tuple, list)) or len(params) != len(self.models):
+      raise ValueError(f"params['drafter'] must be a tuple of the parameters "
+                       f"of {len(self.models)} models")
+    return tuple(read_prompt(model, own, prompt).cache
+                 for model, own in zip(self.models, params))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts the paths of every row and packs them.
+
+    Args:
+      params: `{"drafter": (parameters of each model, ...)}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
+    """
+    draw = _children.drawer("iid", self.transform, state.temperature)
+    batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
+    used = 0
+    for m, (model, own, cache) in enumerate(
+        zip(self.models, params["drafter"], state.drafter)):
+      paths = range(m, self.num_paths, len(self.models))
+      bundle = shapes.full_tree((len(paths), *[1] * (self.length - 1)))
+      # A single model keeps what it computed of the accepted path; among
+      # several nobody knows whose path that will be.
+      logits, cache = _common.feed_last(
+          model, own, state, cache, size=2 if self.iid else self.length + 1,
+          more=len(paths) * (self.length - 1))
+      mine = COINS_A_DRAW * (len(bundle) - 1)
+      step, carry, logits = constraints_lib.steered(
+          self.transform.constraints, state.constraints,
+          _common.model_step(model, own), cache, logits)
+      drawn, law, (cache, _) = _growth.grow(
+          step, carry, logits, coins[:, used:used + mine], bundle, draw)
+      used += mine
+      shape = (batch, self.length, len(paths))
+      tokens.append(drawn.reshape(shape))
+      probs.append(law.reshape(*shape, -1))
+      caches.append(cache if self.iid else interfaces.settled(cache))
+      order += paths
+    order = np.argsort(order)
+    tokens = jnp.concatenate(tokens, axis=2)[:, :, order]
+    probs = jnp.concatenate(probs, axis=2)[:, :, order]
+
+    parents = jax.vmap(topology.prefix_tree)(tokens.swapaxes(1, 2))
+    draft = jax.vmap(Draft.tree)(
+        _common.roots(state), parents, tokens.reshape(batch, -1),
+        probs.reshape(batch, self.num_nodes - 1, -1))
+    return draft, tuple(caches)
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The cache of a single model with the accepted path moved together."""
+    del params, draft, target_output
+    if not self.iid:
+      return drafter
+    size = self.num_paths * (self.length - 1)
+    slots = jnp.arange(-1, self.num_nodes - 1, dtype=jnp.int32)
+    slots = jnp.tile(jnp.clip(slots, 0, max(size - 1, 0)), (count.shape[0], 1))
+    return (_common.keep_path(drafter[0], slots, verdict.path, size, count),)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """Those of each model, see `specjax.interfaces`."""
+    return tuple(interfaces.param_specs(model, axis, size)
+                 for model in self.models)

@@ -1,0 +1,244 @@
+"""Modules of multi-token prediction draft, each of them one depth.
+
+DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
+(arXiv:2404.19737) draft chains; the trees are ours.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import fields
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _features
+from specjax.methods import _growth
+from specjax.methods.features import _modules
+from specjax.methods import FeatureHeads
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTP(_common.DrawnChain, _modules.ModulesDrafter):
+  """Draws token k of a chain from module k.
+
+  Heads whose one module is used again and again draft by `EagleChain`.
+
+  Attributes:
+    heads: with a module for every token.
+    gamma: drafted tokens of a round, at most as many as modules; None: so many.
+    transform: of the modules' logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+    readers: R, modules that read the text, at least gamma; None: gamma. So the
+      shorter chains of a controller leave the others nothing to read later.
+  """
+
+  heads: FeatureHeads
+  gamma: int | None = None
+  transform: LogitsTransform | None = None
+  readers: int | None = None
+
+  def __post_init__(self):
+    _check_not_reused(self.heads)
+    if self.gamma is None:
+      object.__setattr__(self, "gamma", self.heads.modules)
+    fields.check_at_least("gamma", self.gamma, 1)
+    if self.gamma > self.heads.modules:
+      raise ValueError(
+          f"gamma is {self.gamma} and there are {self.heads.modules} modules; "
+          "each token needs one: draft fewer or train more modules")
+    if self.readers is None:
+      object.__setattr__(self, "readers", self.gamma)
+    if not self.gamma <= self.readers <= self.heads.modules:
+      raise ValueError(
+          f"readers is {self.readers}; gamma is {self.gamma} and there are "
+          f"{self.heads.modules} modules: give a number between, or None")
+
+  @property
+  def depth(self) -> int:
+    return self.gamma
+
+  @property
+  def with_gamma(self) -> Callable[[int], "MTP"]:
+    """A chain may have another length, see `specjax.interfaces`."""
+    return lambda gamma: dataclasses.replace(self, gamma=gamma)
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTP":
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the modules are for another target.
+    """
+    self.heads.check_target(target)
+    return _common.with_transform(self, transform)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the modules}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, ModulesState)`, batched.
+    """
+    heads, own = self.heads, state.drafter
+    u = coins.reshape(len(own.held), self.gamma, COINS_A_DRAW)
+    last = jnp.maximum(own.held - 1, 0)[:, None]
+    constraints, memory = self.transform.constraints, state.constraints
+    tokens, probs = [], []
+
+    def draw(module, read):
+      nonlocal memory
+      logits = heads.whole(heads.logits(
+          params["drafter"], params["target"], _modules.at(read, last)))[:, 0]
+      law = self.transform(
+          constraints_lib.constrained(constraints, memory, logits,
+                                      drafted=True), state.temperature)
+      token = jax.vmap(inverse_cdf)(law, u[:, module])
+      memory = constraints_lib.advanced(constraints, memory, token)
+      tokens.append(token)
+      probs.append(law)
+      return token
+
+    new = self.read(params, own, draw)
+    draft = jax.vmap(Draft.chain)(
+        _common.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
+    return _features.known_only(draft, own.held > 0), new
+
+
+class _Paths(NamedTuple):
+  """What the modules after this one read, on the way to S nodes of a level.
+
+  Attributes:
+    module: that drew these nodes, counted from 0.
+    text: `[B, S, W + R]` int32, the tokens after the positions that are kept
+      (`ModulesState.after`), those of the way down to the node after them.
+    before: `[B, S, W, D]`, what the module returned at these positions, on the
+      way down to the parents of the nodes.
+  """
+
+  module: int
+  text: jax.Array
+  before: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
+  """Draws a tree, the nodes of depth k from module k.
+
+  A module reads tokens ahead of its position, drafted ones among them, so that
+  on each way down a tree it is run anew over what no module was sure of: with S
+  nodes of a level that have children, over 2 R S positions.
+
+  Attributes:
+    heads: with a module for every depth.
+    parents: the tree, see `specjax.trees`. It is put in breadth-first order.
+    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    transform: of the modules' logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  heads: FeatureHeads
+  parents: tuple[int, ...]
+  proposal: str = "without_replacement"
+  transform: LogitsTransform | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    _check_not_reused(self.heads)
+    fields.check_at_least("the depth of `parents`", self.depth, 1)
+    if self.depth > self.heads.modules:
+      raise ValueError(
+          f"parents is {self.depth} levels deep and there are "
+          f"{self.heads.modules} modules; each level needs one: give a "
+          "shallower tree or train more modules")
+
+  @property
+  def readers(self) -> int:
+    return self.depth
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTPTree":
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the modules are for another target, or know too few tokens.
+    """
+    self.heads.check_target(target)
+    _features.check_children(self.heads, 1 if self.iid else self._most_children)
+    return super().bind(target, transform)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the modules}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, ModulesState)`, batched.
+    """
+    own = state.drafter
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints,
+        *self._growing(params, own))
+    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    draft = _common.tree_drafts(state, self.parents, tokens, probs)
+    return _features.known_only(draft, own.held > 0), self.read(params, own)
+
+  def _growing(self, params, own):
+    """A `growth` step over the modules, and what it begins with."""
+    heads, size = self.heads, self.window
+    causal = np.tril(np.ones((size, size), bool))
+    order = jnp.arange(size + self.readers, dtype=jnp.int32)
+    last = jnp.maximum(own.held - 1, 0)
+
+    def run(module, text, before):
+      """Logits `[B, S, V]` after S ways, and what the module returned there."""
+      batch, ways = text.shape[:2]
+      flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
+      each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
+      hidden, read, _ = self.run(
+          params, module, flat(each(own.hidden)), flat(before),
+          flat(text[..., module:module + size]),
+          jnp.tile(np.kron(np.eye(ways, dtype=bool), causal), (batch, 1, 1)),
+          own.cache, flat(each(own.cache.lengths[:, None] + order[:size])))
+      ways_of = lambda x: x.reshape(batch, ways, size, -1)
+      read = jnp.take_along_axis(
+          ways_of(read), last[:, None, None, None], axis=2)[:, :, 0]
+      return heads.whole(heads.logits(
+          params["drafter"], params["target"], read)), ways_of(hidden)
+
+    def step(tokens, depths, ancestors, above, carry):
+      del depths, ancestors  # the ways say it
+      module, text, before = carry
+      text, before = (jax.vmap(lambda row, at: row[at])(x, above)
+                      for x in (text, before))
+      text = jnp.where(order == own.held[:, None, None] + module,
+                       tokens[..., None], text)
+      logits, before = run(module + 1, text, before)
+      return logits, _Paths(module + 1, text, before)
+
+    text = jnp.pad(own.after, ((0, 0), (0, self.readers)))[:, None]
+    logits, before = run(0, text, own.hidden[:, None])
+    return step, _Paths(0, text, before), logits[:, 0]
+
+
+def _check_not_reused(heads):
+  if heads.reuse:
+    raise ValueError("the heads have one module, which is used again and "
+                     "again; draft with them by drafters.Eagle")

@@ -1,0 +1,131 @@
+"""Multi-token prediction: beside a target that stays, or with its trunk."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.methods import FeatureHeads
+from specjax.models.transformer import Transformer
+from specjax.methods import _unrolled
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Params
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.training.next_token import cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTP:
+  """-sum_k w_k mean_t log p^(k)(x_{t+1+k}), w_k = decay^(k-1) / their sum.
+
+  FastMTP, Cai et al. 2025 (arXiv:2509.18362, equation 2), where one module is
+  used again; the same for modules of their own. The target stays as it is.
+
+  Attributes:
+    model: the target.
+    heads: `models.heads.MTPHeads`, or others that draft all of its tokens.
+    decay: 0.6 in the paper.
+  """
+
+  model: Transformer
+  heads: FeatureHeads
+  decay: float = 0.6
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    self.heads.check_sizes(self.model)
+    if self.heads.ids:
+      raise ValueError(f"the heads draft {len(self.heads.ids)} of the "
+                       f"{self.model.vocab_size} tokens, and the text has "
+                       "others; give heads of all tokens, or train as EAGLE-3")
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, and each depth's own as `head_<k>/train_loss`."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    _unrolled.check_rows(tokens, self.heads)
+    seen = _unrolled.read(self.model, self.heads, params, tokens[:, :-1])
+    losses = self.losses(params, seen.features, tokens, weights_of(batch))
+    weights = self.decay**jnp.arange(len(losses))
+    return jnp.sum(weights * losses) / jnp.sum(weights), _by_head(losses)
+
+  def losses(self, params: Params, features: jax.Array, tokens: jax.Array,
+             weights: jax.Array) -> jax.Array:
+    """`[K]` nats, of the depths.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      features: `[B, S, F]`, the target's.
+      tokens: `[B, S + 1]` int32.
+      weights: `[B, S]`, of the tokens after the first.
+    """
+    found = []
+    for k, out in enumerate(_unrolled.forecasts(
+        self.heads, params, features, tokens, self.heads.num_forecasts), 1):
+      # Row t forecasts token t + 1 + k, and the row has S + 1 tokens.
+      labels = tokens[:, 1 + k:]
+      logits = self.heads.logits(params["drafter"], params["target"],
+                                 out.read[:, :labels.shape[1]])
+      found.append(weighted_mean(
+          cross_entropy(logits, labels), weights[:, k:]))
+    return jnp.stack(found)
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every depth, stacked along K."""
+    del key
+    return _unrolled.score(self.model, self.heads, params, tokens, score)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPJoint:
+  """L_LM + weight mean_k CE_k: a trunk and its modules learn together.
+
+  DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) has `MTPHeads` and weight
+  lambda, 0.3 at first. Gloeckle et al. 2024 (arXiv:2404.19737, equation 2) have
+  `ParallelLayers` and all heads weigh as much as the next token: K.
+
+  Attributes:
+    mtp: the modules' losses; its `decay` is not used.
+    weight: of their mean.
+  """
+
+  mtp: MTP
+  weight: float = 0.3
+
+  needs = ("target", "drafter")
+
+  @property
+  def model(self) -> Transformer:
+    """The target."""
+    return self.mtp.model
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, `lm_loss`, and each depth's own as `head_<k>/train_loss`."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    _unrolled.check_rows(tokens, self.mtp.heads)
+    seen = _unrolled.read(self.model, self.mtp.heads, params, tokens[:, :-1])
+    weights = weights_of(batch)
+    lm_loss = weighted_mean(cross_entropy(seen.logits, tokens[:, 1:]), weights)
+    losses = self.mtp.losses(params, seen.features, tokens, weights)
+    return lm_loss + self.weight * jnp.mean(losses), {
+        "lm_loss": lm_loss, **_by_head(losses)}
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every depth, stacked along K."""
+    return self.mtp.score(params, tokens, key, score)
+
+
+def _by_head(losses):
+  return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}

@@ -1,0 +1,345 @@
+"""Layers that read the target's features: EAGLE's, MTP modules, and others.
+
+What they are made of is data, see `models.features`; the classes here differ in
+its defaults. A draft reads the features of the committed text, and from there
+on what the layer itself returned.
+"""
+
+import dataclasses
+from typing import Any
+from typing import ClassVar
+from typing import Self
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.caches.dense import KVCache
+from specjax.methods.features import _layer
+from specjax.models import layers
+from specjax.models.configuration import FINAL
+from specjax.models.configuration import TransformerConfig
+from specjax.methods.features._layer import Keys
+from specjax.models.features import FeatureConfig
+from specjax.methods import networks
+from specjax.methods.networks import lm_head
+from specjax.methods.networks import Params
+from specjax.models.transformer import Transformer
+from specjax.types import ModelFn
+
+
+@struct.dataclass
+class FeatureOutput:
+  """What a pass of a feature layer returns.
+
+  Attributes:
+    hidden: `[B, S, D]`, what the next step is fed.
+    read: `[B, S, D]`, what the head reads.
+    keys: of a pass without a cache, for the passes after it.
+    cache: the cache with the keys and values of the pass, not committed.
+  """
+
+  hidden: jax.Array
+  read: jax.Array
+  keys: Keys | None = None
+  cache: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureHeads(FeatureConfig):
+  """A feature layer as what a target drafts for itself with.
+
+  Parameters are a tree: `module_{m}` of every module, `entry` and its norms,
+  and `embedding [V, D]` and `head [D, Vd]` where they are its own. Vd is
+  `draft_size`. `attach` adds the `head` of `narrow_head`.
+  """
+
+  kind: ClassVar[str] = "features"
+
+  @property
+  def num_forecasts(self) -> int:
+    """K, tokens after the next one that are drafted by default."""
+    return self.forecasts
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """The hidden states that are read of a target of so many layers."""
+    del layers
+    return (FINAL,)
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    """A layer like the target's own.
+
+    Args:
+      target: that is to draft with it.
+      count: K.
+      **options: other fields of the class. `taps` may be a text, such as
+        "2,4,final"; an empty one means `default_taps`.
+
+    Raises:
+      ValueError: the target has no such hidden state, or the fields do not fit
+        together.
+    """
+    c = target.config
+    like = {field.name: getattr(c, field.name)
+            for field in dataclasses.fields(TransformerConfig)}
+    like.update(layers=1, windows=(), features=(), lookahead=0, pre_norm=True,
+                post_norm=False, parallel_residual=False,
+                learned_positions=False)
+    taps = options.pop("taps", ())
+    if isinstance(taps, str):
+      taps = [int(name) if name.isdecimal() else name
+              for name in taps.replace(",", " ").split()]
+    for name in taps:
+      if name != FINAL and name not in range(c.layers + 1):
+        raise ValueError(f"taps holds {name!r}; the target has the hidden "
+                         f"states 0 to {c.layers} and {FINAL!r}: name some of "
+                         "these, such as 1,final")
+    return cls(**{**like, "target_width": c.width, "forecasts": count,
+                  "taps": tuple(taps) or cls.default_taps(c.layers),
+                  **options})
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    """Random float32 parameters; an own head begins as the target's.
+
+    Where the widths differ an own head is random, too, and so is an own
+    embedding; else it begins as the target's.
+
+    Args:
+      key: a PRNG key.
+      target_params: of the `Transformer` that it is for.
+    """
+    entry, embedding, head, *modules = jax.random.split(key, 3 + self.modules)
+    row = jnp.zeros((1, 1, self.width), jnp.float32)
+    place, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
+    network, params = _layer.FeatureModule(self), {}
+    for m, own in enumerate(modules):
+      params[f"module_{m}"] = network.init(
+          own, row, row, place, seen, None)["params"]
+    if self.entry:
+      taps = jnp.zeros((1, 1, len(self.taps) * self.target_width))
+      params.update(_layer.Entry(self).init(entry, taps)["params"])
+    same = self.width == self.target_width
+    random = lambda key, *shape: 0.02 * jax.random.normal(
+        key, shape, jnp.float32)
+    if self.own_embedding:
+      params["embedding"] = (
+          jnp.array(target_params["embedding"], jnp.float32) if same else
+          random(embedding, self.vocab_size, self.width))
+    if self.own_head:
+      params["head"] = jnp.array(self.columns(
+          target_params if same else
+          {"head": random(head, self.width, self.vocab_size)}), jnp.float32)
+    return params
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`; the target returns the taps.
+
+    Raises:
+      ValueError: the layer is for another target.
+    """
+    self.check_sizes(target)
+    taps = self.taps if FINAL in self.taps else (*self.taps, FINAL)
+    config = dataclasses.replace(target.config, features=taps)
+    if self.narrow_head:
+      params = {**params, "head": self.columns(target_params)}
+    return dataclasses.replace(target, config=config), {
+        "target": target_params, "drafter": params}
+
+  def columns(self, target_params: Params) -> jax.Array:
+    """`[D, Vd]`, of the target's head what the layer can draft."""
+    whole = lm_head(target_params)
+    return whole[:, np.array(self.ids)] if self.ids else whole
+
+  def check_sizes(self, target: ModelFn) -> None:
+    """Raises a `ValueError` where a target has another width or vocabulary."""
+    config = getattr(target, "config", None)
+    if config is None:
+      raise ValueError(f"the target is a {type(target).__name__}, of which no "
+                       "hidden states are known; a feature layer needs a "
+                       "models.Transformer")
+    for name, wants in (("width", self.target_width),
+                        ("vocab_size", self.vocab_size)):
+      if getattr(config, name) != wants:
+        raise ValueError(
+            f"the feature layer is for a target of {name} {wants} and this one "
+            f"has {getattr(config, name)}; both must be equal: make one for "
+            "this target by for_target")
+
+  def check_target(self, target: ModelFn) -> None:
+    """Checks that a target returns what the layer reads.
+
+    Raises:
+      ValueError: another width or vocabulary, or the taps are missing.
+    """
+    self.check_sizes(target)
+    names = target.config.features or (FINAL,)
+    if names[:len(self.taps)] != self.taps:
+      raise ValueError(
+          f"the target returns the hidden states {names} and the feature layer "
+          f"reads {self.taps} first; take the target that its `attach` returns")
+
+  def init_cache(self, params: Params, batch: int, capacity: int,
+                 modules: int | None = None) -> KVCache:
+    """An empty cache in the parameters' dtype, for all modules or some."""
+    return KVCache.empty(
+        layers=modules or self.modules, batch=batch, heads=self.kv_heads,
+        capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
+
+  def taps_of(self, hidden: jax.Array) -> jax.Array:
+    """`[..., F]`, the taps out of what the target of `attach` returns."""
+    return hidden[..., :len(self.taps) * self.target_width]
+
+  def enter(self, params: Params, taps: jax.Array) -> jax.Array:
+    """`[B, S, D]`, what the first step is fed, of `taps [B, S, F]`."""
+    taps = taps.astype(_dtype(params))
+    if not self.entry:
+      return taps
+    own = {name: x for name, x in params.items() if name.startswith("entry")}
+    return _layer.Entry(self).apply({"params": own}, taps)
+
+  def step(self, params: Params, target_params: Params, hidden: jax.Array,
+           tokens: jax.Array, *, positions: jax.Array | None = None,
+           visible: jax.Array | None = None, keys: Keys | None = None,
+           cache: Any = None, module: int = 0) -> FeatureOutput:
+    """One pass of a module.
+
+    Without a cache it is causal over its own rows, or as `visible` says. Given
+    the `keys` of an earlier pass each row sees of them what it saw there, and
+    of what came since its own; with `visible [B or 1, S, T + S]` too, what that
+    says of the block of T keys and the S new ones.
+
+    Args:
+      params: of the layer.
+      target_params: of the target.
+      hidden: `[B, S, D]`, of `enter` or what the step before returned.
+      tokens: `[B, S]` int32, the token after each row's text.
+      positions: `[B, S]` int32; default: 0.. without a cache, and those after
+        its committed tokens with one.
+      visible: `[B or 1, S, S]` bool; with a cache `[B, S, T]`, over the block.
+      keys: of `FeatureOutput`.
+      cache: with `append` and `attend` of `types.Cache`.
+      module: which one.
+    """
+    batch, size = hidden.shape[:2]
+    dtype = _dtype(params)
+    if positions is None:
+      first = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths
+      positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)
+    if keys is not None:
+      memory = keys.replace(own=visible is None)
+      visible = keys.visible if visible is None else visible
+      memory = memory.replace(visible=visible)
+    else:
+      if visible is None:
+        visible = jnp.tril(jnp.ones((1, size, size), bool))
+      memory = (Keys(k=None, v=None, visible=visible) if cache is None else
+                _layer.LayerOf(cache, module))
+    hidden, read, memory = _layer.FeatureModule(self).apply(
+        {"params": params[f"module_{module}"]}, hidden.astype(dtype),
+        self._embedded(params, target_params, tokens, dtype), positions,
+        visible, memory)
+    if self.final_norm == "target":
+      read = layers.Norm(self).apply(
+          {"params": target_params["final_norm"]}, read)
+    output = FeatureOutput(hidden=read if self.feed_normed else hidden,
+                           read=read)
+    if cache is None:
+      return output.replace(keys=memory)
+    return output.replace(cache=memory.cache)
+
+  def _embedded(self, params, target_params, tokens, dtype):
+    """`[B, S, D]`, the embeddings; None where none is read."""
+    if self.fusion == "none":
+      return None
+    own = params if self.own_embedding else target_params
+    return own["embedding"][tokens].astype(dtype) * jnp.asarray(
+        self.embedding_scale, dtype)
+
+  def logits(self, params: Params, target_params: Params, read: jax.Array
+             ) -> jax.Array:
+    """`[B, S, Vd]`, float32 at least, of what the head reads."""
+    head = (params["head"] if "head" in params  # own, or of `attach`
+            else self.columns(target_params))
+    return layers.logits(read.astype(head.dtype), head, self)
+
+  def whole(self, logits: jax.Array) -> jax.Array:
+    """`[..., V]` of `[..., Vd]`: tokens that the head lacks have q = 0."""
+    return networks.whole(logits, self.ids, self.vocab_size)
+
+
+def _dtype(params):
+  return jax.tree.leaves(params["module_0"]["attention_0"])[0].dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle1Heads(FeatureHeads):
+  """EAGLE-1 and 2: no norm before attention and none before the head."""
+
+  fusion_bias: bool = True
+
+  kind: ClassVar[str] = "eagle1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Heads(FeatureHeads):
+  """EAGLE-3: three taps, attention on [e; g], and a head of its own."""
+
+  entry: bool = True
+  fusion: str = "attention"
+  fusion_norms: bool = True
+  final_norm: str | None = "own"
+  own_head: bool = True
+
+  kind: ClassVar[str] = "eagle3"
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """Low, middle and high: 2, L // 2, L - 3; spread in a short target."""
+    taps = (2, layers // 2, layers - 3)
+    if not taps[0] < taps[1] < taps[2]:
+      taps = (1, (layers + 1) // 2, layers)
+    return tuple(dict.fromkeys(taps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPHeads(FeatureHeads):
+  """Modules of multi-token prediction, one after the other (DeepSeek-V3)."""
+
+  fusion_norms: bool = True
+  attention_norm: bool = True
+  final_norm: str | None = "own"
+  reuse: bool = False
+
+  kind: ClassVar[str] = "mtp"
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """What the last layer returns, before the final norm."""
+    return (layers,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelLayers(FeatureHeads):
+  """Layers beside the target's last one, on the same trunk (Gloeckle et al.).
+
+  They read no token, so that the law of a draft is a product, and share the
+  target's final norm and head.
+  """
+
+  fusion: str = "none"
+  attention_norm: bool = True
+  final_norm: str | None = "target"
+  reuse: bool = False
+  chained: bool = False
+
+  kind: ClassVar[str] = "parallel_layers"
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """What the target's last layer reads."""
+    return (layers - 1,)
+

@@ -1,0 +1,135 @@
+"""Heads on disk; a file names the target that they were trained for."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import safetensors.numpy
+
+from specjax.utils.files import atomically
+from specjax.methods.networks import Heads
+from specjax.methods.networks import Params
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.features.network import Eagle1Heads
+from specjax.methods.features.network import Eagle3Heads
+from specjax.methods.features.network import MTPHeads
+from specjax.methods.features.network import ParallelLayers
+from specjax.methods.heads.hydra_network import HydraHeads
+from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
+from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
+from specjax.methods.heads.medusa_network import MedusaHeads
+from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.models.safetensors_files import check_arrays
+from specjax.models.safetensors_files import check_float
+from specjax.models.safetensors_files import converted
+from specjax.models.safetensors_files import float_dtype
+from specjax.models.safetensors_files import open_safetensors
+from specjax.models.transformer import default_dtype
+from specjax.models.transformer import Transformer
+
+_CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
+KINDS: tuple[type[Heads], ...] = (
+    MedusaHeads, HydraHeads, BlockwiseHeads, LookaheadEmbeddings, Eagle1Heads,
+    Eagle3Heads, MTPHeads, ParallelLayers, ParallelHeads, KangarooAdapter)
+
+
+def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
+               target: Transformer, dtype: Any = None) -> None:
+  """Writes `heads.json` and `heads.safetensors`, each whole or not at all.
+
+  Args:
+    directory: created if needed; it may hold a target's checkpoint as well.
+    heads: `Heads` of any kind.
+    params: their parameters; the names of a tree are joined by dots.
+    target: the model that they were trained for.
+    dtype: to store the weights in; None keeps theirs.
+
+  Raises:
+    ValueError: `dtype` does not hold the weights, or one is no array.
+  """
+  flat = _flat(params)
+  check_arrays(flat)
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  tensors = {name: converted(jax.device_get(x), dtype)
+             for name, x in flat.items()}
+  config = json.dumps({"kind": heads.kind, "heads": dataclasses.asdict(heads),
+                       "target": _sizes(target)}, indent=2) + "\n"
+  for name, data in ((_WEIGHTS, safetensors.numpy.save(tensors)),
+                     (_CONFIG, config.encode())):
+    with atomically(directory / name) as f:
+      f.write(data)
+
+
+def load_heads(directory: str | os.PathLike[str], target: Transformer,
+               dtype: Any = None, kinds: Sequence[type[Heads]] = KINDS
+               ) -> tuple[Heads, dict[str, Any]]:
+  """Reads what `save_heads` wrote.
+
+  Args:
+    directory: where it was written.
+    target: the model that is to draft with it.
+    dtype: of the parameters; None is `default_dtype()`.
+    kinds: the classes that it may hold. `training.methods` knows those of all
+      methods that are trained.
+
+  Returns:
+    `(heads, params)`.
+
+  Raises:
+    ValueError: a file is missing or damaged, the two do not belong together,
+      or they were trained for a target of another width, vocabulary or depth.
+  """
+  directory = pathlib.Path(directory)
+  config_path, weights_path = directory / _CONFIG, directory / _WEIGHTS
+  for path in (config_path, weights_path):
+    if not path.is_file():
+      raise ValueError(f"no heads at {directory}: {path.name} is missing")
+  try:
+    record = json.loads(config_path.read_text("utf-8"))
+    by_name = {kind.kind: kind for kind in kinds}
+    heads = by_name[record["kind"]](**record["heads"])
+    trained_for = _described(record["target"])
+  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
+    raise ValueError(f"{config_path} is not a configuration of heads: "
+                     f"{type(e).__name__} {e}; copy the directory again, or "
+                     "run train_drafter.py again") from None
+  if trained_for != _described(_sizes(target)):
+    raise ValueError(
+        f"the heads in {directory} were trained for a target of {trained_for}; "
+        f"this one has {_described(_sizes(target))}: give the target that they "
+        "were trained for, or train others with train_drafter.py")
+  tensors = open_safetensors(weights_path)
+  expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
+                            jax.random.key(0))
+  shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
+  expected = _flat(expected)
+  if shapes(tensors) != shapes(expected):
+    raise ValueError(
+        f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
+        f"for {shapes(expected)}; the two files do not belong together")
+  for name, tensor in tensors.items():
+    check_float(str(weights_path), name, tensor)
+  dtype = float_dtype(dtype or default_dtype())
+  params = {name: jnp.array(x.read(), dtype) for name, x in tensors.items()}
+  return heads, flax.traverse_util.unflatten_dict(params, sep=".")
+
+
+def _flat(params):
+  return flax.traverse_util.flatten_dict(params, sep=".")
+
+
+def _sizes(target: Transformer):
+  c = target.config
+  return {"width": c.width, "vocab_size": c.vocab_size, "layers": c.layers}
+
+
+def _described(sizes):
+  return (f"width {sizes['width']}, {sizes['vocab_size']} tokens and "
+          f"{sizes['layers']} layers")

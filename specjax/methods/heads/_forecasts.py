@@ -1,0 +1,182 @@
+"""Drafting from laws that the target itself forecast for later positions.
+
+A round that stops at position t has read the target's hidden state there; the
+extra token is t + 1, the root of the next draft. What was forecast at t of
+token t + 1 + k is the law of depth k of that draft, whatever the path above
+says: a product law.
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from specjax import sampling
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _children
+from specjax.methods import _common
+from specjax.methods import _growth
+from specjax.methods import check_fits
+from specjax.methods import lm_head
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class Forecast:
+  """What the target left for the next draft where the last round stopped.
+
+  Attributes:
+    values: `[B, ...]`, a hidden state or logits.
+    known: `[B]` bool; False: there is none yet, and nothing is drafted.
+  """
+
+  values: jax.Array
+  known: jax.Array
+
+  def advance(self, values, verdict, count) -> "Forecast":
+    """The forecast after a round; rows that committed nothing keep theirs.
+
+    Args:
+      values: `[B, N, ...]`, at every node of the draft.
+      verdict: of the round.
+      count: `[B]` int32, tokens committed. The last one is the next root, and
+        the node before it is the one that counts.
+    """
+    last = jnp.take_along_axis(
+        verdict.path, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    choose = jax.vmap(lambda moved, new, i, old: jnp.where(moved, new[i], old))
+    return Forecast(values=choose(count > 0, values, last, self.values),
+                    known=self.known | (count > 0))
+
+
+def draw(logits, parents, coins, proposal, transform):
+  """Draws a tree of N nodes for one sequence.
+
+  Args:
+    logits: `[depth, V]`; all nodes of depth d follow row d - 1.
+    parents: of the tree, breadth-first, N at least 2.
+    coins: `[(N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    proposal: how the children of a node are drawn, one of `children.DRAWS`.
+    transform: from logits to laws.
+
+  Returns:
+    Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.
+  """
+  found, coins = [], coins.reshape(len(parents) - 1, sampling.COINS_A_DRAW)
+  for row, level in zip(logits, _growth.levels(parents)):
+    mine = coins[level.below]
+    if proposal == "top_k":  # every node has the same children: rank them once
+      ranks = np.concatenate([np.arange(count) for count in level.counts])
+      tokens, probs = _children.top_k(
+          row[None], (max(level.counts),), mine, transform)
+      found.append((tokens[ranks], probs[ranks]))
+    else:
+      rows = jnp.broadcast_to(row, (len(level.counts), *row.shape))
+      found.append(
+          _children.DRAWS[proposal](rows, level.counts, mine, transform))
+  tokens, probs = zip(*found)
+  return jnp.concatenate(tokens), jnp.concatenate(probs)
+
+
+class HeadsDrafter(_growth.StaticTree):
+  """The base of drafters with K heads on the target's last hidden state.
+
+  `params["drafter"]` are the heads' parameters, and the LM head is that of
+  `params["target"]`. A round costs one pass of the heads over one hidden
+  state and none of a model. After a prompt of one token there is no hidden
+  state, and the first draft is padding.
+
+  Classes that derive from it have `heads` besides what a `StaticTree` has.
+  """
+
+  @property
+  def autoregressive(self) -> bool:
+    # The law of a deeper node depends on where the draft began.
+    return self.iid and self.depth <= 1
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> Any:
+    """The same drafter, with the target's transform unless it has its own.
+
+    Raises:
+      ValueError: the heads are for another width or vocabulary, there are too
+        few of them, or a node has more children than there are tokens.
+    """
+    check_fits(self.heads, target)
+    if self.depth > self.heads.heads:
+      raise ValueError(
+          f"the draft is {self.depth} tokens deep and there are "
+          f"{self.heads.heads} heads; each level needs one: draft less deep or "
+          "train more heads")
+    return super().bind(target, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """The hidden state before the last token of every prompt."""
+    del params
+    before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
+    hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
+    return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the heads}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, Forecast)`, batched.
+    """
+    forecast = state.drafter
+    if self.num_nodes == 1:
+      return _common.root_only(state, self.heads.vocab_size), forecast
+    used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
+    logits = self.heads(used, forecast.values, lm_head(params["target"]))
+    if self.transform.constraints:
+      drawn = self._constrained(logits, coins, state)
+    else:
+      drawn = jax.vmap(lambda logits, coins, temperature: draw(
+          logits, self.parents, coins, self.proposal,
+          self.transform.at(temperature)))(logits, coins, state.temperature)
+    return self.drafts(state, *drawn), forecast
+
+  def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
+             ) -> Draft:
+    """The batch of drafts; padding where no hidden state is known."""
+    known = state.drafter.known[:, None, None]
+    return _common.tree_drafts(
+        state, self.parents, tokens, jnp.where(known, probs, 0))
+
+  def _constrained(self, logits, coins, state):
+    """Tokens and probs of a tree whose nodes have laws of their own."""
+    def step(tokens, depths, ancestors, above, carry):
+      del tokens, ancestors, above
+      return jnp.take_along_axis(logits, depths[..., None] + 1, axis=1), carry
+
+    step, carry, first = constraints_lib.steered(
+        self.transform.constraints, state.constraints, step, None,
+        logits[:, 0])
+    return self.draw(step, carry, first, coins, state)[:2]
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """The hidden state before the last committed token."""
+    del params, draft
+    return drafter.advance(target_output.hidden, verdict, count)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds all heads, see `specjax.interfaces`."""
+    del axis, size
+    return PartitionSpec()

@@ -1,0 +1,155 @@
+"""Losses of K heads on one hidden state, a head at a time.
+
+Head k forecasts the token k places after the next one.
+"""
+
+from collections.abc import Iterable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.methods.networks import HiddenStateHeads
+from specjax.training.objective import Params
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.next_token import cross_entropy
+
+
+def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
+                  weights: jax.Array) -> jax.Array:
+  """-mean_t log p^(k)(x_{t+1+k}), over the t that have a label.
+
+  Args:
+    logits: `[B, S, V]` of head k.
+    k: `[]`, from 1.
+    tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
+
+  Returns:
+    `[]` nats; 0 where no label counts.
+  """
+  size = logits.shape[1]
+  at = jnp.arange(size) + k
+  label = lambda x: jnp.take(x, jnp.minimum(at, size - 1), axis=1)
+  return weighted_mean(cross_entropy(logits, label(tokens[:, 1:])),
+                       label(weights) * (at < size))
+
+
+def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+              k: jax.Array, tokens: jax.Array, weights: jax.Array,
+              lm_head: jax.Array) -> jax.Array:
+  """`forecast_loss` of one head, `[]`.
+
+  Args:
+    heads: their function and sizes.
+    params: of the one head.
+    hidden: `[B, S, D]`.
+    k: `[]` int32, from 1.
+    tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
+    lm_head: `[D, V]`.
+  """
+  return forecast_loss(heads.head(params, hidden, lm_head), k, tokens, weights)
+
+
+def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+                tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
+                tuned: bool) -> jax.Array:
+  """`head_loss` of every head, `[K]`, with one logits array alive at a time.
+
+  The gradient of a head is taken beside its loss and before the next head
+  (Gloeckle et al. 2024, arXiv:2404.19737, section 2), and nothing is computed
+  twice. The LM head gets no gradient.
+
+  Args:
+    heads: their function and sizes.
+    params: stacked along K.
+    hidden: `[B, S, D]`.
+    tokens: `[B, S + 1]` int32.
+    weights: `[B, S]`, of the tokens after the first.
+    lm_head: `[D, V]`.
+    tuned: whether the gradient reaches `hidden`.
+  """
+  return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head):
+  del tuned
+  return jax.lax.map(
+      lambda x: head_loss(heads, x[1], hidden, x[0], tokens, weights, lm_head),
+      (_numbers(params), params))
+
+
+def _forward(heads, tuned, params, hidden, tokens, weights, lm_head):
+  def loss(params, hidden, k):
+    return head_loss(heads, params, hidden, k, tokens, weights, lm_head)
+
+  def one(x):
+    k, params = x
+    return jax.value_and_grad(loss, (0, 1) if tuned else (0,))(
+        params, hidden, k)
+
+  losses, grads = jax.lax.map(one, (_numbers(params), params))
+  return losses, (grads, hidden)
+
+
+def _backward(heads, tuned, residuals, weights):
+  """Gradients are linear in the `weights [K]` of the losses."""
+  del heads
+  grads, hidden = residuals
+  by_head = lambda x: weights.astype(x.dtype).reshape(
+      -1, *[1] * (x.ndim - 1)) * x
+  to_hidden = (jnp.sum(by_head(grads[1]), axis=0) if tuned
+               else jnp.zeros_like(hidden))
+  return jax.tree.map(by_head, grads[0]), to_hidden, None, None, None
+
+
+_one_by_one.defvjp(_forward, _backward)
+
+
+def _numbers(params):
+  """k of every head, `[K]` int32 from 1."""
+  count = jax.tree.leaves(params)[0].shape[0]
+  return jnp.arange(1, count + 1, dtype=jnp.int32)
+
+
+def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
+  """The losses of heads 1, 2, ... as metrics of a step."""
+  return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+
+def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The places whose K labels all exist, and what is known at these.
+
+  Args:
+    hidden: `[B, S, D]`.
+    count: K.
+
+  Returns:
+    `hidden [B, P, D]` and positions `[B, P]`.
+
+  Raises:
+    ValueError: there is no such place.
+  """
+  batch, size, _ = hidden.shape
+  if size <= count:
+    raise ValueError(f"a row predicts {size} tokens and there are {count} "
+                     "heads; give longer rows or fewer heads")
+  positions = jnp.broadcast_to(jnp.arange(size - count), (batch, size - count))
+  return hidden[:, :size - count], positions
+
+
+def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
+                lm_head: jax.Array, score: Score) -> Any:
+  """`score(k, logits [B, P, V], positions [B, P])` of every head, stacked.
+
+  The P positions are those of `labelled`.
+  """
+  numbers = _numbers(params)
+  hidden, positions = labelled(hidden, len(numbers))
+  return jax.lax.map(
+      lambda x: score(x[0], heads.head(x[1], hidden, lm_head), positions),
+      (numbers, params))

@@ -1,0 +1,204 @@
+"""PaSS: the target drafts for itself with look-ahead tokens.
+
+Monea et al. 2023 (arXiv:2311.13581).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.trees import topology
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods.heads import _forecasts
+from specjax.methods import LookaheadEmbeddings
+from specjax.models.transformer import Transformer
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookahead:
+  """Drafts a chain from what the target predicts after [LA]_1..[LA]_L.
+
+  Look-ahead token k, read k positions after t, has the law of token t + 1 + k
+  whatever token t + 1 is. The decoder's target must hold the embeddings, see
+  `models.heads.with_lookahead`; `params["drafter"]` is unused and may be ().
+
+  As published, a round has two passes. The first reads the root and its
+  look-ahead tokens; it draws token 1 from the target's own law, which is as
+  good as accepted, and tokens 2..L + 1 from the look-ahead laws. The second one
+  verifies. Folded, there is one: look-ahead tokens hang under every node that
+  is verified, and those of the node where the round stops have the laws of the
+  next L tokens. That pass has (1 + L)^2 nodes, of which 1 + L are a chain and
+  all others padding; the first round after a prompt drafts nothing.
+
+  Attributes:
+    embeddings: of the target.
+    folded: whether a round has one pass or, as published, two.
+    count: look-ahead tokens that are read, at most L; None: L.
+    transform: of the look-ahead laws; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+    target: the decoder fills it in.
+    target_transform: the decoder fills it in.
+  """
+
+  embeddings: LookaheadEmbeddings
+  folded: bool = True
+  count: int | None = None
+  transform: LogitsTransform | None = None
+  target: Transformer | None = None
+  target_transform: LogitsTransform | None = None
+
+  chain = True  # what hangs beside it is padding
+  iid = True
+  conditional = True
+  autoregressive = False  # a law depends on where the draft began
+  proposal = "iid"
+
+  def __post_init__(self):
+    if self.count is None:
+      object.__setattr__(self, "count", self.embeddings.count)
+    if not 1 <= self.count <= self.embeddings.count:
+      raise ValueError(f"count is {self.count}; it must be a whole number from "
+                       f"1 to the {self.embeddings.count} look-ahead tokens "
+                       "that there are")
+
+  @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * (self.count + (not self.folded))
+
+  @property
+  def num_nodes(self) -> int:
+    return (1 + self.count)**2 if self.folded else 2 + self.count
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Lookahead":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the target holds no look-ahead tokens, or others.
+    """
+    wants = (self.embeddings.count, self.embeddings.width)
+    config = getattr(target, "config", None)
+    has = (getattr(config, "lookahead", 0), getattr(config, "width", 0))
+    if has != wants:
+      raise ValueError(
+          f"the target has {has[0]} look-ahead tokens of width {has[1]} and "
+          f"the drafter {wants[0]} of width {wants[1]}; make the target, and "
+          "its parameters, by models.heads.with_lookahead")
+    return _common.with_transform(
+        self, transform, target=target, target_transform=transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """Nothing that is known: a prompt is read without look-ahead tokens."""
+    del params, prefill_output
+    if not self.folded:
+      return None
+    batch = prompt.lengths.shape[0]
+    return _forecasts.Forecast(
+        values=jnp.zeros((batch, self.count, self.target.vocab_size)),
+        known=jnp.zeros((batch,), bool))
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"target"}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`; its target cache is read as it is.
+
+    Returns:
+      `(Draft, drafter state)`, batched.
+    """
+    roots = _common.roots(state)
+    rows = (coins, state.temperature, state.constraints)
+    if self.folded:
+      draft = jax.vmap(self._folded)(
+          roots, state.drafter.values, state.drafter.known, *rows)
+    else:
+      draft = jax.vmap(self._published)(
+          roots, self._read(params, state), *rows)
+    return draft, state.drafter
+
+  def _read(self, params, state):
+    """Logits `[B, 1 + count, V]` after the root and its look-ahead tokens."""
+    batch, size = state.lengths.shape[0], 1 + self.count
+    ids = jnp.tile(self._ids, (batch, 1))
+    # The cache with this block is dropped: the verifying pass starts from the
+    # same committed tokens.
+    return self.target(
+        params["target"],
+        jnp.concatenate([_common.roots(state)[:, None], ids], axis=1),
+        *topology.causal(batch, size), state.target_cache).logits
+
+  @property
+  def _ids(self):
+    """`[count]`, the ids of the look-ahead tokens."""
+    return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
+
+  def _published(self, root, logits, coins, temperature, memory) -> Draft:
+    laws = lambda logits: jnp.concatenate([
+        self.target_transform(logits[:1], temperature),
+        self.transform(logits[1:], temperature)])
+    probs = laws(self._constrained(logits, coins, memory, laws))
+    return Draft.chain(root, _drawn(probs, coins), probs)
+
+  def _folded(self, root, logits, known, coins, temperature, memory) -> Draft:
+    laws = lambda logits: self.transform(logits, temperature)
+    probs = laws(self._constrained(logits, coins, memory, laws))
+    chain = Draft.chain(root, _drawn(probs, coins), jnp.where(known, probs, 0))
+    nodes = 1 + self.count
+    # Node s has its look-ahead tokens at nodes + s * count, in a row.
+    hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
+    first = (hanging - nodes) % self.count == 0
+    return Draft(
+        tokens=jnp.concatenate([chain.tokens, jnp.tile(self._ids, nodes)]),
+        parents=jnp.concatenate([chain.parents, jnp.where(
+            first, (hanging - nodes) // self.count, hanging - 1)]),
+        probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
+
+  def _constrained(self, logits, coins, memory, laws):
+    """The logits `[n, V]`, each under the constraints after those before."""
+    constraints = self.transform.constraints
+    if not constraints:
+      return logits
+    for place, u in enumerate(coins.reshape(-1, COINS_A_DRAW)):
+      logits = logits.at[place].set(constraints_lib.constrained(
+          constraints, memory, logits[place], drafted=True))
+      token = inverse_cdf(laws(logits)[place], u)
+      memory = constraints_lib.advanced(constraints, memory, token)
+    return logits
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """What was forecast where the round stopped."""
+    del params, draft
+    if not self.folded:
+      return drafter
+    nodes = 1 + self.count
+    logits = target_output.logits[:, nodes:]
+    logits = logits.reshape(-1, nodes, self.count, logits.shape[-1])
+    return drafter.advance(logits, verdict, count)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """There are no parameters beside the target's."""
+    del axis, size
+    return PartitionSpec()
+
+
+def _drawn(probs, coins):
+  """One token of each law: `[n, V]` -> `[n]`."""
+  return jax.vmap(inverse_cdf)(probs, coins.reshape(-1, COINS_A_DRAW))

@@ -1,0 +1,350 @@
+"""Drafting what followed elsewhere, by counting it.
+
+The node of a suffix tree that a path leads to is the set of the matches (see
+`matches`) whose following tokens begin with that path, and its children are the
+tokens that come next in them. So a tree with counts needs no pointers: with K
+matches, counting is a comparison of K tokens with each other, and a step down
+the tree narrows the set.
+
+  walk              the most frequent path, for many sets of matches
+  draw              a path that is drawn from the counts, with its laws
+  frequent_paths    the most frequent prefixes, as a tree
+
+`CountDrafter` is what `Suffix` and `Retrieval` have in common.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from specjax.utils import fields
+from specjax.trees import shapes
+from specjax.data.datastores import Datastore
+from specjax.methods import _common
+from specjax.methods.model_free import _count_trees
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Verdict
+
+_NO_TOKEN = -1
+_PROPOSALS = ("certain", "sampled")
+_MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountDrafter:
+  """The base of drafters that count what followed the last tokens.
+
+  Classes that derive from it have `propose`. They keep no state: all that they
+  know is in the row's text and in `params["drafter"]`.
+
+  Attributes:
+    gamma: S, tokens of a path, at least 1.
+    proposal: "certain", the most frequent tokens, or "sampled", tokens drawn
+      from the law of the counts.
+    parents: a tree to draw, see `specjax.trees`, at most gamma deep, where
+      siblings differ; it is put in breadth-first order. None: a chain.
+    max_matches: K, places that are counted for a row, 1 to 4095. Each is
+      compared with each, so that a drafted token costs K^2 comparisons.
+    transform: of the law of the counts, whose logits are their logarithms;
+      None takes the decoder's. Any is sound, for q is reported as it was drawn
+      from. Certain drafts do not use it.
+    vocab_size: V; the decoder fills it in.
+  """
+
+  gamma: int
+  proposal: str = "certain"
+  parents: tuple[int, ...] | None = None
+  max_matches: int = 64
+  transform: LogitsTransform | None = None
+  vocab_size: int | None = None
+
+  conditional = True
+  autoregressive = False  # which match counts is decided where a draft begins
+
+  def __post_init__(self):
+    fields.check_fields(self, "gamma", "max_matches")
+    if self.max_matches > _MOST_MATCHES:
+      raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
+                       f"{_MOST_MATCHES}, for counts are exact up to there")
+    if self.proposal not in _PROPOSALS:
+      raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
+                       f"{', '.join(_PROPOSALS)}")
+    if self.parents is None:
+      return
+    if self.proposal != "sampled":
+      raise ValueError(f"parents is a tree and proposal {self.proposal!r}; "
+                       "trees of counts are drawn: give proposal='sampled'")
+    object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
+    fields.check_at_least("nodes of `parents`", len(self.parents), 2)
+    deepest = max(shapes.depths(self.parents))
+    if deepest > self.gamma:
+      raise ValueError(f"parents is {deepest} levels deep and gamma is "
+                       f"{self.gamma}; give a gamma of at least that, or a "
+                       "shallower tree")
+
+  @property
+  def chain(self) -> bool:
+    return self.parents is None or self._most_children < 2
+
+  iid = chain
+
+  @property
+  def _most_children(self) -> int:
+    return int(np.bincount(np.array(self.parents[1:], np.int64),
+                           minlength=1).max())
+
+  @property
+  def certain(self) -> bool:
+    return self.proposal == "certain"
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1 if self.parents is None else len(self.parents)
+
+  @property
+  def num_coins(self) -> int:
+    drawn = self.proposal == "sampled"
+    return COINS_A_DRAW * (self.num_nodes - 1) if drawn else 0
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: it was made for another vocabulary, or a node of its tree has
+        more children than there are tokens.
+    """
+    if self.vocab_size is not None:
+      _common.check_target_size(self.vocab_size, target)
+    if self.parents is not None and self._most_children > target.vocab_size:
+      raise ValueError(
+          f"a node has {self._most_children} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return dataclasses.replace(self, vocab_size=target.vocab_size,
+                               transform=self.transform or transform)
+
+  def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> None:
+    """Nothing: there is no state."""
+    del params, drafter, draft, verdict, target_output, count
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds a whole datastore, see `specjax.interfaces`."""
+    del axis, size
+    return PartitionSpec()
+
+  def _check(self, store: Datastore) -> None:
+    """Raises a `ValueError` where a datastore is of other tokens."""
+    if store.vocab_size > self.vocab_size:
+      raise ValueError(
+          f"the datastore holds ids of {store.vocab_size} tokens and the "
+          f"target has {self.vocab_size}; build it with the target's tokenizer")
+
+  def _certain(self, state: DecodeState, tokens: jax.Array, real: jax.Array
+               ) -> Draft:
+    """Chains of `tokens [B, S]`, padding where not `real [B, S]`."""
+    probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
+    return jax.vmap(Draft.chain)(
+        _common.roots(state), jnp.where(real, tokens, 0), probs)
+
+  def _drawn(self, state: DecodeState, coins: jax.Array, following: jax.Array,
+             alive: jax.Array, ended: jax.Array, steps: jax.Array,
+             least: float) -> Draft:
+    """What is drawn out of one set of matches for each row.
+
+    A chain by `draw`, or a tree by `count_trees.draw`, whose paths `ended` and
+    `least` do not end.
+    """
+    if self.parents is not None:
+      return _common.tree_drafts(state, self.parents, *_count_trees.draw(
+          following, alive, steps, coins, self.parents, self.transform,
+          state.temperature, self.vocab_size))
+    plain = dataclasses.replace(self.transform, banned=())
+
+    def one(root, coins, temperature, *matches):
+      tokens, probs = draw(
+          *matches, least, coins.reshape(-1, COINS_A_DRAW),
+          lambda logits: plain(logits, temperature), self.transform.banned,
+          self.vocab_size)
+      return Draft.chain(root, tokens, probs)
+
+    return jax.vmap(one)(_common.roots(state), coins, state.temperature,
+                         following, alive, ended, steps)
+
+
+def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
+         steps: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
+  """The most frequent path from each of M sets of matches.
+
+  SuffixDecoding's draft (Oliaro et al. 2024, arXiv:2411.04975, chain mode): a
+  token's probability is count(child) / count(node), times that of the token
+  before it, and the path ends before one below `least`. Among equally frequent
+  tokens that of the first match is taken.
+
+  Args:
+    following: `[K, S]` int32.
+    alive: `[M, K]` bool, the matches of each set.
+    ended: `[M]` float32, places of each set after which the text ends, besides
+      the matches: they count as matches of the first node.
+    steps: `[M]` int32, the longest path.
+    least: the least probability of a token.
+
+  Returns:
+    tokens: `[M, S]` int32.
+    probs: `[M, S]` float32, of the tokens; 0: there is none.
+  """
+  matches = following.shape[0]
+  first = jnp.arange(matches, 0, -1, dtype=jnp.float32)
+
+  def step(carry, column):
+    alive, ended, prob, going = carry
+    token, k = column
+    goes = alive & (token >= 0)
+    same = token[:, None] == token
+    counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
+    # One maximum of unequal numbers gives the count and the first match. They
+    # are whole, and below 2^24, up to which float32 has them all.
+    best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
+    # A division of floats may be compiled as a product that rounds twice.
+    best = best.astype(jnp.int32)
+    count, at = best // (matches + 1), matches - best % (matches + 1)
+    chosen = token.at[at].get(mode="clip")
+    total = jnp.sum(alive, axis=-1, dtype=jnp.float32) + ended
+    prob *= count / jnp.maximum(total, 1)
+    going &= (count > 0) & (prob >= least) & (k < steps)
+    alive = goes & (token == chosen[:, None])
+    return (alive, jnp.zeros_like(ended), prob, going), (
+        chosen, jnp.where(going, prob, 0))
+
+  sets = alive.shape[0]
+  start = alive, ended, jnp.ones((sets,)), jnp.ones((sets,), bool)
+  _, (tokens, probs) = jax.lax.scan(
+      step, start, (following.T, jnp.arange(following.shape[1])))
+  return tokens.T, probs.T
+
+
+def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The set whose path has the highest score, the last one of equal ones.
+
+  Args:
+    probs: `[..., M, S]` of `walk`.
+
+  Returns:
+    `[...]` int32, which one, and `[...]` float32, its score: the sum of the
+    path's probabilities, an estimate of how many tokens are accepted.
+  """
+  # From left to right, as the published code adds, so that ties are its ties.
+  score = sum(probs[..., k] for k in range(probs.shape[-1]))
+  last = score.shape[-1] - 1
+  return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
+      jnp.max(score, axis=-1))
+
+
+def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
+         steps: jax.Array, least: float, coins: jax.Array,
+         law: Callable[[jax.Array], jax.Array], banned: Sequence[int],
+         vocab_size: int) -> tuple[jax.Array, jax.Array]:
+  """A path whose tokens are drawn from the counts of the children.
+
+  Whether there is a token k depends on the matches and on the tokens before k:
+  the path ends before the probability of the most frequent children along it
+  falls below `least`, whichever of them is drawn.
+
+  Args:
+    following: `[K, S]` int32.
+    alive: `[K]` bool, the matches.
+    ended: `[]` float32, as in `walk`.
+    steps: `[]` int32, as in `walk`.
+    least: as in `walk`.
+    coins: `[S, 2]`, uniform in [0, 1).
+    law: from logits `[K]` to probabilities; the logits are those of counts, so
+      that at temperature 1 children are drawn as often as they were counted.
+    banned: token ids that are never drawn.
+    vocab_size: V.
+
+  Returns:
+    tokens: `[S]` int32.
+    probs: `[S, V]`, the law of each token; all 0 where there is none.
+  """
+  earlier = np.tril(np.ones((following.shape[0],) * 2, bool), -1)
+
+  def step(carry, column):
+    alive, ended, share, going = carry
+    token, k, u = column
+    goes = alive & (token >= 0)
+    same = (token[:, None] == token) & goes
+    counts = jnp.sum(same, axis=-1, dtype=jnp.float32)
+    total = jnp.sum(alive, dtype=jnp.float32) + ended
+    share *= jnp.max(jnp.where(goes, counts, 0)) / jnp.maximum(total, 1)
+    drawable = goes & ~jnp.any(same & earlier, axis=-1)  # each token once
+    if banned:
+      drawable &= ~jnp.isin(token, jnp.array(banned))
+    going &= jnp.any(drawable) & (share >= least) & (k < steps)
+    logits = jnp.where(drawable, jnp.log(jnp.maximum(counts, 1)), -jnp.inf)
+    q = jnp.where(going, law(jnp.where(going, logits, 0)), 0)
+    chosen = jnp.where(going, token[inverse_cdf(q, u)], 0)
+    alive = goes & (token == chosen)
+    return (alive, jnp.zeros_like(ended), share, going), (chosen, q)
+
+  size = following.shape[1]
+  start = alive, ended, jnp.ones(()), jnp.ones((), bool)
+  _, (tokens, q) = jax.lax.scan(
+      step, start, (following.T, jnp.arange(size), coins))
+  # Each token has one match with a probability; the others add nothing.
+  probs = jnp.zeros((size, vocab_size)).at[
+      jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)
+  return tokens, probs
+
+
+def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
+                   ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The most frequent prefixes of what follows, as a tree.
+
+  REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). A prefix is at
+  least as frequent as what it is a prefix of, so that the first ones by (count,
+  shortness) are a tree.
+
+  Args:
+    following: `[K, S]` int32, -1 after an end.
+    alive: `[K]` bool, the matches.
+    nodes: N, the root included.
+
+  Returns:
+    tokens: `[N - 1]` int32 of the nodes below the root, parents first.
+    parents: `[N]` int32, that of the root included.
+    real: `[N - 1]` bool; the others are padding.
+  """
+  matches, size = following.shape
+  following = jnp.where(alive[:, None], following, _NO_TOKEN)
+  same = (following[:, None] == following) & (following >= 0)
+  same = jnp.cumprod(same, axis=-1, dtype=jnp.int32)  # [K, K, S] of prefixes
+  counts = jnp.sum(same, axis=1)
+  first = jnp.argmax(same, axis=1).astype(jnp.int32)
+  match = jnp.arange(matches, dtype=jnp.int32)[:, None]
+  depth = jnp.arange(size, dtype=jnp.int32)
+  key = jnp.where((counts > 0) & (first == match),
+                  counts * size + size - 1 - depth, 0).reshape(-1)
+  key = jnp.pad(key, (0, max(0, nodes - 1 - key.shape[0])))
+  key, chosen = jax.lax.top_k(key, nodes - 1)
+  real = key > 0
+  chosen = jnp.where(real, chosen, 0)
+  places = jnp.where(real, chosen, matches * size)  # padding has no place
+  number = jnp.zeros((matches * size,), jnp.int32).at[places].set(
+      jnp.arange(1, nodes, dtype=jnp.int32), mode="drop")
+  of, d = chosen // size, chosen % size
+  above = number[first[of, d - 1] * size + d - 1]
+  parents = jnp.where(real & (d > 0), above, 0)
+  tokens = jnp.where(real, following[of, d], 0)
+  return tokens, jnp.pad(parents, (1, 0), constant_values=-1), real

@@ -1,0 +1,62 @@
+"""No draft at all: the loop becomes autoregressive decoding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from specjax.methods import _common
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Empty:
+  """Proposes the root alone, so that every round emits one token.
+
+  Attributes:
+    vocab_size: V; the decoder fills it in.
+  """
+
+  vocab_size: int | None = None
+
+  num_nodes = 1
+  num_coins = 0
+  chain = True
+  iid = True
+  conditional = True
+  certain = True
+  autoregressive = True
+  proposal = "deterministic"
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "Empty":
+    """The same drafter, for this target."""
+    del transform
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    del params, prompt, prefill_output
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """A draft of N = 1 node for each of the B rows."""
+    del params, coins
+    return _common.root_only(state, self.vocab_size), state.drafter
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """There are no parameters to split."""
+    del axis, size
+    return PartitionSpec()

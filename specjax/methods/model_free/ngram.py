@@ -1,0 +1,307 @@
+"""Copies what followed the last tokens where they stood before.
+
+`NGram` looks in the row's own text: prompt lookup, Saxena 2023
+(https://github.com/apoorvumang/prompt-lookup-decoding), known as n-gram
+speculation elsewhere. `Reference` looks in texts that are given with the row:
+LLMA, Yang et al. 2023 (arXiv:2304.04487).
+
+A look-up compares every slot of a text with the last `max_ngram` tokens: T *
+max_ngram comparisons of whole numbers a round and row, in one loop, and no
+state. What is copied is certain, so that q is one-hot and each rule for chains
+accepts a token x with probability p(x), at any temperature.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from specjax.utils import fields
+from specjax.methods import _common
+from specjax.methods._matches import NOWHERE
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+_PREFERENCES = ("latest", "first")
+_STEP = 128  # columns of reference texts, so that few shapes are compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Lookup:
+  """What the drafters that copy have in common; fields as in `NGram`.
+
+  Classes that derive from it have `_copied(state)`: tokens `[B, gamma]`, -1
+  for none, and `[B]`, how many tokens agree with the row's end before them.
+  """
+
+  gamma: int
+  max_ngram: int = 3
+  min_ngram: int = 1
+  prefer: str = "latest"
+  vocab_size: int | None = None
+
+  chain = True
+  iid = True
+  conditional = True
+  certain = True
+  # Deeper tokens follow the match where the draft began: with the drafted ones
+  # before them another place may agree as well, or the first one that does.
+  autoregressive = False
+  num_coins = 0
+  proposal = "deterministic"
+
+  def __post_init__(self):
+    fields.check_fields(self, "gamma", "min_ngram")
+    if not fields.is_whole(self.max_ngram) or self.max_ngram < self.min_ngram:
+      raise ValueError(f"max_ngram is {self.max_ngram}; it must be a whole "
+                       f"number of at least min_ngram, {self.min_ngram}")
+    if self.prefer not in _PREFERENCES:
+      raise ValueError(f"prefer is {self.prefer!r}; it must be one of "
+                       f"{', '.join(_PREFERENCES)}")
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+    """The same drafter, for this target: it needs no transform.
+
+    Raises:
+      ValueError: it was made for another vocabulary.
+    """
+    del transform
+    if self.vocab_size is not None:
+      _common.check_target_size(self.vocab_size, target)
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> None:
+    """Nothing: the texts are all that it knows."""
+    del params, prompt, prefill_output
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, None]:
+    """Drafts a chain for every row; one without a match is padding.
+
+    Args:
+      params: unused: there are none.
+      coins: `[B, 0]`.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, None)`, batched.
+    """
+    del params, coins
+    tokens, _ = self._copied(state)
+    return _common.certain(
+        state, range(-1, self.gamma), tokens, self.vocab_size), None
+
+  def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> None:
+    """Nothing: there is no state."""
+    del params, drafter, draft, verdict, target_output, count
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """There are no parameters to split."""
+    del axis, size
+    return PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NGram(_Lookup):
+  """Prompt lookup: copies from the row's own prompt and output.
+
+  The longest match counts, from `max_ngram` tokens down to `min_ngram`. A match
+  may overlap the tokens that are looked for, and what is copied goes on where
+  the text ends: of a match d tokens before the end, the d tokens after it are
+  repeated. So a loop of any length is drafted as far as gamma. Others stop at
+  the text's end, and therefore take the first match.
+
+  It has no parameters: `params["drafter"]` may be anything, or missing.
+
+  Attributes:
+    gamma: tokens that are copied, at least 1.
+    max_ngram: the longest run of last tokens that is looked for.
+    min_ngram: the shortest, 1 unless given (`strategies.prompt_lookup`: 2);
+      where it is not found, nothing is drafted.
+    prefer: which one of several places is taken where the same number of
+      tokens agrees, up to `max_ngram`: the "latest" or the "first".
+    vocab_size: V; the decoder fills it in.
+  """
+
+  def _copied(self, state):
+    return copied_from_row(state, self.gamma, self.max_ngram, self.min_ngram,
+                           self.prefer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference(_Lookup):
+  """LLMA: copies from texts that the row was given, such as documents it cites.
+
+  `prefill(..., context={"reference": ...})` gives them, `[B, T]` int32, filled
+  up with -1; a row's texts stand one after the other with -1 between them, as
+  `reference_texts` makes it. No match and no copy goes across an id that is no
+  token. A draft ends where its text ends: what is left of it is padding.
+
+  It has no parameters: `params["drafter"]` may be anything, or missing.
+
+  Attributes:
+    gamma: tokens that are copied, at least 1.
+    max_ngram: the longest run of last tokens that is looked for.
+    min_ngram: the shortest; where it is not found, nothing is drafted.
+    prefer: which one of several places is taken where the same number of
+      tokens agrees, up to `max_ngram`: the "latest" or the "first".
+    vocab_size: V; the decoder fills it in.
+    own_text: whether the row's own text is searched as well, as `NGram` does;
+      it is taken where more tokens agree there.
+  """
+
+  prefer: str = "first"
+  own_text: bool = False
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> None:
+    """Nothing: the texts are in the context.
+
+    Raises:
+      ValueError: the context has no such texts.
+    """
+    super().init(params, prompt, prefill_output)
+    _references(prompt.context)
+
+  def _copied(self, state):
+    # V is no number of 16 bits where the vocabulary is large.
+    text = _references(state.context).astype(jnp.int32)
+    text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
+    after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    at, size = _best(agreement(text, _last(state, self.max_ngram)), after >= 0,
+                     self.min_ngram, self.prefer)
+    ahead = at[:, None] + jnp.arange(self.gamma)
+    tokens = jnp.take_along_axis(after, ahead, axis=1, mode="clip")
+    going = jnp.cumprod(tokens >= 0, axis=1) > 0
+    tokens = jnp.where(going & (size > 0)[:, None], tokens, -1)
+    if not self.own_text:
+      return tokens, size
+    own, own_size = copied_from_row(
+        state, self.gamma, self.max_ngram, self.min_ngram, "latest")
+    more = own_size > size
+    return jnp.where(more[:, None], own, tokens), jnp.where(
+        more, own_size, size)
+
+
+def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
+                    columns: int | None = None) -> np.ndarray:
+  """`[B, T]` int32 for `context["reference"]`, -1 between texts and at the end.
+
+  Args:
+    rows: for each of B prompts its texts, token ids; a row may have none.
+    columns: T, which rows that `Decoder.insert` brings later must have as
+      well. Default: the least multiple of 128 that holds all, so that calls
+      with similar texts share a program.
+
+  Raises:
+    ValueError: the texts of a row have no room in so many columns.
+  """
+  joined = [[token for text in row for token in (*text, -1)] for row in rows]
+  longest = max(map(len, joined), default=0)
+  if columns is None:
+    columns = max(1, -(-longest // _STEP)) * _STEP
+  fields.check_at_least("columns", columns, 1)
+  if longest > columns:
+    raise ValueError(
+        f"columns is {columns} and the texts of a row have {longest} tokens, "
+        "one after each text included; give more columns, or less text")
+  found = np.full((len(rows), columns), -1, np.int32)
+  for row, tokens in zip(found, joined):
+    row[:len(tokens)] = tokens
+  return found
+
+
+def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
+  """In how many tokens the text up to and with each slot agrees with a row.
+
+  Args:
+    text: `[B, T]` int32.
+    last: `[B, n]` int32, the row's last tokens, the latest first.
+
+  Returns:
+    `[B, T]` int32, at most n.
+  """
+  same, count = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
+  for back in range(last.shape[1]):
+    moved = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)
+    same &= moved[:, :text.shape[1]] == last[:, back:back + 1]
+    count += same
+  return count
+
+
+def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
+                    min_ngram: int, prefer: str
+                    ) -> tuple[jax.Array, jax.Array]:
+  """What `NGram` drafts.
+
+  Args:
+    state: the `DecodeState`.
+    gamma: tokens to copy.
+    max_ngram: see `NGram`.
+    min_ngram: see `NGram`.
+    prefer: see `NGram`.
+
+  Returns:
+    Tokens `[B, gamma]` int32, all -1 in rows without a match, and `[B]` int32,
+    in how many tokens the place agrees with the row's end: 0 or `min_ngram` to
+    `max_ngram`.
+  """
+  end = state.lengths[:, None] - 1
+  earlier = jnp.arange(state.tokens.shape[1]) < end
+  at, size = _best(agreement(state.tokens, _last(state, max_ngram)), earlier,
+                   min_ngram, prefer)
+  distance = jnp.maximum(end - at[:, None], 1)
+  ahead = at[:, None] + 1 + jnp.arange(gamma) % distance
+  tokens = jnp.take_along_axis(state.tokens, ahead, axis=1, mode="clip")
+  return jnp.where((size > 0)[:, None], tokens, -1), size
+
+
+def _last(state, count):
+  """`[B, count]`, the committed tokens from the last one backwards."""
+  at = state.lengths[:, None] - 1 - jnp.arange(count)
+  tokens = jnp.take_along_axis(
+      state.tokens, jnp.maximum(at, 0), axis=1)
+  return jnp.where(at >= 0, tokens, NOWHERE)
+
+
+def _best(count, usable, min_ngram, prefer):
+  """The slot `[B]` where most tokens agree, and how many: 0 where too few."""
+  slots = count.shape[1]
+  slot = jnp.arange(slots, dtype=jnp.int32)
+  order = slot if prefer == "latest" else slots - 1 - slot
+  count = jnp.where(usable & (count >= min_ngram), count, 0)
+  # A maximum of unequal numbers: an argmax costs several times as much on CPU.
+  best = jnp.max(count * slots + order, axis=1)
+  place = best % slots
+  return place if prefer == "latest" else slots - 1 - place, best // slots
+
+
+def _references(context):
+  """`context["reference"]`, or a `ValueError` that says what is missing."""
+  found = (context.get("reference") if isinstance(context, Mapping) else None)
+  if found is None:
+    raise ValueError(
+        'Reference copies from context["reference"], which is missing; give '
+        'prefill(..., context={"reference": drafters.reference_texts(...)})')
+  if (jnp.ndim(found) != 2 or not found.shape[1]
+      or not jnp.issubdtype(found.dtype, jnp.signedinteger)):
+    raise ValueError(f'context["reference"] has shape {found.shape} and dtype '
+                     f"{found.dtype}; it must be [B, T] token ids, int32, "
+                     "filled up with -1")
+  return found

@@ -1,0 +1,237 @@
+"""Token recycling: what the target thought likely after a token, drafted again.
+
+Luo et al. 2024 (arXiv:2408.08696). A table M `[V, K]` of every row holds K
+likely successors of each token, and a draft is a static tree of them:
+
+  token of the child of rank r below a node of token x:  M[x, r]
+
+After every pass the K likeliest tokens at each node that was fed, accepted or
+not, become the successors of that node's token. A round costs as many gathers
+of N numbers as the tree is deep, one top-K of the target's logits and one
+scatter, and no pass of a model. What is drafted is certain, so that q is
+one-hot: a tree is exact with `verifiers.TargetWalk`, and a chain with each rule
+for chains.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from specjax.trees import shapes
+from specjax.methods import _common
+from specjax.methods import _growth
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+# How often the root's successor of each rank was the target's next token:
+# SmolLM2-135M-Instruct at temperature 0 with a tree of 40 nodes, 64 to 96
+# tokens after eight prompts of data/copy_prompts.py. These are also among the
+# prompts that experiments/free_drafts_study.py decodes, so that its numbers of
+# this tree there are not of unseen prompts. On two questions without a text to
+# copy from the first was right half as often.
+_ACCEPTANCE = (0.42, 0.15, 0.05, 0.05, 0.015, 0.015, 0.01, 0.01)
+_NODES, _DEPTH = 16, 6
+
+
+@functools.cache
+def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
+  """The tree of N nodes that promises most for token recycling.
+
+  By `trees.sequoia_tree`, at most 6 deep and with at most 8 children a node.
+  The paper's has 80 nodes, which suits a GPU; where a pass costs more for every
+  node it takes, fewer do.
+  """
+  return shapes.sequoia_tree(_ACCEPTANCE, nodes, min(_DEPTH, nodes - 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recycling:
+  """Drafts a tree of the successors that the target once found likely.
+
+  The table is the drafter's state, `[B, V, K]` int32 with K the most children
+  of a node: 0.8 MB a row for V = 49,152 and K = 4, as in the default tree. V
+  stands for no token; it is padding in a draft. A row's table begins with
+  `params["drafter"]`, `[V, K]` int32, such as the table `state.drafter[row]` of
+  an earlier text, and with nothing where there are no such parameters (None,
+  (), or no entry).
+
+  Where several nodes of a round have one token, the last of them on the
+  accepted path decides what follows it, and else the last one.
+
+  Attributes:
+    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+      `range(-1, K)` is a chain of K tokens. Default: `recycling_tree()`.
+    from_prompt: whether the pairs of tokens of the prompt are entered, the
+      latest successor first. The paper enters the target's likeliest tokens
+      there, which the loop does not compute when it reads a prompt.
+    vocab_size: V; the decoder fills it in.
+  """
+
+  parents: tuple[int, ...] | None = None
+  from_prompt: bool = True
+  vocab_size: int | None = None
+
+  conditional = True
+  certain = True
+  autoregressive = False  # the table depends on what was drafted before
+  num_coins = 0
+  proposal = "top_k"
+
+  def __post_init__(self):
+    parents = recycling_tree() if self.parents is None else self.parents
+    object.__setattr__(self, "parents", shapes.breadth_first(parents))
+    if self.num_nodes < 2:
+      raise ValueError("parents is (-1,), which drafts nothing; give a tree of "
+                       "at least 2 nodes, or take drafters.Empty")
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def num_successors(self) -> int:
+    """K, the columns of the table."""
+    return max(max(level.counts) for level in _growth.levels(self.parents))
+
+  @property
+  def chain(self) -> bool:
+    return self.num_successors == 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain  # siblings differ
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Recycling":
+    """The same drafter, for this target: it needs no transform.
+
+    Raises:
+      ValueError: it was made for another vocabulary, or a node has more
+        children than there are tokens.
+    """
+    del transform
+    if self.vocab_size is not None:
+      _common.check_target_size(self.vocab_size, target)
+    if self.num_successors > target.vocab_size:
+      raise ValueError(
+          f"a node has {self.num_successors} children and the vocabulary "
+          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+          "tree")
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+  def follow(self) -> "Recycling":
+    """It learns from any draft, see `specjax.interfaces`."""
+    return self
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> jax.Array:
+    """The table of every row, `[B, V, K]`.
+
+    Raises:
+      ValueError: `params["drafter"]` is no table of this size.
+    """
+    del prefill_output
+    shape = (self.vocab_size, self.num_successors)
+    known = params.get("drafter")
+    if not jax.tree.leaves(known):
+      known = jnp.full(shape, self.vocab_size, jnp.int32)
+    _check_table(known, shape)
+    batch = prompt.tokens.shape[0]
+    known = jnp.asarray(known, jnp.int32)
+    # A number below 0 would be looked up from the table's end.
+    known = jnp.where((known >= 0) & (known < self.vocab_size), known,
+                      self.vocab_size)
+    table = jnp.tile(known, (batch, 1, 1))
+    return _with_pairs(table, prompt) if self.from_prompt else table
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, jax.Array]:
+    """Drafts the tree for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, 0]`.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, table)`, batched.
+    """
+    del params, coins
+    row = jnp.arange(state.lengths.shape[0])[:, None]
+    tokens = _common.roots(state)[:, None]
+    for level in _growth.levels(self.parents):
+      parent = np.repeat(level.nodes, level.counts)
+      rank = np.concatenate([np.arange(count) for count in level.counts])
+      below = state.drafter.at[row, tokens[:, parent], rank].get(
+          mode="fill", fill_value=self.vocab_size)
+      tokens = jnp.concatenate([tokens, below], axis=1)
+    return _common.certain(
+        state, self.parents, tokens[:, 1:], self.vocab_size), state.drafter
+
+  def commit(self, params: Any, drafter: jax.Array, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> jax.Array:
+    """The table with what the target found likely at the nodes of the round.
+
+    Rows that committed nothing, such as those that are done, keep theirs.
+    """
+    del params
+    _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
+    # The root in a round of rest, and beside others the draft of all.
+    nodes = draft.tokens.shape[1]
+    node = jnp.arange(nodes)
+    drafted = jnp.take_along_axis(
+        draft.probs, draft.tokens[..., None], axis=2)[..., 0] > 0
+    real = (drafted | (node == 0)) & (count > 0)[:, None]
+    accepted = (verdict.path[:, None] == node[:, None]).any(-1)
+    order = node + nodes * accepted
+    same = draft.tokens[:, :, None] == draft.tokens[:, None]
+    # A scatter to one place from several nodes would be in no known order.
+    later = same & real[:, None] & (order[:, None] > order[:, :, None])
+    place = jnp.where(real & ~later.any(-1), draft.tokens, self.vocab_size)
+    row = jnp.arange(count.shape[0])[:, None]
+    return drafter.at[row, place].set(
+        likeliest.astype(drafter.dtype), mode="drop")
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Every device holds the whole first table, see `specjax.interfaces`."""
+    del axis, size
+    return PartitionSpec()
+
+
+def _check_table(table, shape):
+  kind = f"a {type(table).__name__}" if not hasattr(table, "shape") else (
+      f"of shape {table.shape} and dtype {table.dtype}")
+  if getattr(table, "shape", None) != shape or not jnp.issubdtype(
+      table.dtype, jnp.integer):
+    raise ValueError(
+        f"params['drafter'] is {kind}; it must be a table [V, K] of token ids, "
+        f"of shape {shape}: take one of a decoder with this tree, or ()")
+
+
+def _with_pairs(table, prompt):
+  """The table with each prompt's pairs, the latest successors in front."""
+  size, successors = table.shape[1:]
+  row, rank = jnp.arange(table.shape[0]), jnp.arange(successors)
+
+  def enter(table, at):
+    token, after = prompt.tokens[:, at], prompt.tokens[:, at + 1, None]
+    old = table[row, token]
+    # Moved to the front from where it was, or in place of the last one.
+    was = jnp.min(jnp.where(old == after, rank, successors - 1), axis=1)
+    moved = jnp.roll(old, 1, axis=1).at[:, 0].set(after[:, 0])
+    new = jnp.where(rank <= was[:, None], moved, old)
+    token = jnp.where(at + 1 < prompt.lengths, token, size)
+    return table.at[row, token].set(new, mode="drop"), None
+
+  columns = jnp.arange(prompt.tokens.shape[1] - 1, dtype=jnp.int32)
+  return jax.lax.scan(enter, table, columns)[0]

@@ -1,0 +1,161 @@
+"""Retrieval: what followed a row's last tokens in a corpus.
+
+REST, He et al. 2023 (arXiv:2311.08252). The longest suffix of the row's text,
+of `max_match` down to `min_match` tokens, is looked up in a datastore
+(`data.datastores`), and what followed there is drafted: the most frequent
+prefixes as a tree, as published, or a chain.
+
+The published datastore has no ends of documents, so that a match may begin in
+one document and a draft go on into the next. Here neither happens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import fields
+from specjax.data.datastores import Datastore
+from specjax.data.datastores import DEEPEST
+from specjax.methods import _common
+from specjax.methods.model_free import _continuations
+from specjax.methods import _matches as matches_lib
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retrieval(_continuations.CountDrafter):
+  """Drafts from the counts of what a datastore has after the last tokens.
+
+  `params["drafter"]` is a `data.datastores.Datastore`, on the device. A round
+  needs two binary searches for each match length, all at once, and compares up
+  to `max_matches` continuations with each other; what it costs grows with the
+  logarithm of the corpus.
+
+  With `nodes`, the draft is a tree of the most frequent prefixes, for a walk of
+  the target. Without, it is a chain: "certain", the most frequent next token
+  again and again, or "sampled", tokens drawn from the law of the counts under
+  the row's temperature, of which block verification makes use; with `parents` a
+  tree of such tokens, of which traversal verification does.
+
+  What is declared, and why:
+    chain, iid: without `nodes` and `parents`, where there is one child below
+      each node.
+    conditional: the match is a function of the committed text, and so is all of
+      a certain draft. A drawn token follows its row of `probs`, given those
+      before it; a chain ends where no match goes on, which depends on the
+      tokens before the end alone.
+    not autoregressive: the match is chosen where the draft begins.
+
+  Attributes:
+    gamma: tokens of a path, at least 1.
+    proposal: "certain" or "sampled".
+    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
+    nodes: N, of a tree with its root, at least 2; None drafts a chain.
+    min_match: tokens of the shortest match, at least 1.
+    max_match: of the longest, at most the datastore's depth.
+    max_matches: K, places that are counted, evenly out of all that match.
+    transform: of the counts' law; None takes the decoder's.
+    vocab_size: V; the decoder fills it in.
+  """
+
+  nodes: int | None = None
+  min_match: int = 2
+  max_match: int = 16
+
+  def __post_init__(self):
+    super().__post_init__()
+    fields.check_at_least("min_match", self.min_match, 1)
+    if (not fields.is_whole(self.max_match)
+        or not self.min_match <= self.max_match <= DEEPEST):
+      raise ValueError(f"max_match is {self.max_match}; it must be a whole "
+                       f"number from min_match, {self.min_match}, to {DEEPEST}")
+    if self.nodes is None:
+      return
+    fields.check_at_least("nodes", self.nodes, 2)
+    if self.proposal != "certain":
+      raise ValueError(f"nodes is {self.nodes} and proposal "
+                       f"{self.proposal!r}; such a tree is certain: leave "
+                       "nodes out, and give parents for a drawn tree")
+
+  @property
+  def chain(self) -> bool:
+    return self.nodes is None and super().chain
+
+  iid = chain
+
+  @property
+  def num_nodes(self) -> int:
+    return self.nodes or super().num_nodes
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> None:
+    """Nothing: there is no state.
+
+    Raises:
+      ValueError: there is no datastore, or it does not fit.
+    """
+    del prompt, prefill_output
+    store = params.get("drafter")
+    if not isinstance(store, Datastore):
+      raise ValueError(
+          f"params['drafter'] is a {type(store).__name__} and Retrieval needs "
+          "a Datastore; give "
+        "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
+    self._check(store)
+    if self.max_match > store.depth:
+      raise ValueError(
+          f"max_match is {self.max_match} and the datastore is sorted by "
+          f"{store.depth} tokens; match less, or build it with that depth")
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, None]:
+    """Drafts for every row; one without a match is padding.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, None)`, batched.
+    """
+    following, alive = self._matches(params["drafter"], state)
+    batch = alive.shape[0]
+    if self.nodes is not None:
+      return self._tree(state, following, alive), None
+    steps = jnp.full((batch,), self.gamma, jnp.int32)
+    ended = jnp.zeros((batch,))
+    if self.proposal == "sampled":
+      return self._drawn(state, coins, following, alive, ended, steps, 0.0
+                         ), None
+    walk = lambda following, *sets: _continuations.walk(
+        following, *(x[None] for x in sets), 0.0)
+    tokens, probs = jax.vmap(walk)(following, alive, ended, steps)
+    return self._certain(state, tokens[:, 0], probs[:, 0] > 0), None
+
+  def _matches(self, store, state):
+    """`[B, K, S]` what followed the longest match, and `[B, K]` which count."""
+    sizes = np.arange(self.min_match, self.max_match + 1, dtype=np.int32)
+    first, found = matches_lib.find(
+        store, state.tokens, state.lengths, sizes)
+    longest = len(sizes) - 1 - jnp.argmax(found[:, ::-1] > 0, axis=1)
+    take = lambda x: jnp.take_along_axis(x, longest[:, None], axis=1)[:, 0]
+    return matches_lib.spread(
+        store, take(first), take(found), jnp.asarray(sizes)[longest],
+        self.max_matches, self.gamma)
+
+  def _tree(self, state, following, alive) -> Draft:
+    """The most frequent prefixes of every row."""
+    def one(root, following, alive):
+      tokens, parents, real = _continuations.frequent_paths(
+          following, alive, self.nodes)
+      probs = jax.nn.one_hot(jnp.where(real, tokens, -1), self.vocab_size)
+      return Draft.tree(root, parents, tokens, probs)
+
+    return jax.vmap(one)(_common.roots(state), following, alive)

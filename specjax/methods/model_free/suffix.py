@@ -1,0 +1,235 @@
+"""SuffixDecoding: what followed the longest and most frequent matches.
+
+Oliaro et al. 2024 (arXiv:2411.04975), with the scoring of its published code
+(ArcticInference), chain mode. For every match length m a draft is made by
+walking down the suffix tree of the text from the row's last m tokens:
+
+  tokens       at most min(gamma, m * max_spec_factor + max_spec_offset), and
+               match and draft together at most `max_depth`
+  next token   the most frequent child; its probability is count(child) /
+               count(node), times that of the token before it
+  end          before a probability below `min_token_prob`
+  score        the sum of the probabilities
+
+The draft with the highest score is proposed; of equal ones that of the longest
+match. There are two texts, the row's own prompt and output, and a datastore
+that all rows share; the own one is taken where its score is at least the
+other's. The datastore does not change: outputs of earlier requests, which the
+published server adds to its tree, come in when it is built again with them. The
+end of the own text is itself an occurrence of its last tokens, as
+in the published tree: a single earlier one gives the next token 1/2.
+
+The published code keeps the trees on the host. Here a set of matches is a mask
+over K places, see `continuations`, so that all is one compiled program.
+"""
+
+import dataclasses
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.utils import fields
+from specjax.data.datastores import Datastore
+from specjax.methods.model_free import _continuations
+from specjax.methods import _matches as matches_lib
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+
+
+class _Found(NamedTuple):
+  """The best draft of every row out of one text.
+
+  Attributes:
+    score: `[B]` float32.
+    tokens: `[B, S]` int32, the most frequent path.
+    real: `[B, S]` bool, how far it goes.
+    following: `[B, K, S]` int32, what follows the matches that it is from; see
+      `continuations.walk` for this and the next three.
+    alive: `[B, K]` bool.
+    ended: `[B]` float32.
+    steps: `[B]` int32.
+  """
+
+  score: jax.Array
+  tokens: jax.Array
+  real: jax.Array
+  following: jax.Array
+  alive: jax.Array
+  ended: jax.Array
+  steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suffix(_continuations.CountDrafter):
+  """Drafts from the counts of the row's own suffixes and of a datastore's.
+
+  `params["drafter"]` may be a `data.datastores.Datastore`; where it is None, ()
+  or missing, the row's own text is all there is.
+
+  Two kinds of drafts are made of the same match. "certain" proposes the most
+  frequent path, as published. "sampled" draws each token from the law
+  count(child) / (the counts of all children) under the row's temperature,
+  which no published drafter does: block verification makes use of such a q. At
+  temperature 0 chains of the two are the same, unless the likeliest child is
+  one that the transform bans: "sampled" takes the next one, "certain" proposes
+  it in vain. With `parents`, "sampled" draws a tree whose siblings differ, for
+  traversal verification; its paths end where no match goes on, and not for
+  `min_token_prob`.
+
+  What is declared, and why:
+    chain, iid: there is one child below each node, unless `parents` has more.
+    conditional: which match is used, and where a certain path goes and ends, is
+      a function of the committed text. A drawn token follows its row of
+      `probs`, given those before it; whether there is a token k depends on the
+      tokens before it and on the counts below them, never on itself: the path
+      ends before the probability of the *most frequent* children along it,
+      drawn or not, falls below `min_token_prob`.
+    not autoregressive: the match is chosen where the draft begins, and from a
+      later token on another one could be chosen.
+
+  The counts are exact where a match has at most `max_matches` occurrences. Of
+  more, the own text counts those with the longest matches, then the latest, and
+  the datastore as many, evenly out of all. In a datastore the longest match is
+  its `depth`. Equally frequent children of a chain are tried in that order, too
+  (the published code leaves it open), and of a tree by their ids.
+
+  Attributes:
+    gamma: tokens of a draft at most, at least 1.
+    proposal: "certain" or "sampled".
+    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
+    max_matches: K, see above.
+    max_spec_factor: drafted tokens for each token of a match.
+    max_spec_offset: drafted tokens besides.
+    min_token_prob: see above, in [0, 1].
+    max_depth: longest match and draft together, at least 2.
+    transform: of the counts' law; None takes the decoder's.
+    vocab_size: V; the decoder fills it in.
+  """
+
+  max_spec_factor: float = 1.0
+  max_spec_offset: float = 0.0
+  min_token_prob: float = 0.1
+  max_depth: int = 64
+
+  def __post_init__(self):
+    super().__post_init__()
+    fields.check_at_least("max_depth", self.max_depth, 2,
+                          ": a token that matches and one that is drafted")
+    if not 0 <= self.min_token_prob <= 1:
+      raise ValueError(f"min_token_prob is {self.min_token_prob}; it must lie "
+                       "in [0, 1]: 0 drafts as far as the text goes")
+    if not 0 <= self.max_spec_factor < math.inf:
+      raise ValueError(f"max_spec_factor is {self.max_spec_factor}; it must be "
+                       "finite and at least 0: 0 drafts max_spec_offset tokens")
+    if not math.isfinite(self.max_spec_offset):
+      raise ValueError(f"max_spec_offset is {self.max_spec_offset}; it must be "
+                       "a finite number of tokens")
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> None:
+    """Nothing: there is no state.
+
+    Raises:
+      ValueError: the datastore is none, or of other tokens than the target's.
+    """
+    del prompt, prefill_output
+    store = _store(params)
+    if store is not None:
+      self._check(store)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, None]:
+    """Drafts for every row; one without a match is padding.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, None)`, batched.
+    """
+    found, store = self._own(state), _store(params)
+    if store is not None:
+      other = self._stored(store, state)
+      own = found.score >= other.score
+      found = jax.tree.map(
+          lambda x, y: jax.vmap(jnp.where)(own, x, y), found, other)
+    if self.proposal == "certain":
+      return self._certain(state, found.tokens, found.real), None
+    return self._drawn(state, coins, found.following, found.alive, found.ended,
+                       found.steps, self.min_token_prob), None
+
+  def _steps(self, sizes):
+    """`[M]` int32, the most tokens that matches of these lengths draft."""
+    wanted = np.trunc(
+        sizes * self.max_spec_factor + self.max_spec_offset + 1e-6)
+    return np.clip(np.minimum(wanted, self.max_depth - sizes), 0,
+                   self.gamma).astype(np.int32)
+
+  def _own(self, state) -> _Found:
+    """The best draft out of the row's own text."""
+    sizes = np.arange(1, self.max_depth, dtype=np.int32)
+    # The search goes on while any row matches: rows that are done must not.
+    lengths = jnp.where(state.done, 0, state.lengths)
+    following, agreeing = matches_lib.own_matches(
+        state.tokens, lengths, self.max_depth - 1, self.max_matches,
+        self.gamma)
+    alive = agreeing[:, None] >= sizes[:, None]
+    # The text's own end is an occurrence of its last tokens.
+    ended = jnp.ones(sizes.shape, jnp.float32)
+    walk = lambda *matches: _continuations.walk(
+        *matches, ended, self._steps(sizes), self.min_token_prob)
+    tokens, probs = jax.vmap(walk)(following, alive)
+    return self._best(sizes, tokens, probs, following, alive, 1.0)
+
+  def _stored(self, store, state) -> _Found:
+    """The best draft out of a datastore."""
+    sizes = np.arange(1, min(store.depth, self.max_depth - 1) + 1,
+                      dtype=np.int32)
+    first, found = matches_lib.find(
+        store, state.tokens, state.lengths, sizes)
+    # As published, a match is shorter than the text.
+    found = jnp.where(state.lengths[:, None] > sizes, found, 0)
+    following, alive = matches_lib.spread(
+        store, first, found, jnp.asarray(sizes), self.max_matches, self.gamma)
+
+    def walk(following, alive, steps):
+      tokens, probs = _continuations.walk(
+          following, alive[None], jnp.zeros((1,)), steps[None],
+          self.min_token_prob)
+      return tokens[0], probs[0]
+
+    tokens, probs = jax.vmap(jax.vmap(walk), (0, 0, None))(
+        following, alive, jnp.asarray(self._steps(sizes)))
+    return self._best(sizes, tokens, probs, following, alive, 0.0)
+
+  def _best(self, sizes, tokens, probs, following, alive, ended) -> _Found:
+    """The best of the drafts of all match lengths, which may share matches."""
+    index, score = _continuations.best_set(probs)
+    take = lambda x: jax.vmap(lambda row, i: row[i])(x, index)
+    return _Found(
+        score=score, tokens=take(tokens), real=take(probs) > 0,
+        following=following if following.ndim == 3 else take(following),
+        alive=take(alive), ended=jnp.full(score.shape, ended),
+        steps=jnp.asarray(self._steps(sizes))[index])
+
+
+def _store(params) -> Datastore | None:
+  """The datastore of a decoder's parameters, if there is one."""
+  store = params.get("drafter")
+  if store is None or isinstance(store, tuple) and not store:
+    return None
+  if not isinstance(store, Datastore):
+    raise ValueError(
+        f"params['drafter'] is a {type(store).__name__} and Suffix looks in a "
+        "Datastore; give "
+        "jax.device_put(specjax.data.datastores.load(path, tokenizer)), or "
+        "None for the row's own text alone")
+  return store

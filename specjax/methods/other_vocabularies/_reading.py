@@ -1,0 +1,194 @@
+"""A drafter's own copy of the committed text, in its own tokens.
+
+For drafters whose model has another vocabulary than the target. A round is
+
+  amended   the new text replaces the end of the old one
+  caught_up the model reads what it has not read yet, a few tokens a pass
+  drafted   what was drafted is noted, with how much of it the model has read
+
+and after the round the next `amended` finds out what of it still holds: the
+cache is kept as far as the new text repeats what the model has read, token by
+token. So nothing needs to know how many drafted tokens were accepted, nor
+whether the two tokenizers split the accepted text alike.
+
+Rows have room for a fixed number of tokens. A row whose text outgrows it is
+lost: it drafts nothing from then on, and nothing of it is cut. It stays lost
+where slots are added, for what it committed meanwhile was not noted.
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.decoding import rows
+from specjax.trees import topology
+from specjax.decoding.prefill import padded_length
+from specjax.decoding.prefill import read_prompt
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+_PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
+_LOST = 2**30  # the length of a lost text: more than any room
+
+
+@struct.dataclass
+class Reading:
+  """What the drafter's model has read; every leaf has the rows B first.
+
+  Attributes:
+    tokens: `[B, C]` int32, the text, then what was drafted last.
+    lengths: `[B]` int32, tokens of the text; 2**30 of one that is lost.
+    fed: `[B]` int32, the cache holds the first `fed` of `tokens`.
+    seen: `[B]` int32, target tokens that the text stands for.
+    cache: the model's.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  fed: jax.Array
+  seen: jax.Array
+  cache: Any
+
+  def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
+              seen: jax.Array, room: int) -> "Reading":
+    """The text with another end.
+
+    Args:
+      start: `[B]` int32, where the new end begins, at most `lengths`.
+      ids: `[B, K]` int32.
+      count: `[B]` int32, how many of them.
+      seen: `[B]` int32, target tokens that the new text stands for.
+      room: tokens; a text that is longer is lost.
+    """
+    order = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    slots = start[:, None] + order
+    new = order < count[:, None]
+    old = jnp.take_along_axis(self.tokens, slots, axis=1, mode="clip")
+    agree = jnp.sum(jnp.cumprod(new & (old == ids), axis=1), axis=1)
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+    known = self.lengths < _LOST
+    fits = known & (start + count <= room)
+    return self.replace(
+        tokens=put(self.tokens, jnp.where(
+            new & known[:, None], slots, self.tokens.shape[1]), ids),
+        lengths=jnp.where(fits, start + count, _LOST),
+        fed=jnp.minimum(self.fed, start + agree.astype(jnp.int32)), seen=seen)
+
+  def drafted(self, length: jax.Array, ids: jax.Array, cache: Any) -> "Reading":
+    """The same text with what was drafted after it.
+
+    Args:
+      length: `[B]` int32, of the text as `caught_up` gave it.
+      ids: `[B, gamma]` int32; all but the last were read.
+      cache: the model's.
+    """
+    return self.replace(tokens=rows.put(self.tokens, ids, length),
+                        fed=length + ids.shape[1] - 1, cache=cache)
+
+
+class Reader:
+  """What the drafters that keep a `Reading` share.
+
+  They have a `model`, a `gamma` and an `expansion`, see `TokenIntersection`.
+  """
+
+  model: ModelFn
+  gamma: int
+  expansion: int
+
+  @property
+  def num_nodes(self) -> int:
+    return self.gamma + 1
+
+  def commit(self, params: Any, drafter: Reading, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Reading:
+    """Nothing: the next `propose` reads what was committed."""
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def _room(self, capacity):
+    """Draft tokens of a row's text; capacity is that of the decoder."""
+    return min(self.expansion * capacity, self.model.context_length)
+
+  def _columns(self, prompt):
+    """For `begun`; of a prompt that is lost no more than that is read."""
+    return padded_length(min(self.expansion * prompt.tokens.shape[1],
+                             self._room(prompt.capacity)))
+
+
+def slots_needed(room: int, gamma: int) -> int:
+  """C for texts of up to `room` tokens and drafts of gamma."""
+  return room + gamma + _PASS
+
+
+def begun(model: ModelFn, params: Any, ids: jax.Array, count: jax.Array,
+          seen: jax.Array, room: int, gamma: int) -> Reading:
+  """Reads the first text.
+
+  Args:
+    model: the drafter's.
+    params: its parameters.
+    ids: `[B, W]` int32, `prefill.padded_length` columns.
+    count: `[B]` int32, tokens of each row; one that has more than W, or than
+      `room`, is lost.
+    seen: `[B]` int32, target tokens that they stand for.
+    room: see `Reading.amended`.
+    gamma: drafted tokens of a round.
+  """
+  columns = ids.shape[1]
+  slots = max(slots_needed(room, gamma), columns)
+  out = read_prompt(model, params, Prompt(
+      tokens=ids, lengths=count, capacity=slots))
+  lengths = jnp.where(count > min(columns, room), _LOST, count)
+  return Reading(
+      tokens=jnp.pad(ids, ((0, 0), (0, slots - columns))), lengths=lengths,
+      fed=jnp.minimum(count, columns), seen=seen, cache=out.cache)
+
+
+def caught_up(model: ModelFn, params: Any, reading: Reading,
+              wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+  """Feeds all that the model has not read, and the last token in any case.
+
+  The number of passes depends on the row that needs most; a row that needs
+  less feeds its last tokens again, which changes nothing.
+
+  Args:
+    model: the drafter's.
+    params: its parameters.
+    reading: what was read.
+    wanted: `[B]` bool, rows that draft; the others count as empty.
+
+  Returns:
+    The lengths `[B]`, 0 for rows that do not draft, the logits `[B, D]` of
+    the token after each text, and the cache of that length.
+  """
+  batch = reading.lengths.shape[0]
+  length = jnp.where(wanted, reading.lengths, 0)
+  last = jnp.maximum(length - _PASS, 0)
+  start = jnp.minimum(reading.fed, jnp.maximum(length - 1, 0))
+  depths, causal = topology.causal(batch, _PASS)
+
+  def one_pass(carry):
+    i, cache, _ = carry
+    at = jnp.minimum(start + i * _PASS, last)
+    tokens = jnp.take_along_axis(
+        reading.tokens, at[:, None] + jnp.arange(_PASS), axis=1)
+    out = model(params, tokens, depths, causal, cache.rollback(at))
+    node = jnp.clip(length - 1 - at, 0, _PASS - 1)
+    logits = interfaces.logits_at(model, params, out, node[:, None])
+    return i + 1, out.cache.rollback(at + _PASS), logits[:, 0]
+
+  passes = jnp.max(jnp.maximum(-(-(length - start) // _PASS), 1))
+  carry = jnp.zeros((), jnp.int32), reading.cache
+  logits = jax.eval_shape(one_pass, (*carry, None))[-1]
+  _, cache, logits = jax.lax.while_loop(
+      lambda carry: carry[0] < passes, one_pass,
+      (*carry, jnp.zeros(logits.shape, logits.dtype)))
+  return length, logits, cache.rollback(length)

@@ -1,0 +1,210 @@
+"""A language model writes text in its own tokens; the target's tokens of it
+are the draft.
+
+String-level exact match (SLEM), Timor et al. 2025 (arXiv:2502.05202), called
+universal assisted generation elsewhere. For vocabularies with few tokens in
+common: a drafter of bytes can draft whole words.
+
+The drafter writes its likeliest tokens, their text is split by the target's
+tokenizer, and the chain that comes out is proposed with certainty. It is fixed
+before the target tosses a coin, so that every rule for chains is exact; all of
+them accept a token x with probability p(x). It does depend on where the draft
+began, so that greedy block verification is refused.
+
+  state       tokens of the text, and a cache of some of it, see
+              `drafters.reading`
+  propose     the new text is split by the drafter's tokenizer, with its last
+              `lookback` tokens, which may change; the model catches up and
+              writes; the target's tokenizer splits what it wrote, with the
+              last `lookback` tokens of the target before it
+  commit      nothing
+
+Both tokenizers run on the host, by two calls out of the compiled loop a round
+(`jax.pure_callback`). What they cost is small beside a pass on a CPU or a GPU;
+from a TPU a call has to cross the network to its host and may cost as much as
+a small model's pass. Programs with such calls are not kept in the cache of
+compiled programs.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.data.retokenization import Retokenizer
+from specjax.methods import _common
+from specjax.methods.other_vocabularies import _reading as reading_lib
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+
+_PIECES = 32  # draft tokens that there is room for, for each new target token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StringMatch(reading_lib.Reader):
+  """Proposes the target's tokens of a text that another model wrote.
+
+  `params["drafter"]` are the parameters of the model. A row drafts nothing
+  where its text, in the drafter's tokens, is empty or does not fit, see
+  `TokenIntersection`.
+
+  Attributes:
+    model: a `ModelFn` over the drafter's vocabulary.
+    texts: the two tokenizers.
+    gamma: tokens of the target that a chain has at most, at least 1.
+    length: tokens that the drafter writes in a round; default: gamma.
+    lookback: tokens before a seam that are split anew with what follows.
+    expansion: see `TokenIntersection`.
+  """
+
+  model: ModelFn
+  texts: Retokenizer
+  gamma: int
+  length: int | None = None
+  lookback: int = 10
+  expansion: int = 2
+
+  chain = True
+  iid = True
+  conditional = True
+  certain = True
+  autoregressive = False  # what is drafted depends on where the draft began
+  num_coins = 0
+  proposal = "deterministic"
+
+  def __post_init__(self):
+    if self.length is None:
+      object.__setattr__(self, "length", self.gamma)
+    fields.check_fields(self, "gamma", "length", "lookback", "expansion")
+    if self.texts.draft_size != self.model.vocab_size:
+      raise ValueError(
+          f"the drafter's model has {self.model.vocab_size} tokens and its "
+          f"tokenizer {self.texts.draft_size}; give Retokenizer draft_size="
+          f"{self.model.vocab_size}, or the model's own tokenizer")
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "StringMatch":
+    """The same drafter: it needs no transform.
+
+    Raises:
+      ValueError: the tokenizer is that of another target.
+    """
+    del transform
+    _common.check_target_size(self.texts.target_size, target)
+    return self
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> reading_lib.Reading:
+    """The prompt in the drafter's tokens, read."""
+    del prefill_output
+    width = self._columns(prompt)
+    ids, count = jax.pure_callback(
+        functools.partial(self.texts.prompts, width),
+        _ids_and_counts(len(prompt.tokens), width), prompt.tokens,
+        prompt.lengths)
+    return reading_lib.begun(
+        self.model, params["drafter"], ids, count, prompt.lengths,
+        self._room(prompt.capacity), self.length)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, reading_lib.Reading]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, 0]`.
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, reading)`, batched.
+    """
+    del coins
+    model, room = params["drafter"], self._room(state.tokens.shape[1])
+    reading = self._read(state, room)
+    wanted = ~state.done & (reading.lengths > 0) & (reading.lengths <= room)
+    length, logits, cache = reading_lib.caught_up(
+        self.model, model, reading, wanted)
+    written, finite, cache = self._write(model, logits, cache, room)
+
+    start = jnp.maximum(state.lengths - self.lookback, 0)
+    chain = jax.pure_callback(
+        functools.partial(self.texts.chains, self.gamma),
+        jax.ShapeDtypeStruct((length.shape[0], self.gamma), jnp.int32),
+        _window(state.tokens, start, self.lookback), state.lengths - start,
+        written, wanted)
+    probs = jax.nn.one_hot(chain, self.texts.target_size)
+    # The loop reports the row: its numbers are no longer to be seen.
+    bad = (wanted & ~finite)[:, None, None]
+    probs = jnp.where(bad, jnp.nan, probs)
+    draft = jax.vmap(Draft.chain)(
+        _common.roots(state), jnp.maximum(chain, 0), probs)
+    return draft, reading.drafted(length, written, cache)
+
+  def _read(self, state, room):
+    """What was read, with the text that was committed since."""
+    reading, batch = state.drafter, state.lengths.shape[0]
+    start = jnp.maximum(reading.lengths - self.lookback, 0)
+    # Of a text that outgrew its room nothing is read.
+    known = reading.lengths <= room
+    width = self.lookback + _PIECES * self.num_nodes
+    ids, count = jax.pure_callback(
+        functools.partial(self.texts.reread, width),
+        _ids_and_counts(batch, width),
+        _window(reading.tokens, start, self.lookback),
+        jnp.where(known, reading.lengths - start, 0),
+        _window(state.tokens, reading.seen, self.num_nodes),
+        jnp.where(known, state.lengths - reading.seen, 0))
+    count = jnp.where(count <= width, count, room + 1)
+    return reading.amended(start, ids, count, state.lengths, room)
+
+  def _write(self, params, logits, cache, room):
+    """The likeliest tokens.
+
+    Returns:
+      `[B, length]` ids; `[B]` bool, whether the logits were numbers, as far as
+      there is room; and the cache with all tokens but the last.
+    """
+    depth = jnp.zeros((logits.shape[0], 1), jnp.int32)
+    self_only = jnp.ones((logits.shape[0], 1, 1), bool)
+
+    def best(logits, cache):
+      # What a model says beyond its context need not be a number.
+      finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
+
+    def extend(carry, _):
+      cache, logits = carry
+      token, finite = best(logits, cache)
+      out = self.model(params, token[:, None], depth, self_only, cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, out.logits[:, 0]), (token, finite)
+
+    (cache, logits), drawn = jax.lax.scan(
+        extend, (interfaces.reserved(cache, self.length), logits),
+        length=self.length - 1)
+    tokens, finite = jax.tree.map(
+        lambda all, last: jnp.concatenate([all, last[None]]),
+        drawn, best(logits, cache))
+    return tokens.T, finite.all(0), interfaces.settled(cache)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.interfaces`."""
+    return interfaces.param_specs(self.model, axis, size)
+
+
+def _window(tokens, start, size):
+  """`[B, size]`, the columns of `tokens` from `start [B]` on."""
+  return jnp.take_along_axis(
+      tokens, start[:, None] + jnp.arange(size), axis=1, mode="clip")
+
+
+def _ids_and_counts(batch, width):
+  return (jax.ShapeDtypeStruct((batch, width), jnp.int32),
+          jax.ShapeDtypeStruct((batch,), jnp.int32))

@@ -1,0 +1,255 @@
+"""A language model with another vocabulary drafts the tokens that both know.
+
+Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
+
+With I the common tokens and q the law of the drafter's model over its own
+tokens d, the drafted law over the target's tokens x is
+
+  q'(x) = sum over d that are x of q(d) / q(I) for x in I, and 0 elsewhere.
+
+Several d can be one x: whoever draws d and reports the q of one of them alone
+is biased (`tests/planted_defects_test.py` shows by how much). Here x is drawn
+from q' itself.
+
+What the model reads is a function of the target's tokens t_1..t_n alone,
+
+  E(t) = pieces(t_1) ... pieces(t_n),
+
+where the pieces of a common token are its twin, and those of any other token
+its bytes as the drafter's tokenizer splits them. A drafted token is common, so
+what is fed while drafting is what E says, and q' depends on the context alone:
+`autoregressive` holds. The price is that E is not how the drafter's tokenizer
+would split the whole text: where the target splits a word more finely, so does
+E. Drafts get worse by that, never the output. Of the tokens of json/decoder.py
+and of the README, split as a whole, E has 96 and 90 % where the bundled models
+(4k tokens) draft for SmolLM2 (49k), and 89 and 80 % the other way round; 88,
+81, 96 and 91 % of the target's tokens are common there.
+
+  state       tokens E(t), and a cache of some of it, see `drafters.reading`
+  propose     E grows by the new tokens' pieces; all but the last new token are
+              drafted ones of one piece, which the cache holds mostly; the
+              model catches up, draws and feeds gamma tokens
+  commit      nothing
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _following
+from specjax.methods.other_vocabularies import _reading as reading_lib
+from specjax.methods.other_vocabularies import _translation
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenIntersection(reading_lib.Reader):
+  """Samples gamma common tokens from a model with another vocabulary.
+
+  `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
+  VocabularyMap}`, made by `data.map_vocabularies`.
+
+  A row drafts nothing where its text, in the drafter's tokens, is empty or
+  does not fit: `expansion` times the slots of a row, the model's context, and
+  of a prompt `expansion` times its columns. So a row may be longer than the
+  model's context: there is no `context_length`.
+
+  Attributes:
+    model: a `ModelFn` over the drafter's vocabulary.
+    gamma: drafted tokens of a round, at least 1.
+    target_size: V, the target's vocabulary.
+    transform: of the laws; None takes the decoder's. Any is sound, for q is
+      reported as it was sampled from.
+    expansion: draft tokens that there is room for, for each target token of a
+      row's capacity.
+  """
+
+  model: ModelFn
+  gamma: int
+  target_size: int
+  transform: LogitsTransform | None = None
+  expansion: int = 2
+
+  chain = True
+  iid = True
+  conditional = True
+  autoregressive = True
+  proposal = "iid"
+
+  def __post_init__(self):
+    fields.check_fields(self, "gamma", "expansion")
+
+  @property
+  def num_coins(self) -> int:
+    return COINS_A_DRAW * self.gamma
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "TokenIntersection":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the vocabulary is that of another target.
+    """
+    _common.check_target_size(self.target_size, target)
+    return _common.with_transform(self, transform)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> reading_lib.Reading:
+    """The prompt in the drafter's tokens, read."""
+    del prefill_output
+    own = params["drafter"]
+    vocabulary = own["vocabulary"]
+    self._check(vocabulary)
+    ids, count = self._spelled(
+        vocabulary, prompt.tokens, prompt.lengths, self._columns(prompt))
+    return reading_lib.begun(
+        self.model, own["model"], ids, count, prompt.lengths,
+        self._room(prompt.capacity), self.gamma)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, reading_lib.Reading]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: see above.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, reading)`, batched.
+    """
+    model, vocabulary = (
+        params["drafter"][name] for name in ("model", "vocabulary"))
+    room = self._room(state.tokens.shape[1])
+    reading = self._read(state, vocabulary, room)
+    length, logits, cache = reading_lib.caught_up(
+        self.model, model, reading,
+        ~state.done & (reading.lengths > 0) & (reading.lengths <= room))
+    batch = length.shape[0]
+    depth = jnp.zeros((batch, 1), jnp.int32)
+    self_only = jnp.ones((batch, 1, 1), bool)
+    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
+
+    constraints = self.transform.constraints
+
+    def draw(tokens, fed, probs, memory, logits, node, u):
+      put = functools.partial(
+          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+      law = _translation.common_law(
+          logits, vocabulary, self.transform, state.temperature)
+      if constraints:
+        law = _constrained(constraints, memory, law)
+      fits = (length > 0) & (length + node <= room)
+      law = jnp.where(fits[:, None], law, 0)
+      token = jax.vmap(inverse_cdf)(law, u)
+      # Padding has token 0, which need not have a twin.
+      twin = jnp.minimum(vocabulary.twins[token], vocabulary.draft_size - 1)
+      return (put(tokens, token), put(fed, twin), put(probs, law),
+              constraints_lib.advanced(constraints, memory, token), twin)
+
+    def extend(carry, step):
+      cache, logits, *drawn = carry
+      *drawn, twin = draw(*drawn, logits, *step)
+      out = self.model(model, twin[:, None], depth, self_only, cache)
+      cache = out.cache.rollback(cache.lengths + 1)
+      return (cache, out.logits[:, 0], *drawn), None
+
+    tokens = jnp.zeros((batch, self.gamma), jnp.int32)
+    probs = jnp.zeros((batch, self.gamma, self.target_size),
+                      jnp.promote_types(logits.dtype, jnp.float32))
+    (cache, logits, *drawn), _ = jax.lax.scan(
+        extend, (interfaces.reserved(cache, self.gamma), logits, tokens, tokens,
+                 probs, state.constraints),
+        (jnp.arange(self.gamma - 1), u[:-1]))
+    tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
+    draft = jax.vmap(Draft.chain)(_common.roots(state), tokens, probs)
+    return draft, reading.drafted(length, fed, interfaces.settled(cache))
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+               ) -> reading_lib.Reading:
+    """The committed text in the drafter's tokens; see `specjax.interfaces`.
+
+    All of it is spelled anew, whatever was read before: the cache is kept as
+    far as it is the same, and `propose` reads the rest. A row that was lost
+    is known again if its text fits.
+    """
+    del since
+    room = self._room(state.tokens.shape[1])
+    ids, count = self._spelled(params["drafter"]["vocabulary"], state.tokens,
+                               state.lengths, room)
+    none = jnp.zeros_like(count)
+    return state.drafter.replace(lengths=none).amended(
+        none, ids, count, state.lengths, room)
+
+  def follow(self) -> _following.Following:
+    """The same, beside or inside of other drafters; see `specjax.interfaces`."""
+    return _following.Following(drafter=self)
+
+  def _spelled(self, vocabulary, tokens, lengths, width):
+    """Texts `[B, S]` in the drafter's tokens, `[B, width]`, and their lengths.
+
+    The target's bos in front is dropped, and the drafter's put there, where
+    they have one.
+    """
+    def one(tokens, length):
+      has_bos = tokens[0] == vocabulary.first[0]
+      tokens = jnp.where(has_bos, jnp.roll(tokens, -1), tokens)
+      ids, count = _translation.spelled(
+          tokens, length - has_bos, vocabulary, width)
+      puts_bos = vocabulary.first[1] >= 0
+      with_bos = jnp.roll(ids, 1).at[0].set(vocabulary.first[1])
+      return (jnp.where(puts_bos, with_bos, ids),
+              (count + puts_bos).astype(jnp.int32))
+
+    return jax.vmap(one)(tokens, lengths)
+
+  def _read(self, state, vocabulary, room):
+    """What was read, and the pieces of the tokens committed since."""
+    reading = state.drafter
+    slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
+    new = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
+    spelled = functools.partial(
+        _translation.spelled, vocabulary=vocabulary,
+        width=self.gamma + vocabulary.longest)
+    ids, count = jax.vmap(spelled)(new, state.lengths - reading.seen)
+    return reading.amended(reading.lengths, ids, count, state.lengths, room)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """The model's, see `specjax.interfaces`; the tables are on every device."""
+    return {"model": interfaces.param_specs(self.model, axis, size),
+            "vocabulary": PartitionSpec()}
+
+  def _check(self, vocabulary):
+    for part, has, wants in (
+        ("drafter", vocabulary.draft_size, self.model.vocab_size),
+        ("target", vocabulary.target_size, self.target_size)):
+      if has != wants:
+        raise ValueError(
+            f"params['drafter']['vocabulary'] maps {has} tokens of the {part}, "
+            f"which has {wants}; make it by data.map_vocabularies with the "
+            "sizes of both models")
+
+
+def _constrained(constraints, memory, law):
+  """`law [B, V]` under the constraints.
+
+  Its logs stand for the logits: a repetition penalty of them is another one,
+  which is as sound.
+  """
+  return jax.nn.softmax(constraints_lib.constrained(
+      constraints, memory, jnp.log(law), drafted=True), axis=-1)

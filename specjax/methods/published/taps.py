@@ -1,0 +1,103 @@
+"""The states of the target that a drafter reads, from its configuration."""
+
+from collections.abc import Sequence
+import sys
+
+from specjax import methods as heads_lib
+from specjax.methods.published.found import Found
+from specjax.models.published.keys import Keys
+from specjax.models.published.keys import whole_numbers
+
+NAME_THEM = ("put their numbers into its config.json as "
+             "eagle_aux_hidden_state_layer_ids, in which i is the state that "
+             "layer i reads")
+# Keys that list states of the target: (is it in a part, name, offset to the
+# number of the layer whose input the state is).
+_TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
+         (True, "target_layer_ids", 1),
+         (False, "eagle_aux_hidden_state_layer_ids", 0),
+         (False, "aux_hidden_state_layer_ids", 0),
+         (False, "target_layer_ids", 1))
+
+
+def of_eagle3(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
+  """The states of the target that EAGLE-3 reads, in our numbers.
+
+  If the files name none, the defaults of the authors' code are assumed and
+  printed on stderr.
+
+  Args:
+    found: the files.
+    keys: the keys of the configuration.
+    count: the number of states that the tensors require.
+
+  Raises:
+    ValueError: the files contradict each other, or name none of other than
+      three states.
+  """
+  inner = found.keys(keys, "eagle_config")
+  for name in ("use_aux_hidden_state", "use_last_layernorm",
+               "use_input_layernorm_in_first_layer"):
+    if not inner(name, True):
+      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
+                 "it: take another drafter")
+  taps = named(found, keys, inner, "eagle_config")
+  inner.refuse_others()
+  if taps:
+    return taps
+  if count != 3:
+    found.fail(f"does not name the {count} states of the target that it reads; "
+               f"{NAME_THEM}")
+  taps = heads_lib.Eagle3Heads.default_taps(found.target.config.layers)
+  print(f"{found.source} does not name the target's layers whose input it "
+        f"reads; {taps[0]}, {taps[1]} and {taps[2]} are assumed, as in the "
+        f"authors' code. If it was trained on others, {NAME_THEM}",
+        file=sys.stderr)
+  return taps
+
+
+def named(found: Found, keys: Keys, inner: Keys, place: str
+          ) -> tuple[int, ...] | None:
+  """The states that a configuration names, in our numbers, or None.
+
+  Projects number a state by the layer that returns it (SpecForge, SGLang,
+  DeepSpec) or, one more, by the layer that reads it (vLLM, speculators). Some
+  files repeat the same numbers in a second place.
+
+  Args:
+    found: the files.
+    keys: the keys of the configuration.
+    inner: the keys of a part of it.
+    place: the key of the part.
+
+  Raises:
+    ValueError: two places name different states.
+  """
+  given = {}
+  for within, name, shift in _TAPS:
+    part = keys.mapping(place) if within else found.config
+    for config in (keys, inner):
+      config.ignore(name)
+    label = f"{place}.{name}" if within else name
+    ids = whole_numbers(keys.source, label, part.get(name))
+    if ids:
+      given[label] = ids, tuple(i + shift for i in ids)
+  if not given:
+    return None
+  ids, taps = zip(*given.values())
+  if len(set(ids)) > 1 and len(set(taps)) > 1:
+    keys.agreed(dict(zip(given, ids)))
+  return taps[0]
+
+
+def check(found: Found, taps: Sequence[int], normed: bool = False) -> None:
+  """Refuses states that the target does not have, or has in another form."""
+  layers = found.target.config.layers
+  for tap in taps:
+    if tap not in range(layers + 1):
+      found.fail(f"reads the hidden state before layer {tap}; the target has "
+                 f"{layers} layers")
+    if normed and tap == layers:
+      found.fail(f"reads the output of layer {layers - 1}, the target's last, "
+                 "which transformers returns normed; specjax joins states "
+                 "before the final norm: take another drafter")

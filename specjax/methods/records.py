@@ -1,0 +1,158 @@
+"""What the record of a method says, and what several records share."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+from specjax import interfaces
+from specjax import verifiers
+from specjax.methods import Heads
+from specjax.models.transformer import Transformer
+from specjax.strategies import Strategy
+from specjax.objectives import DrafterObjective
+from specjax.types import Verifier
+
+CUTS = 128  # cut points of a row that is measured, where a few are drawn
+
+RECURSIVE = verifiers.Recursive()
+_BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """A setting of a method, which a script offers as a flag.
+
+  Attributes:
+    name: of the keyword argument.
+    default: of its type; None is a bool that follows the data: whether the
+      target wrote it itself.
+    help: what it sets, after the method's name.
+    choices: the values that it may take; empty: any.
+  """
+
+  name: str
+  default: bool | int | float | str | None
+  help: str
+  choices: tuple[str, ...] = ()
+
+
+# Of every method whose layers read the target's hidden states.
+TAPS = Option(
+    "taps", "", "eagle3, mtp, parallel: hidden states of the target that the "
+    "drafter reads, such as 2,4,final (after layers 2 and 4, and after the "
+    "final norm). Default: three layers from low to high; for mtp the last "
+    "layer")
+MLP_WIDTH = Option(
+    "mlp_width", 512, "eagle1, eagle3, mtp, parallel_layers, parallel: inner "
+    "width of a layer's MLP")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningRate:
+  """Default peak learning rate of a method, by the size of the target.
+
+  The rate for the bundled target and a published rate for a large target are
+  two points. Between them the rate is a power of the number of parameters, a
+  straight line of the logarithms. Outside of them it is that of the nearer
+  point. A method without a published rate has one rate for all targets.
+
+  >>> LearningRate(bundled=0.006, published=0.001, size=7e9).of(135e6)
+  0.0026
+
+  Attributes:
+    bundled: rate for the bundled target.
+    published: rate of a published recipe; None if there is none.
+    size: parameters of the target of the published recipe.
+    source: where the recipe is published.
+  """
+
+  bundled: float
+  published: float | None = None
+  size: float = 7e9
+  source: str = ""
+
+  def of(self, num_parameters: int) -> float:
+    """Returns the rate for a target, to two significant digits."""
+    if self.published is None:
+      return self.bundled
+    share = (math.log(num_parameters / _BUNDLED_SIZE)
+             / math.log(self.size / _BUNDLED_SIZE))
+    share = min(max(share, 0.0), 1.0)
+    return float(f"{self.bundled**(1 - share) * self.published**share:.2g}")
+
+  def __str__(self) -> str:
+    if self.published is None:
+      return f"{self.bundled:g} for all targets (none is published)"
+    return (f"{self.bundled:g} to {self.published:g} at {self.size / 1e9:g}B "
+            f"({self.source})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+  """A way to train and to use what a target drafts for itself with.
+
+  Attributes:
+    name: what flags and files call it.
+    heads: the class of the heads.
+    learning_rate: default peak learning rates of the heads.
+    objective: `(target, heads, **options) -> DrafterObjective`, what is
+      minimised.
+    measure: `(target, heads) -> DrafterObjective`, whose `score` measures the
+      forecasts.
+    chain: `heads -> Strategy`, exact on the likeliest chain: by which greedy
+      decoding is measured while the heads train.
+    strategy: `(heads, verifier, gamma, tree) -> Strategy`, for a rule or None
+      (the method's own), gamma tokens of a chain, and a function that makes the
+      parents of a tree.
+    compared: `(heads, tree) -> {name: strategies of one drafter}`, what a study
+      compares; the first one's rollouts are those that the others share.
+    head_options: of `heads.for_target`.
+    options: of `objective`.
+    tunes_target: whether the target is always trained with its heads. A method
+      with the option `train_target` leaves that to its user.
+  """
+
+  name: str
+  heads: type[Heads]
+  learning_rate: LearningRate
+  objective: Callable[..., DrafterObjective]
+  measure: Callable[[Transformer, Heads], DrafterObjective]
+  chain: Callable[[Heads], Strategy]
+  strategy: Callable[..., Strategy]
+  compared: Callable[[Heads, Callable[[], Sequence[int]]],
+                     dict[str, tuple[Strategy, ...]]]
+  head_options: tuple[Option, ...] = ()
+  options: tuple[Option, ...] = ()
+  tunes_target: bool = False
+
+  def trains_target(self, options: Mapping[str, Any]) -> bool:
+    """Whether the target is trained too, with these values of the options."""
+    return self.tunes_target or bool(options.get("train_target", False))
+
+
+def chain_of(heads: Heads, gamma: int) -> tuple[int, ...]:
+  """The parents of a chain of gamma tokens, or of all that heads forecast."""
+  return tuple(range(-1, min(gamma, heads.num_forecasts)))
+
+
+def suited(rule: Verifier, chain: Callable[[], Strategy],
+           ranked: Callable[[], Strategy], drawn: Callable[[str], Strategy]
+           ) -> Strategy:
+  """The pair with drafts of the form that a rule asks for.
+
+  Args:
+    rule: a verifier.
+    chain: makes the pair with a sampled chain.
+    ranked: makes that with the likeliest tokens, which any draft suits.
+    drawn: makes that with a sampled tree, of the proposal that it is given:
+      how the children of a node are drawn.
+  """
+  requires = interfaces.rule(rule).requires
+  if "chain" in requires:
+    return chain()
+  if not requires:
+    return ranked()
+  return drawn("iid" if "iid" in requires else "without_replacement")

@@ -1,0 +1,305 @@
+"""The target's first layers draft, and the others verify what these computed.
+
+LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
+L layers, with the target's own norm and LM head, draft token after token. They
+are a part of the target, so that their keys and values are the target's and
+nothing is kept twice; and the stream that they left at every drafted token is
+where the verifying pass begins. So a round of gamma tokens costs
+
+  (gamma + 1) E + (gamma + 1) (L - E)
+
+layers a row, where a drafter that is a model of its own takes gamma E for its
+drafts and (gamma + 1) L for the target.
+
+What an exit says depends on the text alone: the keys and values of the first E
+layers are what these layers themselves compute. So the drafter is
+autoregressive.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax import interfaces
+from specjax.utils import fields
+from specjax.trees import topology
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import stop_rules
+from specjax.models.shortened import check_exit
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
+from specjax.sampling import COINS_A_DRAW
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class Begun:
+  """The target's pass over a draft, as far as the drafter has come with it.
+
+  Attributes:
+    cache: the target's; in its first E layers the block has all N nodes, in
+      the others it has nothing yet.
+    hidden: `[B, N, D]`, the residual stream of every node before layer E.
+  """
+
+  cache: Any
+  hidden: jax.Array
+
+
+@struct.dataclass
+class ExitState:
+  """The state of an `EarlyExit`.
+
+  Attributes:
+    own: what the exit remembers of the text, for exits with a model.
+    rule: what is kept for the stop rule, see `stop_rules.first`.
+    begun: between `propose` and `commit` a `Begun`, else None.
+  """
+
+  own: Any = None
+  rule: Any = ()
+  begun: Any = None
+
+
+@struct.dataclass
+class _Settling:
+  """A cache with a reserved block, written when it is told what to keep."""
+
+  cache: Any
+
+  @property
+  def lengths(self):
+    return self.cache.lengths
+
+  def commit(self, path, count):
+    return interfaces.settled(self.cache.commit(path, count))
+
+  def rollback(self, lengths):
+    return interfaces.settled(self.cache.rollback(lengths))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exit(_common.DrawnChain):
+  """The base of drafters that run the first layers of the target.
+
+  A drafted token goes through these layers once, and the pass that verifies
+  runs the rest.
+
+  Attributes:
+    exit: E, layers that draft, at least 1 and fewer than the target has.
+    gamma: drafted tokens of a round, at least 1.
+    transform: of the exit's logits; None takes the decoder's.
+    stop: one of `drafters.stop_rules`; None: all chains have gamma tokens. If
+      the rule has parameters they are `params["drafter"]["stop"]`.
+    shares_pass: whether the verifying pass goes on from what the drafter
+      computed. Without, the target reads the whole draft, which a controller
+      and drafters that ask others need; the drafts are the same.
+    model: the target; a decoder fills it in.
+  """
+
+  exit: int
+  gamma: int
+  transform: LogitsTransform | None = None
+  stop: stop_rules.StopRule | None = None
+  shares_pass: bool = True
+  model: Transformer | None = None
+
+  def __post_init__(self):
+    fields.check_fields(self, "exit", "gamma")
+
+  @property
+  def autoregressive(self) -> bool:
+    # With a stop rule the tokens before it decide whether a row is padding.
+    return self.stop is None
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the target's layers are not known, or it has too few.
+    """
+    check_exit(self.exit, target)
+    return _common.with_transform(self, transform, model=target)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> ExitState:
+    """Nothing but what the stop rule remembers."""
+    del params, prefill_output
+    return ExitState(rule=() if self.stop is None else stop_rules.first(
+        self.stop, len(prompt.lengths)))
+
+  def first_layers(self, params: Any, tokens: jax.Array, cache: Any
+                   ) -> ModelOutput:
+    """A pass over one token a row, `tokens [B, 1]`, up to the exit."""
+    return self.model.run(
+        params["target"], Sublayers.between(0, self.exit), tokens,
+        jnp.zeros_like(tokens), _alone(tokens), cache)
+
+  def predict(self, params: Any, output: ModelOutput, own: Any
+              ) -> tuple[ModelOutput, Any]:
+    """What the exit says after `first_layers`, and what it remembers."""
+    del params
+    return output, own
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, ExitState]:
+    """Drafts a chain for every row.
+
+    Args:
+      params: `{"target": ...}`, and what an exit or a stop rule has.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, ExitState)`, batched.
+    """
+    rows, before = state.lengths.shape[0], state.drafter
+    u = coins.reshape(rows, self.gamma, COINS_A_DRAW)
+    stop_params = self._stop_params(params)
+
+    def extend(carry):
+      node, begun, own, tokens, probs, path, going, memory = carry
+      out, own, begun = self._read(params, node, tokens, begun, own)
+      node = node + 1
+      logits = constraints_lib.constrained(
+          self.transform.constraints, path, out.logits[:, 0], drafted=True)
+      law = self.transform(logits, state.temperature)
+      ask = functools.partial(
+          self._asked, stop_params, node - 1, law, out.hidden[:, 0])
+      if self.stop is not None and not self.stop.keeps:
+        going, memory = ask(tokens[:, node - 1], going, memory)
+      reported = jnp.where(going[:, None], law, 0)
+      token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
+      if self.stop is not None and self.stop.keeps:
+        going, memory = ask(token, going, memory)
+      return (node, begun, own, tokens.at[:, node].set(token),
+              probs.at[:, node].set(reported), constraints_lib.advanced(
+                  self.transform.constraints, path, token), going, memory)
+
+    going, memory = jnp.ones((rows,), bool), ()
+    if self.stop is not None:
+      going, memory = stop_rules.begun(self.stop, before.rule, ~state.done)
+    tokens = jnp.pad(_common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
+    node, begun, own, tokens, probs, *_ = jax.lax.while_loop(
+        lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,
+        (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
+            before.own), tokens, probs, state.constraints, going, memory))
+    # The last token, which nothing was drafted from.
+    _, own, begun = self._read(params, node, tokens, begun, own)
+    begun = begun.replace(
+        cache=begun.cache.rollback(state.target_cache.lengths))
+    own = self._rewound(own, before.own)
+    parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
+    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    return draft, ExitState(
+        own=own, rule=stop_rules.noted(before.rule, draft, self.gamma),
+        begun=begun if self.shares_pass else None)
+
+  def _read(self, params, node, tokens, begun, own):
+    """Reads a node; what the exit says of the next, and what it kept."""
+    last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
+    out = self.first_layers(params, last, begun.cache)
+    begun = Begun(
+        cache=out.cache.rollback(begun.cache.lengths + 1),
+        hidden=jax.lax.dynamic_update_slice_in_dim(
+            begun.hidden, out.hidden, node, axis=1))
+    return *self.predict(params, out, own), begun
+
+  def _stop_params(self, params):
+    """Those of the stop rule, None where it has none."""
+    if self.stop is None or not self.stop.has_params:
+      return None
+    own = params.get("drafter")
+    if not (isinstance(own, Mapping) and "stop" in own):
+      raise ValueError(f"the stop rule {type(self.stop).__name__} has "
+                       "parameters; give params['drafter'] = {'stop': ...}")
+    return own["stop"]
+
+  def _asked(self, params, place, law, hidden, token, going, memory):
+    seen = stop_rules.Seen(
+        place=jnp.full_like(token, place), probs=law, hidden=hidden,
+        token=token)
+    return stop_rules.ask(self.stop, params, seen, going, memory)
+
+  def _begin(self, params, state):
+    """The pass before the root, in a block that has room for all nodes."""
+    cache = state.target_cache
+    if getattr(cache, "held", None) is None:  # a cascade has reserved one
+      cache = interfaces.reserved(cache, self.num_nodes)
+    c = self.model.config
+    return Begun(cache=cache, hidden=jnp.zeros(
+        (state.lengths.shape[0], self.num_nodes, c.width),
+        params["target"]["embedding"].dtype))
+
+  def _reserved(self, own):
+    """What the exit remembers, with room for the drafted tokens."""
+    return own
+
+  def _rewound(self, own, before):
+    """What the exit remembers, the drafted tokens in its block."""
+    del before
+    return own
+
+  def target_pass(self, params: Any, drafter: ExitState, draft: Draft,
+                  depths: jax.Array, ancestors: jax.Array, cache: Any
+                  ) -> ModelOutput:
+    """The rest of the target's pass, see `specjax.interfaces`."""
+    if drafter.begun is None:
+      return self.model(
+          params["target"], draft.tokens, depths, ancestors, cache)
+    out = self.model.run(
+        params["target"],
+        Sublayers.between(self.exit, self.model.config.layers), None, depths,
+        ancestors, drafter.begun.cache, hidden=drafter.begun.hidden)
+    if getattr(cache, "held", None) is None:
+      out = out.replace(cache=_Settling(cache=out.cache))
+    return out
+
+  def commit(self, params: Any, drafter: ExitState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> ExitState:
+    """What the stop rule learns; the target's cache holds the rest."""
+    del params, target_output
+    rule = drafter.rule if self.stop is None else stop_rules.learned(
+        self.stop, drafter.rule, draft, verdict, count)
+    return ExitState(own=drafter.own, rule=rule)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Of what it has itself, which every device holds."""
+    del axis, size
+    return PartitionSpec()
+
+
+class EarlyExit(Exit):
+  """Drafts a chain with the first layers of the target.
+
+  It has no state of its own: its keys and values are in the target's cache.
+  """
+
+  def follow(self) -> "EarlyExit":
+    """The same drafts, for others' verification, see `specjax.interfaces`."""
+    return dataclasses.replace(self, shares_pass=False)
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """The state: the target has read what others drafted."""
+    del params, since
+    return state.drafter
+
+
+def _alone(tokens):
+  return jnp.ones((*tokens.shape, 1), bool)

@@ -1,0 +1,203 @@
+"""The target's first layers draft a static tree, the others verify it.
+
+As `early_exit` does with chains: every node goes through the first layers once.
+They read the nodes that have children level by level and all leaves together,
+so that the block of the target's cache has another order than the draft; the
+verifying pass keeps to it, and what it returns is put in the draft's.
+"""
+
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from specjax.utils import fields
+from specjax.trees import topology
+from specjax.trees import shapes
+from specjax.decoding import constraining as constraints_lib
+from specjax.methods import _common
+from specjax.methods import _growth
+from specjax.methods.self_speculation.early_exit import Begun
+from specjax.models.shortened import check_exit
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+@struct.dataclass
+class _Reordered:
+  """A cache whose block has the nodes of a draft in another order.
+
+  Attributes:
+    cache: the cache.
+    places: `[N]` int32, where each node lies in the block.
+  """
+
+  cache: Any
+  places: jax.Array
+
+  @property
+  def lengths(self):
+    return self.cache.lengths
+
+  def commit(self, path, count):
+    return self.cache.commit(self.places[path], count)
+
+  def rollback(self, lengths):
+    return self.cache.rollback(lengths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyExitTree(_growth.StaticTree):
+  """Draws the children of every node from the target's first layers.
+
+  Attributes:
+    exit: E, layers that draft, at least 1 and fewer than the target has.
+    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+    proposal: see `TreeLanguageModel`.
+    transform: of the exit's logits; None takes the decoder's.
+    shares_pass: see `EarlyExit`.
+    model: the target; a decoder fills it in.
+  """
+
+  exit: int
+  parents: tuple[int, ...]
+  proposal: str = "without_replacement"
+  transform: LogitsTransform | None = None
+  shares_pass: bool = True
+  model: Transformer | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    fields.check_at_least("exit", self.exit, 1)
+    if self.num_nodes < 2:
+      raise ValueError("the tree has no node below its root; give one at least")
+
+  @property
+  def autoregressive(self) -> bool:
+    # Otherwise a row depends on the earlier siblings as well.
+    return self.iid
+
+  def bind(self, target: ModelFn, transform: LogitsTransform
+           ) -> "EarlyExitTree":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the target's layers are not known, it has too few, or a node
+        has more children than there are tokens.
+    """
+    check_exit(self.exit, target)
+    return dataclasses.replace(super().bind(target, transform), model=target)
+
+  def follow(self) -> "EarlyExitTree":
+    """The same drafts, for others' verification, see `specjax.interfaces`."""
+    return dataclasses.replace(self, shares_pass=False)
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """The state: the target has read what others drafted."""
+    del params, since
+    return state.drafter
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """Nothing: all that it reads is in the target's cache."""
+    del params, prompt, prefill_output
+    return None
+
+  @property
+  def _order(self) -> np.ndarray:
+    """`[N]`, the nodes as the first layers read them."""
+    slots, _ = _growth.fed_slots(self.parents)
+    counts = np.bincount(np.array(self.parents[1:]), minlength=self.num_nodes)
+    nodes = np.arange(1, self.num_nodes)
+    inner, leaves = nodes[counts[1:] > 0], nodes[counts[1:] == 0]
+    return np.concatenate([[0], inner[np.argsort(slots[inner])], leaves])
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"target": ...}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, Begun)`, batched.
+    """
+    target, rows = params["target"], state.lengths.shape[0]
+
+    def read(tokens, depths, ancestors, cache):
+      return self.model.run(
+          target, Sublayers.between(0, self.exit), tokens, depths,
+          jnp.tile(ancestors, (rows, 1, 1)) if ancestors.ndim == 2 else
+          ancestors, cache)
+
+    def step(tokens, depths, ancestors, above, carry):
+      del above
+      cache, states = carry
+      # The root is a node of this block, the first of all.
+      ancestors = jnp.pad(
+          ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+      out = read(tokens, depths + 1, ancestors, cache)
+      return out.logits, (out.cache, (*states, out.hidden))
+
+    roots = _common.roots(state)
+    first = read(roots[:, None], jnp.zeros((rows, 1), jnp.int32),
+                 jnp.ones((1, 1), bool), state.target_cache)
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints, step,
+        (first.cache, (first.hidden,)), first.logits[:, 0])
+    tokens, probs, ((cache, states), _) = self.draw(
+        step, carry, logits, coins, state)
+    draft = _common.tree_drafts(state, self.parents, tokens, probs)
+    if not self.shares_pass:
+      return draft, None
+    order = self._order
+    leaves = order[sum(x.shape[1] for x in states):]
+    depths = np.array(shapes.depths(self.parents), np.int32)[leaves]
+    reach = topology.ancestors(jnp.array(self.parents, jnp.int32))
+    rest = read(draft.tokens[:, leaves], jnp.tile(depths, (rows, 1)),
+                reach[leaves][:, order], cache)
+    return draft, Begun(cache=rest.cache, hidden=jnp.concatenate(
+        [*states, rest.hidden], axis=1))
+
+  def target_pass(self, params: Any, drafter: Any, draft: Draft,
+                  depths: jax.Array, ancestors: jax.Array, cache: Any
+                  ) -> ModelOutput:
+    """The rest of the target's pass, see `specjax.interfaces`."""
+    if drafter is None:
+      return self.model(
+          params["target"], draft.tokens, depths, ancestors, cache)
+    order = self._order
+    places = np.argsort(order)
+    out = self.model.run(
+        params["target"],
+        Sublayers.between(self.exit, self.model.config.layers), None,
+        depths[:, order], ancestors[:, order][:, :, order], drafter.cache,
+        hidden=drafter.hidden)
+    return ModelOutput(
+        logits=out.logits[:, places], hidden=out.hidden[:, places],
+        cache=_Reordered(
+            cache=out.cache, places=jnp.array(places, jnp.int32)))
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """Nothing."""
+    del params, drafter, draft, verdict, target_output, count
+    return None
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """It has none."""
+    del axis, size
+    return PartitionSpec()

@@ -1,0 +1,94 @@
+"""The target drafts for itself from a part of its cache, and is drafted for.
+
+TriForce, Sun et al. 2024 (arXiv:2404.11912), for long contexts, where a pass
+reads more of the cache than of the weights:
+
+  target, whole cache  <-  its weights, part of the cache  <-  tiny drafter
+
+Without a drafter inside it is MagicDec (Sadhukhan et al. 2024,
+arXiv:2408.11049): the target drafts alone from a sparse cache.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax.models.cache_views import CacheView
+from specjax.methods.combined.cascade import Cascade
+from specjax.caches.dense import KVCache
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hierarchy(Cascade):
+  """A `Cascade` whose small model is the target with a view of its cache.
+
+  Every stage is exact with respect to the next, as in any cascade: after a
+  rejection the middle stage draws from its *residual* law. TriForce's released
+  code draws from the middle's whole law there and says that the token had it,
+  which is biased; `tests/hierarchy_test.py` has the figures.
+
+  `params["drafter"]` is `{"target": the target's parameters, or a copy such as
+  `models.quantize` makes, "drafter": those of the inner drafter}`.
+
+  Attributes:
+    model: the target, which is known when a decoder is made: leave it out.
+    view: what its drafts read, one of `specjax.models.cache_views`.
+    drafter: what drafts for it, such as a tiny model with a `Streaming` cache,
+      or `Empty`.
+    gamma: see `Cascade`, and the others, too.
+  """
+
+  view: CacheView
+  model: ModelFn | None = None
+
+  reads_cache = True  # of the target, which must have written all of the text
+
+  @property
+  def autoregressive(self) -> bool:
+    return False  # what is seen depends on where a round began
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Hierarchy":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the target has no cache of which a part can be read, or the
+        inner parts do not fit each other.
+    """
+    interfaces.bind(self.drafter, target, transform)  # of the same tokens
+    name = type(target).__name__
+    if not isinstance(target, Transformer) or target.cache is not KVCache:
+      raise ValueError(f"the target is a {name} with another cache than "
+                       "KVCache, of which no view is known; give a "
+                       "models.Transformer with cache=KVCache")
+    if any(target.config.windows):
+      raise ValueError(f"the target has layers with windows "
+                       f"{target.config.windows}, which read a part of the "
+                       "cache already; draft for it in another way")
+    own = dataclasses.replace(self, model=target)
+    return super(Hierarchy, own).bind(target, transform)
+
+  def _read(self, own, prompt, prefill_output):
+    """What is chosen of the prompt, in the place of a cache."""
+    root = jnp.take_along_axis(
+        prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
+    return prefill_output.replace(cache=self.view.choose(
+        self.model, own["target"], root, prefill_output.cache))
+
+  def _cache(self, own, state):
+    """The view of the committed text but for its root."""
+    del own
+    return self.view.open(state.drafter.target_cache, state.target_cache)
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, DecodeState]:
+    """Drafts a chain for every row; see `Cascade.propose`."""
+    draft, inner = super().propose(params, coins, state)
+    return draft, inner.replace(target_cache=state.drafter.target_cache)

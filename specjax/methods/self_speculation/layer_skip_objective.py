@@ -1,0 +1,156 @@
+"""LayerSkip: a target whose first layers can draft for it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Params
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.training.next_token import cross_entropy
+
+CURRICULA = ("rotational", "gradual", "constant")
+RAMPS = ("constant", "exponential")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSkip:
+  """Next-token loss at every exit, with layers dropped at random.
+
+  Elhoushi et al. 2024 (arXiv:2404.16710). In step t of T, layer l = 0..L-1 is
+  dropped for each row alone with probability
+
+    p(l, t) = S(t) D(l) dropout,   D(l) = exp(l ln 2 / (L - 1)) - 1
+
+  where S(t) = 1 (continued training) or 2^(t / T) - 1 (from scratch). What is
+  left is not scaled. Every exit, the target's own norm and LM head after layer
+  l, has a next-token loss; they are summed with the weights
+
+    w(l, t) = C(t, l) e(l) / sum_i C(t, i) e(i)
+    e(l) = scale (0 + 1 + ... + l) for l < L - 1
+    e(L - 1) = L - 1 + scale (0 + 1 + ... + L - 2)
+
+  where C says which exits take part: "rotational", those with (l - t) mod
+  `every` = 0; "gradual", from the last one on one more every T / (2 L) steps;
+  "constant", all. The last one always does.
+
+  A dropped layer is computed and multiplied by 0, for rows differ in what they
+  drop: it saves no time.
+
+  Attributes:
+    model: the target.
+    steps: T, of the run; its step is read from the batch's `progress`.
+    dropout: p_max, of the last layer.
+    ramp: of S: "constant" or "exponential".
+    scale: e_scale, how much the exits count.
+    curriculum: "rotational", "gradual" or "constant".
+    every: R of the rotation.
+  """
+
+  model: Transformer
+  steps: int
+  dropout: float = 0.1
+  ramp: str = "exponential"
+  scale: float = 0.2
+  curriculum: str = "rotational"
+  every: int = 2
+
+  needs = ("target",)
+
+  def __post_init__(self):
+    for name, choices in (("curriculum", CURRICULA), ("ramp", RAMPS)):
+      if getattr(self, name) not in choices:
+        raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
+                         f"of {', '.join(choices)}")
+    if not 0 <= self.dropout < 1:
+      raise ValueError(f"dropout is {self.dropout}; it is a probability, at "
+                       "least 0 and below 1")
+    if not self.scale >= 0:
+      raise ValueError(f"scale is {self.scale}; it must be at least 0")
+    layers = self.model.config.layers
+    if layers < 2:
+      raise ValueError("the target has 1 layer; with an exit before its last "
+                       "layer it needs 2 at least")
+    if not 1 <= self.every <= layers:
+      raise ValueError(f"every is {self.every}; it must be from 1, all exits "
+                       f"in every step, to the {layers} layers")
+
+  def dropout_rates(self, progress: jax.Array) -> jax.Array:
+    """p(l, t) `[L]` where the share `progress []` of the run is over."""
+    layers = self.model.config.layers
+    depth = jnp.exp2(jnp.arange(layers) / (layers - 1)) - 1
+    time = 1.0 if self.ramp == "constant" else jnp.exp2(
+        jnp.asarray(progress, jnp.float32)) - 1
+    return time * depth * self.dropout
+
+  def exit_weights(self, progress: jax.Array) -> jax.Array:
+    """w(l, t) `[L]`, which sum to 1."""
+    layers = self.model.config.layers
+    exits = jnp.arange(layers)
+    weights = self.scale * exits * (exits + 1) / 2
+    last = layers - 1 + self.scale * (layers - 2) * (layers - 1) / 2
+    weights = weights.at[-1].set(last) * self._takes_part(progress)
+    return weights / jnp.sum(weights)
+
+  def _takes_part(self, progress):
+    """C(t, l) `[L]` bool."""
+    layers = self.model.config.layers
+    exits, last = jnp.arange(layers), jnp.arange(layers) == layers - 1
+    if self.curriculum == "constant":
+      return jnp.ones((layers,), bool)
+    if self.curriculum == "gradual":
+      return exits >= layers - 1 - jnp.floor(2 * layers * progress)
+    return last | ((exits - self._step(progress)) % self.every == 0)
+
+  def _step(self, progress):
+    return jnp.round(jnp.asarray(progress, jnp.float32) * self.steps).astype(
+        jnp.int32)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss of `{"target"}`, and that of its last layer as `lm_loss`."""
+    params = {**frozen, **trainable}["target"]
+    tokens, layers = batch["tokens"], self.model.config.layers
+    progress = batch["progress"]
+    keep = jax.random.bernoulli(
+        key, 1 - self.dropout_rates(progress)[:, None],
+        (layers, tokens.shape[0])).astype(jnp.float32)
+    keep = jnp.repeat(keep[:, None], 2, axis=1)  # attention and MLP together
+    states, hidden = [], None
+    for layer in range(layers):
+      hidden = self.model.run(
+          params, Sublayers.between(layer, layer + 1),
+          tokens[:, :-1] if hidden is None else None, hidden=hidden,
+          keep=keep).hidden
+      states.append(hidden)
+
+    def loss(hidden):
+      out = self.model.run(params, Sublayers.between(0, 0), hidden=hidden)
+      return weighted_mean(
+          cross_entropy(out.logits, tokens[:, 1:]), weights_of(batch))
+
+    weights = self.exit_weights(progress)
+    exits = jnp.stack(self._exits(progress))
+    # One exit's logits at a time, computed again for the gradient.
+    early = jax.lax.map(
+        lambda exit: jax.checkpoint(loss)(jnp.stack(states[:-1])[exit]), exits)
+    lm_loss = loss(hidden)
+    return weights[-1] * lm_loss + jnp.sum(weights[exits] * early), {
+        "lm_loss": lm_loss}
+
+  def _exits(self, progress):
+    """The early exits whose loss is computed, others have weight 0."""
+    early = self.model.config.layers - 1
+    if self.curriculum != "rotational":
+      return list(range(early))
+    first = self._step(progress) % self.every
+    count = math.ceil(early / self.every)
+    # Where a turn has one exit less, the first one that has no part counts 0.
+    exits = [first + i * self.every for i in range(count)]
+    return [jnp.minimum(exit, early - 1) for exit in exits]

@@ -1,0 +1,116 @@
+"""The literature's methods, each as a drafter and a verifier.
+
+A strategy is a pair of parts that belong together: how tokens are proposed and
+how they are judged. The parts do all of the work and can be combined in other
+ways; a `Decoder` refuses a pair whose verifier requires what the drafter does
+not declare.
+
+>>> import jax
+>>> import specjax as sj
+>>> from specjax import testing
+>>> model = testing.MarkovModel(7)
+>>> table = model.init(jax.random.key(0))
+>>> drafter, verifier = block_verification(model, gamma=3)
+>>> decoder = sj.Decoder(target=model, drafter=drafter, verifier=verifier)
+>>> params = {"target": table, "drafter": table}
+>>> text = decoder.generate(params, [[1]], jax.random.key(1), max_new_tokens=8)
+>>> int(text.stats.active[0])  # the drafter is the target: rounds of 4 tokens
+2
+
+Every strategy is lossless unless its docstring says LOSSY. `params["drafter"]`
+is what the drafter's docstring says: the parameters of a language model or of
+heads, or a tuple of them.
+
+A file holds a family of methods: `language_model_chains`,
+`language_model_trees` and `other_vocabularies` draft with a small model,
+`own_layers`, `heads`, `features` and `blocks` with the target or with what is
+trained on it, `free` with no model, and `composed` with other drafters.
+"""
+
+from specjax.methods.strategy import Strategy
+from specjax.methods.blocks.strategies import ddtree
+from specjax.methods.blocks.strategies import parallel
+from specjax.methods.combined.strategies import cascade
+from specjax.methods.combined.strategies import fallback
+from specjax.methods.combined.strategies import merged
+from specjax.methods.combined.strategies import triforce
+from specjax.methods.features.strategies import eagle
+from specjax.methods.features.strategies import eagle_dynamic
+from specjax.methods.features.strategies import eagle_sampled
+from specjax.methods.features.strategies import mtp
+from specjax.methods.model_free.strategies import llma
+from specjax.methods.model_free.strategies import prompt_lookup
+from specjax.methods.model_free.strategies import rest
+from specjax.methods.model_free.strategies import suffix_decoding
+from specjax.methods.model_free.strategies import token_recycling
+from specjax.methods.heads.strategies import blockwise
+from specjax.methods.heads.strategies import hydra
+from specjax.methods.heads.strategies import medusa
+from specjax.methods.heads.strategies import pass_lookahead
+from specjax.methods.heads.strategies import sampled_medusa
+from specjax.methods.draft_models.chain_strategies import autoregressive
+from specjax.methods.draft_models.chain_strategies import block_verification
+from specjax.methods.draft_models.chain_strategies import early_stopping
+from specjax.methods.draft_models.chain_strategies import greedy_block_verification
+from specjax.methods.draft_models.chain_strategies import online
+from specjax.methods.draft_models.chain_strategies import speculative_sampling
+from specjax.methods.draft_models.tree_strategies import eagle2_tree
+from specjax.methods.draft_models.tree_strategies import hybrid_tree
+from specjax.methods.draft_models.tree_strategies import merged_specinfer
+from specjax.methods.draft_models.tree_strategies import rsd
+from specjax.methods.draft_models.tree_strategies import sequoia
+from specjax.methods.draft_models.tree_strategies import specinfer
+from specjax.methods.draft_models.tree_strategies import spectr
+from specjax.methods.draft_models.tree_strategies import top_k_tree
+from specjax.methods.draft_models.tree_strategies import traversal
+from specjax.methods.other_vocabularies.strategies import string_match
+from specjax.methods.other_vocabularies.strategies import token_intersection
+from specjax.methods.self_speculation.strategies import draft_and_verify
+from specjax.methods.self_speculation.strategies import early_exit
+from specjax.methods.self_speculation.strategies import kangaroo
+from specjax.methods.self_speculation.strategies import swift
+
+__all__ = [
+    "Strategy",
+    "autoregressive",
+    "block_verification",
+    "blockwise",
+    "cascade",
+    "ddtree",
+    "draft_and_verify",
+    "eagle",
+    "eagle2_tree",
+    "eagle_dynamic",
+    "eagle_sampled",
+    "early_exit",
+    "early_stopping",
+    "fallback",
+    "greedy_block_verification",
+    "hybrid_tree",
+    "hydra",
+    "kangaroo",
+    "llma",
+    "medusa",
+    "merged",
+    "merged_specinfer",
+    "mtp",
+    "online",
+    "parallel",
+    "pass_lookahead",
+    "prompt_lookup",
+    "rest",
+    "rsd",
+    "sampled_medusa",
+    "sequoia",
+    "specinfer",
+    "spectr",
+    "speculative_sampling",
+    "string_match",
+    "suffix_decoding",
+    "swift",
+    "token_intersection",
+    "token_recycling",
+    "top_k_tree",
+    "traversal",
+    "triforce",
+]
