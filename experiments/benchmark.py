@@ -53,12 +53,12 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax.methods import _children
 from specjax import methods as heads_lib
+from specjax import objectives
 from specjax.decoding import placement as sharding
+from specjax.methods import _children
 from specjax.sampling import sample
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)

@@ -37,18 +37,18 @@ from lib import progress
 import numpy as np
 
 import specjax as sj
-from specjax.utils import processes
+from specjax import objectives
 from specjax import strategies
 from specjax.data import corpora
-from specjax.utils.files import claim
-from specjax.utils.files import fingerprint
 from specjax.models import checkpoint
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.utils import processes
+from specjax.utils.files import claim
+from specjax.utils.files import fingerprint
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(

@@ -33,22 +33,22 @@ from lib import prompts as prompts_lib
 import numpy as np
 
 import specjax as sj
-from specjax.utils import processes
+from specjax import objectives
 from specjax import strategies
 from specjax.data import prompt_sets
 from specjax.data import reduction
 from specjax.data import vocabularies
-from specjax.utils.files import fingerprint
 from specjax.models import checkpoint
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
 
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype("target and drafter")

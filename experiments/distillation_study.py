@@ -37,14 +37,14 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax.utils import files
+from specjax import objectives
 from specjax.data import corpora
 from specjax.training import distillation
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.divergences import DIVERGENCES
+from specjax.utils import files
 
 _RULES = ("token", "block")
 _ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4

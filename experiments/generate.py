@@ -60,9 +60,9 @@ from lib import streaming
 
 import specjax as sj
 from specjax import interfaces
-from specjax.utils import files
 from specjax import strategies
 from specjax.decoding import placement as sharding
+from specjax.utils import files
 
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "Text to continue. Default: standard input, or a few lines "

@@ -40,11 +40,11 @@ import optax
 
 import specjax as sj
 from specjax import analysis
-from specjax.utils import files
 from specjax.data import corpora
 from specjax.methods.draft_models import online
 from specjax.training import distillation
 from specjax.training import runs
+from specjax.utils import files
 
 _OPTIMIZERS = {
     "adam": optax.adam, "rmsprop": optax.rmsprop, "sgd": optax.sgd}

@@ -58,10 +58,10 @@ import numpy as np
 import specjax as sj
 from specjax import analysis
 from specjax import interfaces
+from specjax import methods
 from specjax import strategies
 from specjax.strategies import Strategy
 from specjax.training import evaluation
-from specjax import methods
 
 _TARGET = shared.target()
 _DTYPE = shared.dtype()

@@ -35,9 +35,9 @@ import numpy as np
 
 from specjax import analysis
 from specjax.data import corpora
+from specjax.methods.self_speculation import skip_search
 from specjax.models import Sublayers
 from specjax.training import distillation
-from specjax.methods.self_speculation import skip_search
 
 _SEARCHES = ("random", "greedy", "local", "clasp")
 _SCORES = {

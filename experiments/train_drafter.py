@@ -93,14 +93,14 @@ from lib import sweep
 import numpy as np
 
 import specjax as sj
-from specjax.utils import processes
-from specjax.utils.files import fingerprint
+from specjax import methods
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax import methods
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
 
 _METHODS = {method.name: method for method in methods.METHODS}
 _ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory

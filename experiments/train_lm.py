@@ -57,23 +57,23 @@ from lib import progress
 from lib import token_cache
 import numpy as np
 
-from specjax.utils import processes
+from specjax import methods as heads_lib
+from specjax import objectives
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
-from specjax.utils.files import fingerprint
-from specjax.utils.files import write_json
 from specjax.models import checkpoint
-from specjax import methods as heads_lib
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import metrics
-from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
+from specjax.utils.files import write_json
 
 _KINDS = {"modules": heads_lib.MTPHeads, "parallel": heads_lib.ParallelLayers}
 

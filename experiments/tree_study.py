@@ -76,8 +76,8 @@ import numpy as np
 
 import specjax as sj
 from specjax import interfaces
-from specjax.utils import files
 from specjax import strategies
+from specjax.utils import files
 
 _BUDGETS = flags.DEFINE_list(
     "nodes", "4,8,16,32,64", "Node budgets N, comma-separated: number of "

@@ -1,32 +1,30 @@
-"""specjax: speculative decoding as probability laws, in JAX."""
+"""specjax: speculative decoding as probability distributions, in JAX."""
 
 from specjax import analysis
-from specjax.models import cache_views
+from specjax import caches
 from specjax import constraints
-from specjax import interfaces
-from specjax.decoding import costs
 from specjax import data
+from specjax import decoding
 from specjax import drafters
 from specjax import exact
+from specjax import interfaces
+from specjax import methods
 from specjax import models
+from specjax import objectives
 from specjax import sampling
 from specjax import serving
 from specjax import strategies
 from specjax import testing
-from specjax.trees import topology
-from specjax.trees import shapes
+from specjax import trees
 from specjax import verifiers
+from specjax import zoo
+from specjax.decoding import costs
+from specjax.decoding import placement
 from specjax.decoding.controller import Controller
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import Generation
 from specjax.decoding.decoder import raise_if_not_finite
-from specjax.caches.dense import KVCache
-from specjax.models import zoo
-from specjax.caches.pool import Pool
-from specjax.caches.paged import Paged
-from specjax.caches.quantized import QuantizedKV
 from specjax.sampling import LogitsTransform
-from specjax.caches.streaming import Streaming
 from specjax.types import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -50,37 +48,35 @@ __all__ = [
     "Draft",
     "Drafter",
     "Generation",
-    "KVCache",
     "Law",
     "LawByRow",
     "LogitsTransform",
     "ModelFn",
     "ModelOutput",
-    "Paged",
-    "Pool",
     "Prompt",
-    "QuantizedKV",
     "RoundStats",
-    "Streaming",
     "Trace",
     "Verdict",
     "Verifier",
     "__version__",
     "analysis",
-    "cache_views",
+    "caches",
     "constraints",
-    "contract",
     "costs",
     "data",
+    "decoding",
     "drafters",
     "exact",
+    "interfaces",
+    "methods",
     "models",
+    "objectives",
+    "placement",
     "raise_if_not_finite",
     "sampling",
     "serving",
     "strategies",
     "testing",
-    "topology",
     "trees",
     "verifiers",
     "zoo",

@@ -17,42 +17,44 @@ chains while they are drafted.
 """
 
 from specjax.methods import stop_rules
-from specjax.methods.heads.blockwise_drafter import Blockwise
+from specjax.methods.blocks.parallel_drafter import Parallel
+from specjax.methods.blocks.parallel_drafter import ParallelTree
 from specjax.methods.combined.cascade import Cascade
+from specjax.methods.combined.fallback import Fallback
+from specjax.methods.combined.merge import Merge
 from specjax.methods.draft_models.dynamic_tree import DynamicTree
 from specjax.methods.draft_models.dynamic_tree import DynamicTreeState
+from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.draft_models.online import Online
+from specjax.methods.draft_models.paths import Paths
+from specjax.methods.draft_models.tree_language_model import TreeLanguageModel
 from specjax.methods.features.eagle_drafter import Eagle
 from specjax.methods.features.eagle_drafter import EagleChain
 from specjax.methods.features.eagle_trees import DynamicEagle
 from specjax.methods.features.eagle_trees import SampledEagle
-from specjax.methods.self_speculation.early_exit import EarlyExit
-from specjax.methods.self_speculation.early_exit_tree import EarlyExitTree
-from specjax.methods.model_free.empty import Empty
-from specjax.methods.combined.fallback import Fallback
-from specjax.methods.self_speculation.hierarchy import Hierarchy
-from specjax.methods.heads.hydra_drafter import Hydra
-from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
-from specjax.methods.draft_models.language_model import LanguageModel
-from specjax.methods.heads.lookahead_drafter import Lookahead
-from specjax.methods.heads.medusa_drafter import Medusa
-from specjax.methods.combined.merge import Merge
 from specjax.methods.features.mtp_drafter import MTP
 from specjax.methods.features.mtp_drafter import MTPTree
+from specjax.methods.heads.blockwise_drafter import Blockwise
+from specjax.methods.heads.hydra_drafter import Hydra
+from specjax.methods.heads.lookahead_drafter import Lookahead
+from specjax.methods.heads.medusa_drafter import Medusa
+from specjax.methods.model_free.empty import Empty
 from specjax.methods.model_free.ngram import NGram
 from specjax.methods.model_free.ngram import Reference
 from specjax.methods.model_free.ngram import reference_texts
-from specjax.methods.draft_models.online import Online
-from specjax.methods.blocks.parallel_drafter import Parallel
-from specjax.methods.blocks.parallel_drafter import ParallelTree
-from specjax.methods.draft_models.paths import Paths
 from specjax.methods.model_free.recycling import Recycling
 from specjax.methods.model_free.recycling import recycling_tree
 from specjax.methods.model_free.retrieval import Retrieval
-from specjax.methods.self_speculation.skipping import Swift
-from specjax.methods.other_vocabularies.string_match import StringMatch
 from specjax.methods.model_free.suffix import Suffix
-from specjax.methods.other_vocabularies.token_intersection import TokenIntersection
-from specjax.methods.draft_models.tree_language_model import TreeLanguageModel
+from specjax.methods.other_vocabularies.string_match import StringMatch
+from specjax.methods.other_vocabularies.token_intersection import (
+           TokenIntersection,
+)
+from specjax.methods.self_speculation.early_exit import EarlyExit
+from specjax.methods.self_speculation.early_exit_tree import EarlyExitTree
+from specjax.methods.self_speculation.hierarchy import Hierarchy
+from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
+from specjax.methods.self_speculation.skipping import Swift
 
 __all__ = ["MTP", "MTPTree", "Blockwise", "Cascade", "DynamicEagle",
            "DynamicTree", "DynamicTreeState", "Eagle", "EagleChain",

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.types import Verdict
+from specjax.utils import fields
 
 COINS_A_DRAW = 2  # of `inverse_cdf`
 VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token

@@ -27,31 +27,18 @@ A file holds a family of methods: `language_model_chains`,
 trained on it, `free` with no model, and `composed` with other drafters.
 """
 
-from specjax.methods.strategy import Strategy
 from specjax.methods.blocks.strategies import ddtree
 from specjax.methods.blocks.strategies import parallel
 from specjax.methods.combined.strategies import cascade
 from specjax.methods.combined.strategies import fallback
 from specjax.methods.combined.strategies import merged
 from specjax.methods.combined.strategies import triforce
-from specjax.methods.features.strategies import eagle
-from specjax.methods.features.strategies import eagle_dynamic
-from specjax.methods.features.strategies import eagle_sampled
-from specjax.methods.features.strategies import mtp
-from specjax.methods.model_free.strategies import llma
-from specjax.methods.model_free.strategies import prompt_lookup
-from specjax.methods.model_free.strategies import rest
-from specjax.methods.model_free.strategies import suffix_decoding
-from specjax.methods.model_free.strategies import token_recycling
-from specjax.methods.heads.strategies import blockwise
-from specjax.methods.heads.strategies import hydra
-from specjax.methods.heads.strategies import medusa
-from specjax.methods.heads.strategies import pass_lookahead
-from specjax.methods.heads.strategies import sampled_medusa
 from specjax.methods.draft_models.chain_strategies import autoregressive
 from specjax.methods.draft_models.chain_strategies import block_verification
 from specjax.methods.draft_models.chain_strategies import early_stopping
-from specjax.methods.draft_models.chain_strategies import greedy_block_verification
+from specjax.methods.draft_models.chain_strategies import (
+    greedy_block_verification,
+)
 from specjax.methods.draft_models.chain_strategies import online
 from specjax.methods.draft_models.chain_strategies import speculative_sampling
 from specjax.methods.draft_models.tree_strategies import eagle2_tree
@@ -63,12 +50,27 @@ from specjax.methods.draft_models.tree_strategies import specinfer
 from specjax.methods.draft_models.tree_strategies import spectr
 from specjax.methods.draft_models.tree_strategies import top_k_tree
 from specjax.methods.draft_models.tree_strategies import traversal
+from specjax.methods.features.strategies import eagle
+from specjax.methods.features.strategies import eagle_dynamic
+from specjax.methods.features.strategies import eagle_sampled
+from specjax.methods.features.strategies import mtp
+from specjax.methods.heads.strategies import blockwise
+from specjax.methods.heads.strategies import hydra
+from specjax.methods.heads.strategies import medusa
+from specjax.methods.heads.strategies import pass_lookahead
+from specjax.methods.heads.strategies import sampled_medusa
+from specjax.methods.model_free.strategies import llma
+from specjax.methods.model_free.strategies import prompt_lookup
+from specjax.methods.model_free.strategies import rest
+from specjax.methods.model_free.strategies import suffix_decoding
+from specjax.methods.model_free.strategies import token_recycling
 from specjax.methods.other_vocabularies.strategies import string_match
 from specjax.methods.other_vocabularies.strategies import token_intersection
 from specjax.methods.self_speculation.strategies import draft_and_verify
 from specjax.methods.self_speculation.strategies import early_exit
 from specjax.methods.self_speculation.strategies import kangaroo
 from specjax.methods.self_speculation.strategies import swift
+from specjax.methods.strategy import Strategy
 
 __all__ = [
     "Strategy",

@@ -43,7 +43,7 @@ class Draft:
     probs: `[N, V]`, row i is q of `tokens[i]` given all tokens that were drawn
       before it, its parent and its earlier siblings included, as it was drawn.
       Whether node i exists may depend on those tokens too
-      (`drafters.drawn_trees`), and never on its own. Row 0 is unused. A
+      (`methods._drawn_trees`), and never on its own. Row 0 is unused. A
       deterministic proposal is one-hot; an all-zero row is padding and is never
       accepted.
 

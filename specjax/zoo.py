@@ -3,7 +3,7 @@
 A target, two small drafters, and what the target drafts for itself with; and a
 drafter and an EAGLE layer for SmolLM2-135M-Instruct, which is not in the box.
 
-`CARD.md` beside this file says what they were trained on, by which command,
+`models/zoo/CARD.md` says what they were trained on, by which command,
 and how good they are.
 """
 
@@ -15,7 +15,7 @@ from specjax.data.tokenizers import Tokenizer
 from specjax.models.checkpoint import load_model
 from specjax.models.transformer import Transformer
 
-_DIRECTORY = pathlib.Path(__file__).parent
+_DIRECTORY = pathlib.Path(__file__).parent / "models" / "zoo"
 DRAFTERS = ("small", "tiny")
 FOR_SMOLLM2 = ("smol",)
 HEADS = ("pass", "medusa", "eagle3", "parallel")
@@ -40,7 +40,7 @@ class Pair:
 
 
 def heads_path(name: str) -> pathlib.Path:
-  """The directory of heads, for `models.heads.load_heads`.
+  """The directory of heads, for `methods.load_heads`.
 
   Args:
     name: one of `HEADS` or `HEADS_FOR_SMOLLM2`.

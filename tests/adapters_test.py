@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.trees import topology
 from specjax.models import adapters
+from specjax.trees import topology
 
 _V, _CONTEXT = 7, 40
 _PARENTS = (-1, 0, 0, 1, 2, 1)

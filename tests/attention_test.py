@@ -25,10 +25,10 @@ import tpu_processes
 
 import specjax as sj
 from specjax import attention
-from specjax.caches import dense
 from specjax import testing
 from specjax.attention import plain
 from specjax.attention import tpu
+from specjax.caches import dense
 
 _HEADS, _GROUP, _DIM = 2, 3, 8
 _LENGTHS = np.array([0, 130, 299], np.int32)

@@ -11,8 +11,8 @@ from scripts import ROOT
 
 from specjax import analysis
 from specjax import exact
-from specjax.trees import shapes
 from specjax.exact import trees
+from specjax.trees import shapes
 from specjax.types import Draft
 
 sys.path.append(str(ROOT / "experiments"))

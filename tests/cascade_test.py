@@ -18,8 +18,8 @@ from scripts import ROOT
 
 import specjax as sj
 from specjax import testing
+from specjax.decoding import steps
 from specjax.drafters import Cascade
-from specjax.methods import _common
 from specjax.drafters import Empty
 from specjax.drafters import Fallback
 from specjax.drafters import LanguageModel
@@ -45,7 +45,7 @@ class _Sometimes:
     return None
 
   def propose(self, params, keys, state):
-    root = _common.roots(state)
+    root = steps.roots(state)
     tokens = (root[:, None] + jnp.arange(1, 3)) % self.vocab_size
     none = state.lengths[:, None] % 3 == 0
     probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)

@@ -18,7 +18,7 @@ import tokenizers as library
 
 import specjax as sj
 from specjax.data import tokenizers
-from specjax.models import load_drafter
+from specjax.methods import load_drafter
 from specjax.models import load_pretrained
 from specjax.models.published import readers
 

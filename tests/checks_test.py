@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.decoding import inputs
 from specjax import testing
+from specjax.decoding import inputs
 
 _V, _GAMMA = 4, 2
 _MODEL = testing.MarkovModel(_V)

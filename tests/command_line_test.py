@@ -17,8 +17,6 @@ from scripts import run_all
 from scripts import start
 
 import specjax as sj
-from specjax.utils import files
-from specjax.utils import processes
 from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets
@@ -26,6 +24,8 @@ from specjax.data import prompts as prompts_lib
 from specjax.models import safetensors_files
 from specjax.models.published import gguf
 from specjax.training import metrics
+from specjax.utils import files
+from specjax.utils import processes
 
 sys.path.append(str(ROOT / "experiments"))
 

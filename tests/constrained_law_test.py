@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.interfaces import checks
 from specjax import sampling
 from specjax import testing
 from specjax.decoding import constraining
+from specjax.interfaces import checks
 
 _BLOCK = 512  # branches that are run at a time
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import specjax as sj
-from specjax.caches import dense
 from specjax import testing
+from specjax.caches import dense
 from specjax.drafters import LanguageModel
 
 

@@ -14,10 +14,10 @@ import newcomers
 import numpy as np
 
 import specjax as sj
+from specjax import methods as heads_lib
 from specjax.drafters import Kangaroo
 from specjax.drafters import Lookahead
 from specjax.methods import stop_rules
-from specjax import methods as heads_lib
 
 MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
 BLOCKWISE = heads_lib.BlockwiseHeads(

@@ -26,16 +26,16 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax.decoding import growth
-from specjax.interfaces import checks
 from specjax import interfaces
-from specjax.decoding import prefill
-from specjax.decoding import rounds
+from specjax import objectives
 from specjax import testing
 from specjax.attention import plain
+from specjax.decoding import growth
+from specjax.decoding import prefill
+from specjax.decoding import rounds
+from specjax.interfaces import checks
 from specjax.testing import drafts
 from specjax.testing import recording
-from specjax import objectives
 
 sys.path.append(str(ROOT / "experiments"))
 

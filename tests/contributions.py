@@ -20,6 +20,8 @@ import contributed_heads as heads
 import contributed_texts as texts
 
 import specjax as sj
+from specjax import methods as heads_lib
+from specjax import objectives
 from specjax.drafters import Blockwise
 from specjax.drafters import DynamicEagle
 from specjax.drafters import DynamicTree
@@ -39,12 +41,10 @@ from specjax.drafters import ParallelTree
 from specjax.drafters import Recycling
 from specjax.drafters import Retrieval
 from specjax.drafters import SampledEagle
-from specjax.methods import stop_rules
 from specjax.drafters import Suffix
 from specjax.drafters import Swift
 from specjax.drafters import TreeLanguageModel
-from specjax import methods as heads_lib
-from specjax import objectives
+from specjax.methods import stop_rules
 
 DRAFTERS = {
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),

@@ -19,8 +19,8 @@ import specjax as sj
 from specjax import testing
 from specjax.data import corpora
 from specjax.data import datastores
-from specjax.methods import _matches
 from specjax.drafters import Retrieval
+from specjax.methods import _matches
 
 sys.path.append(str(ROOT / "experiments"))
 

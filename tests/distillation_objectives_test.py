@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import testing
 from specjax import objectives
+from specjax import testing
 from specjax.training import distillation_objectives
 from specjax.training import divergences
 

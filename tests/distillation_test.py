@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import objectives
 from specjax import strategies
 from specjax import testing
 from specjax.data import reduction
 from specjax.data import tokenizers
 from specjax.training import distillation
-from specjax import objectives
 
 _V, _K, _EOS = 7, 3, 4
 _MODEL = testing.MarkovModel(_V)

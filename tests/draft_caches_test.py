@@ -15,13 +15,13 @@ import pytest
 
 import specjax as sj
 from specjax import drafters
-from specjax.decoding import prefill
 from specjax import testing
-from specjax.trees import topology
-from specjax.models import Shortened
-from specjax.models import Sublayers
 from specjax.caches.quantized import QuantizedKV
 from specjax.caches.streaming import Streaming
+from specjax.decoding import prefill
+from specjax.models import Shortened
+from specjax.models import Sublayers
+from specjax.trees import topology
 
 _HEADS, _GROUP, _DIM = 2, 3, 4
 _TREE = np.asarray(topology.ancestors(np.array([-1, 0, 0, 1, 2, 1])))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scripts import ROOT
 
-from specjax.training import evaluation
 from specjax import methods
+from specjax.training import evaluation
 from specjax.training import optimizers
 from specjax.training import runs
 

@@ -10,10 +10,10 @@ import pytest
 
 from specjax import exact
 from specjax import sampling
-from specjax.methods import _children
-from specjax.methods import _drawn_trees
 from specjax.exact import schemes
 from specjax.exact.drafts import Drafts
+from specjax.methods import _children
+from specjax.methods import _drawn_trees
 from specjax.verifiers import KSeq
 from specjax.verifiers import Recursive
 from specjax.verifiers import TargetWalk

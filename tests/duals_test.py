@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specjax import exact
-from specjax.methods import stop_rules
 from specjax.exact import stopping
+from specjax.methods import stop_rules
 from specjax.verifiers import Block
 from specjax.verifiers import KSeq
 from specjax.verifiers import Traversal

@@ -10,13 +10,13 @@ import pytest
 import safetensors.numpy
 
 import specjax as sj
-from specjax import testing
-from specjax import methods as heads_lib
-from specjax.methods.blocks import _masks
 from specjax import methods
+from specjax import methods as heads_lib
 from specjax import objectives
-from specjax.methods.features import eagle_objective
+from specjax import testing
 from specjax.methods import _unrolled
+from specjax.methods.blocks import _masks
+from specjax.methods.features import eagle_objective
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden/eagle3_training.safetensors"
 _V, _S, _K = 7, 8, 3

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.caches import dense
+from specjax import methods as heads_lib
 from specjax import testing
-from specjax.methods.self_speculation import early_exit
+from specjax.caches import dense
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
 from specjax.drafters import Kangaroo
 from specjax.methods import stop_rules
-from specjax import methods as heads_lib
+from specjax.methods.self_speculation import early_exit
 from specjax.models import Masked
 from specjax.models import Shortened
 from specjax.models import shortened

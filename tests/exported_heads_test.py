@@ -12,12 +12,12 @@ import safetensors.numpy
 import scripts
 
 import specjax as sj
-from specjax import zoo
-from specjax.models import export_drafter
-from specjax import methods as heads_lib
-from specjax.models import load_drafter
-from specjax.methods.published import layouts_for
 from specjax import methods
+from specjax import methods as heads_lib
+from specjax import zoo
+from specjax.methods import export_drafter
+from specjax.methods import load_drafter
+from specjax.methods.published import layouts_for
 
 CASES = sorted(path.parent.name for path in (GOLDEN / "drafters").glob(
     "*/expected.npz"))

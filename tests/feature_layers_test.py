@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import methods as heads_lib
 from specjax.drafters import DynamicEagle
 from specjax.drafters import Eagle
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
 from specjax.drafters import SampledEagle
-from specjax import methods as heads_lib
-from specjax.models import Transformer
 from specjax.methods import Eagle1Heads
 from specjax.methods import Eagle3Heads
 from specjax.methods import MTPHeads
 from specjax.methods import ParallelLayers
+from specjax.models import Transformer
 from specjax.verifiers import TargetWalk
 
 _CHAIN = (-1, 0, 1, 2)

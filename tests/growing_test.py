@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.decoding import growth
 from specjax import testing
+from specjax.decoding import growth
 
 _PROMPTS = ([1, 3, 0, 2], [4] * 30, [2], [0, 1])
 # One is done near the end of the first slots, while the others go on.

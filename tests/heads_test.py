@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import methods as heads_lib
 from specjax import testing
 from specjax import zoo
-from specjax import methods as heads_lib
 from specjax.models import Transformer
 
 _V, _D, _K = 7, 16, 3

@@ -15,11 +15,11 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax.models import cache_views
 from specjax import exact
 from specjax import testing
 from specjax.drafters import Empty
 from specjax.drafters import Hierarchy
+from specjax.models import cache_views
 from specjax.models.transformer import TransformerModule
 from specjax.verifiers import Token
 

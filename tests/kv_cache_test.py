@@ -11,10 +11,10 @@ from scripts import ROOT
 
 import specjax as sj
 from specjax import testing
-from specjax.trees import topology
 from specjax.caches.dense import attention_in_block
 from specjax.caches.dense import BlockCache
 from specjax.caches.dense import KVCache
+from specjax.trees import topology
 
 sys.path.append(str(ROOT / "experiments"))
 

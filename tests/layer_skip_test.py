@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import scripts
 
-from specjax.data import tokenizers
 from specjax import methods as heads_lib
+from specjax import objectives
+from specjax.data import tokenizers
+from specjax.methods.self_speculation import skip_search
 from specjax.models import Shortened
 from specjax.models import Sublayers
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
-from specjax import objectives
-from specjax.methods.self_speculation import skip_search
 from specjax.training.next_token import cross_entropy
 
 _TOKENS = np.random.default_rng(0).integers(VOCAB, size=(2, 13))

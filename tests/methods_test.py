@@ -11,14 +11,14 @@ import pytest
 
 import specjax as sj
 from specjax import interfaces
-from specjax.trees import shapes as trees
-from specjax.models import Transformer
-from specjax.models import TransformerConfig
-from specjax.methods import networks
-from specjax.methods import Heads
-from specjax.methods import save_heads
 from specjax import methods
 from specjax import objectives
+from specjax.methods import Heads
+from specjax.methods import networks
+from specjax.methods import save_heads
+from specjax.models import Transformer
+from specjax.models import TransformerConfig
+from specjax.trees import shapes as trees
 
 _V, _D, _K = 7, 8, 3
 _TREE = trees.full_tree((2, 2))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decoding import prefill
 from specjax import testing
+from specjax.decoding import prefill
 from specjax.models import checkpoint
 from specjax.models import Transformer
 from specjax.models import TransformerConfig

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import interfaces
 from specjax import exact
+from specjax import interfaces
 from specjax import sampling
 from specjax.types import Draft
 from specjax.types import LawByRow

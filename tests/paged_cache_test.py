@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.caches import pool as page_pool
-from specjax.caches import paged
 from specjax import testing
+from specjax.caches import paged
+from specjax.caches import pool as page_pool
 from specjax.serving import chunks
 
 _PAGE = 8

@@ -10,11 +10,11 @@ import pytest
 import untrained
 
 import specjax as sj
+from specjax import methods as heads_lib
+from specjax import objectives
 from specjax import testing
 from specjax.methods import stop_rules
-from specjax import methods as heads_lib
 from specjax.methods.blocks import _coupling
-from specjax import objectives
 from specjax.methods.blocks import parallel_objective as losses
 
 _V, _D, _K = 7, 16, 3

@@ -13,8 +13,8 @@ import pytest
 from specjax import data
 from specjax import exact
 from specjax import testing
-from specjax.methods.other_vocabularies import _translation
 from specjax.exact import enumeration
+from specjax.methods.other_vocabularies import _translation
 from specjax.types import Law
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock

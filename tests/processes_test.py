@@ -24,8 +24,8 @@ import scripts
 
 import specjax as sj
 from specjax import testing
-from specjax.models import save_model
 from specjax.decoding import placement as sharding
+from specjax.models import save_model
 from specjax.training import checkpoints
 
 _MESH = "--mesh=data:2,model:2"

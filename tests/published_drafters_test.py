@@ -19,8 +19,8 @@ import safetensors.numpy
 from scripts import ROOT
 
 import specjax as sj
-from specjax.models import export_drafter
-from specjax.models import load_drafter
+from specjax.methods import export_drafter
+from specjax.methods import load_drafter
 from specjax.methods.published import drafter_layout
 from specjax.methods.published import LAYOUTS
 from specjax.methods.published import layouts_for

@@ -12,9 +12,9 @@ import pytest
 
 import specjax as sj
 from specjax import analysis
-from specjax.utils import files
 from specjax import testing
 from specjax.analysis import recording
+from specjax.utils import files
 
 _PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10]]
 _NEW_TOKENS = 40

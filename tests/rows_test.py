@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax.decoding import rows
+from specjax.utils import rows
 
 
 def test_put():

@@ -18,11 +18,11 @@ from scripts import ROOT
 from tiny_llama import write_llama
 
 import specjax as sj
-from specjax.utils import files
 from specjax import strategies
 from specjax import testing
 from specjax.methods.stop_rules import Confidence
 from specjax.methods.stop_rules import Entropy
+from specjax.utils import files
 
 sys.path.append(str(ROOT / "experiments"))
 

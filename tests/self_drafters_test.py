@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import methods as heads_lib
 from specjax.drafters import Blockwise
-from specjax.methods.heads import _forecasts
 from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
-from specjax import methods as heads_lib
+from specjax.methods.heads import _forecasts
 from specjax.models import load_model
 from specjax.models import save_model
 from specjax.models import Transformer

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.interfaces import checks
-from specjax.decoding import rounds
 from specjax import testing
+from specjax.decoding import rounds
+from specjax.interfaces import checks
 from specjax.serving import Queue
 from specjax.serving import Request
 

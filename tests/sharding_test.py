@@ -18,13 +18,13 @@ import optax
 import pytest
 
 import specjax as sj
-from specjax.utils import processes
+from specjax import objectives
 from specjax import testing
 from specjax.decoding import placement as sharding
 from specjax.training import layout
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
+from specjax.utils import processes
 
 
 def _mesh(*axes):

@@ -14,10 +14,10 @@ from specjax import exact
 from specjax import testing
 from specjax.drafters import EagleChain
 from specjax.drafters import LanguageModel
-from specjax.methods import stop_rules
 from specjax.exact import enumeration
 from specjax.exact import stopping
 from specjax.methods import Eagle3Heads
+from specjax.methods import stop_rules
 
 _V, _GAMMA = 5, 4
 _SPEEDS = (1.0, 0.9, 0.7, 0.4, 0.3)

@@ -22,8 +22,8 @@ from lib import style  # noqa: E402
 from lib import verification_cells as cells  # noqa: E402
 
 import specjax as sj  # noqa: E402
-from specjax import testing  # noqa: E402
 from specjax import methods  # noqa: E402
+from specjax import testing  # noqa: E402
 
 
 def _error(study, *flags):

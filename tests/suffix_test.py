@@ -11,10 +11,10 @@ import pytest
 import specjax as sj
 from specjax import testing
 from specjax.data import datastores
+from specjax.drafters import Suffix
+from specjax.methods import _matches
 from specjax.methods.model_free import _continuations
 from specjax.methods.model_free import _count_trees
-from specjax.methods import _matches
-from specjax.drafters import Suffix
 
 _ROWS, _SLOTS, _V = 192, 40, 3
 _STORED = (9, 30, 1, 17)  # tokens of the datastore's documents

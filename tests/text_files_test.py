@@ -8,11 +8,11 @@ import sys
 import pytest
 from scripts import ROOT
 
-from specjax.utils import files
 from specjax.data import corpora
 from specjax.data import prompt_sets
 from specjax.data import prompts
 from specjax.data import tokenizers
+from specjax.utils import files
 
 sys.path.append(str(ROOT / "experiments"))
 

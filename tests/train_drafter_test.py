@@ -10,16 +10,16 @@ import optax
 import pytest
 
 import specjax as sj
-from specjax.utils import processes
-from specjax import testing
 from specjax import methods as heads_lib
+from specjax import objectives
+from specjax import testing
+from specjax.methods.heads import _objectives as losses_lib
 from specjax.models import Transformer
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
-from specjax.methods.heads import _objectives as losses_lib
+from specjax.utils import processes
 
 _V, _D, _K, _S = 7, 16, 2, 9
 

@@ -14,13 +14,13 @@ import optax
 import pytest
 import scripts
 
-from specjax.utils import processes
+from specjax import objectives
 from specjax import testing
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import metrics
-from specjax import objectives
 from specjax.training.progress import Log
+from specjax.utils import processes
 
 _OBJECTIVE = objectives.NextToken(model=testing.MarkovModel(5))
 _RATE = lambda step: 0.1 / (1 + step)

@@ -9,14 +9,14 @@ import pytest
 import scripts
 
 import specjax as sj
-from specjax.utils import files
+from specjax import methods as heads_lib
+from specjax import objectives
 from specjax import testing
 from specjax.data import corpora
-from specjax import methods as heads_lib
 from specjax.models import save_model
 from specjax.models import Transformer
 from specjax.training import metrics
-from specjax import objectives
+from specjax.utils import files
 
 _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--learning_rate=0.01"],

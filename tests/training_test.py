@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from specjax import objectives
 from specjax import testing
 from specjax.training import checkpoints
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax import objectives
 from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.metrics import MetricsLog

@@ -9,8 +9,8 @@ import pytest
 
 import specjax as sj
 from specjax import testing
+from specjax.decoding import steps
 from specjax.trees import topology
-from specjax.methods import _common
 
 _NODES = 20
 _LENGTHS = np.array([119, 0, 60], np.int32)  # row 0 passes the 128 slots
@@ -116,7 +116,7 @@ class _HiddenTruth(testing.OracleDrafter):
 
     positions = state.lengths[:, None] + jnp.arange(self.num_nodes)
     truth = jnp.take_along_axis(params["drafter"], positions, axis=1)
-    return jax.vmap(tree)(keys, _common.roots(state), truth), state.drafter
+    return jax.vmap(tree)(keys, steps.roots(state), truth), state.drafter
 
 
 def test_trees_of_the_moment_in_the_loop():

@@ -9,10 +9,10 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.trees import topology
-from specjax.methods import _children
 from specjax.drafters import DynamicTree
 from specjax.exact import random_pair
+from specjax.methods import _children
+from specjax.trees import topology
 from specjax.verifiers import Recursive
 from specjax.verifiers import TargetWalk
 from specjax.verifiers import Traversal

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import testing
 from specjax.decoding import inputs
 from specjax.decoding import rounds
-from specjax import testing
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

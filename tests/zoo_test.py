@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import specjax as sj
-from specjax import zoo
 from specjax import methods
+from specjax import zoo
 
 _FEATURES = ("eagle3", "parallel")  # those that read the target's features
 

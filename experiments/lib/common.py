@@ -26,9 +26,9 @@ from lib import compilation
 from lib import flags as shared
 from lib import progress
 import specjax as sj
+from specjax import strategies
 from specjax.utils import files
 from specjax.utils import processes
-from specjax import strategies
 
 VERIFIERS = {
     "token": sj.verifiers.Token(),

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
-from specjax.utils import processes
 from specjax.training import metrics
+from specjax.utils import processes
 
 _FILE = "curves.png"
 

@@ -7,10 +7,10 @@ import pathlib
 from lib import common
 import specjax as sj
 from specjax.analysis import Estimate
-from specjax.utils.files import read_json
-from specjax.utils.files import write_json
 from specjax.training import evaluation
 from specjax.training import metrics
+from specjax.utils.files import read_json
+from specjax.utils.files import write_json
 
 CURVE = "greedy_block_efficiency"  # metric of the learning curve
 DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding

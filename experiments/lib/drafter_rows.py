@@ -25,11 +25,11 @@ from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import token_files
 from specjax.data import Tokenizer
-from specjax.utils.files import fingerprint
 from specjax.models import Pretrained
+from specjax.objectives import Objective
 from specjax.training import distillation
 from specjax.training import kept_features
-from specjax.objectives import Objective
+from specjax.utils.files import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
 _SIDES = "training", "held_out"

@@ -6,16 +6,16 @@ import pathlib
 from typing import Any
 
 from lib import drafter_report
-from specjax.utils import processes
-from specjax.data import Tokenizer
-from specjax.utils.files import read_json
-from specjax.utils.files import write_json
-from specjax.models import checkpoint
 from specjax import methods as heads_lib
+from specjax.data import Tokenizer
+from specjax.methods import Method
+from specjax.models import checkpoint
 from specjax.models import Pretrained
 from specjax.training import evaluation
 from specjax.training import loop
-from specjax.methods import Method
+from specjax.utils import processes
+from specjax.utils.files import read_json
+from specjax.utils.files import write_json
 
 BEST = "best"  # directory in that of a run
 _TRAINING = "training.json"

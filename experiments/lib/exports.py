@@ -3,9 +3,9 @@
 import pathlib
 
 from lib import models
+from specjax.methods import published as drafters
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
-from specjax.methods import published as drafters
 
 _ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TRAINING = "training.json"
@@ -16,7 +16,7 @@ def advice(directory, heads, model, target: str) -> str:
 
   Args:
     directory: the directory of the heads.
-    heads: the heads, see `models.heads`.
+    heads: the heads, see `methods`.
     model: their target.
     target: the value of --target.
   """

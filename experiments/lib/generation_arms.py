@@ -15,11 +15,11 @@ import numpy as np
 
 from lib import models
 import specjax as sj
-from specjax.utils import files
 from specjax.decoding import prefill
 from specjax.models import Pretrained
 from specjax.models import published
 from specjax.models.published import places
+from specjax.utils import files
 
 _WARM_TOKENS = 8  # of the call that is not timed
 

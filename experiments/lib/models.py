@@ -15,17 +15,17 @@ import numpy as np
 from lib import flags as shared
 from lib import progress
 import specjax as sj
-from specjax.utils import files
+from specjax import methods
 from specjax import strategies
 from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
+from specjax.methods import published as published_drafters
 from specjax.models import Pretrained
 from specjax.models import Transformer
-from specjax.methods import published as published_drafters
 from specjax.strategies import Strategy
-from specjax import methods
 from specjax.types import Verifier
+from specjax.utils import files
 
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "rounds_study.py, self_drafting_study.py and "
@@ -316,7 +316,7 @@ class SelfDrafter(NamedTuple):
   Attributes:
     target: a `Pretrained`.
     tokenizer: the target's.
-    heads: see `models.heads`.
+    heads: see `methods`.
     params: of the heads.
     training: what train_drafter.py says of its run.
   """

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from lib import common
 from lib import progress
-from specjax.utils import files
 from specjax.data import copy_prompts
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
+from specjax.utils import files
 
 # What the shipped prompts ask about, behind the instruction.
 _TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}

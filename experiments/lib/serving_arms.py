@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 import specjax as sj
-from specjax.utils import files
 from specjax.decoding import prefill
 from specjax.serving import Queue
 from specjax.serving import Request
+from specjax.utils import files
 
 _WARM_TOKENS = 2  # of the texts that are not timed
 

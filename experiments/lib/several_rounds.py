@@ -12,8 +12,8 @@ import tqdm
 
 from lib import style
 import specjax as sj
-from specjax.methods import stop_rules
 from specjax.exact import stopping
+from specjax.methods import stop_rules
 
 _KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",
           "disjoint", "mixed", "ties")

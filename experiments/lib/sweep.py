@@ -9,8 +9,8 @@ import jax
 from lib import common
 from lib import drafter_report
 from specjax.analysis import estimate
-from specjax.utils.files import read_json
 from specjax.training import evaluation
+from specjax.utils.files import read_json
 
 # Flags that can change the rows of training and evaluation.
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",

@@ -17,6 +17,7 @@ from lib import hlo
 from lib import llama
 import specjax as sj
 from specjax.attention import tpu
+from specjax.caches import dense
 from specjax.decoding import placement
 
 SHORT = 128  # slots in use, of short texts
@@ -38,7 +39,7 @@ def placed(setting: llama.Setting):
       functools.partial(llama.state, decoder, capacity=setting.capacity),
       params, keys)
   if setting.drafter == "replicate":
-    state = state.replace(drafter=placement.undivided(state.drafter))
+    state = state.replace(drafter=dense.undivided(state.drafter))
   chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
   shardings = placement.decode_shardings(decoder, params, state, mesh,

@@ -19,11 +19,11 @@ from lib import models  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
+from specjax import methods  # noqa: E402
+from specjax import objectives  # noqa: E402
 from specjax.data import batches  # noqa: E402
 from specjax.data import corpora  # noqa: E402
 from specjax.training import calibration  # noqa: E402
-from specjax import methods  # noqa: E402
-from specjax import objectives  # noqa: E402
 from specjax.training import divergences  # noqa: E402
 
 ROW_TOKENS, BATCH, ANCHORS = 384, 4, 48

@@ -21,10 +21,10 @@ from lib import models  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
-from specjax.decoding import prefill  # noqa: E402
-from specjax.trees import topology  # noqa: E402
 from specjax.data import corpora  # noqa: E402
+from specjax.decoding import prefill  # noqa: E402
 from specjax.models import quantization  # noqa: E402
+from specjax.trees import topology  # noqa: E402
 
 WINDOW, BATCH = 512, 4
 COPIES = ((8, None), (8, 64), (4, None), (4, 64), (4, 32))

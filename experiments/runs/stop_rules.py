@@ -21,11 +21,11 @@ from lib import prompts as prompts_lib  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
+from specjax import objectives  # noqa: E402
 from specjax.data import corpora  # noqa: E402
 from specjax.methods import stop_rules  # noqa: E402
 from specjax.training import distillation  # noqa: E402
 from specjax.training import loop  # noqa: E402
-from specjax import objectives  # noqa: E402
 from specjax.training import optimizers  # noqa: E402
 
 LENGTHS = 1, 2, 4, 8  # of chains without a rule; with one the last

@@ -27,14 +27,14 @@ import tqdm
 from specjax import interfaces
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
+from specjax.types import Draft
+from specjax.types import Trace
+from specjax.types import Verdict
 from specjax.utils.files import atomically
 from specjax.utils.files import claim
 from specjax.utils.files import fingerprint
 from specjax.utils.files import locked
 from specjax.utils.files import read_manifest
-from specjax.types import Draft
-from specjax.types import Trace
-from specjax.types import Verdict
 
 _MANIFEST = "record.json"
 _ROUNDS_A_CALL = 8  # rounds between two looks from the host

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from specjax import interfaces
-from specjax.trees import topology
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
 from specjax.analysis.recording import Record
+from specjax.trees import topology
 from specjax.types import Trace
 from specjax.types import Verifier
 

@@ -88,7 +88,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 def _split(call, operands, paged, heads_axis):
   """`call`, split over the mesh that the operands are on, if there is one.
 
-  Rows go over the axis "data", the name that `models.sharding` asks for on a
+  Rows go over the axis "data", the name that `decoding.placement` asks for on a
   TPU, and heads over `heads_axis`, where they divide. Whatever the placement of
   the cache is, the result is the same; one that differs is moved, and where
   every device of that axis has all heads each cuts out its own.

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import attention
 from specjax.trees import topology
+from specjax.types import DecodeState
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -347,3 +348,28 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
                       jnp.take_along_axis(depths, node, axis=2))
     seen &= depths[..., -1:] - depth < window
   return seen
+
+
+def undivided(tree: Any) -> Any:
+  """The same tree, whose caches say that every device has all of their heads.
+
+  On a TPU attention would else divide them, and gather what it returns.
+
+  Args:
+    tree: the state of a drafter that is replicated, or of its shapes.
+  """
+  is_cache = lambda node: hasattr(node, "heads_axis")
+  return jax.tree.map(
+      lambda x: x.replace(heads_axis=None) if is_cache(x) else x, tree,
+      is_leaf=is_cache)
+
+
+def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
+  """`fresh`, to be put into `state`: its drafter `undivided` where that one is.
+
+  Few rows are read without a `Placement` where no mesh divides them.
+  """
+  own = undivided(state.drafter)
+  if jax.tree.structure(own) != jax.tree.structure(state.drafter):
+    return fresh
+  return fresh.replace(drafter=undivided(fresh.drafter))

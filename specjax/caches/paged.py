@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import fields
 from specjax.caches.dense import KVCache
 from specjax.types import DecodeState
+from specjax.utils import fields
 
 _PAGE = 128  # slots
 NO_PAGE = 0  # where rows that have no page write: nobody reads it

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.interfaces import checks
-from specjax.utils import fields
-from specjax.decoding import placement
+from specjax.caches import dense
 from specjax.caches.paged import is_paged
 from specjax.caches.paged import NO_PAGE
+from specjax.interfaces import checks
 from specjax.types import DecodeState
+from specjax.utils import fields
 
 _REREAD = 16  # tokens: of the drafters here only long `Paths` feed more again
 
@@ -117,7 +117,7 @@ class Pool:
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.tree.map(
             lambda x: x.replace(pooled=True) if is_paged(x) else x, state,
             is_leaf=is_paged))
-    fresh = placement.divided_as(state, fresh)
+    fresh = dense.divided_as(state, fresh)
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     prompt = np.asarray(fresh.tokens)[0, :int(fresh.lengths[0])]
     page = fresh.target_cache.page

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
-from specjax.trees import topology
 from specjax.attention import plain
 from specjax.caches.dense import KVCache
+from specjax.trees import topology
 
 _MOST = 7 * 16 + 7  # of 16 u + l, u and l from -8 to 7
 _LEAST = 128  # slots of the smallest program

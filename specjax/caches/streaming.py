@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import attention
-from specjax.utils import fields
-from specjax.trees import topology
 from specjax.caches.dense import KVCache
+from specjax.trees import topology
+from specjax.utils import fields
 
 _NEVER = np.iinfo(np.int32).max
 _SLACK = 64  # tokens: more than drafters here take back

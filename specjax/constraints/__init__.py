@@ -12,13 +12,13 @@ rejected where a constraint forbids them.
 """
 
 from specjax.constraints.automaton import Automaton
-from specjax.decoding.constraining import Constraint
-from specjax.decoding.constraining import Row
 from specjax.constraints.penalties import NoRepeatNGram
 from specjax.constraints.penalties import OutputPenalty
 from specjax.constraints.penalties import Repetition
 from specjax.constraints.tokens import Banned
 from specjax.constraints.tokens import Forced
+from specjax.decoding.constraining import Constraint
+from specjax.decoding.constraining import Row
 
 __all__ = [
     "Automaton",

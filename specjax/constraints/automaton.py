@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import constraining
 from specjax.constraints import grammars
 from specjax.constraints import token_tables
+from specjax.decoding import constraining
 
 
 @struct.dataclass

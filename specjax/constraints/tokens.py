@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.decoding import constraining
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

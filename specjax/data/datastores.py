@@ -4,7 +4,7 @@ REST (He et al. 2023, arXiv:2311.08252) finds what followed the last tokens of
 a text in a corpus. Here a corpus is two arrays: the tokens, with a separator
 after every document, and the starts of all suffixes, sorted by their first
 `depth` tokens. All places where a pattern of up to `depth` tokens stands are
-then one range, found by two binary searches (`drafters.matches`). No
+then one range, found by two binary searches (`methods._matches`). No
 pattern has a separator, so that no match crosses the end of a document; and
 what follows a match ends there.
 
@@ -32,9 +32,9 @@ from flax import struct
 import jax
 import numpy as np
 
+from specjax.data.vocabularies import ReadsText
 from specjax.utils import fields
 from specjax.utils import files
-from specjax.data.vocabularies import ReadsText
 
 DEPTH = 16  # REST looks for 16 tokens at most
 DEEPEST = 30  # what a search compares as one whole number of 32 bits

@@ -20,11 +20,11 @@ import uuid
 import numpy as np
 import tokenizers as library
 
-from specjax.utils import files
 from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import token_streams
 from specjax.data.tokenizers import Tokenizer
+from specjax.utils import files
 from specjax.utils.fingerprints import Digest
 from specjax.utils.fingerprints import fingerprint
 

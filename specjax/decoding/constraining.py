@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.interfaces import checks
-from specjax.utils import fields
 from specjax.types import Draft
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 class Row(NamedTuple):
@@ -305,12 +305,12 @@ def committed(constraints: Constraints, memory: Any, nodes: Any,
 def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
             carry: Any, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
-  """A `drafters.growth` step under the constraints, along every path.
+  """A `methods._growth` step under the constraints, along every path.
 
   Args:
     constraints: those whose memory it is.
     memory: `[B, ...]`, after the root.
-    step: see `drafters.growth`.
+    step: see `methods._growth`.
     carry: of the step.
     logits: `[B, V]` of the token after the root.
 

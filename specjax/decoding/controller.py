@@ -45,9 +45,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.types import DecodeState
 from specjax.types import RoundStats
+from specjax.utils import fields
 
 _PRIOR_ROUNDS = 2.0  # how much what is believed of a place counts
 _REST = 0.95  # of what was seen, kept in a round without a draft

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import growth as capacity_lib
 from specjax import interfaces
-from specjax.utils import files
+from specjax.decoding import growth as capacity_lib
 from specjax.decoding import rounds as rounds_lib
 from specjax.decoding.controller import Controller
 from specjax.decoding.controller import ControllerState
 from specjax.decoding.decoder import Decoder
+from specjax.utils import files
 from specjax.version import __version__
 
 _ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind

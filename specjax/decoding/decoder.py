@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import growth as capacity_lib
-from specjax.interfaces import checks
 from specjax import interfaces
-from specjax.utils import fields
+from specjax.caches import dense
+from specjax.caches import paged
+from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import growth as capacity_lib
 from specjax.decoding import inputs
 from specjax.decoding import ladder as ladder_lib
-from specjax.caches import paged
-from specjax.utils import processes
-from specjax.decoding import rounds as rounds_lib
-from specjax.decoding import constraining as constraints_lib
-from specjax.decoding.controller import Controller
 from specjax.decoding import placement as sharding
+from specjax.decoding import rounds as rounds_lib
+from specjax.decoding.controller import Controller
+from specjax.interfaces import checks
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Drafter
@@ -29,6 +28,8 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verifier
+from specjax.utils import fields
+from specjax.utils import processes
 
 
 class Generation(NamedTuple):
@@ -315,7 +316,7 @@ class Decoder:
       raise ValueError(f"slot is {slot}; the state has rows 0 to {rows - 1}")
     row = lambda state: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    fresh = sharding.divided_as(state, fresh)
+    fresh = dense.divided_as(state, fresh)
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     return rounds_lib.insert(state, jnp.asarray(slots), fresh)
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
-from specjax.decoding import prefill
 from specjax import sampling
+from specjax.decoding import prefill
 from specjax.types import DecodeState
+from specjax.utils import fields
 
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
 

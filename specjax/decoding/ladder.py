@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.interfaces import checks
 from specjax import interfaces
+from specjax.decoding import steps
 from specjax.decoding.controller import Controller
-from specjax.methods import _common
 from specjax.decoding.rounds import Round
+from specjax.interfaces import checks
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
@@ -58,7 +58,7 @@ class Resting:
               ) -> tuple[Draft, Any]:
     """The root alone."""
     del params, coins
-    return _common.root_only(state, self.vocab_size), state.drafter
+    return steps.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
@@ -167,7 +167,7 @@ class Ladder:
     carry = state, attempt.nothing_found()
     if only is not None:
       return attempt.rests(carry) if only == "rests" else drafts(carry)
-    return _common.once(chosen > 0, drafts, _common.once(
+    return steps.once(chosen > 0, drafts, steps.once(
         chosen == 0, attempt.rests, carry))
 
   def _told(self, params, state):
@@ -232,7 +232,7 @@ class _Attempt:
     before, found = carry
     carry = self._caught_up(before), found
     for i in range(1, len(self._ladder.rungs)):
-      carry = _common.once(self._chosen == i, lambda carry, i=i: self._judged(
+      carry = steps.once(self._chosen == i, lambda carry, i=i: self._judged(
           i, carry[0], *self._propose(i, carry[0])), carry)
     return self._learned(before, *carry, self._chosen)
 
@@ -246,7 +246,7 @@ class _Attempt:
       # Cut where it is verified, or each round would write all lengths.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
-      carry = _common.once(
+      carry = steps.once(
           size == i, lambda carry, i=i, short=short: self._judged(
               i, carry[0], short(), carry[0].drafter), carry)
     return self._learned(before, *carry, size)
@@ -262,7 +262,7 @@ class _Attempt:
 
     carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
     for i in range(1, len(self._ladder.rungs)):
-      carry = _common.once(
+      carry = steps.once(
           self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
     return carry
 
@@ -356,8 +356,8 @@ def ladder(one: Round, controller: Controller) -> Ladder:
         f"the controller has seconds of a first drafter, and {name} cannot "
         "tell which rounds are its own; leave `first` out")
   if not hasattr(one.drafter, "target_pass"):
-    _common.check_slack(
-        one.drafter, one.drafter.num_nodes + _common.CATCH_UP)
+    steps.check_slack(
+        one.drafter, one.drafter.num_nodes + steps.CATCH_UP)
   rungs = [dataclasses.replace(one, drafter=Resting(
       drafter=one.drafter, vocab_size=one.target.vocab_size))]
   for length in controller.lengths[1:]:

@@ -23,10 +23,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from specjax import interfaces
-from specjax.utils import processes
+from specjax.caches import dense
 from specjax.decoding import rounds
-from specjax.models.transformer import check_divisible
 from specjax.types import DecodeState
+from specjax.utils import processes
+from specjax.utils.fields import check_divisible
 
 if TYPE_CHECKING:  # a model does not need the loop
   from specjax.decoding.decoder import Decoder
@@ -104,7 +105,7 @@ class Placement:
         data_axis=self.data_axis, drafter=self.drafter)
     state = _start(parts, tuple(jax.tree.leaves(shardings)), *arguments)
     if self.drafter == "replicate":
-      state = state.replace(drafter=undivided(state.drafter))
+      state = state.replace(drafter=dense.undivided(state.drafter))
     return state
 
 
@@ -115,31 +116,6 @@ def _start(parts, shardings, *arguments):
   state = rounds.start(parts, *arguments)
   return jax.lax.with_sharding_constraint(
       state, jax.tree.unflatten(jax.tree.structure(state), shardings))
-
-
-def undivided(tree: Any) -> Any:
-  """The same tree, whose caches say that every device has all of their heads.
-
-  On a TPU attention would else divide them, and gather what it returns.
-
-  Args:
-    tree: the state of a drafter that is replicated, or of its shapes.
-  """
-  is_cache = lambda node: hasattr(node, "heads_axis")
-  return jax.tree.map(
-      lambda x: x.replace(heads_axis=None) if is_cache(x) else x, tree,
-      is_leaf=is_cache)
-
-
-def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
-  """`fresh`, to be put into `state`: its drafter `undivided` where that one is.
-
-  Few rows are read without a `Placement` where no mesh divides them.
-  """
-  own = undivided(state.drafter)
-  if jax.tree.structure(own) != jax.tree.structure(state.drafter):
-    return fresh
-  return fresh.replace(drafter=undivided(fresh.drafter))
 
 
 def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,

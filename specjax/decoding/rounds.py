@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.interfaces import checks
 from specjax import interfaces
-from specjax.decoding import prefill
-from specjax.decoding import rows
 from specjax import sampling
-from specjax.trees import topology
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import prefill
+from specjax.interfaces import checks
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
@@ -31,6 +30,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
+from specjax.utils import rows
 
 _TOSSED = 32  # rounds whose coins are tossed together where their number varies
 _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
@@ -50,7 +50,7 @@ class Round:
     observers: rules that are evaluated on the same drafts.
     debug: whether values are checked as well, see `checks.check_values`.
     drafts: whether what is decoded is a draft for another target, so that its
-      own may know no token that a constraint allows, see `constraints.base`.
+      own may know no token that a constraint allows, see `decoding.constraining`.
   """
 
   target: ModelFn

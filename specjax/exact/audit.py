@@ -25,10 +25,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.trees import shapes
 from specjax.exact import pools
 from specjax.exact.compiled import Compiled
 from specjax.exact.examples import Example
+from specjax.trees import shapes
 from specjax.types import Draft
 from specjax.types import Law
 

@@ -166,7 +166,7 @@ def certify(verifier: Verifier | Compiled, *,
       The first failure ends them.
     at: `(gamma, V)` of further sizes, with chains. A size with at most 2^14
       drafts is enumerated, a larger one is audited; `tried` tells which.
-    stop: the rule that ends the drafted chains: a `drafters.stop_rules.
+    stop: the rule that ends the drafted chains: a `methods.stop_rules.
       StopRule`, as it is before its first round and with the rows of q as
       hidden states; or any function `(probs [gamma, V], tokens [gamma]) ->
       length []` in jax that returns how many tokens of a chain are submitted.

@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 
-from specjax.trees import shapes
 from specjax.exact import enumeration
 from specjax.exact import pairs
 from specjax.exact import schemes
 from specjax.exact.compiled import Compiled
 from specjax.exact.drafts import Drafts
 from specjax.exact.pairs import Pair
+from specjax.trees import shapes
 from specjax.types import Verifier
 
 CHUNK = 256  # laws evaluated in one call: most trees have few drafts

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import processes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.types import ModelOutput
+from specjax.utils import processes
 
 _ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
 
@@ -162,7 +162,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
 
   Args:
     drafter: its name.
-    declared: what the drafter declares, of `contract.CAPABILITIES`.
+    declared: what the drafter declares, of `interfaces.CAPABILITIES`.
     verifier: its name.
     state: before the round.
     draft: the drafts.

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.utils import fields
 from specjax.interfaces.declared import capabilities
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
+from specjax.utils import fields
 
 
 def num_coins(drafter: Drafter) -> int | None:

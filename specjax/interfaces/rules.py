@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.interfaces import checks
-from specjax.utils import fields
 from specjax.interfaces.declared import CAPABILITIES
 from specjax.interfaces.declared import capabilities
 from specjax.types import Draft
@@ -18,6 +17,7 @@ from specjax.types import Law
 from specjax.types import LawByRow
 from specjax.types import Verdict
 from specjax.types import Verifier
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True)

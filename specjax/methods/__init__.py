@@ -3,7 +3,7 @@
 A `Method` says which heads it trains, by which objective, and how the target
 drafts with them. Scripts read everything from the record, so that another
 method (another kind of head) is one record in the file of its family beside its
-own files: its class of `models.heads.Heads`, its objective and its strategy.
+own files: its class of `Heads`, its objective and its strategy.
 The families are those of `specjax.strategies`: `heads`, `features`, `blocks`
 and `own_layers`; `base` is what a record says.
 """
@@ -13,48 +13,87 @@ import pathlib
 import re
 from typing import Any
 
-from specjax import methods as heads_lib
-from specjax.methods import Heads
-from specjax.methods.published import drafter_layout
-from specjax.methods.published import load_drafter
-from specjax.models.transformer import Transformer
-from specjax.methods.records import LearningRate
-from specjax.methods.records import Method
-from specjax.methods.records import Option
+from specjax.methods import files
+from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.blocks.records import PARALLEL
+from specjax.methods.features.network import Eagle1Heads
+from specjax.methods.features.network import Eagle3Heads
+from specjax.methods.features.network import FeatureHeads
+from specjax.methods.features.network import FeatureOutput
+from specjax.methods.features.network import MTPHeads
+from specjax.methods.features.network import ParallelLayers
 from specjax.methods.features.records import EAGLE_1
 from specjax.methods.features.records import EAGLE_3
 from specjax.methods.features.records import MTP
 from specjax.methods.features.records import PARALLEL_LAYERS
+from specjax.methods.files import save_heads
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.heads.hydra_network import HydraHeads
+from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
+from specjax.methods.heads.lookahead_network import with_lookahead
+from specjax.methods.heads.medusa_network import MedusaHeads
 from specjax.methods.heads.records import BLOCKWISE
 from specjax.methods.heads.records import HYDRA
 from specjax.methods.heads.records import MEDUSA
 from specjax.methods.heads.records import MEDUSA_2
 from specjax.methods.heads.records import PASS
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import Heads
+from specjax.methods.networks import lm_head
+from specjax.methods.published import drafter_layout
+from specjax.methods.published import export_drafter
+from specjax.methods.published import load_drafter
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
 from specjax.methods.self_speculation.records import KANGAROO
+from specjax.models.transformer import Transformer
 
 __all__ = [
     "BLOCKWISE",
+    "BlockwiseHeads",
     "EAGLE_1",
     "EAGLE_3",
+    "Eagle1Heads",
+    "Eagle3Heads",
+    "FeatureHeads",
+    "FeatureOutput",
     "HYDRA",
+    "Heads",
+    "HydraHeads",
     "KANGAROO",
+    "KINDS",
+    "KangarooAdapter",
     "LearningRate",
+    "LookaheadEmbeddings",
     "MEDUSA",
     "MEDUSA_2",
     "METHODS",
     "MTP",
+    "MTPHeads",
+    "MedusaHeads",
     "Method",
     "Option",
     "PARALLEL",
     "PARALLEL_LAYERS",
     "PASS",
+    "ParallelHeads",
+    "ParallelLayers",
+    "check_fits",
+    "export_drafter",
+    "lm_head",
+    "load_drafter",
     "load_heads",
     "of",
+    "save_heads",
+    "with_lookahead",
 ]
 
 METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
            PARALLEL_LAYERS, PARALLEL, KANGAROO)
+
+KINDS = tuple(dict.fromkeys(method.heads for method in METHODS))
 
 
 def of(heads: Heads) -> Method:
@@ -68,8 +107,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   """Loads heads of any method here, or a published drafter.
 
   Args:
-    directory: a directory of `models.heads.save_heads`, or what
-      `models.load_drafter` takes, in any layout that it reads.
+    directory: a directory of `save_heads`, or what
+      `load_drafter` takes, in any layout that it reads.
     target: the model that is to draft with them.
     dtype: of the parameters; None is `default_dtype()`.
     target_params: the target's parameters. With them, copies of the target's
@@ -79,7 +118,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     `(heads, params)`.
 
   Raises:
-    ValueError: see `models.heads.load_heads` and `models.load_drafter`.
+    ValueError: see `files.load_heads` and `load_drafter`.
   """
   path = pathlib.Path(directory)
   ours = any((path / f"heads.{kind}").exists() for kind in (
@@ -89,5 +128,4 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   if on_the_hub or not ours and (
       (path / "config.json").exists() or drafter_layout(path)):
     return load_drafter(directory, target, target_params, dtype=dtype)
-  kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
-  return heads_lib.load_heads(directory, target, dtype, kinds)
+  return files.load_heads(directory, target, dtype, KINDS)

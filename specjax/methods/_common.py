@@ -8,28 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.trees import topology
+from specjax.decoding import steps
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
-
-CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
-
-
-def roots(state: DecodeState) -> jax.Array:
-  """`[B]`, the last committed token of every row of a `DecodeState`."""
-  return jnp.take_along_axis(
-      state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-
-
-def root_only(state: DecodeState, vocab_size: int) -> Draft:
-  """The batch of drafts that propose nothing."""
-  root = roots(state)
-  tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
-  probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
-  return jax.vmap(Draft.chain)(root, tokens, probs)
 
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -44,7 +29,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   """
   parents = jnp.array(parents, jnp.int32)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-  return jax.vmap(tree)(roots(state), tokens, probs)
+  return jax.vmap(tree)(steps.roots(state), tokens, probs)
 
 
 def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -82,17 +67,6 @@ class DrawnChain:
     return COINS_A_DRAW * self.gamma
 
 
-def once(wanted: jax.Array, function, carry):
-  """`function(carry)` if it is wanted, a `[]` bool, and else `carry`.
-
-  A loop of at most one step: `lax.cond` copies what it passes through, and
-  would do so with every cache.
-  """
-  return jax.lax.while_loop(
-      lambda loop: loop[0],
-      lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
-
-
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
   """The drafter with the transform that it drafts with, as `bind` returns it.
@@ -121,28 +95,6 @@ def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
         f"{target.vocab_size}; both need the same vocabulary: train the "
         "drafter with the target's tokenizer, or draft by "
         "strategies.token_intersection or strategies.string_match")
-
-
-def check_slack(model: ModelFn, tokens: int) -> None:
-  """Checks that a ring of last tokens holds on while some are taken back.
-
-  It would read less of a text after some drafts than after others, so that the
-  law of a token depended on where its draft began.
-
-  Args:
-    model: a `ModelFn`, or what has one as its `model`.
-    tokens: the most that a drafter takes back of its cache.
-
-  Raises:
-    ValueError: its cache, a `Streaming`, has less slack.
-  """
-  while hasattr(model, "model"):
-    model = model.model
-  slack = getattr(getattr(model, "cache", None), "slack", tokens)
-  if slack < tokens:
-    raise ValueError(
-        f"the drafting model's cache has slack={slack}, and up to {tokens} "
-        f"tokens are taken back of it; give Streaming(slack={tokens})")
 
 
 def check_target_size(size: int, target: ModelFn) -> None:
@@ -178,7 +130,7 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int,
     size: tokens to feed.
     more: tokens that are fed after them in this round. If there are any, the
       cache that is returned may not have written what it was fed: give
-      `contract.settled` of it back.
+      `interfaces.settled` of it back.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -204,7 +156,7 @@ def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
 
 
 def catch_up(model: ModelFn, params, state: DecodeState, cache,
-             since: jax.Array, size: int = CATCH_UP):
+             since: jax.Array, size: int = steps.CATCH_UP):
   """Reads what rounds without a draft have added, a block at a time.
 
   Args:

@@ -10,8 +10,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.types import Draft
+from specjax.utils import fields
 
 
 class ExpandedTree:

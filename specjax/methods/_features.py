@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import prefill
+from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.methods.features.network import FeatureHeads
 from specjax.trees import topology
-from specjax.methods import FeatureHeads
-from specjax.methods import ParallelHeads
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput

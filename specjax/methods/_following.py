@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import rows
 from specjax.methods import _common
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -29,6 +28,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import rows
 
 PASS = 4  # tokens of a pass that catches up
 
@@ -69,7 +69,7 @@ def check_follows(drafter: Drafter, state: Any) -> None:
   """Refuses a drafter whose state would silently be that of another text.
 
   Args:
-    drafter: what `contract.follow` returned.
+    drafter: what `interfaces.follow` returned.
     state: its first state.
 
   Raises:

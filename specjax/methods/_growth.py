@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
-from specjax.trees import shapes
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import ModelFn
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import FeatureHeads
+from specjax.methods.features.network import FeatureHeads
 from specjax.models.transformer import Transformer
 from specjax.training.objective import Params
 from specjax.training.objective import Score

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.trees import topology
 from specjax.decoding import constraining as constraints_lib
-from specjax.methods import _common
+from specjax.decoding import steps
 from specjax.methods import stop_rules
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 
@@ -91,7 +91,7 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
     forecast, carry = read(last, carry)
     return node + 1, carry, *draw(node, forecast, tokens, *drawn)
 
-  tokens = jnp.pad(_common.roots(state)[:, None], ((0, 0), (0, gamma)))
+  tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, gamma)))
   probs = jnp.zeros((rows, gamma + 1, first[0].shape[-1]))
   drawn = draw(1, first, tokens, probs, state.constraints,
                *stop_rules.begun(rule, kept, ~state.done))

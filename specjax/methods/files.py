@@ -12,19 +12,8 @@ import jax
 import jax.numpy as jnp
 import safetensors.numpy
 
-from specjax.utils.files import atomically
 from specjax.methods.networks import Heads
 from specjax.methods.networks import Params
-from specjax.methods.heads.blockwise_network import BlockwiseHeads
-from specjax.methods.features.network import Eagle1Heads
-from specjax.methods.features.network import Eagle3Heads
-from specjax.methods.features.network import MTPHeads
-from specjax.methods.features.network import ParallelLayers
-from specjax.methods.heads.hydra_network import HydraHeads
-from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
-from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
-from specjax.methods.heads.medusa_network import MedusaHeads
-from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import converted
@@ -32,11 +21,9 @@ from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.utils.files import atomically
 
 _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
-KINDS: tuple[type[Heads], ...] = (
-    MedusaHeads, HydraHeads, BlockwiseHeads, LookaheadEmbeddings, Eagle1Heads,
-    Eagle3Heads, MTPHeads, ParallelLayers, ParallelHeads, KangarooAdapter)
 
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
@@ -68,7 +55,7 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
-               dtype: Any = None, kinds: Sequence[type[Heads]] = KINDS
+               dtype: Any, kinds: Sequence[type[Heads]]
                ) -> tuple[Heads, dict[str, Any]]:
   """Reads what `save_heads` wrote.
 
@@ -76,8 +63,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     directory: where it was written.
     target: the model that is to draft with it.
     dtype: of the parameters; None is `default_dtype()`.
-    kinds: the classes that it may hold. `training.methods` knows those of all
-      methods that are trained.
+    kinds: classes of heads that the directory may hold.
 
   Returns:
     `(heads, params)`.

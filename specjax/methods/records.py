@@ -9,10 +9,10 @@ from typing import Any
 
 from specjax import interfaces
 from specjax import verifiers
-from specjax.methods import Heads
+from specjax.methods.networks import Heads
+from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
-from specjax.strategies import Strategy
-from specjax.objectives import DrafterObjective
+from specjax.training.objective import DrafterObjective
 from specjax.types import Verifier
 
 CUTS = 128  # cut points of a row that is measured, where a few are drawn

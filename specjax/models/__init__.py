@@ -1,18 +1,15 @@
 """Reference models, published ones, their files, and a trained pair."""
 
 from specjax.models import adapters
-from specjax import methods
+from specjax.models import cache_views
 from specjax.models import published
 from specjax.models import quantization
-from specjax.decoding import placement
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.contrastive import Contrastive
-from specjax.models.published import export_drafter
 from specjax.models.published import export_pretrained
 from specjax.models.published import GenerationDefaults
-from specjax.models.published import load_drafter
 from specjax.models.published import load_pretrained
 from specjax.models.published import load_tokenizer
 from specjax.models.published import Pretrained
@@ -40,12 +37,10 @@ __all__ = [
     "TransformerConfig",
     "VocabularySubset",
     "adapters",
+    "cache_views",
     "default_dtype",
-    "export_drafter",
     "export_pretrained",
-    "heads",
     "frequent_tokens",
-    "load_drafter",
     "load_model",
     "load_pretrained",
     "load_tokenizer",
@@ -53,5 +48,4 @@ __all__ = [
     "quantization",
     "quantize",
     "save_model",
-    "sharding",
 ]

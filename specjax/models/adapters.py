@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.interfaces import checks
-from specjax.utils import fields
 from specjax.caches import dense
-from specjax.decoding import rows as rows_lib
+from specjax.interfaces import checks
 from specjax.trees import topology
 from specjax.types import ModelOutput
+from specjax.utils import fields
+from specjax.utils import rows as rows_lib
 
 
 @struct.dataclass

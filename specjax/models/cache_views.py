@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
-from specjax.utils import fields
 from specjax.caches.dense import KVCache
 from specjax.models.transformer import Transformer
 from specjax.models.transformer import TransformerModule
+from specjax.utils import fields
 
 
 class CacheView(Protocol):

@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import processes
-from specjax.utils.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import check_float
@@ -29,6 +27,8 @@ from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.utils import processes
+from specjax.utils.files import write_json
 
 
 def save_model(directory: str | os.PathLike[str], model: Transformer,

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from specjax.utils import fields
 from specjax.models.rotary import RopeScaling
+from specjax.utils import fields
 
 FINAL = "final"  # the name of the hidden state that the LM head reads
 _CHOICES = {

@@ -14,9 +14,9 @@ norms, fusion, chaining and head alone, which are data of a `FeatureConfig`:
 from collections.abc import Sequence
 import dataclasses
 
-from specjax.utils import fields
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
+from specjax.utils import fields
 
 _CHOICES = {
     "entry_norm": (None, "each", "all"),

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.trees import topology
 from specjax.caches.dense import KVCache
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.sublayers import Sublayers
+from specjax.trees import topology
 from specjax.types import Cache
 from specjax.types import ModelOutput
+from specjax.utils.fields import check_divisible
 
 # How a mesh splits a matrix: which of its axes.
 _SPLITS = {
@@ -251,19 +252,6 @@ class Transformer:
 
     shapes = jax.eval_shape(self.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(spec, shapes)
-
-
-def check_divisible(name: str, value: int, size: int, axis: str) -> None:
-  """Checks that a mesh axis can split something into equal parts.
-
-  Raises:
-    ValueError: `value` is no multiple of `size`.
-  """
-  if value % size:
-    raise ValueError(
-        f"{name} is {value} and mesh axis {axis!r} has {size} devices; the "
-        f"axis splits {name}, so its size must divide {value}: use a smaller "
-        f"axis {axis!r} and give the other devices to the data axis")
 
 
 def default_dtype() -> Any:

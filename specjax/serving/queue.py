@@ -13,19 +13,19 @@ import jax
 import numpy as np
 
 from specjax.decoding import growth
-from specjax.interfaces import checks
-from specjax.utils import fields
 from specjax.decoding import prefill
 from specjax.decoding import rounds as rounds_lib
 from specjax.decoding.controller import Controller
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import FINITE
+from specjax.interfaces import checks
 from specjax.serving import chunks
 from specjax.serving.requests import Request
 from specjax.serving.requests import Result
 from specjax.serving.requests import Slot
 from specjax.serving.requests import Update
 from specjax.types import Prompt
+from specjax.utils import fields
 
 _SMALLEST_BUCKET = 32  # columns of a prompt
 

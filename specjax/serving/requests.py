@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.utils import fields
-from specjax.decoding import inputs
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import inputs
 from specjax.decoding.decoder import Decoder
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

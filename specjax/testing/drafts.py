@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.interfaces import checks
 from specjax import interfaces
-from specjax.decoding import decoder as decoder_lib
-from specjax.utils import fields
 from specjax import verifiers
+from specjax.decoding import decoder as decoder_lib
+from specjax.interfaces import checks
 from specjax.sampling import LogitsTransform
 from specjax.testing import evidence
 from specjax.testing import laws as laws_lib
@@ -25,6 +24,7 @@ from specjax.testing import recording
 from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import Verifier
+from specjax.utils import fields
 
 _TOTAL = 3e-5  # by which the sum of a row of q may be off, of float32
 _FEW = 0.01  # of the tokens may differ where sums were rounded otherwise
@@ -156,7 +156,7 @@ def check_drafts(name: str, declared: Collection[str],
 
   Args:
     name: class name of the drafter.
-    declared: the names out of `contract.CAPABILITIES` that it declares.
+    declared: the names out of `interfaces.CAPABILITIES` that it declares.
     found: the recorded rounds.
     alike: whether the context of all rows is the same.
 

@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 import tqdm
 
-from specjax.utils import processes
 from specjax.decoding.decoder import Decoder
+from specjax.decoding.placement import Placement
+from specjax.utils import processes
 from specjax.utils.files import atomically
 from specjax.utils.files import claim
 from specjax.utils.files import fingerprint
-from specjax.decoding.placement import Placement
 
 _MANIFEST = "rows.json"
 _MOST_LOGITS = 2**27  # of the pass that reads laws, [rows, C, V]: 512 MB

@@ -10,7 +10,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.training import divergences
 from specjax.training.objective import Batch
 from specjax.training.objective import check_same_tokens
@@ -19,6 +18,7 @@ from specjax.training.objective import Params
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.types import ModelFn
+from specjax.utils import fields
 
 RULES = ("token", "block")
 

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 import optax
 
-from specjax.utils import processes
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
-from specjax.utils.files import fingerprint
-from specjax.objectives import DrafterObjective
-from specjax.objectives import Objective
+from specjax.training.objective import DrafterObjective
+from specjax.training.objective import Objective
 from specjax.types import ModelFn
+from specjax.utils import processes
+from specjax.utils.files import fingerprint
 
 _BATCH = 8
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]

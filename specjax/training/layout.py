@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import processes
 from specjax.decoding.placement import named
+from specjax.utils import processes
 
 Specs = Mapping[str, Any]
 

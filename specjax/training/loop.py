@@ -22,15 +22,15 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax.utils import fields
-from specjax.utils import processes
 from specjax.models.transformer import default_dtype
 from specjax.training import checkpoints
 from specjax.training import layout as layout_lib
-from specjax.objectives import Objective
 from specjax.training.objective import Loss
+from specjax.training.objective import Objective
 from specjax.training.progress import Log
 from specjax.training.progress import Progress
+from specjax.utils import fields
+from specjax.utils import processes
 
 _CHECK_EVERY = 10  # steps between looks at the loss
 _DIVERGED = 10  # times the first loss, or times 1 where that is less

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 import tqdm
 
-from specjax.utils import processes
 from specjax.training.metrics import MetricsLog
+from specjax.utils import processes
 
 _LOG_EVERY = 10  # steps
 _APART = {"loss", "mean_loss", "epoch"}  # first in a line, in words

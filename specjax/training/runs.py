@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from specjax.training import optimizers
 from specjax.utils import files
 from specjax.utils import processes
-from specjax.training import optimizers
 
 MANIFEST = "run.json"
 _OWN = {"format", "steps"}  # of a manifest, not of the run

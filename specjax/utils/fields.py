@@ -51,3 +51,16 @@ def check_hashable(kind: str, part: Any) -> None:
         f"the {kind} {type(part).__name__} cannot be hashed ({e}), and a "
         "program is found by the hash of its parts; make it a dataclass with "
         "frozen=True, and its lists tuples") from None
+
+
+def check_divisible(name: str, value: int, size: int, axis: str) -> None:
+  """Checks that a mesh axis can split something into equal parts.
+
+  Raises:
+    ValueError: `value` is no multiple of `size`.
+  """
+  if value % size:
+    raise ValueError(
+        f"{name} is {value} and mesh axis {axis!r} has {size} devices; the "
+        f"axis splits {name}, so its size must divide {value}: use a smaller "
+        f"axis {axis!r} and give the other devices to the data axis")

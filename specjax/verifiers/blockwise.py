@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.types import Draft
 from specjax.types import LawByRow
+from specjax.utils import fields
 from specjax.verifiers import residual
 from specjax.verifiers.base import RuleByRows
 

@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.trees import topology
 from specjax.sampling import smallest_mass
+from specjax.trees import topology
 from specjax.types import Draft
 from specjax.verifiers import residual
 

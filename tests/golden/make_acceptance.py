@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from specjax import methods
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.training import evaluation
-from specjax import methods
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 

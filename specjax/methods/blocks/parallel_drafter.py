@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.utils import fields
+from specjax.caches.dense import KVCache
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import _expansion
 from specjax.methods import _features
 from specjax.methods import _growth
-from specjax.methods.blocks import _slot_trees
 from specjax.methods import stop_rules
-from specjax.caches.dense import KVCache
 from specjax.methods.blocks import _coupling
-from specjax.methods import ParallelHeads
-from specjax.models.transformer import check_divisible
+from specjax.methods.blocks import _slot_trees
+from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import Cache
@@ -36,6 +35,8 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
+from specjax.utils.fields import check_divisible
 
 
 @struct.dataclass
@@ -101,7 +102,7 @@ class BlockDrafter:
   def forecast(self, params: Any, state: DecodeState):
     """The hidden states `[B, K, D]` and logits `[B, K, Vd]` of every block."""
     hidden = self.heads.block(params["drafter"], params["target"],
-                              _common.roots(state), state.drafter.cache)
+                              steps.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
     return hidden, self.heads.logits(params["target"], hidden)
 
@@ -111,7 +112,7 @@ class BlockDrafter:
 
     The carry are the states of the Markov head at the nodes of a level.
     """
-    heads, own, roots = self.heads, params["drafter"], _common.roots(state)
+    heads, own, roots = self.heads, params["drafter"], steps.roots(state)
 
     def step(tokens, depths, ancestors, above, carry):
       del ancestors
@@ -180,7 +181,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
     proposal: how the children of a node are drawn, see `TreeLanguageModel`.
     transform: of the logits; None takes the decoder's. Any is sound, for q is
       reported as it was sampled from.
-    stop: one of `drafters.stop_rules`, for chains; None: all have K tokens.
+    stop: one of `methods.stop_rules`, for chains; None: all have K tokens.
     cache: the class of the draft layers' cache.
     target: the decoder fills it in.
   """
@@ -255,7 +256,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
       `(Draft, ParallelState)`, batched.
     """
     if self.num_nodes == 1:
-      return (_common.root_only(state, self.heads.vocab_size), state.drafter)
+      return (steps.root_only(state, self.heads.vocab_size), state.drafter)
     hidden, logits = self.forecast(params, state)
     step, carry, first = self.steps(params, state, hidden, logits)
     tokens, probs, _ = self.draw(step, carry, first, coins, state)
@@ -267,7 +268,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
 
   def _ended(self, params, state, hidden, tokens, probs):
     """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
-    own, roots = params["drafter"], _common.roots(state)
+    own, roots = params["drafter"], steps.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
     confidence = own["confidence"] if self.stop.has_params else None
@@ -344,11 +345,11 @@ class ParallelTree(BlockDrafter):
     hidden, logits = self.forecast(params, state)
     if not self._expands:
       draft = jax.vmap(self._best)(
-          _common.roots(state), self.heads.whole(logits))
+          steps.roots(state), self.heads.whole(logits))
       return draft, state.drafter
     step, carry, first = self.steps(params, state, hidden, logits)
     draft, _, _ = _expansion.expand(
-        step, carry, first, _common.roots(state), transform=self.transform,
+        step, carry, first, steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, state.drafter
 

@@ -26,18 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.caches.dense import KVCache
+from specjax.methods import networks
+from specjax.methods.blocks import _coupling
+from specjax.methods.networks import Params
 from specjax.models import layers as layers_lib
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.features import check_ids
-from specjax.methods import networks
-from specjax.methods.blocks import _coupling
-from specjax.methods.networks import Params
 from specjax.models.transformer import Transformer
 from specjax.types import Cache
 from specjax.types import ModelFn
+from specjax.utils import fields
 
 _CONFIDENCE = ("none", "hidden", "markov")
 _TAPS = 3

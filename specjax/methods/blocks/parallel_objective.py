@@ -17,19 +17,19 @@ import numpy as np
 import optax
 
 from specjax.caches.dense import BlockCache
-from specjax.methods import ParallelHeads
+from specjax.methods import _unrolled
+from specjax.methods.blocks import _masks
+from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.networks import check_sizes_match
 from specjax.models.transformer import Transformer
-from specjax.methods.blocks import _masks
 from specjax.training import divergences
-from specjax.methods import _unrolled
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
 
 POSITION_WEIGHTS = ("decay", "dpace")
 

@@ -1,12 +1,8 @@
 """The method that trains a network which forecasts a whole block."""
 
-from specjax import strategies
-from specjax import methods as heads_lib
-from specjax.strategies import Strategy
-from specjax.methods.strategy import BLOCK
-from specjax.methods.strategy import TOKEN
-from specjax.methods.strategy import TRAVERSAL
-from specjax import objectives
+from specjax.methods.blocks import parallel_network
+from specjax.methods.blocks import parallel_objective
+from specjax.methods.blocks import strategies
 from specjax.methods.records import CUTS
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
@@ -15,6 +11,10 @@ from specjax.methods.records import Option
 from specjax.methods.records import RECURSIVE
 from specjax.methods.records import suited
 from specjax.methods.records import TAPS
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.types import Verifier
 
 _SHORT = 4  # tokens of a shorter chain, as many as other methods draft
@@ -48,16 +48,16 @@ def _parallel_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 PARALLEL = Method(
-    name="parallel", heads=heads_lib.ParallelHeads,
+    name="parallel", heads=parallel_network.ParallelHeads,
     learning_rate=LearningRate(
         bundled=2e-3, published=6e-4, size=4e9,
         source="DSpark configurations of DeepSpec"),
     objective=lambda target, heads, anchors, position_weights, position_decay,
-        ce_share, confidence_weight: objectives.Parallel(
+        ce_share, confidence_weight: parallel_objective.Parallel(
             model=target, heads=heads, anchors=anchors,
             position_weights=position_weights, position_decay=position_decay,
             ce_share=ce_share, confidence_weight=confidence_weight),
-    measure=lambda target, heads: objectives.Parallel(
+    measure=lambda target, heads: parallel_objective.Parallel(
         model=target, heads=heads, anchors=CUTS),
     chain=lambda heads: strategies.parallel(
         heads, proposal="top_k", verifier=TOKEN),

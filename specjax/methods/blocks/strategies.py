@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
 from specjax import verifiers
 from specjax.methods import stop_rules
-from specjax.methods import ParallelHeads
+from specjax.methods.blocks.parallel_drafter import Parallel
+from specjax.methods.blocks.parallel_drafter import ParallelTree
+from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.types import Verifier
@@ -21,8 +22,8 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
   ones, and DFlash (arXiv:2602.06036) none. They are published with chains and
   token verification.
 
-  >>> from specjax.models import heads
-  >>> own = heads.ParallelHeads(
+  >>> from specjax import methods
+  >>> own = methods.ParallelHeads(
   ...     width=8, vocab_size=7, layers=1, heads=1, kv_heads=1, head_dim=8,
   ...     mlp_width=8, context_length=64, block_size=3, taps=(1,))
   >>> parallel(own).drafter.parents, parallel(own).verifier
@@ -34,12 +35,12 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
     parents: N entries, a tree with its root, in place of the chain.
     proposal: how the children of a node are drawn, see `drafters.Parallel`.
     verifier: a rule for these drafts.
-    stop: one of `drafters.stop_rules`, for a chain.
+    stop: one of `methods.stop_rules`, for a chain.
   """
   if parents is None:
     most = heads.num_forecasts
     parents = range(-1, most if gamma is None else min(gamma, most))
-  return Strategy(drafters.Parallel(
+  return Strategy(Parallel(
       heads=heads, parents=tuple(parents), proposal=proposal, stop=stop),
       verifier)
 
@@ -49,8 +50,8 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
 
   DDTree (arXiv:2604.12989): without a Markov head, the best tree of the laws.
 
-  >>> from specjax.models import heads
-  >>> own = heads.ParallelHeads(
+  >>> from specjax import methods
+  >>> own = methods.ParallelHeads(
   ...     width=8, vocab_size=7, layers=1, heads=1, kv_heads=1, head_dim=8,
   ...     mlp_width=8, context_length=64, block_size=3, taps=(1,))
   >>> ddtree(own, num_nodes=12).verifier
@@ -60,6 +61,6 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
     heads: of the target.
     num_nodes: N, the root included.
   """
-  drafter = drafters.ParallelTree(
+  drafter = ParallelTree(
       heads=heads, num_nodes=num_nodes, top_k=min(10, heads.draft_size))
   return Strategy(drafter, verifiers.TargetWalk())

@@ -28,14 +28,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.utils import fields
-from specjax.decoding import rounds
-from specjax.decoding import rows
 from specjax import sampling
 from specjax import verifiers
+from specjax.decoding import rounds
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
-from specjax.decoding.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -45,6 +44,8 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 from specjax.types import Verifier
+from specjax.utils import fields
+from specjax.utils import rows
 
 _NO_TOKEN = -1  # no id ends an inner text: the target decides where it ends
 
@@ -138,7 +139,7 @@ class Cascade:
           "written before the cascade's own rounds are over; put the cascade "
           f"inside, as the drafter of the {type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
-    _common.check_slack(self.model, self.gamma + _following.PASS)
+    steps.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
     drafter = interfaces.follow(
         interfaces.bind(self.drafter, self.model, bound.transform))
@@ -217,7 +218,7 @@ class Cascade:
       probs = jnp.concatenate(
           [probs, tail.probs[:, 1:].astype(probs.dtype)], axis=1)
       inner = inner.replace(drafter=drafter)
-    draft = jax.vmap(Draft.chain)(_common.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
     return draft, inner.replace(
         keys=None, context=None, verifier=before.verifier,
         constraints=before.constraints)

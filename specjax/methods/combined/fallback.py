@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.interfaces import checks
 from specjax import interfaces
-from specjax.utils import fields
-from specjax.methods import _common
+from specjax.decoding import steps
+from specjax.interfaces import checks
 from specjax.methods import _parts
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,14 +148,14 @@ class Fallback(_parts.Parts):
         f"the state that {type(self.second).__name__}.propose returned", own,
         state.drafter[1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    other, second = _common.once(
+    other, second = steps.once(
         jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
     pick = lambda mine, others: jnp.where(
         lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
     draft = jax.tree.map(
         pick, self._padded(draft), self._padded(other))
     return draft.replace(
-        tokens=draft.tokens.at[:, 0].set(_common.roots(state)),
+        tokens=draft.tokens.at[:, 0].set(steps.roots(state)),
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
   def _padded(self, draft):

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
-from specjax.models.cache_views import CacheView
+from specjax.methods.combined.cascade import Cascade
+from specjax.methods.combined.fallback import Fallback
+from specjax.methods.combined.merge import Merge
+from specjax.methods.self_speculation.hierarchy import Hierarchy
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
+from specjax.models.cache_views import CacheView
 from specjax.types import Drafter
 from specjax.types import ModelFn
 from specjax.types import Verifier
@@ -25,7 +28,7 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
   >>> import jax
   >>> import specjax as sj
   >>> small = sj.testing.MarkovModel(7)
-  >>> tiny = drafters.LanguageModel(model=small, gamma=3)
+  >>> tiny = LanguageModel(model=small, gamma=3)
   >>> table = small.init(jax.random.key(0))
   >>> decoder = sj.Decoder(
   ...     target=small, **cascade(small, tiny, gamma=8)._asdict())
@@ -45,7 +48,7 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
     tail: whether the inner drafter drafts on after these tokens, as in the
       horizontal cascade of CS Drafting.
   """
-  return Strategy(drafters.Cascade(
+  return Strategy(Cascade(
       model=model, drafter=drafter, gamma=gamma, verifier=inner, tail=tail),
       verifier)
 
@@ -59,7 +62,7 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
 
   >>> from specjax import cache_views, testing
-  >>> tiny = drafters.LanguageModel(model=testing.MarkovModel(7), gamma=1)
+  >>> tiny = LanguageModel(model=testing.MarkovModel(7), gamma=1)
   >>> view = cache_views.Retrieved(budget=4096, chunk=8)
   >>> triforce(view, tiny, gamma=6).drafter.num_nodes
   7
@@ -72,7 +75,7 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
     inner: the rule between the two, lossless.
     verifier: a rule for chains.
   """
-  return Strategy(drafters.Hierarchy(
+  return Strategy(Hierarchy(
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)
 
 
@@ -84,8 +87,8 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
   et al. 2024, arXiv:2411.10666) fall back to a trained drafter.
 
   >>> from specjax.testing import MarkovModel
-  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
-  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> short = LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = LanguageModel(model=MarkovModel(7), gamma=5)
   >>> fallback(short, long).drafter.num_nodes
   6
 
@@ -94,7 +97,7 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
     second: the other one.
     verifier: a rule that is exact for both.
   """
-  return Strategy(drafters.Fallback(first=first, second=second), verifier)
+  return Strategy(Fallback(first=first, second=second), verifier)
 
 
 def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
@@ -105,8 +108,8 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
   any kind.
 
   >>> from specjax.testing import MarkovModel
-  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
-  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> short = LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = LanguageModel(model=MarkovModel(7), gamma=5)
   >>> merged((long, short)).drafter.num_nodes
   8
 
@@ -114,4 +117,4 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
     members: the drafters, in the order in which their drafts are tried.
     verifier: a rule for trees.
   """
-  return Strategy(drafters.Merge(drafters=tuple(members)), verifier)
+  return Strategy(Merge(drafters=tuple(members)), verifier)

@@ -1,8 +1,10 @@
 """Methods whose drafts are a chain of a small language model."""
 
-from specjax import drafters
 from specjax import verifiers
 from specjax.methods import stop_rules
+from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.draft_models.online import Online
+from specjax.methods.model_free.empty import Empty
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
 from specjax.methods.strategy import Strategy
@@ -16,7 +18,7 @@ def autoregressive() -> Strategy:
   >>> autoregressive().drafter.num_nodes  # the root alone
   1
   """
-  return Strategy(drafters.Empty(), verifiers.Token())
+  return Strategy(Empty(), verifiers.Token())
 
 
 def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
@@ -33,7 +35,7 @@ def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
     model: the small language model, over the target's vocabulary.
     gamma: drafted tokens of a round; 0 drafts nothing.
   """
-  return Strategy(drafters.LanguageModel(model=model, gamma=gamma),
+  return Strategy(LanguageModel(model=model, gamma=gamma),
                   verifiers.Token())
 
 
@@ -59,10 +61,10 @@ def early_stopping(model: ModelFn, gamma: int,
   """The same chain, ended early where a rule expects a rejection.
 
   Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; the others
-  are in `drafters.stop_rules`.
+  are in `methods.stop_rules`.
 
   >>> from specjax import testing
-  >>> rule = drafters.stop_rules.Confidence(threshold=0.4)
+  >>> rule = stop_rules.Confidence(threshold=0.4)
   >>> drafter, _ = early_stopping(testing.MarkovModel(7), gamma=4, stop=rule)
   >>> drafter.stop.threshold, drafter.autoregressive
   (0.4, False)
@@ -73,7 +75,7 @@ def early_stopping(model: ModelFn, gamma: int,
     stop: the rule.
     verifier: a rule for chains whose drafter need not be autoregressive.
   """
-  return Strategy(drafters.LanguageModel(model=model, gamma=gamma, stop=stop),
+  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
                   verifier)
 
 
@@ -114,6 +116,6 @@ def online(model: ModelFn, gamma: int, learning_rate: float = 1e-3,
     positions: where it learns, see `drafters.Online`.
     verifier: a rule for chains whose drafter need not be autoregressive.
   """
-  return Strategy(drafters.Online(
+  return Strategy(Online(
       model=model, gamma=gamma, learning_rate=learning_rate,
       positions=positions), verifier)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _expansion
-from specjax.decoding.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -117,7 +118,7 @@ class DynamicTree(_expansion.ExpandedTree):
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
     draft, slots, (cache, _) = _expansion.expand(
-        step, carry, logits, _common.roots(state), transform=self.transform,
+        step, carry, logits, steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 

@@ -13,23 +13,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import interfaces
-from specjax.utils import fields
-from specjax.trees import topology
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
-from specjax.methods import stop_rules
 from specjax.methods import _until
-from specjax.decoding.prefill import read_prompt
+from specjax.methods import stop_rules
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 @struct.dataclass
@@ -62,7 +63,7 @@ class LanguageModel(_common.DrawnChain):
     gamma: drafted tokens of a round, at least 0.
     transform: of the model's logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
-    stop: one of `drafters.stop_rules`; None: all chains have gamma tokens. If
+    stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters, `params["drafter"]` is `{"model": parameters of
       the model, "stop": the rule's}`.
   """
@@ -99,7 +100,7 @@ class LanguageModel(_common.DrawnChain):
         little slack.
     """
     _common.check_vocabulary(self.model, target)
-    _common.check_slack(self.model, self.gamma + 2)
+    steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def follow(self) -> _following.Following:
@@ -135,7 +136,7 @@ class LanguageModel(_common.DrawnChain):
       cache, which holds it.
     """
     if self.gamma == 0:
-      return _common.root_only(state, self.model.vocab_size), state.drafter
+      return steps.root_only(state, self.model.vocab_size), state.drafter
     if self.stop is not None:
       return self._propose_until(params, coins, state)
     params = params["drafter"]
@@ -166,7 +167,7 @@ class LanguageModel(_common.DrawnChain):
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0], *drawn), None
 
-    tokens = jnp.pad(_common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
                       jnp.promote_types(logits.dtype, jnp.float32))
     (cache, logits, *drawn), _ = jax.lax.scan(

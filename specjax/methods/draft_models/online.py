@@ -27,19 +27,20 @@ import jax.numpy as jnp
 import optax
 
 from specjax import interfaces
-from specjax.utils import fields
-from specjax.trees import topology
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.models.around import AroundModel
-from specjax.decoding.prefill import read_prompt
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 POSITIONS = ("rejected", "path", "all")
 
@@ -169,7 +170,7 @@ class Online(_common.DrawnChain):
         little slack.
     """
     _common.check_vocabulary(self.model, target)
-    _common.check_slack(self.model, self.gamma + 2)
+    steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
-from specjax.trees import topology
-from specjax.trees import shapes
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _growth
-from specjax.decoding.prefill import read_prompt
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -159,7 +160,7 @@ class Paths:
 
     parents = jax.vmap(topology.prefix_tree)(tokens.swapaxes(1, 2))
     draft = jax.vmap(Draft.tree)(
-        _common.roots(state), parents, tokens.reshape(batch, -1),
+        steps.roots(state), parents, tokens.reshape(batch, -1),
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 

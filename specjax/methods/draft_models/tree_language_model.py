@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
+from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _growth
-from specjax.decoding.prefill import read_prompt
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -91,7 +92,7 @@ class TreeLanguageModel(_growth.StaticTree):
       `(Draft, cache)`, batched.
     """
     if self.num_nodes == 1:
-      return _common.root_only(state, self.model.vocab_size), state.drafter
+      return steps.root_only(state, self.model.vocab_size), state.drafter
 
     params = params["drafter"]
     logits, cache = _common.feed_last(

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
-from specjax.trees import shapes
 from specjax import verifiers
+from specjax.methods.draft_models.dynamic_tree import DynamicTree
+from specjax.methods.draft_models.paths import Paths
+from specjax.methods.draft_models.tree_language_model import TreeLanguageModel
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
+from specjax.trees import shapes
 from specjax.types import ModelFn
 
 
@@ -45,7 +47,7 @@ def merged_specinfer(models: Sequence[ModelFn], length: int,
     num_paths: of all models together, which take turns; None: one each.
   """
   models = tuple(models)
-  paths = drafters.Paths(
+  paths = Paths(
       models=models, num_paths=num_paths or len(models), length=length)
   return Strategy(paths, verifiers.Recursive())
 
@@ -171,11 +173,11 @@ def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
     num_nodes: N, the root included.
   """
   return Strategy(
-      drafters.DynamicTree(model=model, depth=depth, top_k=top_k,
+      DynamicTree(model=model, depth=depth, top_k=top_k,
                            num_nodes=num_nodes), verifiers.TargetWalk())
 
 
 def _tree(model, parents, proposal, verifier):
-  drafter = drafters.TreeLanguageModel(
+  drafter = TreeLanguageModel(
       model=model, parents=tuple(parents), proposal=proposal)
   return Strategy(drafter, verifier)

@@ -11,8 +11,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.trees import topology
 from specjax.methods import _features
+from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt

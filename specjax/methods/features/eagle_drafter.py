@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from specjax.utils import fields
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _features
 from specjax.methods import _growth
-from specjax.methods import stop_rules
 from specjax.methods import _until
+from specjax.methods import stop_rules
 from specjax.methods._features import FeatureState
-from specjax.methods import FeatureHeads
+from specjax.methods.features.network import FeatureHeads
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -27,6 +27,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 class FeatureDrafter(_features.LayerDrafter):
@@ -79,7 +80,7 @@ class FeatureDrafter(_features.LayerDrafter):
       `(Draft, FeatureState)`, batched.
     """
     if self.num_nodes == 1:
-      return _common.root_only(state, self.heads.vocab_size), state.drafter
+      return steps.root_only(state, self.heads.vocab_size), state.drafter
     step, carry, logits = _features.growing(self.heads, params, state.drafter)
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, carry, logits)
@@ -103,7 +104,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     gamma: drafted tokens of a round, at least 0.
     transform: of the layer's logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
-    stop: one of `drafters.stop_rules`, which is shown what the layer returned
+    stop: one of `methods.stop_rules`, which is shown what the layer returned
       as hidden states; None: all chains have gamma tokens. If the rule has
       parameters, `params["drafter"]` is `{"model": parameters of the layer,
       "stop": the rule's}`.
@@ -172,7 +173,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     tokens, probs, _ = _growth.grow(
         step, carry, logits, coins, parents,
         _children.drawer("iid", self.transform, state.temperature))
-    return jax.vmap(Draft.chain)(_common.roots(state), tokens, probs)
+    return jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax.methods import _unrolled
+from specjax.methods.features.network import FeatureHeads
 from specjax.models import layers
 from specjax.models.configuration import FINAL
-from specjax.methods import FeatureHeads
 from specjax.models.transformer import Transformer
-from specjax.methods import _unrolled
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
@@ -104,7 +104,7 @@ class Eagle1(_Unrolled):
 
   Attributes:
     model: the target.
-    heads: `models.heads.Eagle1Heads`, or others whose state is a feature.
+    heads: `methods.Eagle1Heads`, or others whose state is a feature.
     noise: 0.2 in the paper.
     law_weight: w, 0.1 in the paper.
   """
@@ -155,7 +155,7 @@ class Eagle3(_Unrolled):
 
   Attributes:
     model: the target.
-    heads: `models.heads.Eagle3Heads`, or others with one module.
+    heads: `methods.Eagle3Heads`, or others with one module.
     decay: of the steps' weights, 0.8 in the published code.
     normalizer: what a step's sum is divided by: "rows", the weights of all
       places of all rows (SafeAILab/EAGLE), or "mask", of the places that count

@@ -6,18 +6,19 @@ certainty. Drawn ones may follow the confidence as well, see `drawn_trees`.
 
 import dataclasses
 
-from specjax.utils import fields
 from specjax import sampling
+from specjax.decoding import steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _drawn_trees
 from specjax.methods import _expansion
 from specjax.methods.features.eagle_drafter import FeatureDrafter
-from specjax.methods import FeatureHeads
+from specjax.methods.features.network import FeatureHeads
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class DynamicEagle(_expansion.ExpandedTree, FeatureDrafter):
     """The batch of drafts; arguments as `expansion.expand` takes them."""
     del coins
     return _expansion.expand(
-        step, carry, logits, _common.roots(state), transform=self.transform,
+        step, carry, logits, steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)[0]
 
 
@@ -120,7 +121,7 @@ class SampledEagle(FeatureDrafter):
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `drawn_trees.grow` takes them."""
     return _drawn_trees.grow(
-        step, carry, logits, coins, _common.roots(state),
+        step, carry, logits, coins, steps.roots(state),
         _children.drawer(self.proposal, self.transform, state.temperature),
         confidence=self.confidence, depth=self.depth, expanded=self.expanded,
         children=self.children)[0]

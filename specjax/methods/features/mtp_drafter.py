@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import _features
 from specjax.methods import _growth
 from specjax.methods.features import _modules
-from specjax.methods import FeatureHeads
+from specjax.methods.features.network import FeatureHeads
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
     new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
-        _common.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
+        steps.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
     return _features.known_only(draft, own.held > 0), new
 
 

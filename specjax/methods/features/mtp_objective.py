@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import FeatureHeads
-from specjax.models.transformer import Transformer
 from specjax.methods import _unrolled
+from specjax.methods.features.network import FeatureHeads
+from specjax.models.transformer import Transformer
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class MTP:
 
   Attributes:
     model: the target.
-    heads: `models.heads.MTPHeads`, or others that draft all of its tokens.
+    heads: `methods.MTPHeads`, or others that draft all of its tokens.
     decay: 0.6 in the paper.
   """
 

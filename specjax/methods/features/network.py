@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.caches.dense import KVCache
+from specjax.methods import networks
 from specjax.methods.features import _layer
+from specjax.methods.features._layer import Keys
+from specjax.methods.networks import lm_head
+from specjax.methods.networks import Params
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
-from specjax.methods.features._layer import Keys
 from specjax.models.features import FeatureConfig
-from specjax.methods import networks
-from specjax.methods.networks import lm_head
-from specjax.methods.networks import Params
 from specjax.models.transformer import Transformer
 from specjax.types import ModelFn
 

@@ -2,17 +2,14 @@
 
 import dataclasses
 
-from specjax import drafters
-from specjax import strategies
 from specjax import verifiers
 from specjax.methods import _drawn_trees
 from specjax.methods import _expansion
-from specjax import methods as heads_lib
-from specjax.strategies import Strategy
-from specjax.methods.strategy import BLOCK
-from specjax.methods.strategy import TOKEN
-from specjax.methods.strategy import TRAVERSAL
-from specjax import objectives
+from specjax.methods.features import eagle_objective
+from specjax.methods.features import eagle_trees
+from specjax.methods.features import mtp_objective
+from specjax.methods.features import network
+from specjax.methods.features import strategies
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import MLP_WIDTH
@@ -20,6 +17,10 @@ from specjax.methods.records import Option
 from specjax.methods.records import RECURSIVE
 from specjax.methods.records import suited
 from specjax.methods.records import TAPS
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.types import Verifier
 
 _FEED_NORMED = Option(
@@ -63,10 +64,10 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   if not heads.reuse:
     return found
   top_k, drawn = (min(x, heads.draft_size) for x in (_TOP_K, _DRAWN))
-  dynamic = drafters.DynamicEagle(
+  dynamic = eagle_trees.DynamicEagle(
       heads=heads, depth=depth, top_k=top_k,
       num_nodes=min(len(tree), _expansion.most_nodes(depth, top_k)))
-  sampled = drafters.SampledEagle(
+  sampled = eagle_trees.SampledEagle(
       heads=heads, depth=depth, children=drawn,
       expanded=_drawn_trees.most_expanded(len(tree), depth, drawn))
   return found | {
@@ -76,13 +77,13 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 EAGLE_1 = Method(
-    name="eagle1", heads=heads_lib.Eagle1Heads,
+    name="eagle1", heads=network.Eagle1Heads,
     learning_rate=LearningRate(
         bundled=2e-3, published=5e-5, size=8e9,
         source="main_deepspeed.py of the EAGLE repository"),
-    objective=lambda target, heads, noise, law_weight: objectives.Eagle1(
+    objective=lambda target, heads, noise, law_weight: eagle_objective.Eagle1(
         model=target, heads=heads, noise=noise, law_weight=law_weight),
-    measure=lambda target, heads: objectives.Eagle1(model=target, heads=heads),
+    measure=lambda target, heads: eagle_objective.Eagle1(model=target, heads=heads),
     chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
     head_options=(MLP_WIDTH, Option(
         "fusion_norms", False, "eagle1: normalise the token embedding and "
@@ -95,15 +96,15 @@ EAGLE_1 = Method(
                "the target's distribution; the feature loss has weight 1")))
 
 EAGLE_3 = dataclasses.replace(
-    EAGLE_1, name="eagle3", heads=heads_lib.Eagle3Heads,
+    EAGLE_1, name="eagle3", heads=network.Eagle3Heads,
     learning_rate=LearningRate(
         bundled=2e-3, published=1e-4, size=8e9,
         source="EAGLE-3 configurations of SpecForge"),
     objective=lambda target, heads, step_decay, normalizer, drop_outside:
-        objectives.Eagle3(
+        eagle_objective.Eagle3(
             model=target, heads=heads, decay=step_decay, normalizer=normalizer,
             drop_outside=drop_outside),
-    measure=lambda target, heads: objectives.Eagle3(model=target, heads=heads),
+    measure=lambda target, heads: eagle_objective.Eagle3(model=target, heads=heads),
     head_options=(MLP_WIDTH, TAPS, _FEED_NORMED),
     options=(
         Option("step_decay", 0.8, "eagle3: factor by which the loss weight "
@@ -116,13 +117,13 @@ EAGLE_3 = dataclasses.replace(
                "vocabulary")))
 
 MTP = dataclasses.replace(
-    EAGLE_1, name="mtp", heads=heads_lib.MTPHeads,
+    EAGLE_1, name="mtp", heads=network.MTPHeads,
     learning_rate=LearningRate(
         bundled=2e-3, published=5e-5,
         source="sft.sh of the FastMTP repository"),
-    objective=lambda target, heads, depth_decay: objectives.MTP(
+    objective=lambda target, heads, depth_decay: mtp_objective.MTP(
         model=target, heads=heads, decay=depth_decay),
-    measure=lambda target, heads: objectives.MTP(model=target, heads=heads),
+    measure=lambda target, heads: mtp_objective.MTP(model=target, heads=heads),
     head_options=(
         MLP_WIDTH, TAPS, _FEED_NORMED,
         Option("reuse", False, "mtp: train one module that is applied again to "
@@ -134,5 +135,5 @@ MTP = dataclasses.replace(
                     "falls from one draft token to the next"),))
 
 PARALLEL_LAYERS = dataclasses.replace(
-    MTP, name="parallel_layers", heads=heads_lib.ParallelLayers,
+    MTP, name="parallel_layers", heads=network.ParallelLayers,
     head_options=(MLP_WIDTH,))

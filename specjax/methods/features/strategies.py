@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
 from specjax import verifiers
-from specjax.methods import FeatureHeads
+from specjax.methods.features.eagle_drafter import Eagle
+from specjax.methods.features.eagle_drafter import EagleChain
+from specjax.methods.features.eagle_trees import DynamicEagle
+from specjax.methods.features.eagle_trees import SampledEagle
+from specjax.methods.features.mtp_drafter import MTP
+from specjax.methods.features.mtp_drafter import MTPTree
+from specjax.methods.features.network import FeatureHeads
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -21,9 +26,9 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
 
   >>> import jax
   >>> import specjax as sj
-  >>> from specjax.models import heads
+  >>> from specjax import methods
   >>> pair = sj.testing.tiny_pair(5)
-  >>> own = heads.Eagle3Heads.for_target(pair.target, 4, taps=(0, 1))
+  >>> own = methods.Eagle3Heads.for_target(pair.target, 4, taps=(0, 1))
   >>> given = pair.params["target"]
   >>> target, params = own.attach(
   ...     pair.target, given, own.init(jax.random.key(0), given))
@@ -43,9 +48,9 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
       and the target's walk through a certain one.
   """
   if parents is None:
-    drafter = drafters.EagleChain(heads=heads, gamma=heads.num_forecasts)
+    drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
     return Strategy(drafter, verifier or BLOCK)
-  return _tree(drafters.Eagle(
+  return _tree(Eagle(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
 
 
@@ -56,8 +61,8 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   EAGLE-2 (Li et al. 2024, arXiv:2406.16858), and EAGLE-3 as it is served.
 
   >>> from specjax import testing
-  >>> from specjax.models import heads
-  >>> own = heads.Eagle1Heads.for_target(testing.tiny_pair(5).target, 4)
+  >>> from specjax import methods
+  >>> own = methods.Eagle1Heads.for_target(testing.tiny_pair(5).target, 4)
   >>> eagle_dynamic(own, depth=3, top_k=2, num_nodes=7).verifier
   TargetWalk()
 
@@ -67,7 +72,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
     top_k: nodes expanded of a level, and children of each.
     num_nodes: N, the root included.
   """
-  return Strategy(drafters.DynamicEagle(
+  return Strategy(DynamicEagle(
       heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
       verifiers.TargetWalk())
 
@@ -80,8 +85,8 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
   score and never dropped by it, so that rules for sampled trees are exact.
 
   >>> from specjax import testing
-  >>> from specjax.models import heads
-  >>> own = heads.Eagle1Heads.for_target(testing.tiny_pair(5).target, 4)
+  >>> from specjax import methods
+  >>> own = methods.Eagle1Heads.for_target(testing.tiny_pair(5).target, 4)
   >>> eagle_sampled(own, depth=3, expanded=2, children=2).drafter.num_nodes
   11
 
@@ -92,7 +97,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
     children: of each, and of the root.
     verifier: a rule for drawn trees.
   """
-  return Strategy(drafters.SampledEagle(
+  return Strategy(SampledEagle(
       heads=heads, depth=depth, expanded=expanded, children=children), verifier)
 
 
@@ -107,14 +112,14 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   arXiv:2509.18362) drafts as EAGLE does.
 
   >>> from specjax import testing
-  >>> from specjax.models import heads
+  >>> from specjax import methods
   >>> target = testing.tiny_pair(5).target
-  >>> mtp(heads.MTPHeads.for_target(target, 3)).drafter.gamma
+  >>> mtp(methods.MTPHeads.for_target(target, 3)).drafter.gamma
   3
-  >>> again = heads.MTPHeads.for_target(target, 3, reuse=True)
+  >>> again = methods.MTPHeads.for_target(target, 3, reuse=True)
   >>> mtp(again).drafter.num_nodes
   4
-  >>> mtp(heads.MTPHeads.for_target(target, 3), parents=(-1, 0, 0, 1)).verifier
+  >>> mtp(methods.MTPHeads.for_target(target, 3), parents=(-1, 0, 0, 1)).verifier
   Traversal()
 
   Args:
@@ -134,14 +139,14 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     raise ValueError(f"gamma is {gamma} and parents is given as well; a tree "
                      "has its own depth: give one of the two")
   if parents is not None:
-    kind = drafters.Eagle if heads.reuse else drafters.MTPTree
+    kind = Eagle if heads.reuse else MTPTree
     return _tree(kind(heads=heads, parents=tuple(parents), proposal=proposal),
                  verifier)
   if heads.reuse:
     gamma = heads.num_forecasts if gamma is None else gamma
     return Strategy(
-        drafters.EagleChain(heads=heads, gamma=gamma), verifier or BLOCK)
-  return Strategy(drafters.MTP(heads=heads, gamma=gamma), verifier or BLOCK)
+        EagleChain(heads=heads, gamma=gamma), verifier or BLOCK)
+  return Strategy(MTP(heads=heads, gamma=gamma), verifier or BLOCK)
 
 
 def _tree(drafter, verifier: Verifier | None) -> Strategy:

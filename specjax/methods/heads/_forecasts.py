@@ -16,11 +16,12 @@ import numpy as np
 
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _growth
-from specjax.methods import check_fits
-from specjax.methods import lm_head
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import lm_head
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -141,7 +142,7 @@ class HeadsDrafter(_growth.StaticTree):
     """
     forecast = state.drafter
     if self.num_nodes == 1:
-      return _common.root_only(state, self.heads.vocab_size), forecast
+      return steps.root_only(state, self.heads.vocab_size), forecast
     used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     if self.transform.constraints:

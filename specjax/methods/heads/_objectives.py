@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.methods.networks import HiddenStateHeads
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
-from specjax.training.next_token import cross_entropy
 
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,

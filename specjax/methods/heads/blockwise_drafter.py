@@ -5,11 +5,11 @@ Stern et al. 2018 (arXiv:1811.03115).
 
 import dataclasses
 
-from specjax.utils import fields
 from specjax.methods.heads import _forecasts
-from specjax.methods import BlockwiseHeads
-from specjax.methods import MedusaHeads
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.heads.medusa_network import MedusaHeads
 from specjax.sampling import LogitsTransform
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

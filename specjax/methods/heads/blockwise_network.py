@@ -6,9 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.methods import networks
 from specjax.methods.networks import Params
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import BlockwiseHeads
-from specjax.methods import check_fits
-from specjax.methods import lm_head
-from specjax.models.transformer import Transformer
 from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import lm_head
+from specjax.models.transformer import Transformer
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

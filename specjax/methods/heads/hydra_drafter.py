@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.methods import _common
+from specjax.decoding import steps
 from specjax.methods.heads import _forecasts
-from specjax.methods import HydraHeads
+from specjax.methods.heads.hydra_network import HydraHeads
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -54,9 +54,9 @@ class Hydra(_forecasts.HeadsDrafter):
     Returns:
       `(Draft, Forecast)`, batched.
     """
-    forecast, roots = state.drafter, _common.roots(state)
+    forecast, roots = state.drafter, steps.roots(state)
     if self.num_nodes == 1:
-      return _common.root_only(state, self.heads.vocab_size), forecast
+      return steps.root_only(state, self.heads.vocab_size), forecast
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):

@@ -8,10 +8,10 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.methods import networks
 from specjax.methods.networks import Params
 from specjax.models.transformer import Transformer
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

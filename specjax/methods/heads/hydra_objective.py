@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import check_fits
-from specjax.methods import HydraHeads
-from specjax.models.transformer import Transformer
 from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads.hydra_network import HydraHeads
+from specjax.methods.networks import check_fits
+from specjax.models.transformer import Transformer
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params

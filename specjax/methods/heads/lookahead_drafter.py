@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.trees import topology
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods.heads import _forecasts
-from specjax.methods import LookaheadEmbeddings
+from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
 from specjax.models.transformer import Transformer
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -33,7 +34,7 @@ class Lookahead:
 
   Look-ahead token k, read k positions after t, has the law of token t + 1 + k
   whatever token t + 1 is. The decoder's target must hold the embeddings, see
-  `models.heads.with_lookahead`; `params["drafter"]` is unused and may be ().
+  `methods.with_lookahead`; `params["drafter"]` is unused and may be ().
 
   As published, a round has two passes. The first reads the root and its
   look-ahead tokens; it draws token 1 from the target's own law, which is as
@@ -96,7 +97,7 @@ class Lookahead:
       raise ValueError(
           f"the target has {has[0]} look-ahead tokens of width {has[1]} and "
           f"the drafter {wants[0]} of width {wants[1]}; make the target, and "
-          "its parameters, by models.heads.with_lookahead")
+          "its parameters, by methods.with_lookahead")
     return _common.with_transform(
         self, transform, target=target, target_transform=transform)
 
@@ -123,7 +124,7 @@ class Lookahead:
     Returns:
       `(Draft, drafter state)`, batched.
     """
-    roots = _common.roots(state)
+    roots = steps.roots(state)
     rows = (coins, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
@@ -141,7 +142,7 @@ class Lookahead:
     # same committed tokens.
     return self.target(
         params["target"],
-        jnp.concatenate([_common.roots(state)[:, None], ids], axis=1),
+        jnp.concatenate([steps.roots(state)[:, None], ids], axis=1),
         *topology.causal(batch, size), state.target_cache).logits
 
   @property

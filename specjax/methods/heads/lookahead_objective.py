@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.trees import topology
 from specjax.caches.dense import BlockCache
-from specjax.methods import check_fits
-from specjax.methods import LookaheadEmbeddings
-from specjax.methods import with_lookahead
+from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
+from specjax.methods.heads.lookahead_network import with_lookahead
+from specjax.methods.networks import check_fits
 from specjax.models.transformer import Transformer
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
+from specjax.trees import topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

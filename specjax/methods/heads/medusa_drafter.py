@@ -6,8 +6,8 @@ Cai et al. 2024 (arXiv:2401.10774, sections 2.1.1 and 2.1.2).
 import dataclasses
 
 from specjax.methods.heads import _forecasts
-from specjax.methods import BlockwiseHeads
-from specjax.methods import MedusaHeads
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.heads.medusa_network import MedusaHeads
 from specjax.sampling import LogitsTransform
 
 

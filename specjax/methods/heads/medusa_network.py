@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.methods import networks
 from specjax.methods.networks import Params
+from specjax.utils import fields
 
 _OUTPUTS = ("own", "low_rank", "shared")
 

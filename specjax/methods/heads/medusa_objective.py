@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import check_fits
-from specjax.methods import lm_head
-from specjax.methods import MedusaHeads
-from specjax.models.transformer import Transformer
 from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads.medusa_network import MedusaHeads
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import lm_head
+from specjax.models.transformer import Transformer
+from specjax.training.next_token import cross_entropy
+from specjax.training.next_token import kl_divergence
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
-from specjax.training.next_token import kl_divergence
 
 _RAMPS = {
     "sine": lambda progress: jnp.sin(jnp.pi / 2 * progress),

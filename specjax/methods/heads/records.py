@@ -4,15 +4,17 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 
-from specjax import strategies
 from specjax import verifiers
-from specjax import methods as heads_lib
-from specjax.methods import Heads
-from specjax.strategies import Strategy
-from specjax.methods.strategy import BLOCK
-from specjax.methods.strategy import TOKEN
-from specjax.methods.strategy import TRAVERSAL
-from specjax import objectives
+from specjax.methods.heads import blockwise_network
+from specjax.methods.heads import blockwise_objective
+from specjax.methods.heads import hydra_network
+from specjax.methods.heads import hydra_objective
+from specjax.methods.heads import lookahead_network
+from specjax.methods.heads import lookahead_objective
+from specjax.methods.heads import medusa_network
+from specjax.methods.heads import medusa_objective
+from specjax.methods.heads import strategies
+from specjax.methods.networks import Heads
 from specjax.methods.records import chain_of
 from specjax.methods.records import CUTS
 from specjax.methods.records import LearningRate
@@ -20,6 +22,10 @@ from specjax.methods.records import Method
 from specjax.methods.records import Option
 from specjax.methods.records import RECURSIVE
 from specjax.methods.records import suited
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.types import Verifier
 
 
@@ -65,11 +71,11 @@ def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
 
 
 PASS = Method(
-    name="pass", heads=heads_lib.LookaheadEmbeddings,
+    name="pass", heads=lookahead_network.LookaheadEmbeddings,
     learning_rate=LearningRate(bundled=0.05),
-    objective=lambda target, heads, cuts: objectives.Lookahead(
+    objective=lambda target, heads, cuts: lookahead_objective.Lookahead(
         model=target, embeddings=heads, cuts=cuts),
-    measure=lambda target, heads: objectives.Lookahead(
+    measure=lambda target, heads: lookahead_objective.Lookahead(
         model=target, embeddings=heads, cuts=CUTS),
     chain=lambda heads: strategies.pass_lookahead(heads, verifier=TOKEN),
     strategy=lambda heads, verifier, gamma, tree: strategies.pass_lookahead(
@@ -84,11 +90,11 @@ PASS = Method(
                     "tokens are inserted"),))
 
 BLOCKWISE = Method(
-    name="blockwise", heads=heads_lib.BlockwiseHeads,
+    name="blockwise", heads=blockwise_network.BlockwiseHeads,
     learning_rate=LearningRate(bundled=3e-3),
     objective=lambda target, heads, all_heads, train_target:
-        objectives.Blockwise(model=target, heads=heads, one_head=not all_heads),
-    measure=lambda target, heads: objectives.Blockwise(
+        blockwise_objective.Blockwise(model=target, heads=heads, one_head=not all_heads),
+    measure=lambda target, heads: blockwise_objective.Blockwise(
         model=target, heads=heads),
     chain=strategies.blockwise,
     strategy=lambda heads, verifier, gamma, tree: strategies.blockwise(
@@ -108,12 +114,12 @@ _BLOCKS = Option(
     "blocks", 1, "medusa, medusa2, hydra: residual blocks per head")
 
 MEDUSA = Method(
-    name="medusa", heads=heads_lib.MedusaHeads,
+    name="medusa", heads=medusa_network.MedusaHeads,
     learning_rate=LearningRate(
         bundled=6e-3, published=1e-3, source="README of the Medusa repository"),
-    objective=lambda target, heads: objectives.Medusa(
+    objective=lambda target, heads: medusa_objective.Medusa(
         model=target, heads=heads),
-    measure=lambda target, heads: objectives.Medusa(model=target, heads=heads),
+    measure=lambda target, heads: medusa_objective.Medusa(model=target, heads=heads),
     chain=strategies.blockwise,
     strategy=_strategy(strategies.sampled_medusa),
     compared=_medusa_compared,
@@ -131,8 +137,8 @@ MEDUSA_2 = dataclasses.replace(
     learning_rate=LearningRate(
         bundled=2e-3, published=2e-3, source="arXiv:2401.10774"),
     objective=lambda target, heads, ramp, heads_weight, distill:
-        objectives.MedusaJoint(
-            medusa=objectives.Medusa(model=target, heads=heads), ramp=ramp,
+        medusa_objective.MedusaJoint(
+            medusa=medusa_objective.Medusa(model=target, heads=heads), ramp=ramp,
             weight=heads_weight, distill=distill),
     options=(
         Option("ramp", "sine", "medusa2: shape of the increase of the heads' "
@@ -144,11 +150,11 @@ MEDUSA_2 = dataclasses.replace(
                "data. Default: true with --data=self, else false")))
 
 HYDRA = Method(
-    name="hydra", heads=heads_lib.HydraHeads,
+    name="hydra", heads=hydra_network.HydraHeads,
     learning_rate=LearningRate(
         bundled=6e-3, published=5e-4, source="README of the Hydra repository"),
-    objective=lambda target, heads: objectives.Hydra(model=target, heads=heads),
-    measure=lambda target, heads: objectives.Hydra(model=target, heads=heads),
+    objective=lambda target, heads: hydra_objective.Hydra(model=target, heads=heads),
+    measure=lambda target, heads: hydra_objective.Hydra(model=target, heads=heads),
     chain=lambda heads: strategies.hydra(
         heads, chain_of(heads, heads.num_forecasts), "top_k", TOKEN),
     strategy=_strategy(strategies.hydra), compared=_hydra_compared,

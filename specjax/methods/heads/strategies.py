@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
 from specjax import verifiers
-from specjax.methods import BlockwiseHeads
-from specjax.methods import HydraHeads
-from specjax.methods import LookaheadEmbeddings
-from specjax.methods import MedusaHeads
+from specjax.methods.heads.blockwise_drafter import Blockwise
+from specjax.methods.heads.blockwise_network import BlockwiseHeads
+from specjax.methods.heads.hydra_drafter import Hydra
+from specjax.methods.heads.hydra_network import HydraHeads
+from specjax.methods.heads.lookahead_drafter import Lookahead
+from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
+from specjax.methods.heads.medusa_drafter import Medusa
+from specjax.methods.heads.medusa_network import MedusaHeads
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -22,8 +25,8 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   which is LOSSY; the walk of the target is exact.
 
   >>> from specjax import trees
-  >>> from specjax.models import heads
-  >>> own = heads.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> from specjax import methods
+  >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
   >>> medusa(own, trees.full_tree((3, 2))).verifier
   TargetWalk()
   >>> medusa(own, trees.full_tree((3, 2)), typical=True).verifier.lossless
@@ -36,7 +39,7 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
     typical: whether to accept what the target finds plausible. LOSSY.
   """
   rule = verifiers.Typical() if typical else verifiers.TargetWalk()
-  return Strategy(drafters.Medusa(heads=heads, parents=tuple(parents)), rule)
+  return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
 
 
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
@@ -47,8 +50,8 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   Not in the Medusa paper (arXiv:2401.10774), which ranks: a head's law is known
   as well, so that any rule for sampled drafts is exact.
 
-  >>> from specjax.models import heads
-  >>> own = heads.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> from specjax import methods
+  >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
   >>> sampled_medusa(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
   True
 
@@ -59,7 +62,7 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
       "iid".
     verifier: a rule for these drafts.
   """
-  return Strategy(drafters.Medusa(
+  return Strategy(Medusa(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
 
 
@@ -71,8 +74,8 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
   given its path is known as well, so that drafts may be sampled from it.
 
   >>> from specjax import trees
-  >>> from specjax.models import heads
-  >>> own = heads.HydraHeads(width=8, vocab_size=7, heads=2)
+  >>> from specjax import methods
+  >>> own = methods.HydraHeads(width=8, vocab_size=7, heads=2)
   >>> hydra(own, trees.full_tree((3, 2))).verifier
   TargetWalk()
   >>> hydra(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
@@ -88,7 +91,7 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
   """
   if verifier is None:
     verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)
-  return Strategy(drafters.Hydra(
+  return Strategy(Hydra(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)
 
 
@@ -99,8 +102,8 @@ def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
 
   Stern et al. 2018 (arXiv:1811.03115). Their looser criteria are LOSSY.
 
-  >>> from specjax.models import heads
-  >>> own = heads.BlockwiseHeads(width=8, vocab_size=7, heads=3, hidden_width=4)
+  >>> from specjax import methods
+  >>> own = methods.BlockwiseHeads(width=8, vocab_size=7, heads=3, hidden_width=4)
   >>> blockwise(own).drafter.gamma, blockwise(own).verifier
   (3, Token())
   >>> blockwise(own, top_k=2).verifier.lossless
@@ -121,7 +124,7 @@ def blockwise(heads: MedusaHeads | BlockwiseHeads, gamma: int | None = None,
   rule = (verifiers.TopK(k=top_k) if top_k is not None else
           verifiers.Distance(epsilon=distance) if distance is not None else
           verifiers.Token())
-  return Strategy(drafters.Blockwise(heads=heads, gamma=gamma), rule)
+  return Strategy(Blockwise(heads=heads, gamma=gamma), rule)
 
 
 def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
@@ -130,10 +133,10 @@ def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
   """What the target predicts after look-ahead tokens, as a chain.
 
   PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must hold the
-  embeddings, see `models.heads.with_lookahead`.
+  embeddings, see `methods.with_lookahead`.
 
-  >>> from specjax.models import heads
-  >>> own = heads.LookaheadEmbeddings(count=3, width=8)
+  >>> from specjax import methods
+  >>> own = methods.LookaheadEmbeddings(count=3, width=8)
   >>> pass_lookahead(own).drafter.num_nodes  # (1 + 3)^2, folded
   16
   >>> pass_lookahead(own, folded=False).drafter.num_nodes  # 2 + 3
@@ -145,5 +148,5 @@ def pass_lookahead(embeddings: LookaheadEmbeddings, folded: bool = True,
     count: look-ahead tokens that are read, at most L; None: L.
     verifier: a rule for chains.
   """
-  return Strategy(drafters.Lookahead(
+  return Strategy(Lookahead(
       embeddings=embeddings, folded=folded, count=count), verifier)

@@ -23,19 +23,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import fields
-from specjax.trees import shapes
 from specjax.data.datastores import Datastore
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods.model_free import _count_trees
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Verdict
+from specjax.utils import fields
 
 _NO_TOKEN = -1
 _PROPOSALS = ("certain", "sampled")
@@ -157,7 +158,7 @@ class CountDrafter:
     """Chains of `tokens [B, S]`, padding where not `real [B, S]`."""
     probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
     return jax.vmap(Draft.chain)(
-        _common.roots(state), jnp.where(real, tokens, 0), probs)
+        steps.roots(state), jnp.where(real, tokens, 0), probs)
 
   def _drawn(self, state: DecodeState, coins: jax.Array, following: jax.Array,
              alive: jax.Array, ended: jax.Array, steps: jax.Array,
@@ -180,7 +181,7 @@ class CountDrafter:
           self.vocab_size)
       return Draft.chain(root, tokens, probs)
 
-    return jax.vmap(one)(_common.roots(state), coins, state.temperature,
+    return jax.vmap(one)(steps.roots(state), coins, state.temperature,
                          following, alive, ended, steps)
 
 

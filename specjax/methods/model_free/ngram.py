@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import fields
 from specjax.methods import _common
 from specjax.methods._matches import NOWHERE
 from specjax.sampling import LogitsTransform
@@ -31,6 +30,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
 _STEP = 128  # columns of reference texts, so that few shapes are compiled

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.trees import shapes
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import _growth
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -167,7 +168,7 @@ class Recycling:
     """
     del params, coins
     row = jnp.arange(state.lengths.shape[0])[:, None]
-    tokens = _common.roots(state)[:, None]
+    tokens = steps.roots(state)[:, None]
     for level in _growth.levels(self.parents):
       parent = np.repeat(level.nodes, level.counts)
       rank = np.concatenate([np.arange(count) for count in level.counts])

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.data.datastores import Datastore
 from specjax.data.datastores import DEEPEST
-from specjax.methods import _common
-from specjax.methods.model_free import _continuations
+from specjax.decoding import steps
 from specjax.methods import _matches as matches_lib
+from specjax.methods.model_free import _continuations
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,4 +158,4 @@ class Retrieval(_continuations.CountDrafter):
       probs = jax.nn.one_hot(jnp.where(real, tokens, -1), self.vocab_size)
       return Draft.tree(root, parents, tokens, probs)
 
-    return jax.vmap(one)(_common.roots(state), following, alive)
+    return jax.vmap(one)(steps.roots(state), following, alive)

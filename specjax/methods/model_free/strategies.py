@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
-from specjax import drafters
 from specjax import verifiers
+from specjax.methods.model_free.ngram import NGram
+from specjax.methods.model_free.ngram import Reference
+from specjax.methods.model_free.recycling import Recycling
+from specjax.methods.model_free.retrieval import Retrieval
+from specjax.methods.model_free.suffix import Suffix
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
@@ -37,7 +41,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
       pays for its verification.
     verifier: a rule for chains; all accept the same of such drafts.
   """
-  return Strategy(drafters.NGram(
+  return Strategy(NGram(
       gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
 
 
@@ -46,9 +50,9 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
   """A copy out of texts that come with the prompt, such as retrieved ones.
 
   Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
-  as `context={"reference": drafters.reference_texts(...)}`.
+  as `context={"reference": reference_texts(...)}`.
 
-  >>> drafters.reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
+  >>> reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
   [[5, 6, 7, -1, 5, 8, -1], [-1, -1, -1, -1, -1, -1, -1]]
   >>> llma(gamma=8).drafter.num_nodes
   9
@@ -59,7 +63,7 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
     own_text: whether the row's own text is searched as well.
     verifier: a rule for chains; all accept the same of such drafts.
   """
-  return Strategy(drafters.Reference(
+  return Strategy(Reference(
       gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)
 
 
@@ -80,7 +84,7 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   """
   parents = None if parents is None else tuple(parents)
   return Strategy(
-      drafters.Recycling(parents=parents), verifiers.TargetWalk())
+      Recycling(parents=parents), verifiers.TargetWalk())
 
 
 def suffix_decoding(gamma: int, proposal: str = "certain",
@@ -105,7 +109,7 @@ def suffix_decoding(gamma: int, proposal: str = "certain",
   """
   if verifier is None:
     verifier = BLOCK if parents is None else TRAVERSAL
-  return Strategy(drafters.Suffix(
+  return Strategy(Suffix(
       gamma=gamma, proposal=proposal,
       parents=None if parents is None else tuple(parents)), verifier)
 
@@ -126,5 +130,5 @@ def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
     max_match: last tokens that are looked for, at most the datastore's depth.
   """
   return Strategy(
-      drafters.Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),
+      Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),
       verifiers.TargetWalk())

@@ -32,14 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.utils import fields
 from specjax.data.datastores import Datastore
-from specjax.methods.model_free import _continuations
 from specjax.methods import _matches as matches_lib
+from specjax.methods.model_free import _continuations
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.utils import fields
 
 
 class _Found(NamedTuple):

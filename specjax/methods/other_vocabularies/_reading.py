@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import rows
-from specjax.trees import topology
 from specjax.decoding.prefill import padded_length
 from specjax.decoding.prefill import read_prompt
+from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import rows
 
 _PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
 _LOST = 2**30  # the length of a lost text: more than any room

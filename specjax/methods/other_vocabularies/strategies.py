@@ -1,8 +1,11 @@
 """Methods whose small language model has a vocabulary of its own."""
 
-from specjax import drafters
 from specjax import verifiers
 from specjax.data import Retokenizer
+from specjax.methods.other_vocabularies.string_match import StringMatch
+from specjax.methods.other_vocabularies.token_intersection import (
+  TokenIntersection,
+)
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.types import ModelFn
@@ -40,7 +43,7 @@ def token_intersection(model: ModelFn, target_size: int, gamma: int,
     gamma: drafted tokens of a round, at least 1.
     verifier: a rule for chains.
   """
-  return Strategy(drafters.TokenIntersection(
+  return Strategy(TokenIntersection(
       model=model, target_size=target_size, gamma=gamma), verifier)
 
 
@@ -73,6 +76,6 @@ def string_match(model: ModelFn, texts: Retokenizer, gamma: int,
     gamma: tokens of the target in a chain, at most.
     length: tokens that the model writes for them in a round; default: gamma.
   """
-  return Strategy(drafters.StringMatch(
+  return Strategy(StringMatch(
       model=model, texts=texts, gamma=gamma, length=length),
       verifiers.TargetWalk())

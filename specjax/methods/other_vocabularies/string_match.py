@@ -12,7 +12,7 @@ them accept a token x with probability p(x). It does depend on where the draft
 began, so that greedy block verification is refused.
 
   state       tokens of the text, and a cache of some of it, see
-              `drafters.reading`
+              `methods.other_vocabularies._reading`
   propose     the new text is split by the drafter's tokenizer, with its last
               `lookback` tokens, which may change; the model catches up and
               writes; the target's tokenizer splits what it wrote, with the
@@ -34,8 +34,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.utils import fields
 from specjax.data.retokenization import Retokenizer
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.sampling import LogitsTransform
@@ -44,6 +44,7 @@ from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.utils import fields
 
 _PIECES = 32  # draft tokens that there is room for, for each new target token
 
@@ -144,7 +145,7 @@ class StringMatch(reading_lib.Reader):
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
-        _common.roots(state), jnp.maximum(chain, 0), probs)
+        steps.roots(state), jnp.maximum(chain, 0), probs)
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state, room):

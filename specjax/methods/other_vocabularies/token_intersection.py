@@ -25,7 +25,7 @@ and of the README, split as a whole, E has 96 and 90 % where the bundled models
 (4k tokens) draft for SmolLM2 (49k), and 89 and 80 % the other way round; 88,
 81, 96 and 91 % of the target's tokens are common there.
 
-  state       tokens E(t), and a cache of some of it, see `drafters.reading`
+  state       tokens E(t), and a cache of some of it, see `methods.other_vocabularies._reading`
   propose     E grows by the new tokens' pieces; all but the last new token are
               drafted ones of one piece, which the cache holds mostly; the
               model catches up, draws and feeds gamma tokens
@@ -41,8 +41,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import interfaces
-from specjax.utils import fields
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
@@ -55,6 +55,7 @@ from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ class TokenIntersection(reading_lib.Reader):
                  probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
-    draft = jax.vmap(Draft.chain)(_common.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
     return draft, reading.drafted(length, fed, interfaces.settled(cache))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array

@@ -10,23 +10,23 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.utils.files import write_json
-from specjax.methods import Heads
-from specjax.methods import lm_head
-from specjax.methods import MedusaHeads
-from specjax.methods import ParallelHeads
-from specjax.models.published.architectures import ARCHITECTURES
+from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.methods.heads.medusa_network import MedusaHeads
+from specjax.methods.networks import Heads
+from specjax.methods.networks import lm_head
 from specjax.methods.published.found import Found
 from specjax.methods.published.layouts import LAYOUTS
 from specjax.methods.published.load import drafter_layout
 from specjax.methods.published.load import places
 from specjax.methods.published.tables import input_size
+from specjax.models.published.architectures import ARCHITECTURES
 from specjax.models.published.export import express
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
+from specjax.utils.files import write_json
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
 # A drafter has a head of its own or the target's, whatever this says.

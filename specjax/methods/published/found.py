@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from specjax.methods.networks import lm_head
 from specjax.models.configuration import TransformerConfig
-from specjax.methods import lm_head
 from specjax.models.published.architectures import ARCHITECTURES
 from specjax.models.published.keys import Keys
 from specjax.models.safetensors_files import StoredTensor

@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-from specjax.methods import Heads
+from specjax.methods.networks import Heads
 from specjax.methods.published import readings
 from specjax.methods.published import tables
 from specjax.methods.published import writings

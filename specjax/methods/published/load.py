@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.utils.files import read_json
-from specjax.methods import Heads
-from specjax.models.published import readers
+from specjax.methods.networks import Heads
 from specjax.methods.published import tables
 from specjax.methods.published.found import Found
 from specjax.methods.published.layouts import Layout
 from specjax.methods.published.layouts import LAYOUTS
 from specjax.methods.published.layouts import WEIGHTS
+from specjax.models.published import readers
 from specjax.models.published.layouts import Stored
 from specjax.models.published.places import find
 from specjax.models.safetensors_files import check_float
@@ -25,6 +24,7 @@ from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.utils.files import read_json
 
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -53,7 +53,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       then set `taps` of the heads by `dataclasses.replace`.
 
   Returns:
-    `(heads, params)`, as `models.heads.load_heads` does.
+    `(heads, params)`, as `methods.load_heads` does.
 
   Raises:
     ValueError: there is no such drafter, a file of it is missing or damaged,

@@ -9,11 +9,14 @@ import functools
 
 import numpy as np
 
-from specjax import methods as heads_lib
-from specjax.models.configuration import FINAL
-from specjax.methods import Heads
+from specjax.methods.blocks import parallel_network
+from specjax.methods.features import network
+from specjax.methods.heads import hydra_network
+from specjax.methods.heads import medusa_network
+from specjax.methods.networks import Heads
 from specjax.methods.published import taps as taps_lib
 from specjax.methods.published.found import Found
+from specjax.models.configuration import FINAL
 from specjax.models.published.keys import Keys
 
 _DEPTH = 5  # tokens of a draft where a file does not say
@@ -35,7 +38,7 @@ def medusa(found: Found) -> Heads:
   blocks = found.count(r"0\.(\d+)\.linear\.")
   if not blocks:
     found.shape("0.0.linear.weight")
-  heads = heads_lib.MedusaHeads(
+  heads = medusa_network.MedusaHeads(
       heads=found.count(r"(\d+)\."), blocks=blocks,
       width=found.columns("0.0.linear.weight"),
       vocab_size=found.shape(f"0.{blocks}.weight")[0],
@@ -47,7 +50,7 @@ def medusa(found: Found) -> Heads:
 def medusa_vllm(found: Found) -> Heads:
   """Medusa heads as vLLM reads them, with the whole vocabulary."""
   keys = found.keys()
-  heads = heads_lib.MedusaHeads(
+  heads = medusa_network.MedusaHeads(
       heads=found.count(r"lm_heads\.(\d+)\."),
       blocks=found.count(r"blocks\.0\.layers\.(\d+)\."),
       width=found.columns("blocks.0.layers.0.weight"),
@@ -83,7 +86,7 @@ def hydra(found: Found) -> Heads:
   keys.refuse_others()
   rows, width = found.shape("hydra_mlp.0.0.linear.weight")
   found.check("width", width, 2 * rows)
-  heads = heads_lib.HydraHeads(
+  heads = hydra_network.HydraHeads(
       heads=found.count(r"hydra_mlp\.(\d+)\."), width=rows,
       blocks=found.count(r"hydra_mlp\.0\.(\d+)\."),
       vocab_size=found.shape("hydra_lm_head.0.weight")[0])
@@ -118,7 +121,7 @@ def eagle1(found: Found) -> Heads:
                "tensor fc.bias; correct the configuration")
   depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
-  return heads_lib.Eagle1Heads(
+  return network.Eagle1Heads(
       **fields, forecasts=depth, taps=(FINAL,), fusion_bias=bias,
       own_embedding=found.own("embed_tokens.weight", "embedding"))
 
@@ -144,7 +147,7 @@ def eagle3(found: Found, *, bare: bool = False) -> Heads:
   fields = _eagle3(found, keys, keys)
   depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
-  return heads_lib.Eagle3Heads(
+  return network.Eagle3Heads(
       **fields, forecasts=depth, final_norm="own" if head_norm else None)
 
 
@@ -220,7 +223,7 @@ def eagle3_speculators(found: Found) -> Heads:
   found.used.update(_OF_VERIFIER)
   keys = found.keys(outer, "transformer_layer_config")
   fields = _eagle3(found, keys, outer)
-  heads = heads_lib.Eagle3Heads(
+  heads = network.Eagle3Heads(
       **fields, forecasts=_steps(outer),
       norm_before_residual=outer.switch("norm_before_residual", False),
       feed_normed=outer.switch("norm_output", False))
@@ -275,7 +278,7 @@ def _mtp_of_target(found, modules):
   fields = found.layer(keys)
   keys.refuse_others()
   found.check_sizes(fields)
-  return heads_lib.MTPHeads(**fields | dict(
+  return network.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
       reuse=modules == 1, feed_normed=True))
 
@@ -294,7 +297,7 @@ def mtp_speculators(found: Found) -> Heads:
   for given in (keys, outer):
     given.refuse_others()
   config = found.target.config
-  return heads_lib.MTPHeads(**fields | dict(
+  return network.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=_steps(outer),
       taps=(config.layers,), reuse=True, feed_normed=True))
 
@@ -369,7 +372,7 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
   confident = own("enable_confidence_head")
   if confident is None:
     confident = "confidence_head.proj.weight" in found.tensors
-  return heads_lib.ParallelHeads(**fields | dict(
+  return parallel_network.ParallelHeads(**fields | dict(
       block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
       markov=_MARKOV[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),

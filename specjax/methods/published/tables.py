@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-from specjax.methods import ParallelHeads
+from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.models.published.layouts import apart
 from specjax.models.published.layouts import gate_apart
 from specjax.models.published.layouts import Stored

@@ -7,9 +7,9 @@ refuses a layout in which something of the heads is lost.
 import dataclasses
 from typing import Any
 
-from specjax.models.configuration import TransformerConfig
-from specjax.methods import Heads
+from specjax.methods.networks import Heads
 from specjax.methods.published.tables import input_size
+from specjax.models.configuration import TransformerConfig
 from specjax.models.published.export import express
 
 _MARKOV = {"none": "vanilla", "plain": "vanilla", "gated": "gated",

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import interfaces
-from specjax.utils import fields
-from specjax.trees import topology
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import stop_rules
 from specjax.models.shortened import check_exit
@@ -38,12 +37,14 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 @struct.dataclass
@@ -103,7 +104,7 @@ class Exit(_common.DrawnChain):
     exit: E, layers that draft, at least 1 and fewer than the target has.
     gamma: drafted tokens of a round, at least 1.
     transform: of the exit's logits; None takes the decoder's.
-    stop: one of `drafters.stop_rules`; None: all chains have gamma tokens. If
+    stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters they are `params["drafter"]["stop"]`.
     shares_pass: whether the verifying pass goes on from what the drafter
       computed. Without, the target reads the whole draft, which a controller
@@ -193,7 +194,7 @@ class Exit(_common.DrawnChain):
     going, memory = jnp.ones((rows,), bool), ()
     if self.stop is not None:
       going, memory = stop_rules.begun(self.stop, before.rule, ~state.done)
-    tokens = jnp.pad(_common.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
     node, begun, own, tokens, probs, *_ = jax.lax.while_loop(
         lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,

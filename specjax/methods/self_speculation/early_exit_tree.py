@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import fields
-from specjax.trees import topology
-from specjax.trees import shapes
 from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods import _growth
 from specjax.methods.self_speculation.early_exit import Begun
@@ -26,12 +24,15 @@ from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 @struct.dataclass
@@ -152,7 +153,7 @@ class EarlyExitTree(_growth.StaticTree):
       out = read(tokens, depths + 1, ancestors, cache)
       return out.logits, (out.cache, (*states, out.hidden))
 
-    roots = _common.roots(state)
+    roots = steps.roots(state)
     first = read(roots[:, None], jnp.zeros((rows, 1), jnp.int32),
                  jnp.ones((1, 1), bool), state.target_cache)
     step, carry, logits = constraints_lib.steered(

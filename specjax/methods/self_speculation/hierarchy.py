@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.models.cache_views import CacheView
-from specjax.methods.combined.cascade import Cascade
 from specjax.caches.dense import KVCache
+from specjax.methods.combined.cascade import Cascade
+from specjax.models.cache_views import CacheView
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState

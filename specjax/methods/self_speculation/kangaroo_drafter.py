@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax.decoding.prefill import read_prompt
+from specjax.methods.networks import check_fits
 from specjax.methods.self_speculation.early_exit import Exit
 from specjax.methods.self_speculation.early_exit import ExitState
-from specjax.methods import check_fits
-from specjax.methods import KangarooAdapter
 from specjax.methods.self_speculation.kangaroo_network import AdaptedExit
 from specjax.methods.self_speculation.kangaroo_network import Caches
-from specjax.decoding.prefill import read_prompt
+from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
 from specjax.sampling import LogitsTransform
 from specjax.types import Draft
 from specjax.types import ModelFn

@@ -9,12 +9,12 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.methods.networks import Params
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
+from specjax.utils import fields
 
 _LAYER = Sublayers.between(0, 1)
 _SHARED = ("embedding", "head")

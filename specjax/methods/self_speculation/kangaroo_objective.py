@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import KangarooAdapter
 from specjax.methods.self_speculation.kangaroo_network import AdaptedExit
+from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.training.objective import Batch

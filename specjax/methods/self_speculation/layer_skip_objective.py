@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
+from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.training.next_token import cross_entropy
 
 CURRICULA = ("rotational", "gradual", "constant")
 RAMPS = ("constant", "exponential")

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.utils import fields
-from specjax.trees import topology
+from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.models.shortened import check_whole
@@ -29,12 +28,14 @@ from specjax.models.shortened import Masked
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.utils import fields
 
 
 @struct.dataclass
@@ -122,7 +123,7 @@ class Swift(_common.DrawnChain):
           f"layers {most} parts can be left out, for the first and the last "
           "layer stay and one more part is to swap with: leave out fewer, or "
           "take a deeper target")
-    _common.check_slack(target, self.window + self.gamma + 1)
+    steps.check_slack(target, self.window + self.gamma + 1)
     return _common.with_transform(
         self, transform, model=target, law=transform)
 
@@ -158,7 +159,7 @@ class Swift(_common.DrawnChain):
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
-    skipped = _common.once(
+    skipped = steps.once(
         jnp.any(due), lambda old: self._searched(params, state, old, due),
         before)
     drafter = LanguageModel(model=Masked(self.model), gamma=self.gamma,

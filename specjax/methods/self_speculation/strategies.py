@@ -1,14 +1,17 @@
 """Methods whose drafter is a part of the target's own layers."""
 
-from specjax import drafters
 from specjax.methods import stop_rules
-from specjax.methods import KangarooAdapter
-from specjax.models.shortened import Shortened
-from specjax.models.sublayers import Sublayers
-from specjax.models.transformer import Transformer
+from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.self_speculation.early_exit import EarlyExit
+from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
+from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
+from specjax.methods.self_speculation.skipping import Swift
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
 from specjax.methods.strategy import Strategy
+from specjax.models.shortened import Shortened
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
 from specjax.types import Verifier
 
 _UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
@@ -32,7 +35,7 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
     verifier: a rule for chains; with a stop rule one whose drafter need not be
       autoregressive.
   """
-  return Strategy(drafters.EarlyExit(exit=exit, gamma=gamma, stop=stop),
+  return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
                   verifier)
 
 
@@ -44,7 +47,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
   than 0.6. At temperature 0 a law is certain, and none ends.
 
-  >>> from specjax.methods import KangarooAdapter
+  >>> from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
   >>> kangaroo(adapter, gamma=6).drafter.stop.threshold
   0.6
@@ -55,7 +58,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
     stop: a rule that ends a chain, or None.
     verifier: as in `early_exit`.
   """
-  return Strategy(drafters.Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
+  return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)
 
 
@@ -65,7 +68,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
   """A chain of the target without some of its attentions and MLPs.
 
   Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
-  `training.skip_search`; `params["drafter"]` are the target's parameters.
+  `methods.self_speculation.skip_search`; `params["drafter"]` are the target's parameters.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target
@@ -81,7 +84,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
     verifier: as in `early_exit`.
   """
   model = Shortened(target, sublayers)
-  return Strategy(drafters.LanguageModel(model=model, gamma=gamma, stop=stop),
+  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
                   verifier)
 
 
@@ -103,5 +106,5 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
     tries: sets that are tried.
     verifier: a rule for chains.
   """
-  return Strategy(drafters.Swift(
+  return Strategy(Swift(
       gamma=gamma, count=count, window=window, tries=tries), verifier)

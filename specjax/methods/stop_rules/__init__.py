@@ -20,12 +20,12 @@ any, are `params["drafter"]["stop"]`.
 from specjax.methods.stop_rules.asking import ask
 from specjax.methods.stop_rules.asking import begun
 from specjax.methods.stop_rules.asking import first
-from specjax.methods.stop_rules.asking import kept
 from specjax.methods.stop_rules.asking import learned
 from specjax.methods.stop_rules.asking import Learning
 from specjax.methods.stop_rules.asking import learns
 from specjax.methods.stop_rules.asking import memory_of
 from specjax.methods.stop_rules.asking import noted
+from specjax.methods.stop_rules.base import kept
 from specjax.methods.stop_rules.base import Seen
 from specjax.methods.stop_rules.base import StopRule
 from specjax.methods.stop_rules.predictions import AcceptanceHead

@@ -124,30 +124,3 @@ def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
                   chain=jnp.zeros_like(state.chain))
 
 
-def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
-         root: jax.Array, tokens: jax.Array, state: Any = None) -> jax.Array:
-  """How many of a row's tokens a rule lets it draft, `[]` int32.
-
-  Args:
-    rule: a `StopRule`.
-    params: its parameters.
-    probs: `[gamma, V]`, q_1..q_gamma along the chain.
-    hidden: `[gamma, F]`, the hidden states that they were computed from.
-    root: `[]` int32.
-    tokens: `[gamma]` int32, x_1..x_gamma.
-    state: what the rule remembers; None: nothing yet.
-  """
-  before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
-  seen = Seen(place=jnp.arange(tokens.shape[0], dtype=jnp.int32), probs=probs,
-              hidden=hidden, token=tokens if rule.keeps else before)
-  memory = rule.start(rule.init() if state is None else state)
-
-  def step(carry, seen):
-    going, memory, count = carry
-    stop, memory = rule.stops(params, seen, memory)
-    drawn = going if rule.keeps else going & ~stop
-    return (going & ~stop, memory, count + drawn), None
-
-  carry = jnp.ones((), bool), memory, jnp.zeros((), jnp.int32)
-  (_, _, count), _ = jax.lax.scan(step, carry, seen)
-  return count

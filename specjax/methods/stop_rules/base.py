@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import struct
 import jax
+import jax.numpy as jnp
 
 
 @struct.dataclass
@@ -34,6 +35,25 @@ class StopRule:
 
   keeps = True
   has_params = False
+
+  def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the number of tokens of a chain that are submitted, `[]` int32.
+
+    As `exact.certify(stop=...)` calls a rule: before its first round, with the
+    rows of q as hidden states and token 0 as the root.
+
+    Args:
+      probs: `[gamma, V]`, rows of q along the chain.
+      tokens: `[gamma]` int32, the drafted tokens.
+
+    Raises:
+      ValueError: the rule has parameters.
+    """
+    if self.has_params:
+      raise ValueError(
+          f"the stop rule {type(self).__name__} has parameters; give a "
+          "function (probs, tokens) -> length, made of stop_rules.kept")
+    return kept(self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
   def init(self) -> Any:
     """What it remembers over rounds, for one row; nothing by default."""
@@ -69,3 +89,32 @@ def check_share(name: str, value: float) -> None:
   """Raises a `ValueError` where a number is no share."""
   if not 0 <= value <= 1:
     raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
+
+
+def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
+         root: jax.Array, tokens: jax.Array, state: Any = None) -> jax.Array:
+  """How many of a row's tokens a rule lets it draft, `[]` int32.
+
+  Args:
+    rule: a `StopRule`.
+    params: its parameters.
+    probs: `[gamma, V]`, q_1..q_gamma along the chain.
+    hidden: `[gamma, F]`, the hidden states that they were computed from.
+    root: `[]` int32.
+    tokens: `[gamma]` int32, x_1..x_gamma.
+    state: what the rule remembers; None: nothing yet.
+  """
+  before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
+  seen = Seen(place=jnp.arange(tokens.shape[0], dtype=jnp.int32), probs=probs,
+              hidden=hidden, token=tokens if rule.keeps else before)
+  memory = rule.start(rule.init() if state is None else state)
+
+  def step(carry, seen):
+    going, memory, count = carry
+    stop, memory = rule.stops(params, seen, memory)
+    drawn = going if rule.keeps else going & ~stop
+    return (going & ~stop, memory, count + drawn), None
+
+  carry = jnp.ones((), bool), memory, jnp.zeros((), jnp.int32)
+  (_, _, count), _ = jax.lax.scan(step, carry, seen)
+  return count

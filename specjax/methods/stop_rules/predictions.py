@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.utils import fields
 from specjax.methods.stop_rules.base import check_share
 from specjax.methods.stop_rules.base import Seen
 from specjax.methods.stop_rules.base import StopRule
+from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class AcceptanceHead(StopRule):
   counted.
 
   Its parameters are `init_params`'s: `depth` residual blocks x + silu(x W + b)
-  and a linear layer to the logits of (reject, accept). `training.objectives.
+  and a linear layer to the logits of (reject, accept). `objectives.
   Acceptance` trains them; `experiments/runs/stop_rules.py` does so.
 
   Attributes:

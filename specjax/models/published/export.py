@@ -12,7 +12,6 @@ import numpy as np
 
 from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
-from specjax.utils.files import write_json
 from specjax.models.configuration import TransformerConfig
 from specjax.models.published import names
 from specjax.models.published import readers
@@ -29,6 +28,7 @@ from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
+from specjax.utils.files import write_json
 
 
 def export_pretrained(directory: str | os.PathLike[str], model: Transformer,

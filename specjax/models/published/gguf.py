@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from specjax.utils.files import check_downloaded
 from specjax.models.published import names
 from specjax.models.published.keys import Keys
 from specjax.models.published.settings import FULL
 from specjax.models.published.settings import SLIDING
 from specjax.models.safetensors_files import mapped
 from specjax.models.safetensors_files import StoredTensor
+from specjax.utils.files import check_downloaded
 
 _CHUNK = 1 << 20  # numbers that are dequantised at once: 4 MB
 _TYPES = {

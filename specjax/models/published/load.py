@@ -9,7 +9,6 @@ import numpy as np
 
 from specjax.data.tokenizer_files import check_not_ordinary
 from specjax.data.tokenizers import Tokenizer
-from specjax.utils.files import read_json
 from specjax.models.checkpoint import load_model
 from specjax.models.published import gguf
 from specjax.models.published import readers
@@ -21,6 +20,7 @@ from specjax.models.published.places import find
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.utils.files import read_json
 
 # What old files keep beside the weights: masks and frequencies.
 _COMPUTED = re.compile(

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 import pathlib
 
-from specjax.utils.files import read_json
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
+from specjax.utils.files import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,0 +1,1 @@
+"""Drafting a whole block of tokens in one pass: DFlash and DSpark."""

@@ -1,0 +1,1 @@
+"""Drafting with a second, smaller language model: chains and trees."""

@@ -1,0 +1,1 @@
+"""Drafting with a layer on the target's features: EAGLE and MTP."""

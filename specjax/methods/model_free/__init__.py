@@ -1,0 +1,1 @@
+"""Drafting without a model: from the text itself, or from a datastore."""

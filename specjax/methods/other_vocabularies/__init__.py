@@ -1,0 +1,1 @@
+"""Draft models with another vocabulary than the target."""

@@ -1,0 +1,1 @@
+"""Drafting with a part of the target's own layers or cache."""

@@ -1,0 +1,27 @@
+"""Draft trees: `topology` on the device, and shapes chosen on the host.
+
+A tree is its `parents`: N numbers, the index of every node's parent, -1 for
+the root. Parents come before their children.
+"""
+
+from specjax.trees import topology
+from specjax.trees.shapes import best_tree
+from specjax.trees.shapes import breadth_first
+from specjax.trees.shapes import depths
+from specjax.trees.shapes import expected_tokens
+from specjax.trees.shapes import from_choices
+from specjax.trees.shapes import full_tree
+from specjax.trees.shapes import medusa_tree
+from specjax.trees.shapes import sequoia_tree
+
+__all__ = [
+    "best_tree",
+    "breadth_first",
+    "depths",
+    "expected_tokens",
+    "from_choices",
+    "full_tree",
+    "medusa_tree",
+    "sequoia_tree",
+    "topology",
+]
