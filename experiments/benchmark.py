@@ -148,8 +148,9 @@ def _tree_law(verifier, vocab_size, batch):
   """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
-  draw = {"iid": _children.iid, "conditional": _children.without_replacement}.get(
-      next(iter(verifier.requires), None), _children.top_k)
+  draw = {"iid": _children.iid,
+          "conditional": _children.without_replacement}.get(
+              next(iter(verifier.requires), None), _children.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
   # Laws about as far from each other as those of a model and its drafter.
   logits = 3 * jax.random.normal(
@@ -182,7 +183,7 @@ def _training(target, params):
   heads = heads_lib.MedusaHeads(
       width=target.config.width, vocab_size=target.vocab_size, heads=4,
       output="low_rank")
-  objective = objectives.Medusa(model=target, heads=heads)
+  objective = objectives.MedusaObjective(model=target, heads=heads)
   optimizer = optimizers.by_name({"drafter": optimizers.adamw(
       optimizers.trapezoid(1e-3, 1000, 10, 500), weight_decay=0.0)})
   trained = {"drafter": jax.jit(heads.init)(jax.random.key(0), params)}

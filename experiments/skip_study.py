@@ -3,7 +3,8 @@
 The target writes continuations of training text, on which sets of attentions
 and MLPs to leave out are searched, and of held-out text, on which what was
 found is measured. No draft is drawn: one pass says what token verification is
-expected to accept from every place on (specjax.methods.self_speculation.skip_search).
+expected to accept from every place on
+(specjax.methods.self_speculation.skip_search).
 
   exit E          the first E layers (LayerSkip)
   --searches      random sets (SWIFT), greedy (one part after the other), local

@@ -219,14 +219,15 @@ def _objective(model):
   weight = _MTP_WEIGHT.value
   if weight is None:
     weight = {"modules": 0.3, "parallel": float(_MTP_HEADS.value)}[_MTP.value]
-  return objectives.MTPJoint(
-      mtp=objectives.MTP(model=model, heads=heads), weight=weight), heads
+  return objectives.MTPJointObjective(
+      mtp=objectives.MTPObjective(model=model, heads=heads),
+      weight=weight), heads
 
 
 def _layer_skip(model):
   """LayerSkip's objective; None where no flag asks for it."""
   if _EXIT_SCALE.value is not None:
-    return objectives.LayerSkip(
+    return objectives.LayerSkipObjective(
         model=model, steps=_STEPS.value, scale=_EXIT_SCALE.value,
         every=_EXIT_EVERY.value, dropout=_LAYER_DROPOUT.value,
         ramp="exponential" if _INITIAL.value is None else "constant")
@@ -329,7 +330,7 @@ def main():
   lengths = _claim(
       output_dir, corpus, model, trainable, objective, initial, dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
-  if isinstance(objective, objectives.LayerSkip):
+  if isinstance(objective, objectives.LayerSkipObjective):
     objective = dataclasses.replace(objective, steps=lengths[-1])
   if not tokenizer_path.exists():
     tokenizer.save(tokenizer_path)

@@ -5,7 +5,7 @@
                         StringMatch
   no model              NGram, Reference, Suffix, Retrieval, Recycling, Empty
   the target's layers   EarlyExit, EarlyExitTree, Kangaroo, Swift, Hierarchy
-  heads, embeddings     Medusa, Blockwise, Hydra, Lookahead
+  heads, embeddings     Medusa, Blockwise, Hydra, PaSS
   the target's features Eagle, EagleChain, DynamicEagle, SampledEagle, MTP,
                         MTPTree, Parallel, ParallelTree
   other drafters        Cascade, Fallback, Merge
@@ -34,10 +34,10 @@ from specjax.methods.features.eagle_trees import DynamicEagle
 from specjax.methods.features.eagle_trees import SampledEagle
 from specjax.methods.features.mtp_drafter import MTP
 from specjax.methods.features.mtp_drafter import MTPTree
-from specjax.methods.heads.blockwise_drafter import Blockwise
-from specjax.methods.heads.hydra_drafter import Hydra
-from specjax.methods.heads.lookahead_drafter import Lookahead
-from specjax.methods.heads.medusa_drafter import Medusa
+from specjax.methods.heads.blockwise import Blockwise
+from specjax.methods.heads.hydra import Hydra
+from specjax.methods.heads.medusa import Medusa
+from specjax.methods.heads.pass_lookahead import PaSS
 from specjax.methods.model_free.empty import Empty
 from specjax.methods.model_free.ngram import NGram
 from specjax.methods.model_free.ngram import Reference
@@ -53,13 +53,13 @@ from specjax.methods.other_vocabularies.token_intersection import (
 from specjax.methods.self_speculation.early_exit import EarlyExit
 from specjax.methods.self_speculation.early_exit_tree import EarlyExitTree
 from specjax.methods.self_speculation.hierarchy import Hierarchy
-from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
+from specjax.methods.self_speculation.kangaroo import Kangaroo
 from specjax.methods.self_speculation.skipping import Swift
 
 __all__ = ["MTP", "MTPTree", "Blockwise", "Cascade", "DynamicEagle",
            "DynamicTree", "DynamicTreeState", "Eagle", "EagleChain",
            "EarlyExit", "EarlyExitTree", "Empty", "Fallback", "Hierarchy",
-           "Hydra", "Kangaroo", "LanguageModel", "Lookahead", "Medusa", "Merge",
+           "Hydra", "Kangaroo", "LanguageModel", "PaSS", "Medusa", "Merge",
            "NGram", "Online", "Parallel", "ParallelTree", "Paths", "Recycling",
            "Reference", "Retrieval", "SampledEagle", "StringMatch", "Suffix",
            "Swift", "TokenIntersection", "TreeLanguageModel", "recycling_tree",

@@ -11,18 +11,20 @@ by head: it is their loss, and how `specjax.training.evaluation` measures
 accuracy.
 """
 
-from specjax.methods.blocks.parallel_objective import Parallel
-from specjax.methods.features.eagle_objective import Eagle1
-from specjax.methods.features.eagle_objective import Eagle3
-from specjax.methods.features.mtp_objective import MTP
-from specjax.methods.features.mtp_objective import MTPJoint
-from specjax.methods.heads.blockwise_objective import Blockwise
-from specjax.methods.heads.hydra_objective import Hydra
-from specjax.methods.heads.lookahead_objective import Lookahead
-from specjax.methods.heads.medusa_objective import Medusa
-from specjax.methods.heads.medusa_objective import MedusaJoint
-from specjax.methods.self_speculation.kangaroo_objective import Kangaroo
-from specjax.methods.self_speculation.layer_skip_objective import LayerSkip
+from specjax.methods.blocks.parallel_objective import ParallelObjective
+from specjax.methods.features.eagle_objective import Eagle1Objective
+from specjax.methods.features.eagle_objective import Eagle3Objective
+from specjax.methods.features.mtp_objective import MTPJointObjective
+from specjax.methods.features.mtp_objective import MTPObjective
+from specjax.methods.heads.blockwise import BlockwiseObjective
+from specjax.methods.heads.hydra import HydraObjective
+from specjax.methods.heads.medusa import MedusaJointObjective
+from specjax.methods.heads.medusa import MedusaObjective
+from specjax.methods.heads.pass_embeddings import PaSSObjective
+from specjax.methods.self_speculation.kangaroo import KangarooObjective
+from specjax.methods.self_speculation.layer_skip_objective import (
+    LayerSkipObjective,
+)
 from specjax.methods.stop_rules.acceptance_objective import Acceptance
 from specjax.training.distillation_objectives import AcceptedLength
 from specjax.training.distillation_objectives import Distillation
@@ -32,23 +34,23 @@ from specjax.training.objective import Objective
 from specjax.training.stored_distributions import StoredLaws
 
 __all__ = [
-    "MTP",
+    "MTPObjective",
     "Acceptance",
     "AcceptedLength",
-    "Blockwise",
+    "BlockwiseObjective",
     "Distillation",
     "DrafterObjective",
-    "Eagle1",
-    "Eagle3",
-    "Hydra",
-    "Kangaroo",
-    "LayerSkip",
-    "Lookahead",
-    "MTPJoint",
-    "Medusa",
-    "MedusaJoint",
+    "Eagle1Objective",
+    "Eagle3Objective",
+    "HydraObjective",
+    "KangarooObjective",
+    "LayerSkipObjective",
+    "PaSSObjective",
+    "MTPJointObjective",
+    "MedusaObjective",
+    "MedusaJointObjective",
     "NextToken",
     "Objective",
-    "Parallel",
+    "ParallelObjective",
     "StoredLaws",
 ]

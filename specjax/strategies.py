@@ -54,11 +54,11 @@ from specjax.methods.features.strategies import eagle
 from specjax.methods.features.strategies import eagle_dynamic
 from specjax.methods.features.strategies import eagle_sampled
 from specjax.methods.features.strategies import mtp
-from specjax.methods.heads.strategies import blockwise
-from specjax.methods.heads.strategies import hydra
-from specjax.methods.heads.strategies import medusa
-from specjax.methods.heads.strategies import pass_lookahead
-from specjax.methods.heads.strategies import sampled_medusa
+from specjax.methods.heads.blockwise import blockwise
+from specjax.methods.heads.hydra import hydra
+from specjax.methods.heads.medusa import medusa
+from specjax.methods.heads.medusa import sampled_medusa
+from specjax.methods.heads.pass_lookahead import pass_lookahead
 from specjax.methods.model_free.strategies import llma
 from specjax.methods.model_free.strategies import prompt_lookup
 from specjax.methods.model_free.strategies import rest
@@ -66,9 +66,9 @@ from specjax.methods.model_free.strategies import suffix_decoding
 from specjax.methods.model_free.strategies import token_recycling
 from specjax.methods.other_vocabularies.strategies import string_match
 from specjax.methods.other_vocabularies.strategies import token_intersection
+from specjax.methods.self_speculation.kangaroo import kangaroo
 from specjax.methods.self_speculation.strategies import draft_and_verify
 from specjax.methods.self_speculation.strategies import early_exit
-from specjax.methods.self_speculation.strategies import kangaroo
 from specjax.methods.self_speculation.strategies import swift
 from specjax.methods.strategy import Strategy
 

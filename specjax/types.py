@@ -1,7 +1,7 @@
 """The data that flows through a round, and the protocols of its parts.
 
 This file is what a part must look like from outside. `specjax.interfaces` holds
-what a part may leave out, and `specjax.interfaces.checks` refuses a part that returns
+what a part may leave out, and `interfaces.checks` refuses a part that returns
 something else.
 
 Axis letters, used in every docstring of specjax:

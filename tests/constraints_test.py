@@ -136,7 +136,7 @@ def _translated():
 
 
 @pytest.mark.parametrize("case", [
-    DRAFTERS["Medusa sampled chain"], DRAFTERS["Lookahead as published"],
+    DRAFTERS["Medusa sampled chain"], DRAFTERS["PaSS as published"],
     _translated], ids=["heads", "look-ahead", "another vocabulary"])
 def test_drafts_are_what_is_allowed(case):
   # Broken: drafters whose laws do not know the path, or the target's tokens,

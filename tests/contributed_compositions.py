@@ -48,9 +48,11 @@ def window():
 def hierarchy():
   """TriForce: a tiny drafter, the target with few chunks, the target."""
   tiny = sj.models.Transformer(
-      pair().drafter.config, cache=sj.caches.Streaming(sinks=1, window=4, slack=16))
+      pair().drafter.config,
+      cache=sj.caches.Streaming(sinks=1, window=4, slack=16))
   return Contributed(
-      Hierarchy(view=sj.models.cache_views.Retrieved(budget=4, chunk=2, recent=3),
+      Hierarchy(view=sj.models.cache_views.Retrieved(
+                    budget=4, chunk=2, recent=3),
                 drafter=LanguageModel(model=tiny, gamma=1), gamma=3),
       sj.verifiers.Block(),
       params={**pair().params, "drafter": {

@@ -16,7 +16,7 @@ import numpy as np
 import specjax as sj
 from specjax import methods as heads_lib
 from specjax.drafters import Kangaroo
-from specjax.drafters import Lookahead
+from specjax.drafters import PaSS
 from specjax.methods import stop_rules
 
 MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
@@ -24,7 +24,7 @@ BLOCKWISE = heads_lib.BlockwiseHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
 HYDRA = heads_lib.HydraHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
-EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=HEADS, width=WIDTH)
+EMBEDDINGS = heads_lib.PaSSEmbeddings(count=HEADS, width=WIDTH)
 EAGLE_1, EAGLE_3, MODULES = (
     kind.for_target(pair().target, 2, **options) for kind, options in (
         (heads_lib.Eagle1Heads, {}), (heads_lib.Eagle3Heads, {
@@ -65,7 +65,7 @@ def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
 def lookahead(rule, **kwargs):
   model, params = heads_lib.with_lookahead(
       pair().target, pair().params["target"], disturbed(EMBEDDINGS))
-  return Contributed(Lookahead(embeddings=EMBEDDINGS, **kwargs), rule, model,
+  return Contributed(PaSS(embeddings=EMBEDDINGS, **kwargs), rule, model,
                      {"target": params, "drafter": ()})
 
 

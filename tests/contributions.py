@@ -118,9 +118,9 @@ DRAFTERS = {
         drafts=dict(gamma=3)),
     "layers beside the last one": lambda: heads.layer(
         heads_lib.ParallelLayers, MTP, sj.verifiers.Block()),
-    "Lookahead as published": lambda: heads.lookahead(
+    "PaSS as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
-    "Lookahead folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
+    "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
     "Parallel chain with a stop rule and a controller": lambda: heads.parallel(
         Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
         stop=stop_rules.Threshold(threshold=0.4),
@@ -217,39 +217,40 @@ LAST_READ = {"AcceptedLength": 4} | dict.fromkeys(
 # for the target, and what a batch has besides its tokens)`.
 OBJECTIVES = {
     "NextToken": lambda model: (objectives.NextToken(model=model), None, {}),
-    "Medusa": lambda model: (
-        objectives.Medusa(model=model, heads=heads.MEDUSA), heads.MEDUSA.init,
-        {}),
-    "MedusaJoint": lambda model: (objectives.MedusaJoint(
-        medusa=objectives.Medusa(model=model, heads=heads.MEDUSA)),
+    "MedusaObjective": lambda model: (
+        objectives.MedusaObjective(model=model, heads=heads.MEDUSA),
+        heads.MEDUSA.init, {}),
+    "MedusaJointObjective": lambda model: (objectives.MedusaJointObjective(
+        medusa=objectives.MedusaObjective(model=model, heads=heads.MEDUSA)),
                                   heads.MEDUSA.init, {}),
-    "Blockwise": lambda model: (objectives.Blockwise(
+    "BlockwiseObjective": lambda model: (objectives.BlockwiseObjective(
         model=model, heads=heads.BLOCKWISE, one_head=False),
                                 heads.BLOCKWISE.init, {}),
-    "Hydra": lambda model: (
-        objectives.Hydra(model=model, heads=heads.HYDRA), heads.HYDRA.init, {}),
-    "Lookahead": lambda model: (objectives.Lookahead(
+    "HydraObjective": lambda model: (
+        objectives.HydraObjective(model=model, heads=heads.HYDRA),
+        heads.HYDRA.init, {}),
+    "PaSSObjective": lambda model: (objectives.PaSSObjective(
         model=model, embeddings=heads.EMBEDDINGS, cuts=4),
                                 heads.EMBEDDINGS.init, {}),
-    "Parallel": lambda model: (objectives.Parallel(
+    "ParallelObjective": lambda model: (objectives.ParallelObjective(
         model=model, heads=heads.PARALLEL, anchors=4), heads.PARALLEL.init, {}),
-    "Eagle1": lambda model: (
-        objectives.Eagle1(model=model, heads=heads.EAGLE_1),
+    "Eagle1Objective": lambda model: (
+        objectives.Eagle1Objective(model=model, heads=heads.EAGLE_1),
         heads.EAGLE_1.init, {}),
-    "Eagle3": lambda model: (
-        objectives.Eagle3(model=model, heads=heads.EAGLE_3),
+    "Eagle3Objective": lambda model: (
+        objectives.Eagle3Objective(model=model, heads=heads.EAGLE_3),
         heads.EAGLE_3.init, {}),
-    "MTP": lambda model: (
-        objectives.MTP(model=model, heads=heads.MODULES), heads.MODULES.init,
-        {}),
-    "MTPJoint": lambda model: (objectives.MTPJoint(
-        mtp=objectives.MTP(model=model, heads=heads.MODULES)),
+    "MTPObjective": lambda model: (
+        objectives.MTPObjective(model=model, heads=heads.MODULES),
+        heads.MODULES.init, {}),
+    "MTPJointObjective": lambda model: (objectives.MTPJointObjective(
+        mtp=objectives.MTPObjective(model=model, heads=heads.MODULES)),
                                heads.MODULES.init, {}),
-    "Kangaroo": lambda model: (
-        objectives.Kangaroo(model=model, adapter=heads.ADAPTER),
+    "KangarooObjective": lambda model: (
+        objectives.KangarooObjective(model=model, adapter=heads.ADAPTER),
         heads.ADAPTER.init, {}),
-    "LayerSkip": lambda model: (
-        objectives.LayerSkip(model=model, steps=10), None, {}),
+    "LayerSkipObjective": lambda model: (
+        objectives.LayerSkipObjective(model=model, steps=10), None, {}),
     "Distillation": lambda model: (objectives.Distillation(
         model=pair().drafter, target=model), _drafter, {}),
     "AcceptedLength": lambda model: (objectives.AcceptedLength(

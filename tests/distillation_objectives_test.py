@@ -117,8 +117,9 @@ def test_the_score_is_what_the_rule_accepts(rule, verifier):
   def by_text(drafter):
     """Over all texts of the target."""
     log_p, log_q = _along(target, texts), _along(drafter, texts)
-    return jnp.sum(_likelihood(log_p, texts) * distillation_objectives.accepted_length(
-        rule, log_p, log_q, texts[..., None]))
+    accepted = distillation_objectives.accepted_length(
+        rule, log_p, log_q, texts[..., None])
+    return jnp.sum(_likelihood(log_p, texts) * accepted)
 
   (want, gradient), (found, own) = (
       jax.jit(jax.value_and_grad(f))(drafter) for f in (by_law, by_text))

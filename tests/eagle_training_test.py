@@ -117,7 +117,7 @@ def test_eagle3_is_that_of_the_public_code():
   model = sj.models.Transformer(sj.models.TransformerConfig(
       vocab_size=heads.vocab_size, width=heads.width, layers=3, heads=4,
       kv_heads=2, head_dim=4, mlp_width=8, context_length=64))
-  losses = jax.jit(objectives.Eagle3(model=model, heads=heads).losses)(
+  losses = jax.jit(objectives.Eagle3Objective(model=model, heads=heads).losses)(
       params, found["taps"], found["target_logits"], found["tokens"])
   np.testing.assert_allclose(losses, found["losses"], rtol=1e-5)
   size = found["tokens"].shape[1]  # the other mean is over a row less
@@ -234,7 +234,7 @@ def test_eagle3_by_hand(drop, normalizer):
     places = count if normalizer == "mask" else rows[:, 1:].size
     want += 0.8**i * sums / places
   assert bool(dropped) == drop
-  loss, _, _ = _loss(objectives.Eagle3(
+  loss, _, _ = _loss(objectives.Eagle3Objective(
       model=_pair().target, heads=heads, drop_outside=drop,
       normalizer=normalizer), drafter, rows)
   np.testing.assert_allclose(loss, want, rtol=1e-4)
@@ -252,7 +252,8 @@ def test_eagle1_by_hand():
   features = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
   p = np.exp(_log_softmax(seen.logits[:, 1:]))
   law = -(p * log_q[:, :-1]).sum(-1).mean()
-  quiet = objectives.Eagle1(model=_pair().target, heads=heads, noise=0.0)
+  quiet = objectives.Eagle1Objective(
+      model=_pair().target, heads=heads, noise=0.0)
   loss, metrics, _ = _loss(quiet, drafter, rows)
   np.testing.assert_allclose(loss, features + 0.1 * law, rtol=1e-4)
   np.testing.assert_allclose(metrics["feature_loss"], features, rtol=1e-4)
@@ -261,15 +262,15 @@ def test_eagle1_by_hand():
   noise = eagle_objective.uniform_noise(
       jax.random.key(0), jnp.zeros((20, 64, 16)), 0.2)
   assert 0.79 < np.abs(noise).max() < 0.8 and abs(np.mean(noise)) < 0.01
-  loud = objectives.Eagle1(model=_pair().target, heads=heads)
+  loud = objectives.Eagle1Objective(model=_pair().target, heads=heads)
   assert len({round(_loss(loud, drafter, rows, key)[0], 4)
               for key in range(3)}) == 3
 
 
 @pytest.mark.parametrize("make, kind, options", [
-    (functools.partial(objectives.Eagle1, noise=0.0), heads_lib.Eagle1Heads,
-     {"ids": _IDS, "narrow_head": True}),
-    (objectives.Eagle3, heads_lib.Eagle3Heads, {"ids": _IDS})])
+    (functools.partial(objectives.Eagle1Objective, noise=0.0),
+     heads_lib.Eagle1Heads, {"ids": _IDS, "narrow_head": True}),
+    (objectives.Eagle3Objective, heads_lib.Eagle3Heads, {"ids": _IDS})])
 def test_what_was_read_before_is_learned_alike(make, kind, options):
   # Broken: features or laws that were kept are of other places, or other
   # tokens count.
@@ -295,7 +296,7 @@ def test_mtp_by_hand(kind, options):
   nats = [-np.mean([log_q[b, t, rows[b, t + 1 + k]]
                     for b, t in np.ndindex(len(rows), _S - k)])
           for k, (_, log_q) in enumerate(outs, 1)]
-  objective = objectives.MTP(model=_pair().target, heads=heads)
+  objective = objectives.MTPObjective(model=_pair().target, heads=heads)
   loss, metrics, _ = _loss(objective, drafter, rows)
   weights = np.array([1, 0.6, 0.36]) / 1.96
   np.testing.assert_allclose(loss, weights @ nats, rtol=1e-4)
@@ -306,7 +307,7 @@ def test_mtp_by_hand(kind, options):
   next_token = -np.mean([log_p[b, t, rows[b, t + 1]]
                          for b, t in np.ndindex(len(rows), _S)])
   loss, metrics, grads = _loss(
-      objectives.MTPJoint(mtp=objective, weight=0.5), drafter, rows,
+      objectives.MTPJointObjective(mtp=objective, weight=0.5), drafter, rows,
       target=_pair().params["target"])
   np.testing.assert_allclose(metrics["lm_loss"], next_token, rtol=1e-4)
   np.testing.assert_allclose(
@@ -318,7 +319,7 @@ def test_mtp_by_hand(kind, options):
 def test_modules_are_taught_by_what_they_forecast():
   # Broken: a depth's loss reaches a module that comes after it.
   heads, drafter = _made(heads_lib.MTPHeads)
-  objective = objectives.MTP(model=_pair().target, heads=heads)
+  objective = objectives.MTPObjective(model=_pair().target, heads=heads)
   frozen = {"target": _pair().params["target"]}
   grad = jax.jit(jax.grad(lambda drafter, k: objective(
       {"drafter": drafter}, frozen, {"tokens": _rows()}, jax.random.key(0))[1][
@@ -336,7 +337,7 @@ def test_scores_are_of_all_tokens_and_finite():
   heads, drafter = _made(heads_lib.Eagle3Heads, ids=_IDS)
   rows = _rows()
   _, outs = _forecasts(heads, drafter, rows)
-  objective = objectives.Eagle3(model=_pair().target, heads=heads)
+  objective = objectives.Eagle3Objective(model=_pair().target, heads=heads)
   logits, positions = jax.jit(lambda params, tokens: objective.score(
       params, tokens, jax.random.key(0),
       lambda k, logits, positions: (logits, positions + k)))(
@@ -353,22 +354,22 @@ def test_scores_are_of_all_tokens_and_finite():
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: objectives.Eagle3(
+    (lambda: objectives.Eagle3Objective(
         model=_pair().target, heads=_made(heads_lib.MTPHeads)[0]),
      "reuse is False"),
-    (lambda: objectives.Eagle3(
+    (lambda: objectives.Eagle3Objective(
         model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0],
         normalizer="sum"), "normalizer is 'sum'"),
-    (lambda: objectives.Eagle1(
+    (lambda: objectives.Eagle1Objective(
         model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0]),
      "train as EAGLE-3"),
-    (lambda: objectives.MTP(
+    (lambda: objectives.MTPObjective(
         model=_pair().target, heads=_made(heads_lib.Eagle3Heads, ids=_IDS)[0]),
      "draft 4 of the 7 tokens"),
-    (lambda: objectives.MTP(
+    (lambda: objectives.MTPObjective(
         model=testing.tiny_pair(9).target,
         heads=_made(heads_lib.MTPHeads)[0]), "vocab_size 7"),
-    (lambda: _loss(objectives.Eagle3(
+    (lambda: _loss(objectives.Eagle3Objective(
         model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0]),
                    _made(heads_lib.Eagle3Heads)[1], _rows()[:, :_K + 1]),
      "3 tokens and there are 3 heads"),

@@ -127,8 +127,8 @@ def test_heads_that_no_layout_holds(tmp_path):
   chained = heads_lib.MTPHeads.for_target(_TARGET, 2)
   medusa = heads_lib.MedusaHeads.for_target(_TARGET, 2)
   for heads, layout, message in (
-      (heads_lib.LookaheadEmbeddings.for_target(_TARGET, 2), None,
-       "LookaheadEmbeddings cannot be exported: no layout of a server holds"),
+      (heads_lib.PaSSEmbeddings.for_target(_TARGET, 2), None,
+       "PaSSEmbeddings cannot be exported: no layout of a server holds"),
       (norms, None, "layout 'eagle1': .* parameter module_0/embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
       (medusa, "speculators", "choose among medusa, medusa of vllm"),

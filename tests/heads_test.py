@@ -110,7 +110,7 @@ def test_heads_for_the_bundled_target_are_small():
 def test_files_keep_heads_and_refuse_another_target(tmp_path, kind):
   # Broken: heads change on disk, or draft for a target that they do not know.
   pair = _pair()
-  heads = {**_KINDS, "lookahead": heads_lib.LookaheadEmbeddings(
+  heads = {**_KINDS, "lookahead": heads_lib.PaSSEmbeddings(
       count=_K, width=_D), "parallel": heads_lib.ParallelHeads.for_target(
           pair.target, _K)}[kind]
   params = _random(heads.init(jax.random.key(0), pair.params["target"]))
@@ -165,7 +165,7 @@ def test_files_that_do_not_belong_together(tmp_path):
     (lambda: heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=0),
      "heads is 0"),
     (lambda: dataclasses.replace(_MEDUSA, output="mine"), "output is 'mine'"),
-    (lambda: heads_lib.LookaheadEmbeddings(count=0, width=_D), "count is 0"),
+    (lambda: heads_lib.PaSSEmbeddings(count=0, width=_D), "count is 0"),
     (lambda: heads_lib.check_fits(
         _MEDUSA, _other(width=8)), "width.* 16 .* 8"),
     (lambda: heads_lib.check_fits(

@@ -29,7 +29,7 @@ _TOKENS = np.random.default_rng(0).integers(VOCAB, size=(2, 13))
 
 
 def _skip(**kwargs):
-  return objectives.LayerSkip(**{
+  return objectives.LayerSkipObjective(**{
       "model": deep()[0], "steps": 8, "dropout": 0.0, **kwargs})
 
 
@@ -118,7 +118,7 @@ def test_kangaroo_learns_the_target_s_law():
   # is not a cross-entropy; the target would move.
   model, params = deep()
   adapter = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
-  one = objectives.Kangaroo(model=model, adapter=adapter)
+  one = objectives.KangarooObjective(model=model, adapter=adapter)
   own = adapter.init(None, params)
   batch = {"tokens": _TOKENS}
   (loss, metrics), grads = jax.jit(jax.value_and_grad(
@@ -298,7 +298,7 @@ def test_bad_options_are_refused():
       (lambda: _skip(scale=-1.0), "scale is -1.0"),
       (lambda: _skip(every=4), "every is 4.*3 layers"),
       (lambda: _skip(ramp="sine"), "ramp is 'sine'"),
-      (lambda: objectives.Kangaroo(model=model, adapter=(
+      (lambda: objectives.KangarooObjective(model=model, adapter=(
           heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=3))),
        "exit is 3.*from 1 to 2"),
       (lambda: skip_search.scorer(model, params, _TOKENS, 20),

@@ -52,7 +52,7 @@ def _row(seed=0):
 
 
 def _objective(name, **options):
-  return objectives.Parallel(
+  return objectives.ParallelObjective(
       model=_pair().target, heads=_CASES[name], **options)
 
 
@@ -256,7 +256,7 @@ def test_forecasts_are_scored_where_they_are_made(monkeypatch):
   # Broken: accuracy by slot is that of other tokens.
   objective = _objective("plain", anchors=4)
   _, _, params = _setup("plain")
-  monkeypatch.setattr(objectives.Parallel, "blocks",
+  monkeypatch.setattr(objectives.ParallelObjective, "blocks",
                       lambda self, *arguments: _blocks("plain")(*arguments))
   key = jax.random.key(5)
   seen = objective.score(

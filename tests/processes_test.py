@@ -124,7 +124,8 @@ def _text(kind, shape):
   Broken: a device holds the whole of a cache before it is split.
   """
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
-  pages = sj.models.Transformer(pair.target.config, cache=sj.caches.Paged(page=32))
+  pages = sj.models.Transformer(
+      pair.target.config, cache=sj.caches.Paged(page=32))
   target = pages if kind == "pages" else pair.target
   other = testing.tiny_pair(8, seed=1).drafter  # two heads, which do not divide
   own = testing.tiny_pair(8, seed=1).params["drafter"]

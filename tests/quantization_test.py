@@ -120,7 +120,8 @@ def test_flags_make_copies_and_caches():
   assert copies.drafting(loaded, None) is loaded
   for name, want in (("int8", sj.caches.QuantizedKV(bits=8)),
                      ("streaming", sj.caches.Streaming()),
-                     ("streaming:2:30", sj.caches.Streaming(sinks=2, window=30))):
+                     ("streaming:2:30",
+                      sj.caches.Streaming(sinks=2, window=30))):
     assert copies.drafting(loaded, name).model.cache == want
   for bad in ("int2", "int8:4", "streaming:4", "streaming:a:b", ""):
     with pytest.raises(ValueError, match="names no cache"):

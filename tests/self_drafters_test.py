@@ -13,8 +13,8 @@ import pytest
 import specjax as sj
 from specjax import methods as heads_lib
 from specjax.drafters import Blockwise
-from specjax.drafters import Lookahead
 from specjax.drafters import Medusa
+from specjax.drafters import PaSS
 from specjax.methods.heads import _forecasts
 from specjax.models import load_model
 from specjax.models import save_model
@@ -30,7 +30,7 @@ _V, _D, _K = 5, 16, 3
 _MEDUSA = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=_K)
 _BLOCKWISE = heads_lib.BlockwiseHeads(width=_D, vocab_size=_V, heads=_K,
                                       hidden_width=8)
-_EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=3, width=_D)
+_EMBEDDINGS = heads_lib.PaSSEmbeddings(count=3, width=_D)
 _CHAIN = (-1, 0, 1, 2)
 _UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
 
@@ -44,14 +44,14 @@ _CASES = {
     "sampled chain": (_medusa("iid", _CHAIN), Block()),
     "without replacement": (_medusa("without_replacement"), Traversal()),
     "blockwise": (Blockwise(heads=_BLOCKWISE), Token()),
-    "published": (Lookahead(embeddings=_EMBEDDINGS, folded=False), Block()),
-    "folded": (Lookahead(embeddings=_EMBEDDINGS, count=2), Block())}
+    "published": (PaSS(embeddings=_EMBEDDINGS, folded=False), Block()),
+    "folded": (PaSS(embeddings=_EMBEDDINGS, count=2), Block())}
 
 
 def _setup(drafter):
   """`(target, params)` of a decoder."""
   model, params = pair().target, pair().params["target"]
-  if isinstance(drafter, Lookahead):
+  if isinstance(drafter, PaSS):
     model, params = heads_lib.with_lookahead(
         model, params, disturbed(_EMBEDDINGS))
     return model, {"target": params, "drafter": ()}
@@ -95,7 +95,7 @@ def _forecast(drafter, lengths, tokens, emitted, shift):
   Heads are applied where the last round must have stopped, and look-ahead
   tokens are put after the text itself. 0 where nothing is known.
   """
-  reads = isinstance(drafter, Lookahead)
+  reads = isinstance(drafter, PaSS)
   starts = lengths + np.cumsum(emitted, axis=0) - emitted
   ends = np.maximum(starts - (reads and drafter.folded) + shift, 0)
   texts = np.zeros((*starts.shape, 48), np.int32)
@@ -237,7 +237,7 @@ def test_look_ahead_tokens_are_read_as_rows_of_a_longer_table(tmp_path):
     (_medusa("top_k", (-1,)), 1, 1, 1),
     (Blockwise(heads=_BLOCKWISE), 1, 1, 0),
     (Blockwise(heads=_MEDUSA, gamma=1), 1, 1, 1),
-    *((Lookahead(embeddings=_EMBEDDINGS, folded=folded, count=1), 1, 1, 0)
+    *((PaSS(embeddings=_EMBEDDINGS, folded=folded, count=1), 1, 1, 0)
       for folded in (True, False))])
 def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
   # Broken: a rule runs with a drafter for which it is not lossless.
@@ -278,13 +278,13 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
     (lambda: _decoder(Blockwise(heads=_BLOCKWISE, gamma=4)),
      "4 tokens deep.*3 heads"),
     (lambda: Blockwise(heads=_BLOCKWISE, gamma=-1), "gamma is -1"),
-    (lambda: Lookahead(embeddings=_EMBEDDINGS, count=4), "count is 4.*3"),
-    (lambda: Lookahead(embeddings=_EMBEDDINGS, count=0), "count is 0"),
-    (lambda: _decoder(Lookahead(embeddings=_EMBEDDINGS)),
+    (lambda: PaSS(embeddings=_EMBEDDINGS, count=4), "count is 4.*3"),
+    (lambda: PaSS(embeddings=_EMBEDDINGS, count=0), "count is 0"),
+    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS)),
      "0 look-ahead tokens.*3 of width 16.*with_lookahead"),
-    (lambda: _decoder(Lookahead(embeddings=_EMBEDDINGS), lookahead=2),
+    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=2),
      "2 look-ahead tokens.*3"),
-    (lambda: _decoder(Lookahead(embeddings=_EMBEDDINGS), lookahead=3, width=8),
+    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=3, width=8),
      "width 8 .*width 16"),
     (lambda: _decoder(_medusa(), lookahead=-1), "lookahead is -1"),
     (lambda: heads_lib.with_lookahead(

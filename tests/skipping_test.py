@@ -86,8 +86,9 @@ def test_a_draft_is_scored_by_the_law_of_the_target():
     (dict(window=1), "window is 1"), (dict(tries=-1), "tries is -1"),
     (dict(count=4), "count is 4 and of the target's 4 layers 3 parts"),
     (dict(of=testing.tiny_pair(VOCAB, layers=2).target), "layers 0 parts"),
-    (dict(of=dataclasses.replace(_TARGET.target, cache=sj.caches.Streaming(slack=50)),
-          window=48), "slack=50, and up to 51"),
+    (dict(of=dataclasses.replace(
+        _TARGET.target, cache=sj.caches.Streaming(slack=50)), window=48),
+     "slack=50, and up to 51"),
     (dict(of=testing.MarkovModel(VOCAB)), "needs a models.Transformer"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_settings_are_refused(options, message):

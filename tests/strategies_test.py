@@ -30,7 +30,7 @@ _LAYER = heads_lib.Eagle1Heads.for_target(_TARGET, 2)
 _MODULES = heads_lib.ParallelLayers.for_target(
     _TARGET, 2, taps="final")
 _TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
-_EMBEDDINGS = heads_lib.LookaheadEmbeddings(count=2, width=_D)
+_EMBEDDINGS = heads_lib.PaSSEmbeddings(count=2, width=_D)
 _DRAFTER = sj.drafters.LanguageModel(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
@@ -41,7 +41,8 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
           "sublayers": sj.models.Sublayers.between(0, 1), "count": 1,
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
-          "members": (_DRAFTER, _DRAFTER), "view": sj.models.cache_views.Recent()}
+          "members": (_DRAFTER, _DRAFTER),
+          "view": sj.models.cache_views.Recent()}
 _BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
 _OF_BLOCK = ("ddtree", "parallel")
 _OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")

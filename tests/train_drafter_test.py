@@ -39,7 +39,7 @@ def _heads(kind="low_rank"):
     heads = heads_lib.BlockwiseHeads(
         width=_D, vocab_size=_V, heads=_K, hidden_width=5)
   elif kind == "lookahead":
-    heads = heads_lib.LookaheadEmbeddings(count=_K, width=_D)
+    heads = heads_lib.PaSSEmbeddings(count=_K, width=_D)
   else:
     heads = heads_lib.MedusaHeads(
         width=_D, vocab_size=_V, heads=_K, output=kind, rank=3)
@@ -52,16 +52,18 @@ def _objective(method, **config):
   model = _pair().target
   if method == "pass":
     heads, params = _heads("lookahead")
-    return objectives.Lookahead(
+    return objectives.PaSSObjective(
         model=model, embeddings=heads, **{"cuts": 3, **config}), params
   if method == "blockwise":
     heads, params = _heads("blockwise")
-    return objectives.Blockwise(model=model, heads=heads, **config), params
+    objective = objectives.BlockwiseObjective(
+        model=model, heads=heads, **config)
+    return objective, params
   heads, params = _heads()
-  medusa = objectives.Medusa(model=model, heads=heads)
+  medusa = objectives.MedusaObjective(model=model, heads=heads)
   if method == "medusa":
     return medusa, params
-  return objectives.MedusaJoint(medusa=medusa, **config), params
+  return objectives.MedusaJointObjective(medusa=medusa, **config), params
 
 
 def _rows(number=2, size=_S + 1, seed=0):

@@ -167,14 +167,14 @@ def test_a_run_in_bfloat16_leaves_its_best_heads_and_those_of_any_checkpoint(
     tmp_path, target_dir, monkeypatch):
   # Broken: --dtype changes only how the target is loaded, or it may change in
   # the middle of a run; a run that ends early has no heads.
-  seen, step = {}, objectives.Medusa.__call__
+  seen, step = {}, objectives.MedusaObjective.__call__
 
   def objective(self, trainable, frozen, batch, key):
     for x in jax.tree.leaves((trainable, frozen)):
       seen.setdefault(bool(frozen), set()).add(x.dtype.name)
     return step(self, trainable, frozen, batch, key)
 
-  monkeypatch.setattr(objectives.Medusa, "__call__", objective)
+  monkeypatch.setattr(objectives.MedusaObjective, "__call__", objective)
   train = [
       f"--target={target_dir}", f"--data=self:{target_dir}/corpus.jsonl",
       "--method=medusa", "--rank=2", "--heads=2", "--batch_size=2",

@@ -167,7 +167,8 @@ def test_given_trees():
     (lambda: shapes.sequoia_tree((0.5, -0.1), 4), "none below 0"),
     (lambda: shapes.best_tree((0.5,), {2: 1.0}, 0.1), "lacks 1"),
     (lambda: shapes.best_tree((0.5,), {1: 0.0}, 0.1), "positive"),
-    (lambda: shapes.best_tree((0.5,), {1: 1.0}, np.nan), "draft_seconds is nan"),
+    (lambda: shapes.best_tree((0.5,), {1: 1.0}, np.nan),
+     "draft_seconds is nan"),
     (lambda: shapes.best_tree((0.5,), {1: 1.0}, 0.1, round_seconds=-1.0),
      "round_seconds is -1")])
 def test_bad_settings(call, words):

@@ -181,8 +181,8 @@ def test_law_of_the_common_tokens():
   np.testing.assert_allclose(law(temperature=0.7, top_k=1)[0], [0, 0, 0, 1])
   np.testing.assert_allclose(law(temperature=0)[0], [0, 0, 1, 0])
   np.testing.assert_allclose(law(temperature=0, banned=(2,))[0], [0, 0, 0, 1])
-  nan = _translation.common_law(logits.at[0, 0].set(jnp.nan), vocabulary, _PLAIN,
-                               None)
+  nan = _translation.common_law(
+      logits.at[0, 0].set(jnp.nan), vocabulary, _PLAIN, None)
   assert np.isnan(nan[0]).any()  # and is reported by the loop
 
 

@@ -36,7 +36,8 @@ def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
     return sj.caches.QuantizedKV(bits=BITS[kind])
   if kind == "streaming" and len(sizes) in (0, 2) and all(
       size.isdecimal() for size in sizes):
-    return sj.caches.Streaming(**dict(zip(("sinks", "window"), map(int, sizes))))
+    return sj.caches.Streaming(
+        **dict(zip(("sinks", "window"), map(int, sizes))))
   raise ValueError(f"{flag}={name} names no cache; give {CACHES}")
 
 

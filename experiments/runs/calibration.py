@@ -33,7 +33,7 @@ def main(heads=None, rows="64"):
   target, _, tokenizer = models.load_models("bundled", [])
   heads, params = methods.load_heads(
       heads or sj.zoo.heads_path("parallel"), target.model)
-  objective = objectives.Parallel(
+  objective = objectives.ParallelObjective(
       model=target.model, heads=heads, anchors=ANCHORS)
   params = {"target": target.params, "drafter": params}
 

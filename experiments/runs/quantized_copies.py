@@ -29,7 +29,8 @@ from specjax.trees import topology  # noqa: E402
 WINDOW, BATCH = 512, 4
 COPIES = ((8, None), (8, 64), (4, None), (4, 64), (4, 32))
 CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
-          sj.caches.Streaming(sinks=4, window=28), sj.caches.Streaming(sinks=4, window=124))
+          sj.caches.Streaming(sinks=4, window=28),
+          sj.caches.Streaming(sinks=4, window=124))
 
 
 def windows(tokenizer, characters):

@@ -87,7 +87,8 @@ class Forced:
 
   def check_target(self, vocab_size: int) -> None:
     """Raises a `ValueError` where an id does not exist."""
-    constraining.check_ids("Forced.at", [token for _, token in self.at], vocab_size)
+    constraining.check_ids(
+        "Forced.at", [token for _, token in self.at], vocab_size)
     constraining.check_ids("Forced.after", sum(self.after, ()), vocab_size)
 
   def init(self, row: constraining.Row) -> Any:

@@ -64,7 +64,7 @@ class Decoder:
     eos: the token id that ends a row, or several of them, or None; for every
       row unless `prefill` is given others.
     controller: chooses the length of the drafts before every round, down to
-      none, see `specjax.decoding.controller`; None: it is the drafter's. With one, the
+      none, see `decoding.controller`; None: it is the drafter's. With one, the
       text of a row at a temperature above 0 depends on the rows beside it; its
       law does not.
     debug: whether the numbers of every round are checked: that laws sum to 1,

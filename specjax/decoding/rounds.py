@@ -3,7 +3,7 @@
   drafter.propose -> target pass -> transform -> law -> verdict -> commit
 
 A round is pure and knows no algorithm: the parts that it calls are arguments.
-jit happens here, once; nothing inside talks to the host. `specjax.decoding.decoder` is
+jit happens here, once; nothing inside talks to the host. `decoding.decoder` is
 the face for prompts, limits and keys.
 """
 
@@ -50,7 +50,7 @@ class Round:
     observers: rules that are evaluated on the same drafts.
     debug: whether values are checked as well, see `checks.check_values`.
     drafts: whether what is decoded is a draft for another target, so that its
-      own may know no token that a constraint allows, see `decoding.constraining`.
+      own may know no token that a constraint allows, see `constraining`.
   """
 
   target: ModelFn

@@ -27,16 +27,16 @@ from specjax.methods.features.records import EAGLE_3
 from specjax.methods.features.records import MTP
 from specjax.methods.features.records import PARALLEL_LAYERS
 from specjax.methods.files import save_heads
-from specjax.methods.heads.blockwise_network import BlockwiseHeads
-from specjax.methods.heads.hydra_network import HydraHeads
-from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
-from specjax.methods.heads.lookahead_network import with_lookahead
-from specjax.methods.heads.medusa_network import MedusaHeads
-from specjax.methods.heads.records import BLOCKWISE
-from specjax.methods.heads.records import HYDRA
-from specjax.methods.heads.records import MEDUSA
-from specjax.methods.heads.records import MEDUSA_2
-from specjax.methods.heads.records import PASS
+from specjax.methods.heads.blockwise import BLOCKWISE
+from specjax.methods.heads.blockwise import BlockwiseHeads
+from specjax.methods.heads.hydra import HYDRA
+from specjax.methods.heads.hydra import HydraHeads
+from specjax.methods.heads.medusa import MEDUSA
+from specjax.methods.heads.medusa import MEDUSA_2
+from specjax.methods.heads.medusa import MedusaHeads
+from specjax.methods.heads.pass_embeddings import PaSSEmbeddings
+from specjax.methods.heads.pass_embeddings import with_lookahead
+from specjax.methods.heads.pass_lookahead import PASS
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
@@ -46,8 +46,8 @@ from specjax.methods.published import load_drafter
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import Option
-from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
-from specjax.methods.self_speculation.records import KANGAROO
+from specjax.methods.self_speculation.kangaroo import KANGAROO
+from specjax.methods.self_speculation.kangaroo import KangarooAdapter
 from specjax.models.transformer import Transformer
 
 __all__ = [
@@ -66,7 +66,7 @@ __all__ = [
     "KINDS",
     "KangarooAdapter",
     "LearningRate",
-    "LookaheadEmbeddings",
+    "PaSSEmbeddings",
     "MEDUSA",
     "MEDUSA_2",
     "METHODS",

@@ -79,7 +79,8 @@ def check_follows(drafter: Drafter, state: Any) -> None:
     raise ValueError(
         f"{type(drafter).__name__} has a state and no `follow()`, so that it "
         "cannot draft inside or beside another drafter, whose tokens it has "
-        "not seen; give it one, see specjax.interfaces, or take another drafter")
+        "not seen; give it one, see specjax.interfaces, or take another "
+        "drafter")
 
 
 @struct.dataclass
@@ -102,7 +103,7 @@ class Following:
   """A drafter of chains with a cache, for a text that may be any.
 
   Attributes:
-    drafter: it has `catch_up`, see `specjax.interfaces`. Its `propose` feeds the
+    drafter: it has `catch_up`, see `interfaces`. Its `propose` feeds the
       root and all drafted tokens but the last.
   """
 

@@ -64,7 +64,7 @@ class Trainer:
   shorter than its checkpoints ends at the newest one that it reaches. A batch
   that cannot be cut into `accumulate` parts is refused.
 
-  On a mesh, of one process or of several (`specjax.utils.processes`), a run takes the
+  On a mesh, of one process or of several (`utils.processes`), a run takes the
   same batches: every process makes the whole one and feeds the rows of its own
   devices. What it learns is that of a run on one device but for the order in
   which float32 sums are rounded; killed and started again on the same mesh it

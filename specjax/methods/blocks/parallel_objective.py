@@ -54,7 +54,7 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parallel:
+class ParallelObjective:
   """A mean over the slots k = 1..K of blocks, weighed by w_k, of
 
     c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(c_k, 1 - TV(q_k, p_k))

@@ -53,11 +53,11 @@ PARALLEL = Method(
         bundled=2e-3, published=6e-4, size=4e9,
         source="DSpark configurations of DeepSpec"),
     objective=lambda target, heads, anchors, position_weights, position_decay,
-        ce_share, confidence_weight: parallel_objective.Parallel(
+        ce_share, confidence_weight: parallel_objective.ParallelObjective(
             model=target, heads=heads, anchors=anchors,
             position_weights=position_weights, position_decay=position_decay,
             ce_share=ce_share, confidence_weight=confidence_weight),
-    measure=lambda target, heads: parallel_objective.Parallel(
+    measure=lambda target, heads: parallel_objective.ParallelObjective(
         model=target, heads=heads, anchors=CUTS),
     chain=lambda heads: strategies.parallel(
         heads, proposal="top_k", verifier=TOKEN),

@@ -94,7 +94,7 @@ class _Unrolled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle1(_Unrolled):
+class Eagle1Objective(_Unrolled):
   """SmoothL1(f, f^) + w CE(p, p^): the next feature, and the law it gives.
 
   Li et al. 2024 (arXiv:2401.15077, section 4.2), in the published code's terms:
@@ -145,7 +145,7 @@ class Eagle1(_Unrolled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3(_Unrolled):
+class Eagle3Objective(_Unrolled):
   """-sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v): the training-time test.
 
   Li et al. 2025 (arXiv:2503.01840, section 3.2). The layer runs K =

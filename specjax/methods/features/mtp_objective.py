@@ -19,7 +19,7 @@ from specjax.training.objective import weights_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP:
+class MTPObjective:
   """-sum_k w_k mean_t log p^(k)(x_{t+1+k}), w_k = decay^(k-1) / their sum.
 
   FastMTP, Cai et al. 2025 (arXiv:2509.18362, equation 2), where one module is
@@ -85,7 +85,7 @@ class MTP:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPJoint:
+class MTPJointObjective:
   """L_LM + weight mean_k CE_k: a trunk and its modules learn together.
 
   DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) has `MTPHeads` and weight
@@ -97,7 +97,7 @@ class MTPJoint:
     weight: of their mean.
   """
 
-  mtp: MTP
+  mtp: MTPObjective
   weight: float = 0.3
 
   needs = ("target", "drafter")

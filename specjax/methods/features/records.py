@@ -81,9 +81,11 @@ EAGLE_1 = Method(
     learning_rate=LearningRate(
         bundled=2e-3, published=5e-5, size=8e9,
         source="main_deepspeed.py of the EAGLE repository"),
-    objective=lambda target, heads, noise, law_weight: eagle_objective.Eagle1(
-        model=target, heads=heads, noise=noise, law_weight=law_weight),
-    measure=lambda target, heads: eagle_objective.Eagle1(model=target, heads=heads),
+    objective=lambda target, heads, noise, law_weight:
+        eagle_objective.Eagle1Objective(
+            model=target, heads=heads, noise=noise, law_weight=law_weight),
+    measure=lambda target, heads: eagle_objective.Eagle1Objective(
+        model=target, heads=heads),
     chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
     head_options=(MLP_WIDTH, Option(
         "fusion_norms", False, "eagle1: normalise the token embedding and "
@@ -101,10 +103,11 @@ EAGLE_3 = dataclasses.replace(
         bundled=2e-3, published=1e-4, size=8e9,
         source="EAGLE-3 configurations of SpecForge"),
     objective=lambda target, heads, step_decay, normalizer, drop_outside:
-        eagle_objective.Eagle3(
+        eagle_objective.Eagle3Objective(
             model=target, heads=heads, decay=step_decay, normalizer=normalizer,
             drop_outside=drop_outside),
-    measure=lambda target, heads: eagle_objective.Eagle3(model=target, heads=heads),
+    measure=lambda target, heads: eagle_objective.Eagle3Objective(
+        model=target, heads=heads),
     head_options=(MLP_WIDTH, TAPS, _FEED_NORMED),
     options=(
         Option("step_decay", 0.8, "eagle3: factor by which the loss weight "
@@ -121,9 +124,10 @@ MTP = dataclasses.replace(
     learning_rate=LearningRate(
         bundled=2e-3, published=5e-5,
         source="sft.sh of the FastMTP repository"),
-    objective=lambda target, heads, depth_decay: mtp_objective.MTP(
+    objective=lambda target, heads, depth_decay: mtp_objective.MTPObjective(
         model=target, heads=heads, decay=depth_decay),
-    measure=lambda target, heads: mtp_objective.MTP(model=target, heads=heads),
+    measure=lambda target, heads: mtp_objective.MTPObjective(
+        model=target, heads=heads),
     head_options=(
         MLP_WIDTH, TAPS, _FEED_NORMED,
         Option("reuse", False, "mtp: train one module that is applied again to "

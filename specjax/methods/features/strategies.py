@@ -119,7 +119,8 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   >>> again = methods.MTPHeads.for_target(target, 3, reuse=True)
   >>> mtp(again).drafter.num_nodes
   4
-  >>> mtp(methods.MTPHeads.for_target(target, 3), parents=(-1, 0, 0, 1)).verifier
+  >>> own = methods.MTPHeads.for_target(target, 3)
+  >>> mtp(own, parents=(-1, 0, 0, 1)).verifier
   Traversal()
 
   Args:

@@ -1,1 +1,1 @@
-"""Drafting with heads on the last hidden state: Medusa, Hydra, PaSS, blockwise."""
+"""Drafting with heads on the last hidden state, or look-ahead tokens."""

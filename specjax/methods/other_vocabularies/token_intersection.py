@@ -25,7 +25,7 @@ and of the README, split as a whole, E has 96 and 90 % where the bundled models
 (4k tokens) draft for SmolLM2 (49k), and 89 and 80 % the other way round; 88,
 81, 96 and 91 % of the target's tokens are common there.
 
-  state       tokens E(t), and a cache of some of it, see `methods.other_vocabularies._reading`
+  state       tokens E(t), and a cache of some of it, see `_reading`
   propose     E grows by the new tokens' pieces; all but the last new token are
               drafted ones of one piece, which the cache holds mostly; the
               model catches up, draws and feeds gamma tokens
@@ -198,7 +198,7 @@ class TokenIntersection(reading_lib.Reader):
         none, ids, count, state.lengths, room)
 
   def follow(self) -> _following.Following:
-    """The same, beside or inside of other drafters; see `specjax.interfaces`."""
+    """The same, beside or inside of other drafters; see `interfaces`."""
     return _following.Following(drafter=self)
 
   def _spelled(self, vocabulary, tokens, lengths, width):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax.methods.blocks.parallel_network import ParallelHeads
-from specjax.methods.heads.medusa_network import MedusaHeads
+from specjax.methods.heads.medusa import MedusaHeads
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
 from specjax.methods.published.found import Found

@@ -11,8 +11,8 @@ import numpy as np
 
 from specjax.methods.blocks import parallel_network
 from specjax.methods.features import network
-from specjax.methods.heads import hydra_network
-from specjax.methods.heads import medusa_network
+from specjax.methods.heads.hydra import HydraHeads
+from specjax.methods.heads.medusa import MedusaHeads
 from specjax.methods.networks import Heads
 from specjax.methods.published import taps as taps_lib
 from specjax.methods.published.found import Found
@@ -38,7 +38,7 @@ def medusa(found: Found) -> Heads:
   blocks = found.count(r"0\.(\d+)\.linear\.")
   if not blocks:
     found.shape("0.0.linear.weight")
-  heads = medusa_network.MedusaHeads(
+  heads = MedusaHeads(
       heads=found.count(r"(\d+)\."), blocks=blocks,
       width=found.columns("0.0.linear.weight"),
       vocab_size=found.shape(f"0.{blocks}.weight")[0],
@@ -50,7 +50,7 @@ def medusa(found: Found) -> Heads:
 def medusa_vllm(found: Found) -> Heads:
   """Medusa heads as vLLM reads them, with the whole vocabulary."""
   keys = found.keys()
-  heads = medusa_network.MedusaHeads(
+  heads = MedusaHeads(
       heads=found.count(r"lm_heads\.(\d+)\."),
       blocks=found.count(r"blocks\.0\.layers\.(\d+)\."),
       width=found.columns("blocks.0.layers.0.weight"),
@@ -86,7 +86,7 @@ def hydra(found: Found) -> Heads:
   keys.refuse_others()
   rows, width = found.shape("hydra_mlp.0.0.linear.weight")
   found.check("width", width, 2 * rows)
-  heads = hydra_network.HydraHeads(
+  heads = HydraHeads(
       heads=found.count(r"hydra_mlp\.(\d+)\."), width=rows,
       blocks=found.count(r"hydra_mlp\.0\.(\d+)\."),
       vocab_size=found.shape("hydra_lm_head.0.weight")[0])

@@ -20,7 +20,7 @@ RAMPS = ("constant", "exponential")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSkip:
+class LayerSkipObjective:
   """Next-token loss at every exit, with layers dropped at random.
 
   Elhoushi et al. 2024 (arXiv:2404.16710). In step t of T, layer l = 0..L-1 is

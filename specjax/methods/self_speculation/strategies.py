@@ -3,8 +3,6 @@
 from specjax.methods import stop_rules
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.self_speculation.early_exit import EarlyExit
-from specjax.methods.self_speculation.kangaroo_drafter import Kangaroo
-from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
 from specjax.methods.self_speculation.skipping import Swift
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
@@ -13,8 +11,6 @@ from specjax.models.shortened import Shortened
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.types import Verifier
-
-_UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
 
 
 def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
@@ -39,36 +35,13 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                   verifier)
 
 
-def kangaroo(adapter: KangarooAdapter, gamma: int,
-             stop: stop_rules.StopRule | None = _UNSURE,
-             verifier: Verifier = BLOCK) -> Strategy:
-  """The same with a trained layer after the exit.
-
-  Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
-  than 0.6. At temperature 0 a law is certain, and none ends.
-
-  >>> from specjax.methods.self_speculation.kangaroo_network import KangarooAdapter
-  >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
-  >>> kangaroo(adapter, gamma=6).drafter.stop.threshold
-  0.6
-
-  Args:
-    adapter: its parameters are `params["drafter"]`.
-    gamma: drafted tokens of a round, at most; 6 in the paper.
-    stop: a rule that ends a chain, or None.
-    verifier: as in `early_exit`.
-  """
-  return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
-                  verifier)
-
-
 def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
                      stop: stop_rules.StopRule | None = STOP,
                      verifier: Verifier = BLOCK) -> Strategy:
   """A chain of the target without some of its attentions and MLPs.
 
   Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
-  `methods.self_speculation.skip_search`; `params["drafter"]` are the target's parameters.
+  `skip_search`; `params["drafter"]` are the target's parameters.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target

@@ -1,6 +1,7 @@
-"""PaSS: the target drafts for itself with look-ahead tokens.
+"""PaSS: the target reads look-ahead tokens and drafts a chain.
 
-Monea et al. 2023 (arXiv:2311.13581).
+Monea et al. 2023 (arXiv:2311.13581). The file contains the drafter, the
+strategy and the record of the method; `pass_embeddings` has the rest.
 """
 
 import dataclasses
@@ -14,7 +15,15 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import steps
 from specjax.methods import _common
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads.lookahead_network import LookaheadEmbeddings
+from specjax.methods.heads import pass_embeddings
+from specjax.methods.heads.pass_embeddings import PaSSEmbeddings
+from specjax.methods.records import CUTS
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
 from specjax.models.transformer import Transformer
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
@@ -26,10 +35,11 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookahead:
+class PaSS:
   """Drafts a chain from what the target predicts after [LA]_1..[LA]_L.
 
   Look-ahead token k, read k positions after t, has the law of token t + 1 + k
@@ -54,7 +64,7 @@ class Lookahead:
     target_transform: the decoder fills it in.
   """
 
-  embeddings: LookaheadEmbeddings
+  embeddings: PaSSEmbeddings
   folded: bool = True
   count: int | None = None
   transform: LogitsTransform | None = None
@@ -84,7 +94,7 @@ class Lookahead:
     return (1 + self.count)**2 if self.folded else 2 + self.count
 
   def bind(self, target: ModelFn, transform: LogitsTransform
-           ) -> "Lookahead":
+           ) -> "PaSS":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -203,3 +213,48 @@ class Lookahead:
 def _drawn(probs, coins):
   """One token of each law: `[n, V]` -> `[n]`."""
   return jax.vmap(inverse_cdf)(probs, coins.reshape(-1, COINS_A_DRAW))
+
+
+def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
+                   count: int | None = None, verifier: Verifier = BLOCK
+                   ) -> Strategy:
+  """What the target predicts after look-ahead tokens, as a chain.
+
+  PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must hold the
+  embeddings, see `methods.with_lookahead`.
+
+  >>> from specjax import methods
+  >>> own = methods.PaSSEmbeddings(count=3, width=8)
+  >>> pass_lookahead(own).drafter.num_nodes  # (1 + 3)^2, folded
+  16
+  >>> pass_lookahead(own, folded=False).drafter.num_nodes  # 2 + 3
+  5
+
+  Args:
+    embeddings: of the target, L of them.
+    folded: whether a round has one pass or, as published, two.
+    count: look-ahead tokens that are read, at most L; None: L.
+    verifier: a rule for chains.
+  """
+  return Strategy(PaSS(
+      embeddings=embeddings, folded=folded, count=count), verifier)
+
+
+PASS = Method(
+    name="pass", heads=pass_embeddings.PaSSEmbeddings,
+    learning_rate=LearningRate(bundled=0.05),
+    objective=lambda target, heads, cuts: pass_embeddings.PaSSObjective(
+        model=target, embeddings=heads, cuts=cuts),
+    measure=lambda target, heads: pass_embeddings.PaSSObjective(
+        model=target, embeddings=heads, cuts=CUTS),
+    chain=lambda heads: pass_lookahead(heads, verifier=TOKEN),
+    strategy=lambda heads, verifier, gamma, tree: pass_lookahead(
+        heads, count=min(gamma, heads.num_forecasts),
+        verifier=verifier or BLOCK),
+    compared=lambda heads, tree: {
+        name: tuple(pass_lookahead(heads, folded, verifier=rule)
+                    for rule in (BLOCK, TOKEN))
+        for name, folded in (("two passes", False), ("folded", True))},
+    options=(Option("cuts", 32,
+                    "pass: positions per training row at which look-ahead "
+                    "tokens are inserted"),))

@@ -1,0 +1,242 @@
+"""Blockwise parallel decoding: a residual feed-forward head per position.
+
+Stern et al. 2018 (arXiv:1811.03115). The file contains the heads, the drafter,
+the training loss and the strategy.
+"""
+
+import dataclasses
+from typing import Any
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax import verifiers
+from specjax.methods import networks
+from specjax.methods.heads import _forecasts
+from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import Heads
+from specjax.methods.networks import lm_head
+from specjax.methods.networks import Params
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.training.next_token import cross_entropy
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.utils import fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockwiseHeads(networks.HiddenStateHeads):
+  """Residual feed-forward layers before one output projection.
+
+  Stern et al. 2018 (arXiv:1811.03115, section 6): z_k = h + W2_k ReLU(W1_k h +
+  b1_k) + b2_k, projected by the LM head. p_1 of the paper is here the LM head
+  on h itself, so that the target stays the target; heads 1..K are its
+  p_2..p_{K+1}. W2 and b2 are 0 at the start, so that an untrained head predicts
+  what the LM head does.
+
+  Attributes:
+    width: D.
+    vocab_size: V.
+    heads: K.
+    hidden_width: F, of the inner layer.
+  """
+
+  width: int
+  vocab_size: int
+  heads: int
+  hidden_width: int
+
+  kind: ClassVar[str] = "blockwise"
+
+  def __post_init__(self):
+    fields.check_fields(self, "width", "vocab_size", "heads", "hidden_width")
+
+  def init(self, key: jax.Array, target_params: Params
+           ) -> dict[str, jax.Array]:
+    """Float32 parameters: `inner [K, D, F]`, `outer [K, F, D]` and biases.
+
+    Args:
+      key: a PRNG key.
+      target_params: unused; the LM head is no parameter of the heads.
+    """
+    del target_params
+    k, d, f = self.heads, self.width, self.hidden_width
+    return {
+        "inner": (2 / d)**0.5 * jax.random.normal(key, (k, d, f), jnp.float32),
+        "inner_bias": jnp.zeros((k, f), jnp.float32),
+        "outer": jnp.zeros((k, f, d), jnp.float32),
+        "outer_bias": jnp.zeros((k, d), jnp.float32),
+    }
+
+  def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
+           ) -> jax.Array:
+    """Logits `[..., V]` of one head, whose parameters have no axis K.
+
+    Args:
+      params: of one head.
+      hidden: `[..., D]`.
+      lm_head: `[D, V]`.
+    """
+    inner = jax.nn.relu(hidden @ params["inner"] + params["inner_bias"])
+    hidden = hidden + inner @ params["outer"] + params["outer_bias"]
+    return networks.project(hidden, lm_head)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blockwise(_forecasts.HeadsDrafter):
+  """Drafts one token of each head, the likeliest, with certainty.
+
+  The pass that verifies a block returns the hidden state that predicts the
+  next one: the paper's combined scheme (section 4), one pass a block. The
+  paper's p_1 is the target, whose token is the extra one of a round. Any rule
+  for chains is exact; `verifiers.TopK` and `verifiers.Distance` are the paper's
+  lossy ones. `params["drafter"]` are the heads' parameters.
+
+  Attributes:
+    heads: of the target; `BlockwiseHeads`, or others of that form.
+    gamma: drafted tokens of a round, at most K; None: K.
+    transform: of the heads' logits; None takes the decoder's. Only the tokens
+      that it bans matter here.
+  """
+
+  heads: Heads
+  gamma: int | None = None
+  transform: LogitsTransform | None = None
+
+  proposal = "top_k"
+
+  def __post_init__(self):
+    if self.gamma is None:
+      object.__setattr__(self, "gamma", self.heads.heads)
+    fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
+
+  @property
+  def parents(self) -> tuple[int, ...]:
+    return tuple(range(-1, self.gamma))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockwiseObjective:
+  """The mean cross-entropy of the heads, or of one that is drawn (section 6).
+
+  One head drawn uniformly for each batch gives an unbiased estimate of the
+  mean over the heads at the price of one. A target that is trained as well
+  counts as head 0: its own next-token loss.
+
+  Attributes:
+    model: the target.
+    heads: of the target.
+    one_head: whether a batch trains one head, as in the paper, or all.
+  """
+
+  model: Transformer
+  heads: BlockwiseHeads
+  one_head: bool = True
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    check_fits(self.heads, self.model)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, and with all heads each one's as `head_<k>/train_loss`."""
+    params = {**frozen, **trainable}
+    tokens, tuned = batch["tokens"], "target" in trainable
+    weights = weights_of(batch)
+    output = self.model(params["target"], tokens[:, :-1])
+    head = lm_head(params["target"])
+    next_token = lambda: weighted_mean(
+        cross_entropy(output.logits, tokens[:, 1:]), weights)
+    if self.one_head:
+      first = 0 if tuned else 1
+      k = jax.random.randint(key, (), first, self.heads.num_forecasts + 1)
+      chosen = jax.tree.map(lambda x: x[k - 1], params["drafter"])
+      forecast = lambda: heads_lib.head_loss(
+          self.heads, chosen, output.hidden, k, tokens, weights,
+          jax.lax.stop_gradient(head))
+      if not tuned:
+        return forecast(), {}
+      return jax.lax.cond(k == 0, next_token, forecast), {}
+    losses = heads_lib.head_losses(
+        self.heads, params["drafter"], output.hidden, tokens, weights, head,
+        tuned)
+    metrics = heads_lib.by_head(losses)
+    if tuned:
+      metrics["lm_loss"] = next_token()
+      losses = jnp.append(losses, metrics["lm_loss"])
+    return jnp.mean(losses), metrics
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    del key
+    hidden = self.model(params["target"], tokens[:, :-1]).hidden
+    return heads_lib.score_heads(
+        self.heads, params["drafter"], hidden, lm_head(params["target"]), score)
+
+
+def blockwise(heads: Heads, gamma: int | None = None,
+              top_k: int | None = None, distance: int | None = None
+              ) -> Strategy:
+  """The likeliest token of each head as a chain, kept while it matches.
+
+  Stern et al. 2018 (arXiv:1811.03115). Their looser criteria are LOSSY.
+
+  >>> from specjax import methods
+  >>> own = methods.BlockwiseHeads(
+  ...     width=8, vocab_size=7, heads=3, hidden_width=4)
+  >>> blockwise(own).drafter.gamma, blockwise(own).verifier
+  (3, Token())
+  >>> blockwise(own, top_k=2).verifier.lossless
+  False
+
+  Args:
+    heads: of the target.
+    gamma: drafted tokens, at most K; None: K.
+    top_k: accept what is among the target's `top_k` likeliest. LOSSY.
+    distance: accept ids at most so far from the target's choice. LOSSY.
+
+  Raises:
+    ValueError: both criteria are given.
+  """
+  if top_k is not None and distance is not None:
+    raise ValueError(f"top_k is {top_k} and distance {distance}; give one of "
+                     "the two criteria")
+  rule = (verifiers.TopK(k=top_k) if top_k is not None else
+          verifiers.Distance(epsilon=distance) if distance is not None else
+          verifiers.Token())
+  return Strategy(Blockwise(heads=heads, gamma=gamma), rule)
+
+
+BLOCKWISE = Method(
+    name="blockwise", heads=BlockwiseHeads,
+    learning_rate=LearningRate(bundled=3e-3),
+    objective=lambda target, heads, all_heads, train_target:
+        BlockwiseObjective(model=target, heads=heads, one_head=not all_heads),
+    measure=lambda target, heads: BlockwiseObjective(
+        model=target, heads=heads),
+    chain=blockwise,
+    strategy=lambda heads, verifier, gamma, tree: blockwise(
+        heads, min(gamma, heads.num_forecasts))._replace(
+            verifier=verifier or BLOCK),
+    compared=lambda heads, tree: {"": tuple(
+        blockwise(heads, top_k=k) for k in (None, 2))},
+    head_options=(Option("hidden_width", 512,
+                         "blockwise: width of a head's hidden layer"),),
+    options=(Option("all_heads", False,
+                    "blockwise: train all heads in every step. Default: one "
+                    "randomly chosen head per step"),
+             Option("train_target", False,
+                    "blockwise: train the target jointly with its heads")))

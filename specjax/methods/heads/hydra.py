@@ -1,0 +1,302 @@
+"""Hydra: Medusa heads that also read the drafted tokens.
+
+Ankner et al. 2024 (arXiv:2402.05109). The file contains the heads, the drafter,
+the training loss and the strategy.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+from typing import ClassVar
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from specjax import verifiers
+from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import steps
+from specjax.methods import networks
+from specjax.methods.heads import _forecasts
+from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads import _records
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import Params
+from specjax.methods.records import chain_of
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Score
+from specjax.training.objective import weights_of
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Verifier
+from specjax.utils import fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HydraHeads:
+  """Heads that read the drafted tokens: a true conditional law.
+
+  Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads the
+  hidden state h of the token before the root and the embeddings of the root
+  and of the k - 1 drafted tokens on the path, u = [h; e(x_0); ..; e(x_{k-1})]:
+
+    z = R u + r + SiLU(W u + b),   z <- z + SiLU(W' z + b') blocks - 1 times,
+    p^(k) = softmax(U z + c).
+
+  The embeddings are the target's. At the start R takes h, W and W' are 0 and U
+  is the LM head, so that an untrained head predicts what the LM head does.
+
+  Attributes:
+    width: D.
+    vocab_size: V.
+    heads: K.
+    blocks: residual blocks of a head; the first joins what it reads.
+  """
+
+  width: int
+  vocab_size: int
+  heads: int
+  blocks: int = 1
+
+  kind: ClassVar[str] = "hydra"
+
+  def __post_init__(self):
+    fields.check_fields(self, "width", "vocab_size", "heads", "blocks")
+
+  @property
+  def num_forecasts(self) -> int:
+    """K, tokens after the next one that are forecast."""
+    return self.heads
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    """`count` heads of the target's width and vocabulary."""
+    return cls(width=target.config.width, vocab_size=target.vocab_size,
+               heads=count, **options)
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    return target, {"target": target_params, "drafter": params}
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    """Float32 parameters of heads that predict as the LM head does.
+
+    Args:
+      key: unused; nothing is drawn.
+      target_params: of the `Transformer` that the heads are for.
+
+    Returns:
+      A tree: for `head_0`..`head_<K-1>`, of which head_k reads k + 2 vectors,
+      `skip` and `inner` with a `kernel [(k + 2) D, D]`, `block_<l>` with one
+      `[D, D]` for l = 1..blocks-1, `output` with one `[D, V]`, and the `bias`
+      of each.
+    """
+    del key
+    d, lm_head = self.width, networks.lm_head(target_params).astype(jnp.float32)
+    linear = lambda kernel: {
+        "kernel": kernel, "bias": jnp.zeros(kernel.shape[1], jnp.float32)}
+    zeros = lambda *shape: linear(jnp.zeros(shape, jnp.float32))
+    return {
+        f"head_{k}": {
+            "skip": linear(jnp.eye((k + 2) * d, d, dtype=jnp.float32)),
+            "inner": zeros((k + 2) * d, d), "output": linear(lm_head),
+            **{f"block_{i}": zeros(d, d) for i in range(1, self.blocks)}}
+        for k in range(self.heads)}
+
+  def head(self, params: Params, read: jax.Array) -> jax.Array:
+    """Logits `[..., V]` of the head that reads so much.
+
+    Args:
+      params: of all heads.
+      read: `[..., (k + 2) D]`, h and the embeddings of k + 1 tokens after one
+        another: head k, counted from 0, reads it.
+    """
+    own = params[f"head_{read.shape[-1] // self.width - 2}"]
+    hidden = _linear(own["skip"], read) + jax.nn.silu(
+        _linear(own["inner"], read))
+    for block in range(1, self.blocks):
+      hidden = hidden + jax.nn.silu(_linear(own[f"block_{block}"], hidden))
+    output = own["output"]
+    return networks.project(hidden, output["kernel"]) + output["bias"]
+
+
+def _linear(params, x):
+  return x @ params["kernel"] + params["bias"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hydra(_forecasts.HeadsDrafter):
+  """The children of a node at depth d follow head d + 1 on the node's path.
+
+  Each node's law depends on the tokens above it, so that q is a conditional
+  law and not a product of laws as Medusa's is. With "top_k" the draft is the
+  paper's, certain, and `verifiers.TargetWalk` is exact; drafts that are sampled
+  report their q, and the rules that use it apply. `params["drafter"]` are the
+  heads' parameters; the embeddings are those of `params["target"]`.
+
+  Attributes:
+    heads: of the target.
+    parents: the tree, at most K deep, see `specjax.trees`; it is put in
+      breadth-first order.
+    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    transform: of the heads' logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  heads: HydraHeads
+  parents: tuple[int, ...]
+  proposal: str = "top_k"
+  transform: LogitsTransform | None = None
+
+  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Drafts the tree for every row.
+
+    Args:
+      params: `{"target", "drafter": parameters of the heads}`.
+      coins: `[B, num_coins]`, uniform in [0, 1).
+      state: the `DecodeState`.
+
+    Returns:
+      `(Draft, Forecast)`, batched.
+    """
+    forecast, roots = state.drafter, steps.roots(state)
+    if self.num_nodes == 1:
+      return steps.root_only(state, self.heads.vocab_size), forecast
+    table = params["target"]["embedding"]
+
+    def step(tokens, depths, ancestors, above, paths):
+      """The carry `[B, S, (d + 1) D]` is what the nodes before have read."""
+      del depths, ancestors
+      paths = jnp.take_along_axis(paths, above[..., None], axis=1)
+      paths = jnp.concatenate([paths, table[tokens]], axis=-1)
+      return self.heads.head(params["drafter"], paths), paths
+
+    nothing = jnp.zeros_like(roots)[:, None]
+    logits, paths = step(roots[:, None], None, None, nothing,
+                         forecast.values[:, None])
+    step, carry, logits = constraints_lib.steered(
+        self.transform.constraints, state.constraints, step, paths,
+        logits[:, 0])
+    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    return self.drafts(state, tokens, probs), forecast
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HydraObjective:
+  """L = -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}).
+
+  Ankner et al. 2024 (arXiv:2402.05109, section 3), on the data: heads read the
+  true tokens in training and drafted ones in decoding. The target is frozen.
+
+  Attributes:
+    model: the target.
+    heads: of the target.
+  """
+
+  model: Transformer
+  heads: HydraHeads
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    check_fits(self.heads, self.model)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, and each head's own as `head_<k>/train_loss`."""
+    del key
+    params, tokens = {**frozen, **trainable}, batch["tokens"]
+    losses, hidden = [], self._hidden(params, tokens)
+
+    # The logits of one head at a time are kept.
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def loss(k, own, hidden):
+      logits = self._logits(params, own, hidden, tokens, k)
+      return heads_lib.forecast_loss(logits, k, tokens, weights_of(batch))
+
+    for k in range(1, self.heads.heads + 1):
+      losses.append(loss(k, params["drafter"], hidden))
+    return sum(losses), heads_lib.by_head(losses)
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    del key
+    count = self.heads.heads
+    hidden, positions = heads_lib.labelled(self._hidden(params, tokens), count)
+    scores = [
+        score(jnp.int32(k), self._logits(
+            params, params["drafter"], hidden, tokens, k), positions)
+        for k in range(1, count + 1)]
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *scores)
+
+  def _hidden(self, params, tokens):
+    return jax.lax.stop_gradient(
+        self.model(params["target"], tokens[:, :-1]).hidden)
+
+  def _logits(self, params, own, hidden, tokens, k):
+    """`[B, S, V]` of head k at the positions of `hidden [B, S, D]`."""
+    table = jax.lax.stop_gradient(params["target"]["embedding"])
+    at = jnp.arange(hidden.shape[1])[:, None] + jnp.arange(1, k + 1)
+    after = jnp.take(tokens, jnp.minimum(at, tokens.shape[1] - 1), axis=1)
+    embedded = table[after].reshape(*hidden.shape[:2], -1)
+    return self.heads.head(
+        own, jnp.concatenate([hidden, embedded], axis=-1))
+
+
+def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
+          verifier: Verifier | None = None) -> Strategy:
+  """Heads that read the drafted tokens draft a tree, or a chain.
+
+  Ankner et al. 2024 (arXiv:2402.05109). The paper ranks; the law of a node
+  given its path is known as well, so that drafts may be sampled from it.
+
+  >>> from specjax import trees
+  >>> from specjax import methods
+  >>> own = methods.HydraHeads(width=8, vocab_size=7, heads=2)
+  >>> hydra(own, trees.full_tree((3, 2))).verifier
+  TargetWalk()
+  >>> hydra(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
+  True
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root, at most as deep as there are
+      heads; `range(-1, K)` is a chain of K.
+    proposal: how the children of a node are drawn: "top_k",
+      "without_replacement" or "iid".
+    verifier: a rule for these drafts; None: what is exact for them.
+  """
+  if verifier is None:
+    verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)
+  return Strategy(Hydra(
+      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+
+
+def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree = tree()
+  return {"top-k tree": (hydra(heads, tree),),
+          **_records.sampled(hydra, heads, tree)}
+
+
+HYDRA = Method(
+    name="hydra", heads=HydraHeads,
+    learning_rate=LearningRate(
+        bundled=6e-3, published=5e-4, source="README of the Hydra repository"),
+    objective=lambda target, heads: HydraObjective(model=target, heads=heads),
+    measure=lambda target, heads: HydraObjective(model=target, heads=heads),
+    chain=lambda heads: hydra(
+        heads, chain_of(heads, heads.num_forecasts), "top_k", TOKEN),
+    strategy=_records.strategy_of(hydra), compared=_hydra_compared,
+    head_options=(_records.BLOCKS,))

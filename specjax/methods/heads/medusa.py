@@ -1,0 +1,404 @@
+"""Medusa: heads on the target's last hidden state, drafting a static tree.
+
+Cai et al. 2024 (arXiv:2401.10774). The file contains the heads, the drafter,
+the training losses Medusa-1 and Medusa-2, and the strategies.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import verifiers
+from specjax.methods import networks
+from specjax.methods.heads import _forecasts
+from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads import _records
+from specjax.methods.heads import blockwise
+from specjax.methods.heads.blockwise import BlockwiseHeads
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import lm_head
+from specjax.methods.networks import Params
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.records import RECURSIVE
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TRAVERSAL
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.training.next_token import cross_entropy
+from specjax.training.next_token import kl_divergence
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.types import Verifier
+from specjax.utils import fields
+
+_OUTPUTS = ("own", "low_rank", "shared")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaHeads(networks.HiddenStateHeads):
+  """p^(k) = softmax(W2_k (SiLU(W1_k h) + h)): the heads of Medusa.
+
+  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). W1 is 0 and W2 is the LM
+  head at the start, so that an untrained head predicts what the LM head does.
+
+  Attributes:
+    width: D.
+    vocab_size: V.
+    heads: K.
+    blocks: residual blocks `h + SiLU(W1 h)` of a head, one after the other.
+    output: W2_k. "own" is a matrix per head; "low_rank" the LM head plus
+      A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
+      head is an argument and no parameter of the heads.
+    rank: columns of A_k, where `output` is "low_rank".
+    bias: whether W1 has a bias, as in the published heads; 0 at the start.
+  """
+
+  width: int
+  vocab_size: int
+  heads: int
+  blocks: int = 1
+  output: str = "own"
+  rank: int = 64
+  bias: bool = False
+
+  kind: ClassVar[str] = "medusa"
+
+  def __post_init__(self):
+    fields.check_fields(
+        self, "width", "vocab_size", "heads", "blocks", "rank")
+    if self.output not in _OUTPUTS:
+      raise ValueError(f"output is {self.output!r}; it must be one of "
+                       f"{', '.join(_OUTPUTS)}")
+
+  def init(self, key: jax.Array, target_params: Params
+           ) -> dict[str, jax.Array]:
+    """Float32 parameters of heads that predict as the LM head does.
+
+    Args:
+      key: a PRNG key.
+      target_params: of the `Transformer` that the heads are for.
+
+    Returns:
+      `blocks [K, blocks, D, D]`, with a bias `block_bias [K, blocks, D]`, and
+      `output [K, D, V]` or `down [K, D, rank]` and `up [K, rank, V]`.
+    """
+    k, d, v = self.heads, self.width, self.vocab_size
+    params = {"blocks": jnp.zeros((k, self.blocks, d, d), jnp.float32)}
+    if self.bias:
+      params["block_bias"] = jnp.zeros((k, self.blocks, d), jnp.float32)
+    if self.output == "own":
+      head = networks.lm_head(target_params).astype(jnp.float32)
+      params["output"] = jnp.tile(head, (k, 1, 1))
+    elif self.output == "low_rank":
+      params["down"] = d**-0.5 * jax.random.normal(
+          key, (k, d, self.rank), jnp.float32)
+      params["up"] = jnp.zeros((k, self.rank, v), jnp.float32)
+    return params
+
+  def merged(self, params: Params, target_params: Params
+             ) -> tuple["MedusaHeads", dict[str, Any]]:
+    """Returns the same heads, each with an output matrix of its own.
+
+    W2_k is the LM head, plus A_k B_k with `output="low_rank"`. The matrices
+    are K D V numbers, where A_k and B_k were K rank (D + V).
+
+    Args:
+      params: of the heads.
+      target_params: of the `Transformer` that they are for.
+
+    Returns:
+      `(heads, params)`; `output` is a float32 array in the host's memory.
+    """
+    heads = dataclasses.replace(self, output="own", rank=MedusaHeads.rank)
+    if self.output == "own":
+      return heads, dict(params)
+    kept = {name: x for name, x in params.items() if name.startswith("block")}
+    head = np.asarray(networks.lm_head(target_params), np.float32)
+    output = np.empty((self.heads, *head.shape), np.float32)
+    for k in range(self.heads):
+      output[k] = head
+      if self.output == "low_rank":
+        output[k] += np.asarray(params["down"][k], np.float32) @ np.asarray(
+            params["up"][k], np.float32)
+    return heads, {**kept, "output": output}
+
+  def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
+           ) -> jax.Array:
+    """Logits `[..., V]` of one head, whose parameters have no axis K.
+
+    Args:
+      params: of one head.
+      hidden: `[..., D]`.
+      lm_head: `[D, V]`.
+    """
+    for i in range(self.blocks):
+      inner = hidden @ params["blocks"][i]
+      if self.bias:
+        inner = inner + params["block_bias"][i]
+      hidden = hidden + jax.nn.silu(inner)
+    if self.output == "own":
+      return networks.project(hidden, params["output"])
+    logits = networks.project(hidden, lm_head)
+    if self.output == "low_rank":
+      logits = logits + networks.project(hidden @ params["down"], params["up"])
+    return logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Medusa(_forecasts.HeadsDrafter):
+  """The children of a node at depth d follow head d + 1, whatever the node.
+
+  With `trees.medusa_tree` and "top_k" it is the paper's draft: certain, so
+  that `verifiers.TargetWalk` is exact and `verifiers.Typical` the paper's lossy
+  rule. Drafts that are sampled report their q, and the rules that use it apply.
+  `params["drafter"]` are the heads' parameters.
+
+  Attributes:
+    heads: of the target; `MedusaHeads`, or others of that form.
+    parents: the tree, at most K deep, see `specjax.trees`; it is put in
+      breadth-first order.
+    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    transform: of the heads' logits; None takes the decoder's. Any is sound,
+      for q is reported as it was sampled from.
+  """
+
+  heads: MedusaHeads | BlockwiseHeads
+  parents: tuple[int, ...]
+  proposal: str = "top_k"
+  transform: LogitsTransform | None = None
+
+
+_RAMPS = {
+    "sine": lambda progress: jnp.sin(jnp.pi / 2 * progress),
+    "linear": lambda progress: progress,
+    "constant": jnp.ones_like,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaObjective:
+  """Medusa-1: L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1).
+
+  Attributes:
+    model: the target.
+    heads: of the target.
+    decay: 0.8 in the paper.
+  """
+
+  model: Transformer
+  heads: MedusaHeads
+  decay: float = 0.8
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    check_fits(self.heads, self.model)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, and each head's own as `head_<k>/train_loss`."""
+    del key
+    params = {**frozen, **trainable}
+    tokens = batch["tokens"]
+    hidden = self.model(params["target"], tokens[:, :-1]).hidden
+    return self.loss(params, hidden, tokens, weights_of(batch),
+                     "target" in trainable)
+
+  def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
+           weights: jax.Array, tuned: bool) -> Loss:
+    """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
+
+    Args:
+      params: `{"target", "drafter"}`.
+      hidden: the target's.
+      tokens: `[B, S + 1]`.
+      weights: `[B, S]`, of the tokens after the first.
+      tuned: whether the gradient reaches `hidden`.
+    """
+    losses = heads_lib.head_losses(
+        self.heads, params["drafter"], hidden, tokens, weights,
+        lm_head(params["target"]), tuned)
+    numbers = jnp.arange(1, len(losses) + 1)
+    return jnp.sum(self.decay**numbers * losses), heads_lib.by_head(losses)
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    del key
+    hidden = self.model(params["target"], tokens[:, :-1]).hidden
+    return heads_lib.score_heads(
+        self.heads, params["drafter"], hidden, lm_head(params["target"]), score)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaJointObjective:
+  """Medusa-2: L_LM + lambda_0 L1, the target trained with its heads.
+
+  Section 2.2.2 of the paper. lambda_0 rises over the run as the published
+  code has it: sin(pi/2 progress) or progress times its peak, or constant.
+
+  Attributes:
+    medusa: L1.
+    weight: peak of lambda_0; 0.2 in the paper.
+    ramp: "sine", "linear" or "constant".
+    distill: L_LM is KL(p_teacher || p), with the target before training as
+      `frozen["teacher"]`, and not the cross-entropy of the data: for data
+      that the target sampled itself (section 2.3.2).
+  """
+
+  medusa: Medusa
+  weight: float = 0.2
+  ramp: str = "sine"
+  distill: bool = False
+
+  def __post_init__(self):
+    if self.ramp not in _RAMPS:
+      raise ValueError(f"ramp is {self.ramp!r}; it must be one of "
+                       f"{', '.join(_RAMPS)}")
+
+  @property
+  def model(self) -> Transformer:
+    """The target."""
+    return self.medusa.model
+
+  @property
+  def needs(self) -> tuple[str, ...]:
+    """Names of the parameters that are read."""
+    return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
+
+  def heads_weight(self, progress: jax.Array) -> jax.Array:
+    """lambda_0 `[]` where the share `progress []` of the run is over."""
+    return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss, `lm_loss`, `heads_weight` and each head's loss."""
+    del key
+    params = {**frozen, **trainable}
+    tokens, weights = batch["tokens"], weights_of(batch)
+    output = self.model(params["target"], tokens[:, :-1])
+    if self.distill:
+      teacher = self.model(
+          jax.lax.stop_gradient(params["teacher"]), tokens[:, :-1])
+      nats = kl_divergence(teacher.logits, output.logits)
+    else:
+      nats = cross_entropy(output.logits, tokens[:, 1:])
+    lm_loss = weighted_mean(nats, weights)
+    loss, metrics = self.medusa.loss(
+        params, output.hidden, tokens, weights, "target" in trainable)
+    weight = self.heads_weight(batch["progress"])
+    return lm_loss + weight * loss, {
+        "lm_loss": lm_loss, "heads_weight": weight, **metrics}
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` of every head, stacked along K."""
+    return self.medusa.score(params, tokens, key, score)
+
+
+def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+           typical: bool = False) -> Strategy:
+  """The likeliest tokens of the target's own heads, as a tree.
+
+  Cai et al. 2024 (arXiv:2401.10774). The paper's rule is typical acceptance,
+  which is LOSSY; the walk of the target is exact.
+
+  >>> from specjax import trees
+  >>> from specjax import methods
+  >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> medusa(own, trees.full_tree((3, 2))).verifier
+  TargetWalk()
+  >>> medusa(own, trees.full_tree((3, 2)), typical=True).verifier.lossless
+  False
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root, at most as deep as there are
+      heads; `trees.medusa_tree` finds the paper's for measured accuracies.
+    typical: whether to accept what the target finds plausible. LOSSY.
+  """
+  rule = verifiers.Typical() if typical else verifiers.TargetWalk()
+  return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
+
+
+def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+                   proposal: str = "without_replacement",
+                   verifier: Verifier = TRAVERSAL) -> Strategy:
+  """Draws from the laws of the target's heads, judged by a rule that uses q.
+
+  Not in the Medusa paper (arXiv:2401.10774), which ranks: a head's law is known
+  as well, so that any rule for sampled drafts is exact.
+
+  >>> from specjax import methods
+  >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
+  >>> sampled_medusa(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
+  True
+
+  Args:
+    heads: of the target.
+    parents: N entries, the tree with its root; `range(-1, K)` is a chain of K.
+    proposal: how the children of a node are drawn, "without_replacement" or
+      "iid".
+    verifier: a rule for these drafts.
+  """
+  return Strategy(Medusa(
+      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+
+
+def _medusa_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree = tree()
+  return {
+      "top-k tree": (medusa(heads, tree),
+                     medusa(heads, tree, typical=True)),
+      **_records.sampled(sampled_medusa, heads, tree),
+      "i.i.d. tree": tuple(
+          sampled_medusa(heads, tree, "iid", rule)
+          for rule in (TRAVERSAL, RECURSIVE, verifiers.KSeq()))}
+
+
+MEDUSA = Method(
+    name="medusa", heads=MedusaHeads,
+    learning_rate=LearningRate(
+        bundled=6e-3, published=1e-3, source="README of the Medusa repository"),
+    objective=lambda target, heads: MedusaObjective(
+        model=target, heads=heads),
+    measure=lambda target, heads: MedusaObjective(model=target, heads=heads),
+    chain=blockwise.blockwise,
+    strategy=_records.strategy_of(sampled_medusa),
+    compared=_medusa_compared,
+    head_options=(
+        Option("output", "low_rank",
+               "medusa, medusa2: output matrix of a head: own, a separate "
+               "matrix; low_rank, the LM head plus a low-rank matrix; shared, "
+               "the LM head", ("own", "low_rank", "shared")),
+        Option("rank", 64, "medusa, medusa2: rank of the matrix of "
+               "--output=low_rank"),
+        _records.BLOCKS))
+
+
+MEDUSA_2 = dataclasses.replace(
+    MEDUSA, name="medusa2", tunes_target=True,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=2e-3, source="arXiv:2401.10774"),
+    objective=lambda target, heads, ramp, heads_weight, distill:
+        MedusaJointObjective(
+            medusa=MedusaObjective(model=target, heads=heads), ramp=ramp,
+            weight=heads_weight, distill=distill),
+    options=(
+        Option("ramp", "sine", "medusa2: shape of the increase of the heads' "
+               "loss weight over the run", ("sine", "linear", "constant")),
+        Option("heads_weight", 0.2, "medusa2: largest weight of the heads' "
+               "loss"),
+        Option("distill", None, "medusa2: train the target on its own "
+               "distributions from before the run (KL divergence), not on the "
+               "data. Default: true with --data=self, else false")))

@@ -1,0 +1,394 @@
+"""Kangaroo: an adapter after the target's first layers drafts a chain.
+
+Liu et al. 2024 (arXiv:2404.18911). The file contains the adapter, the drafter,
+the training loss and the strategy.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+from typing import ClassVar
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specjax import interfaces
+from specjax import verifiers
+from specjax.decoding.prefill import read_prompt
+from specjax.methods import stop_rules
+from specjax.methods.networks import check_fits
+from specjax.methods.networks import Params
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import Option
+from specjax.methods.self_speculation.early_exit import Exit
+from specjax.methods.self_speculation.early_exit import ExitState
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.models.shortened import check_exit
+from specjax.models.sublayers import Sublayers
+from specjax.models.transformer import Transformer
+from specjax.sampling import LogitsTransform
+from specjax.training.objective import Batch
+from specjax.training.objective import Loss
+from specjax.training.objective import Score
+from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
+from specjax.types import Draft
+from specjax.types import ModelFn
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+from specjax.types import Verifier
+from specjax.utils import fields
+
+_LAYER = Sublayers.between(0, 1)
+_SHARED = ("embedding", "head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KangarooAdapter:
+  """A decoder layer and a norm on the target's stream before layer `exit`.
+
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). What it makes of the stream
+  goes through the target's LM head. Its parameters are those of a `Transformer`
+  of one layer without embedding and head, with the target's sizes.
+
+  Attributes:
+    width: D.
+    vocab_size: V.
+    exit: E, layers of the target before it; 2 or 3 in the paper.
+    forecasts: K, tokens after the next one that are measured; it drafts as many
+      as one likes.
+  """
+
+  width: int
+  vocab_size: int
+  exit: int
+  forecasts: int = 3
+
+  kind: ClassVar[str] = "kangaroo"
+
+  def __post_init__(self):
+    fields.check_fields(self, "width", "vocab_size", "exit", "forecasts")
+
+  @property
+  def num_forecasts(self) -> int:
+    """K, tokens after the next one that are forecast."""
+    return self.forecasts
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, exit: int
+                 ) -> "KangarooAdapter":
+    """An adapter of the target's sizes.
+
+    Raises:
+      ValueError: the target has no layer after the exit.
+    """
+    check_exit(exit, target)
+    return cls(width=target.config.width, vocab_size=target.vocab_size,
+               forecasts=count, exit=exit)
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    """Float32 parameters to begin with: the target's next layer, and its norm.
+
+    Args:
+      key: not used.
+      target_params: of the target.
+
+    Returns:
+      Those of layer 0 and the final norm of a `Transformer`.
+    """
+    del key
+    end = f"_{self.exit}"
+    layer = {name.removesuffix(end) + "_0": x
+             for name, x in target_params.items() if name.endswith(end)}
+    own = {**layer, "final_norm": target_params["final_norm"]}
+    return jax.tree.map(lambda x: x.astype(jnp.float32), own)
+
+  def attach(self, target: Transformer, target_params: Params, params: Params
+             ) -> tuple[Transformer, dict[str, Any]]:
+    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    return target, {"target": target_params, "drafter": params}
+
+  def model(self, target: Transformer) -> Transformer:
+    """The adapter as a `Transformer` of one layer; `run` takes the stream."""
+    config = target.config
+    windows = config.windows[self.exit:self.exit + 1]
+    return dataclasses.replace(target, config=dataclasses.replace(
+        config, layers=1, features=(), windows=windows))
+
+  def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of `model`.
+
+    Args:
+      params: `{"target": ..., "drafter": the adapter's}`.
+    """
+    shared = {name: x for name, x in params["target"].items()
+              if name in _SHARED}
+    return {**shared, **params["drafter"]}
+
+
+@struct.dataclass
+class Caches:
+  """The caches of the exit's layers and of the adapter, of one text."""
+
+  exit: Any
+  adapter: Any
+
+  @property
+  def lengths(self) -> jax.Array:
+    return self.adapter.lengths
+
+  def commit(self, path: jax.Array, count: jax.Array) -> "Caches":
+    """See `specjax.types.Cache`."""
+    return Caches(exit=self.exit.commit(path, count),
+                  adapter=self.adapter.commit(path, count))
+
+  def rollback(self, lengths: jax.Array) -> "Caches":
+    """See `specjax.types.Cache`."""
+    return Caches(exit=self.exit.rollback(lengths),
+                  adapter=self.adapter.rollback(lengths))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptedExit:
+  """The exit and its adapter as a `ModelFn` with caches of its own.
+
+  Its parameters are `{"target": ..., "drafter": the adapter's}`.
+
+  Attributes:
+    target: the model.
+    adapter: of it.
+  """
+
+  target: Transformer
+  adapter: KangarooAdapter
+
+  @property
+  def vocab_size(self) -> int:
+    return self.target.vocab_size
+
+  @property
+  def context_length(self) -> int:
+    return self.target.context_length
+
+  def init_cache(self, params: Any, batch: int, capacity: int) -> Caches:
+    """Empty caches."""
+    empty = lambda model, layers: model.init_cache(
+        params["target"], batch, capacity, layers=layers)
+    return Caches(exit=empty(self.target, self.adapter.exit),
+                  adapter=empty(self.adapter.model(self.target), 1))
+
+  def __call__(self, params: Any, tokens: jax.Array,
+               depths: jax.Array | None = None,
+               ancestors: jax.Array | None = None,
+               cache: Caches | None = None) -> ModelOutput:
+    """One pass, as in `ModelFn`."""
+    exit = self.target.run(
+        params["target"], Sublayers.between(0, self.adapter.exit), tokens,
+        depths, ancestors, cache and cache.exit)
+    return self.after(params, exit, depths, ancestors,
+                      cache and cache.replace(exit=exit.cache))
+
+  def after(self, params: Any, exit: ModelOutput,
+            depths: jax.Array | None = None,
+            ancestors: jax.Array | None = None, cache: Caches | None = None
+            ) -> ModelOutput:
+    """What the adapter makes of the exit's output.
+
+    Args:
+      params: see above.
+      exit: of a pass through the first layers.
+      depths: as in `ModelFn`.
+      ancestors: as in `ModelFn`.
+      cache: None: the tokens have no past.
+    """
+    out = self.adapter.model(self.target).run(
+        self.adapter.parameters(params), _LAYER, None, depths, ancestors,
+        cache and cache.adapter, hidden=exit.hidden)
+    return out.replace(cache=cache and cache.replace(adapter=out.cache))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kangaroo(Exit):
+  """Drafts a chain with the target's first layers and an adapter.
+
+  The first layers are shared with the verifying pass, as in `EarlyExit`; the
+  adapter has a cache of its own. `params["drafter"]` are the adapter's
+  parameters.
+
+  Attributes:
+    adapter: it says where the exit is.
+    exit: that, which need not be given.
+  """
+
+  adapter: KangarooAdapter
+  exit: int = 1
+
+  def __post_init__(self):
+    object.__setattr__(self, "exit", self.adapter.exit)
+    super().__post_init__()
+    if self.stop is not None and self.stop.has_params:
+      raise ValueError(f"the stop rule {type(self.stop).__name__} has "
+                       "parameters, and params['drafter'] are the adapter's; "
+                       "choose a rule without, such as Confidence")
+
+  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Kangaroo":
+    """The same drafter, for this target and its transform.
+
+    Raises:
+      ValueError: the adapter is for another target.
+    """
+    check_fits(self.adapter, target)
+    return super().bind(target, transform)
+
+  @property
+  def _adapted(self) -> AdaptedExit:
+    return AdaptedExit(target=self.model, adapter=self.adapter)
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> ExitState:
+    """The adapter's cache after the prompt."""
+    state = super().init(params, prompt, prefill_output)
+    cache = read_prompt(self._adapted, params, prompt).cache
+    return state.replace(own=cache.adapter)
+
+  def _reserved(self, own):
+    return interfaces.reserved(own, self.num_nodes)
+
+  def _rewound(self, own, before):
+    return own.rollback(before.lengths)
+
+  def predict(self, params: Any, output: ModelOutput, own: Any
+              ) -> tuple[ModelOutput, Any]:
+    """What the adapter says after the exit, and its cache."""
+    size = output.hidden.shape[:2]
+    out = self._adapted.after(
+        params, output, jnp.zeros(size, jnp.int32), jnp.ones((*size, 1), bool),
+        Caches(exit=output.cache, adapter=own))
+    return out, out.cache.adapter.rollback(own.lengths + 1)
+
+  def commit(self, params: Any, drafter: ExitState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> ExitState:
+    """The adapter's cache with the accepted tokens."""
+    state = super().commit(
+        params, drafter, draft, verdict, target_output, count)
+    # Its block begins with the root, and all nodes lie in order.
+    return state.replace(own=interfaces.settled(
+        drafter.own.rollback(drafter.own.lengths + count)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KangarooObjective:
+  """-mean_t sum_v p_t(v) log q_t(v), p the target's law and q the adapter's.
+
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs once: the
+  adapter reads the stream on its way.
+
+  Attributes:
+    model: the target.
+    adapter: of it.
+  """
+
+  model: Transformer
+  adapter: KangarooAdapter
+
+  needs = ("target", "drafter")
+
+  def __post_init__(self):
+    # Refused before anything is trained.
+    type(self.adapter).for_target(
+        self.model, self.adapter.forecasts, exit=self.adapter.exit)
+
+  def __call__(self, trainable: Params, frozen: Params, batch: Batch,
+               key: jax.Array) -> Loss:
+    """The loss of `{"drafter"}`, and `acceptance`, sum_v min(p, q)."""
+    del key
+    params = {**frozen, **trainable}
+    p_logits, q_logits = self._logits(params, batch["tokens"][:, :-1])
+    p = jax.nn.softmax(jax.lax.stop_gradient(p_logits))
+    log_q = jax.nn.log_softmax(q_logits)
+    accepted = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
+    weights = weights_of(batch)
+    return -weighted_mean(jnp.sum(p * log_q, axis=-1), weights), {
+        "acceptance": weighted_mean(jax.lax.stop_gradient(accepted), weights)}
+
+  def _logits(self, params, tokens):
+    """`[B, S, V]` of the target, and of the adapter."""
+    target, at = jax.lax.stop_gradient(params["target"]), self.adapter.exit
+    exit = self.model.run(target, Sublayers.between(0, at), tokens)
+    rest = self.model.run(
+        target, Sublayers.between(at, self.model.config.layers),
+        hidden=exit.hidden)
+    adapted = AdaptedExit(target=self.model, adapter=self.adapter)
+    return rest.logits, adapted.after(
+        {**params, "target": target}, exit).logits
+
+  def score(self, params: Params, tokens: jax.Array, key: jax.Array,
+            score: Score) -> Any:
+    """`score(k, logits, positions)` for k = 1..K, stacked.
+
+    Forecast k is the law after the row's own k - 1 tokens in between, as if
+    they had been drafted and accepted.
+    """
+    del key
+    logits = self._logits(params, tokens[:, :-1])[1]
+    count, size = self.adapter.forecasts, logits.shape[1]
+    if size <= count:
+      raise ValueError(f"a row predicts {size} tokens and there are {count} "
+                       "forecasts; give longer rows or fewer forecasts")
+    positions = jnp.broadcast_to(
+        jnp.arange(size - count), (logits.shape[0], size - count))
+    found = [score(k, logits[:, k:size - count + k], positions)
+             for k in range(1, count + 1)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *found)
+
+
+_UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
+
+
+def kangaroo(adapter: KangarooAdapter, gamma: int,
+             stop: stop_rules.StopRule | None = _UNSURE,
+             verifier: Verifier = BLOCK) -> Strategy:
+  """The same with a trained layer after the exit.
+
+  Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
+  than 0.6. At temperature 0 a law is certain, and none ends.
+
+  >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
+  >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
+  >>> kangaroo(adapter, gamma=6).drafter.stop.threshold
+  0.6
+
+  Args:
+    adapter: its parameters are `params["drafter"]`.
+    gamma: drafted tokens of a round, at most; 6 in the paper.
+    stop: a rule that ends a chain, or None.
+    verifier: as in `early_exit`.
+  """
+  return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
+                  verifier)
+
+
+KANGAROO = Method(
+    name="kangaroo", heads=KangarooAdapter,
+    learning_rate=LearningRate(
+        bundled=1e-3, published=5e-5,
+        source="start_train.py of the Kangaroo repository"),
+    objective=lambda target, heads: KangarooObjective(
+        model=target, adapter=heads),
+    measure=lambda target, heads: KangarooObjective(
+        model=target, adapter=heads),
+    chain=lambda heads: kangaroo(
+        heads, heads.num_forecasts, stop=None, verifier=TOKEN),
+    strategy=lambda heads, verifier, gamma, tree: kangaroo(
+        heads, gamma, stop=None, verifier=verifier or BLOCK),
+    compared=lambda heads, tree: {"": tuple(
+        kangaroo(heads, heads.num_forecasts, None, rule)
+        for rule in (BLOCK, TOKEN, verifiers.GreedyBlock()))},
+    head_options=(Option("exit", 1, "kangaroo: number of target layers that "
+                         "run before the adapter"),))
