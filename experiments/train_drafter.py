@@ -298,7 +298,12 @@ def _source():
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
-def _check_rate_ratio(tuned):
+def _check_rates(tuned):
+  """Refuses flags of the learning rate that would change nothing."""
+  if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
+    raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
+                     "--schedule=cosine falls from the warm-up on; leave one "
+                     "of the two out")
   if _RATE_RATIO.present and not tuned:
     raise ValueError(f"--{_RATE_RATIO.name} is for a target that is trained "
                      f"with its heads, and --method={_METHOD.value} trains the "
@@ -343,16 +348,12 @@ def _objective(method, target, heads, options):
 
 def _rate(method, target):
   """Returns --learning_rate, or its default, which it prints."""
-  if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
-    raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
-                     "--schedule=cosine falls from the warm-up on; leave one "
-                     "of the two out")
   if _LEARNING_RATE.value is not None:
     return _LEARNING_RATE.value
   rate = (optimizers.MUON_RATE if _OPTIMIZER.value == "muon" else
           method.learning_rate.of(common.num_parameters(target.params)))
   print(f"learning rate {rate:g}, the default for --method={method.name} and "
-        f"this target; --sweep compares others", file=sys.stderr)
+        "this target; --sweep compares others", file=sys.stderr)
   return rate
 
 
@@ -437,7 +438,7 @@ def main():
   source = _source()
   own_text = source.own is not None
   options = _OPTIONS.values(method, own_text)
-  _check_rate_ratio(method.trains_target(options))
+  _check_rates(method.trains_target(options))
   source.check(tokenizer, [flag.name for flag in (
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
