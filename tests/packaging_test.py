@@ -8,7 +8,8 @@ import sys
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = {"orbax": "orbax-checkpoint"}  # imported under another name
 # Their absence is told to the user.
-_OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "tensorboardX"}
+_OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "tensorboardX",
+             "wandb"}
 
 
 def _imported(tree):
