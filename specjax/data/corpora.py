@@ -219,7 +219,7 @@ def _files(directory):
 def digest(source: str, field: str) -> str:
   """Returns a hash of the names and contents of a source's files.
 
-  Equal hashes mean equal documents. A gigabyte takes about a second.
+  Equal hashes mean equal documents. A gigabyte takes a few seconds.
 
   Args:
     source: see `iter_documents`.
