@@ -1,19 +1,17 @@
 """Trains self-drafting heads: small modules that draft for a target model.
 
 The target drafts for itself with these modules, without a second language
-model. The script trains them, and then measures their quality on held-out text:
-how often a head predicts the target's token, and the block efficiency (tokens
-per target call) of greedy decoding with the heads. It reports both before and
-after training.
+model. The script trains them and measures them on held-out text, before and
+after training: how often a head predicts the target's token, and how many
+drafted tokens the target accepts.
 
 Example, Medusa heads for the bundled target (they learn from the Python
-standard library):
+standard library). Then decode with them, and export them for servers:
 
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/medusa
-
-Then decode with them:
-
   python experiments/generate.py --drafter=/tmp/medusa
+  python experiments/export.py --model=/tmp/medusa --layout=vllm \\
+    --output_dir=/tmp/medusa-exported
 
 Methods:
 
@@ -33,6 +31,12 @@ Methods:
 The target is frozen, except with medusa2 and with --train_target. A flag whose
 help begins with method names applies to these methods only. More examples:
 
+  Train on conversations (messages or ShareGPT), on the assistant's tokens:
+    python experiments/train_drafter.py --method=medusa --target=smollm2 \\
+      --data=sharegpt.json --output_dir=/tmp/chat
+  Continue the training of a published drafter of the target:
+    python experiments/train_drafter.py --method=eagle3 --target=OWNER/MODEL \\
+      --heads_from=PUBLISHED --data=chat.jsonl --output_dir=/tmp/tuned
   Train on samples from the target itself:
     python experiments/train_drafter.py --method=medusa --data=self \\
       --output_dir=/tmp/self
@@ -60,16 +64,14 @@ Files in --output_dir:
   curves.png           learning curves
   checkpoints/, run.json   state and settings, for resuming
 
-SIGTERM and Ctrl-C save a checkpoint and end the run after the current step. A
-stopped or killed run resumes if started again with the same flags, and ends
-with bit-identical weights. A finished run continues if --steps is larger. It
-then follows the learning-rate schedule of the longer run, so the rate may rise
-again before it falls to 0. With a smaller --steps the run ends there: from the
-newest checkpoint at or before that step, its heads are written and measured.
-So --steps=400 makes the heads of checkpoint 400 of a longer run.
+SIGTERM and Ctrl-C save a checkpoint and end the run after the current step. The
+same command continues a stopped or killed run, which ends with bit-identical
+weights. A larger --steps continues a finished run, with the learning rates of a
+run of that length: the rate may rise before it falls to 0 again. A smaller
+--steps ends the run at the newest checkpoint at or before it and writes its
+heads: --steps=400 makes the heads of checkpoint 400 of a longer run.
 """
 
-import dataclasses
 import pathlib
 import sys
 
@@ -77,9 +79,7 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
-import jax
-import jax.numpy as jnp
-from lib import curves
+from lib import drafter_heads
 from lib import drafter_report
 from lib import drafter_rows
 from lib import drafter_saves
@@ -92,9 +92,7 @@ from lib import progress
 from lib import sweep
 import numpy as np
 
-import specjax as sj
 from specjax import methods
-from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import optimizers
 from specjax.training import runs
@@ -103,8 +101,6 @@ from specjax.utils import processes
 from specjax.utils.files import fingerprint
 
 _METHODS = {method.name: method for method in methods.METHODS}
-_ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory
-_MOST_BYTES = 2**31  # limit for the float32 logits of one pass
 
 _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "Training method, see the list above",
@@ -145,7 +141,7 @@ _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
     "row_tokens", None, "Length of a training row in tokens. Default: the "
-    f"target's context length, at most {_ROW_TOKENS_DEFAULT}", 3)
+    f"target's context length, at most {drafter_rows.ROW_TOKENS_DEFAULT}", 3)
 _BATCH_SIZE = shared.batch_size()
 _ACCUMULATE = flags.DEFINE_integer(
     "accumulate", 1, "Gradient accumulation: number of equal parts of a batch "
@@ -211,76 +207,6 @@ _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
 
 
-def _frequent(target, tokenizer, counted):
-  """Returns the token ids of the draft vocabulary, the most frequent ones.
-
-  If `counted` is None, placeholder ids of the same number are returned.
-  """
-  size, vocab_size = _DRAFT_VOCABULARY.value, target.model.vocab_size
-  always = [end for end in models.ends(target, tokenizer) or ()
-            if end < vocab_size]
-  if not len(always) < size <= vocab_size:
-    raise ValueError(f"--draft_vocabulary is {size}; the target has "
-                     f"{vocab_size} tokens, {len(always)} of which end a text "
-                     "and are always kept: give a number between")
-  if counted is None:
-    return tuple(range(size))
-  counts = counted(vocab_size)
-  ids = sj.models.frequent_tokens(counts, size, always)
-  print(f"{size:,} of {vocab_size:,} tokens can be drafted, which are "
-        f"{counts[ids].sum() / counts.sum():.1%} of the text", file=sys.stderr)
-  return tuple(ids.tolist())
-
-
-def _heads(method, target, tokenizer, counted, own_text):
-  """Returns the initial heads or embeddings and their float32 parameters.
-
-  Args:
-    method: the training method.
-    target: the target model of the heads.
-    tokenizer: the target's tokenizer.
-    counted: returns how often each of V tokens is in the training text; None
-      if the text is not sampled yet.
-    own_text: True if the target samples the training text itself.
-  """
-  for flag in (_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()):
-    if _HEADS_FROM.value is not None and flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
-                       "heads of its own form; give one of the two")
-  if _NARROW_HEAD.value and _DRAFT_VOCABULARY.value is None:
-    raise ValueError("--narrow_head is the target's head of the tokens of "
-                     "--draft_vocabulary, which is not given; give both")
-  if _HEADS_FROM.value is None:
-    heads = method.heads.for_target(
-        target.model, _HEADS.value,
-        **_HEAD_OPTIONS.values(method, own_text))
-    if _NARROW_HEAD.value:
-      if not hasattr(heads, "narrow_head"):
-        raise ValueError(f"--narrow_head is set and --method={method.name} has "
-                         "no such head; leave it out, or take --method=eagle1")
-      heads = dataclasses.replace(
-          heads, own_head=False, narrow_head=True,
-          ids=_frequent(target, tokenizer, counted))
-    elif _DRAFT_VOCABULARY.value is not None:
-      if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
-        raise ValueError(
-            f"--draft_vocabulary is {_DRAFT_VOCABULARY.value} and the heads of "
-            f"--method={method.name} draft with the target's own LM head; "
-            "leave the flag out, or take --method=eagle3 or parallel")
-      heads = dataclasses.replace(
-          heads, ids=_frequent(target, tokenizer, counted))
-    return heads, heads.init(jax.random.key(_SEED.value), target.params)
-  heads, params = methods.load_heads(
-      _HEADS_FROM.value, target.model, jnp.float32, target.params)
-  if heads.kind != method.heads.kind:
-    fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
-    raise ValueError(f"--heads_from holds {type(heads).__name__} and --method="
-                     f"{method.name} trains {method.heads.__name__}; give "
-                     f"--method={' or --method='.join(fitting)}, or other "
-                     "heads")
-  return heads, params
-
-
 def _source():
   """Returns the source of the training and evaluation rows."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
@@ -298,6 +224,20 @@ def _source():
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
+def _start(method, source):
+  """Returns the maker of the initial heads."""
+  own_text = source.own is not None
+  start = drafter_heads.Start(
+      method=method, num_heads=_HEADS.value,
+      head_options=_HEAD_OPTIONS.values(method, own_text),
+      options=_OPTIONS.values(method, own_text),
+      keeps_features=_KEEP_FEATURES.value, heads_from=_HEADS_FROM.value,
+      draft_vocabulary=_DRAFT_VOCABULARY.value, narrow_head=_NARROW_HEAD.value,
+      seed=_SEED.value)
+  start.check((_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()))
+  return start
+
+
 def _check_rates(tuned):
   """Refuses flags of the learning rate that would change nothing."""
   if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
@@ -308,42 +248,6 @@ def _check_rates(tuned):
     raise ValueError(f"--{_RATE_RATIO.name} is for a target that is trained "
                      f"with its heads, and --method={_METHOD.value} trains the "
                      "heads alone here; leave it out")
-
-
-def _row_length(target):
-  """Returns --row_tokens, or its default."""
-  return _ROW_TOKENS.value or min(
-      target.model.context_length, _ROW_TOKENS_DEFAULT)
-
-
-def _row_tokens(target, heads):
-  longest, value = target.model.context_length, _row_length(target)
-  if value > longest:
-    raise ValueError(f"--row_tokens is {value}; the target's context is "
-                     f"{longest} tokens: give at most that many")
-  least = heads.num_forecasts + 2
-  if value < least:
-    raise ValueError(f"--row_tokens is {value}; {heads.num_forecasts} heads "
-                     f"need {least} at least: give longer rows")
-  part = _BATCH_SIZE.value // _ACCUMULATE.value
-  size = 4 * part * value * target.model.vocab_size
-  if size > _MOST_BYTES:
-    raise ValueError(
-        f"the logits of {part} rows of {value} tokens take "
-        f"{size / 2**30:.1f} GiB with a vocabulary of "
-        f"{target.model.vocab_size}; give a larger --accumulate (now "
-        f"{_ACCUMULATE.value}), a smaller --batch_size or shorter --row_tokens")
-  return value
-
-
-def _objective(method, target, heads, options):
-  """Returns the training objective."""
-  objective = method.objective(target.model, heads, **options)
-  if _KEEP_FEATURES.value and not hasattr(objective, "read"):
-    raise ValueError(f"--keep_features is set and --method={method.name} "
-                     "does not learn from features that were kept; leave it "
-                     "out, or take --method=eagle1 or eagle3")
-  return objective
 
 
 def _rate(method, target):
@@ -374,21 +278,7 @@ def _optimizer(rate, tuned, lengths):
   return optimizers.by_name(by_name)
 
 
-def _weights(method, options, objective, target, params):
-  """Returns the trainable and the frozen parameters, `{name: tree}` each.
-
-  Trainable parameters are float32. The teacher is the target before training.
-  """
-  trainable, frozen = {"drafter": params}, {"target": target.params}
-  if method.trains_target(options):
-    trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
-  if "teacher" in objective.needs:
-    frozen["teacher"] = target.params
-  return trainable, frozen
-
-
-def _claim(output_dir, objective, corpus, tokens, row_tokens, answers_only,
-           given, rate, own_text, dtype):
+def _claim(output_dir, objective, source, text, row_tokens, given, rate, dtype):
   """Assigns the output directory to this run; returns all its lengths so far.
 
   New heads are identified by `objective` and the seed, not by their values.
@@ -396,33 +286,57 @@ def _claim(output_dir, objective, corpus, tokens, row_tokens, answers_only,
   bits depend on the number of CPU cores. A run can resume on another machine.
   """
   return runs.claim_run(output_dir, {
-      "objective": repr(objective), "corpus": corpus,
-      "tokens": tokens, "row_tokens": row_tokens,
+      "objective": repr(objective), "corpus": text.corpus,
+      "tokens": text.tokens, "row_tokens": row_tokens,
       "parameters": fingerprint(given), "learning_rate": rate,
-      "self": own_text, "dtype": dtype,
+      "self": source.own is not None, "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
           _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED)},
-      **({_ANSWERS_ONLY.name: True} if answers_only else {})}, _STEPS.value)
+      **({_ANSWERS_ONLY.name: True} if source.weighs else {})}, _STEPS.value)
 
 
-def _trainer(objective, optimizer, batch, lengths, output_dir, **more):
+def _prepare(start, source, target, tokenizer, mesh):
+  """Reads the text and makes the heads.
+
+  The target may write answers to the text (--self_chat), which can take hours.
+  All flags are checked before.
+
+  Returns:
+    `(output directory, text, learner, row length, rows)`; the last one is the
+    result of `source.rows`.
+  """
+  progress.say("reading the text")
+  text = source.text(tokenizer)
+  counted = lambda size: text.counts(size, source.weighs)
+  learner = start.make(target, tokenizer, None if source.chat else counted)
+  row_tokens = source.row_length(_ROW_TOKENS.value, target.model, learner.heads)
+  if not source.chat:
+    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  runs.check_claimable(output_dir)
+  if source.chat:
+    text = source.answered(target, tokenizer, text, row_tokens, mesh)
+    learner = start.make(target, tokenizer, counted)
+    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
+  return output_dir, text, learner, row_tokens, rows
+
+
+def _trainer(learner, lengths, rate, tuned, batch, num_rows, **more):
   """Returns a trainer whose batches include the progress of the run."""
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
+  log = Log(
+      loss=f"weighted sum over {learner.heads.num_forecasts} heads",
+      learning_rate=_schedule(rate, lengths), wandb=_WANDB.value,
+      steps_per_epoch=num_rows / _BATCH_SIZE.value)
   return loop.Trainer(
-      objective=objective, optimizer=optimizer,
-      batch=lambda step: {**batch(step), "progress": share(step)},
-      directory=output_dir, evaluate_every=_EVALUATE_EVERY.value,
+      objective=learner.objective, optimizer=_optimizer(rate, tuned, lengths),
+      batch=lambda step: {**batch(step), "progress": share(step)}, log=log,
+      evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       keep_checkpoints=_KEEP_CHECKPOINTS.value, accumulate=_ACCUMULATE.value,
       seed=_SEED.value, **more)
-
-
-def _log(heads, schedule, num_rows):
-  return Log(loss=f"weighted sum over {heads.num_forecasts} heads",
-             learning_rate=schedule, wandb=_WANDB.value,
-             steps_per_epoch=num_rows / _BATCH_SIZE.value)
 
 
 def main():
@@ -436,81 +350,45 @@ def main():
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   source = _source()
-  own_text = source.own is not None
-  options = _OPTIONS.values(method, own_text)
-  _check_rates(method.trains_target(options))
+  start = _start(method, source)
+  _check_rates(start.trains_target)
   source.check(tokenizer, [flag.name for flag in (
       _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
       _SELF_ROWS_PER_FILE) if flag.present])
-  progress.say("reading the text")
-  text = source.text(tokenizer)
-  # The draft vocabulary is counted in the training text. With --self_chat the
-  # target samples this text, which can take hours. All other settings are
-  # checked before.
-  chats, counted = None, None if source.chat else (
-      lambda size: text.files.counts(size, source.weighs))
-  heads, params = _heads(method, target, tokenizer, counted, own_text)
-  objective = _objective(method, target, heads, options)
-  row_tokens = _row_tokens(target, heads)
-  if not source.chat:
-    rows = source.rows(target, objective, text, None, row_tokens, mesh)
-  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  runs.check_claimable(output_dir)
-  if source.chat:
-    chats = source.answered(target, tokenizer, text, row_tokens, mesh)
-    learned = chats[0].tokens[
-        chats[0].answered if source.weighs else ...].ravel()
-    heads, params = _heads(
-        method, target, tokenizer,
-        lambda size: np.bincount(learned, minlength=size), own_text)
-    objective = _objective(method, target, heads, options)
-    rows = source.rows(target, objective, text, chats, row_tokens, mesh)
+  output_dir, text, learner, row_tokens, rows = _prepare(
+      start, source, target, tokenizer, mesh)
+  heads, params, objective = learner
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters beside the target's "
-        f"{common.num_parameters(target.params):,}",
-        file=sys.stderr)
+        f"{common.num_parameters(target.params):,}", file=sys.stderr)
 
-  trainable, frozen = _weights(method, options, objective, target, params)
+  trainable, frozen = start.weights(learner, target)
   rate = _rate(method, target)
   lengths = _claim(
-      output_dir, objective, text.corpus,
-      text.files.fingerprints[0] if chats is None else fingerprint(
-          tuple(x.tokens for x in chats)), row_tokens, source.weighs,
-      (target.params, params if _HEADS_FROM.value else ()), rate, own_text,
-      dtype)
+      output_dir, objective, source, text, row_tokens,
+      (target.params, params if _HEADS_FROM.value else ()), rate, dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
   batch, held_out = rows()
-  quality = drafter_report.evaluation_of(
-      method, target, heads, params, held_out)
-  loss = evaluation.held_out_loss(objective, held_out)
-  evaluate = lambda params, **options: {
-      **quality(params, **options), **loss(params)}
+  evaluate = drafter_report.evaluation_of(
+      method, target, heads, params, objective, held_out)
   measure = lambda trained, **options: evaluate(
       {**frozen, **loop.cast(trained, dtype)}, **options)
   before = measure(trainable)
-  tokens_per_step = _BATCH_SIZE.value * (row_tokens - 1)
   saves = drafter_saves.Saves(
       directory=output_dir, method=method, heads=heads, target=target,
-      tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, taken=lambda steps: {
-          "data": _DATA.value, "corpus": text.corpus, "steps": steps,
-          **drafter_report.spent(
-              output_dir, tokens_per_step, before[drafter_report.CURVE],
-              _HEADS_FROM.value, steps)})
-  num_rows = (len(chats[0].tokens) if chats else source.self_rows if own_text
-              else len(text.streams[0]) // (row_tokens - 1))
-  log = _log(heads, _schedule(rate, lengths), num_rows)
+      tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, data=_DATA.value,
+      corpus=text.corpus, tokens_per_step=_BATCH_SIZE.value * (row_tokens - 1),
+      heads_from=_HEADS_FROM.value, untrained=before)
   trainer = _trainer(
-      objective, _optimizer(rate, "target" in trainable, lengths), batch,
-      lengths, output_dir, steps=steps, evaluate=evaluate,
-      evaluated=saves.evaluated, tokens_per_step=tokens_per_step, log=log,
-      compute_dtype=dtype, mesh=mesh, param_shardings=specs and {
-          name: tree for name, tree in specs.items()
-          if name in {**trainable, **frozen}})
-  trained = processes.gathered(trainer.run(trainable, frozen))
+      learner, lengths, rate, start.trains_target, batch,
+      source.num_rows(text, row_tokens), steps=steps, directory=output_dir,
+      evaluate=evaluate, evaluated=saves.evaluated, mesh=mesh,
+      tokens_per_step=saves.tokens_per_step, compute_dtype=dtype,
+      param_shardings=specs and {name: tree for name, tree in specs.items()
+                                 if name in {**trainable, **frozen}})
+  saved = saves.write(processes.gathered(trainer.run(trainable, frozen)))
 
-  saved = saves.write(trained)
-  curves.draw(output_dir, [drafter_report.CURVE, "block_efficiency", *(
-      f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], log.loss)
+  drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
   saves.print_best()
   drafter_report.write(output_dir, method, saves.taken(steps), added, before,
                        measure(saved, by_row=True))

@@ -56,7 +56,7 @@ def test_rows_of_texts_as_they_are(tmp_path):
   text = source.text(_BYTES)
   learned, held_out = map(_BYTES.decode, text.streams)
   assert len(text.files.documents) == 2 and text.files.documents[0] > 30
-  batch, rows = source.rows(None, None, text, None, 7, None)()
+  batch, rows = source.rows(None, None, text, 7, None)()
   assert rows.shape == (2, 7)
   for row in rows:
     assert _BYTES.decode(row) in held_out
@@ -90,7 +90,7 @@ def test_rows_of_conversations(tmp_path, only):
     source.check(_BYTES)
   text = source.text(_CHAT)
   assert text.is_chat and sum(text.files.documents) == 60
-  batch, held_out = source.rows(None, None, text, None, 8, None)()
+  batch, held_out = source.rows(None, None, text, 8, None)()
   assert len(held_out) == 2 and held_out.dtype == np.int32
   letters = lambda tokens: np.array([
       bytes.isupper(_CHAT.token_bytes(t)) or t == _CHAT.eos
@@ -122,11 +122,11 @@ def test_short_and_useless_conversations(tmp_path, capsys):
   text = source.text(_CHAT)
   assert ("1 of 5 conversations are left out; "
           f"{path} line 5: it has no answer") in capsys.readouterr().err
-  batch, held_out = source.rows(None, None, text, None, 30, None)()
+  batch, held_out = source.rows(None, None, text, 30, None)()
   assert batch(0)["tokens"].shape == (2, 30)
   assert held_out.shape == (1, len(text.streams[1]))
   with pytest.raises(ValueError, match="together and a row 300"):
-    source.rows(None, None, text, None, 300, None)
+    source.rows(None, None, text, 300, None)
   path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
   with pytest.raises(ValueError, match="no conversation in which an assistant"):
     source.text(_CHAT)
@@ -151,7 +151,8 @@ def test_tokens_of_answers_alone():
   rows = np.arange(6 * 5).reshape(6, 5)
   chats = answered.Rows(rows, rows % 3 == 0), answered.Rows(rows[:2], None)
   source = dataclasses.replace(_SOURCE, self_chat=True, answers_only=True)
-  batch, held_out = source.rows(None, None, None, chats, 5, None)()
+  text = drafter_rows.Text(corpus="", chats=chats)
+  batch, held_out = source.rows(None, None, text, 5, None)()
   assert held_out is chats[1].tokens
   for step in (0, 4):
     found = batch(step)
@@ -170,4 +171,4 @@ def test_rows_that_the_target_cannot_write_are_refused(tmp_path):
   text = source.text(_BYTES)
   with pytest.raises(ValueError, match="--self_prompt_tokens is 3 and a row "
                      "has 3 tokens"):
-    source.rows(None, None, text, None, 3, None)
+    source.rows(None, None, text, 3, None)

@@ -5,6 +5,7 @@ import math
 import pathlib
 
 from lib import common
+from lib import curves
 import specjax as sj
 from specjax.analysis import Estimate
 from specjax.training import evaluation
@@ -16,8 +17,8 @@ CURVE = "greedy_block_efficiency"  # metric of the learning curve
 DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding
 
 
-def evaluation_of(method, target, heads, params, held_out):
-  """Returns the evaluation of a run: by head, and by greedy decoding.
+def evaluation_of(method, target, heads, params, objective, held_out):
+  """Returns the evaluation of a run: by head, by greedy decoding, and its loss.
 
   Prompts are the first quarters of the held-out rows, because prompts of one
   row would resemble each other. The heads' most likely chain is verified; that
@@ -28,10 +29,11 @@ def evaluation_of(method, target, heads, params, held_out):
     target: a `models.Pretrained`.
     heads: the heads of the target.
     params: parameters of the heads, for their structure.
+    objective: the training objective.
     held_out: `[R, S]` held-out rows.
 
   Returns:
-    `{"target", "drafter"} -> {name: number}`; with `by_row=True` also the
+    `{"target", "drafter", ...} -> {name: number}`; with `by_row=True` also the
     values of each row, see `evaluation.head_accuracy`.
   """
   accuracy = evaluation.head_accuracy(
@@ -45,9 +47,17 @@ def evaluation_of(method, target, heads, params, held_out):
                  transform=sj.LogitsTransform(temperature=0)),
       prompts, rounds=min(DECODED_ROUNDS,
                           max(1, room // (heads.num_forecasts + 1))))
+  loss = evaluation.held_out_loss(objective, held_out)
   return lambda params, **options: {
       **accuracy(params, **options),
-      **decoded(attach(params["target"], params["drafter"])[1])}
+      **decoded(attach(params["target"], params["drafter"])[1]),
+      **loss(params)}
+
+
+def draw_curves(output_dir, heads, loss):
+  """Writes the learning curves of a run, see `curves.draw`."""
+  curves.draw(output_dir, [CURVE, "block_efficiency", *(
+      f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], loss)
 
 
 def spent(output_dir, tokens_per_step, before, heads_from, steps):

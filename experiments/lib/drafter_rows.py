@@ -25,13 +25,17 @@ from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import token_files
 from specjax.data import Tokenizer
+from specjax.methods import Heads
 from specjax.models import Pretrained
+from specjax.models import Transformer
 from specjax.objectives import Objective
 from specjax.training import distillation
 from specjax.training import kept_features
 from specjax.utils.files import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
+ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory
+_MOST_BYTES = 2**31  # limit for the float32 logits of one pass
 _SIDES = "training", "held_out"
 
 
@@ -43,11 +47,14 @@ class Text:
     corpus: a fingerprint of all documents.
     files: their tokens; None if they are messages to the target.
     sides: the two lists of messages, or None.
+    chats: rows of the target's answers to the messages, to train on and held
+      out; None before `Source.answered`.
   """
 
   corpus: str
   files: token_files.TokenFiles | None = None
   sides: tuple[list[str], list[str]] | None = None
+  chats: tuple[Rows, Rows] | None = None
 
   @property
   def streams(self) -> tuple[np.ndarray, np.ndarray]:
@@ -58,6 +65,26 @@ class Text:
   def is_chat(self) -> bool:
     """Whether the tokens are of conversations as they are."""
     return self.files is not None and self.files.answered is not None
+
+  @property
+  def tokens(self) -> str:
+    """A fingerprint of the tokens to train on."""
+    if self.chats is None:
+      return self.files.fingerprints[0]
+    return fingerprint(tuple(rows.tokens for rows in self.chats))
+
+  def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
+    """Returns how often each token is in the training text, `[V]`.
+
+    Args:
+      vocab_size: V, size of the target's vocabulary.
+      answers_only: True to count only tokens that an assistant writes.
+    """
+    if self.chats is None:
+      return self.files.counts(vocab_size, answers_only)
+    rows = self.chats[0]
+    tokens = rows.tokens[rows.answered if answers_only else ...].ravel()
+    return np.bincount(tokens, minlength=vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,6 +182,46 @@ class Source:
       prompts_lib.check_chat(
           tokenizer, True, f"--data={self.data}, which holds conversations,")
 
+  def row_length(self, row_tokens: int | None, target: Transformer,
+                 heads: Heads) -> int:
+    """Returns the length of a row in tokens.
+
+    Args:
+      row_tokens: the value of --row_tokens, None for the default.
+      target: the target model.
+      heads: the heads, which predict several tokens of a row.
+
+    Raises:
+      ValueError: the rows are too long for the target, too short for the heads
+        or need too much memory.
+    """
+    longest = target.context_length
+    value = row_tokens or min(longest, ROW_TOKENS_DEFAULT)
+    if value > longest:
+      raise ValueError(f"--row_tokens is {value}; the target's context is "
+                       f"{longest} tokens: give at most that many")
+    least = heads.num_forecasts + 2
+    if value < least:
+      raise ValueError(f"--row_tokens is {value}; {heads.num_forecasts} heads "
+                       f"need {least} at least: give longer rows")
+    size = 4 * self.pass_rows * value * target.vocab_size
+    if size > _MOST_BYTES:
+      raise ValueError(
+          f"the logits of {self.pass_rows} rows of {value} tokens take "
+          f"{size / 2**30:.1f} GiB with a vocabulary of {target.vocab_size}; "
+          f"give a larger --accumulate (now "
+          f"{self.batch_size // self.pass_rows}), a smaller --batch_size or "
+          "shorter --row_tokens")
+    return value
+
+  def num_rows(self, text: Text, row_tokens: int) -> int:
+    """Returns the number of rows in an epoch."""
+    if text.chats is not None:
+      return len(text.chats[0].tokens)
+    if self.own is not None:
+      return self.self_rows
+    return len(text.streams[0]) // (row_tokens - 1)
+
   def text(self, tokenizer: Tokenizer) -> Text:
     """Reads the texts, in the tokens of the target's tokenizer."""
     if self.own and self.self_rows < self.batch_size:
@@ -191,14 +258,13 @@ class Source:
         "rows_per_file": self.rows_per_file}
 
   def answered(self, target: Pretrained, tokenizer: Tokenizer, text: Text,
-               row_tokens: int, mesh: jax.sharding.Mesh | None
-               ) -> tuple[Rows, Rows]:
-    """`(rows to train on, held-out rows)` of conversations with the target.
+               row_tokens: int, mesh: jax.sharding.Mesh | None) -> Text:
+    """Returns the text with the target's answers to its messages.
 
     Args:
       target: that answers.
       tokenizer: the target's.
-      text: whose texts are the messages.
+      text: the text with the messages.
       row_tokens: of a row.
       mesh: of devices, or None.
     """
@@ -215,11 +281,11 @@ class Source:
     training, held_out = (
         chats.answer(some, self.directory / name, seed)
         for some, (name, _, seed) in zip(prompts, self._written))
-    return chats.rows([*training, *given]), chats.rows(held_out)
+    return dataclasses.replace(text, chats=(
+        chats.rows([*training, *given]), chats.rows(held_out)))
 
   def rows(self, target: Pretrained, objective: Objective, text: Text,
-           chats: tuple[Rows, Rows] | None, row_tokens: int,
-           mesh: jax.sharding.Mesh | None
+           row_tokens: int, mesh: jax.sharding.Mesh | None
            ) -> Callable[[], tuple[Batches, np.ndarray]]:
     """`() -> (step -> batch, held-out rows)`; all that can fail is done.
 
@@ -229,12 +295,12 @@ class Source:
     Args:
       target: that writes them.
       objective: of the run, which `read`s what is kept of the features.
-      text: of the run.
-      chats: of `answered`, or None.
+      text: of the run, with answers if `chat`.
       row_tokens: of a row.
       mesh: of devices, or None.
     """
-    if chats is None and text.is_chat:
+    chats = text.chats
+    if text.is_chat:
       chats = self._given_rows(text.files, row_tokens)
     if chats is not None:
       training, held_out = chats

@@ -1,6 +1,5 @@
 """Trained heads on disk: the last ones, and the best ones so far."""
 
-from collections.abc import Callable
 import dataclasses
 import pathlib
 from typing import Any
@@ -32,8 +31,11 @@ class Saves:
     target: the target model of the heads.
     tokenizer: the target's tokenizer.
     dtype: the name of the precision on disk.
-    taken: function `steps -> values` for training.json, such as the number of
-      tokens read.
+    data: the value of --data.
+    corpus: a fingerprint of the documents.
+    tokens_per_step: number of tokens that a step reads.
+    heads_from: directory of the initial heads, or None.
+    untrained: evaluation before the first step.
   """
 
   directory: pathlib.Path
@@ -42,7 +44,18 @@ class Saves:
   target: Pretrained
   tokenizer: Tokenizer
   dtype: str
-  taken: Callable[[int], dict[str, Any]]
+  data: str
+  corpus: str
+  tokens_per_step: int
+  heads_from: str | None
+  untrained: dict[str, float]
+
+  def taken(self, steps: int) -> dict[str, Any]:
+    """Returns data, tokens, minutes and curve after some steps of the run."""
+    return {"data": self.data, "corpus": self.corpus, "steps": steps,
+            **drafter_report.spent(
+                self.directory, self.tokens_per_step,
+                self.untrained[drafter_report.CURVE], self.heads_from, steps)}
 
   def write(self, trained: dict[str, Any], directory: pathlib.Path | None = None
             ) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""What a run of train_drafter.py starts with: heads, objective, parameters."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import sys
+from typing import Any
+from typing import NamedTuple
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lib import models
+from specjax import methods
+from specjax.data import Tokenizer
+from specjax.methods import Heads
+from specjax.methods import Method
+from specjax.models import frequent_tokens
+from specjax.models import Pretrained
+from specjax.training import loop
+from specjax.training.objective import DrafterObjective
+
+Counted = Callable[[int], np.ndarray]
+
+
+class Learner(NamedTuple):
+  """Heads and how they are trained.
+
+  Attributes:
+    heads: the initial heads.
+    params: their float32 parameters.
+    objective: the training objective.
+  """
+
+  heads: Heads
+  params: Any
+  objective: DrafterObjective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Start:
+  """Makes or loads initial heads, by the flags of `train_drafter.py`.
+
+  Attributes:
+    method: the training method.
+    num_heads: number of tokens that new heads predict, beyond the next one.
+    head_options: keyword arguments of new heads, see `method_options`.
+    options: keyword arguments of the objective, see `method_options`.
+    keeps_features: True if the target's hidden states are kept in memory.
+    heads_from: directory or name of the heads to start from; None for new ones.
+    draft_vocabulary: number of tokens that can be drafted; None for all.
+    narrow_head: True if the heads draft with columns of the target's LM head.
+    seed: seed of new heads.
+  """
+
+  method: Method
+  num_heads: int
+  head_options: dict[str, Any]
+  options: dict[str, Any]
+  keeps_features: bool
+  heads_from: str | None
+  draft_vocabulary: int | None
+  narrow_head: bool
+  seed: int
+
+  def check(self, of_new_heads: Sequence[flags.FlagHolder]) -> None:
+    """Raises `ValueError` if flags exclude each other.
+
+    Args:
+      of_new_heads: the flags for the form of new heads.
+    """
+    for flag in of_new_heads:
+      if self.heads_from is not None and flag.present:
+        raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
+                         "heads of its own form; give one of the two")
+    if self.narrow_head and self.draft_vocabulary is None:
+      raise ValueError("--narrow_head is the target's head of the tokens of "
+                       "--draft_vocabulary, which is not given; give both")
+
+  def make(self, target: Pretrained, tokenizer: Tokenizer,
+           counted: Counted | None) -> Learner:
+    """Returns the initial heads with their parameters and objective.
+
+    Args:
+      target: the target model of the heads.
+      tokenizer: the target's tokenizer.
+      counted: returns how often each of V tokens is in the training text. If it
+        is None, the draft vocabulary consists of placeholders.
+
+    Raises:
+      ValueError: the heads do not fit the method, the target or the flags.
+    """
+    make = self._new if self.heads_from is None else self._loaded
+    heads, params = make(target, tokenizer, counted)
+    objective = self.method.objective(target.model, heads, **self.options)
+    if self.keeps_features and not hasattr(objective, "read"):
+      raise ValueError(
+          f"--keep_features is set and --method={self.method.name} does not "
+          "learn from features that were kept; leave it out, or take "
+          "--method=eagle1 or eagle3")
+    return Learner(heads, params, objective)
+
+  @property
+  def trains_target(self) -> bool:
+    """Whether the target is trained too."""
+    return self.method.trains_target(self.options)
+
+  def weights(self, learner: Learner, target: Pretrained
+              ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the trainable and the frozen parameters, `{name: tree}` each.
+
+    Trainable parameters are float32. The teacher is the target before training.
+    """
+    trainable = {"drafter": learner.params}
+    frozen = {"target": target.params}
+    if self.trains_target:
+      trainable["target"] = loop.cast(frozen.pop("target"), jnp.float32)
+    if "teacher" in learner.objective.needs:
+      frozen["teacher"] = target.params
+    return trainable, frozen
+
+  def _new(self, target, tokenizer, counted):
+    """Returns new heads and their parameters."""
+    heads = self.method.heads.for_target(
+        target.model, self.num_heads, **self.head_options)
+    if self.draft_vocabulary is not None:
+      heads = dataclasses.replace(
+          heads, **self._narrowed(heads),
+          ids=self._frequent(target, tokenizer, counted))
+    return heads, heads.init(jax.random.key(self.seed), target.params)
+
+  def _loaded(self, target, *_):
+    """Returns heads of `heads_from`, which must be the method's."""
+    heads, params = methods.load_heads(
+        self.heads_from, target.model, jnp.float32, target.params)
+    if heads.kind != self.method.heads.kind:
+      fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
+      raise ValueError(
+          f"--heads_from holds {type(heads).__name__} and --method="
+          f"{self.method.name} trains {self.method.heads.__name__}; give "
+          f"--method={' or --method='.join(fitting)}, or other heads")
+    return heads, params
+
+  def _narrowed(self, heads):
+    """Returns the fields of heads that have a draft vocabulary."""
+    if self.narrow_head:
+      if not hasattr(heads, "narrow_head"):
+        raise ValueError(
+            f"--narrow_head is set and --method={self.method.name} has no such "
+            "head; leave it out, or take --method=eagle1")
+      return {"own_head": False, "narrow_head": True}
+    if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
+      raise ValueError(
+          f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
+          f"--method={self.method.name} draft with the target's own LM head; "
+          "leave the flag out, or take --method=eagle3 or parallel")
+    return {}
+
+  def _frequent(self, target, tokenizer, counted):
+    """Returns the ids of the draft vocabulary, the most frequent tokens."""
+    size, vocab_size = self.draft_vocabulary, target.model.vocab_size
+    always = [end for end in models.ends(target, tokenizer) or ()
+              if end < vocab_size]
+    if not len(always) < size <= vocab_size:
+      raise ValueError(f"--draft_vocabulary is {size}; the target has "
+                       f"{vocab_size} tokens, {len(always)} of which end a "
+                       "text and are always kept: give a number between")
+    if counted is None:
+      return tuple(range(size))
+    counts = counted(vocab_size)
+    ids = frequent_tokens(counts, size, always)
+    print(f"{size:,} of {vocab_size:,} tokens can be drafted, which are "
+          f"{counts[ids].sum() / counts.sum():.1%} of the text",
+          file=sys.stderr)
+    return tuple(ids.tolist())
