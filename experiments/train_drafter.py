@@ -309,8 +309,7 @@ def _prepare(start, source, target, tokenizer, mesh):
   """
   progress.say("reading the text")
   text = source.text(tokenizer)
-  counted = lambda size: text.counts(size, source.weighs)
-  learner = start.make(target, tokenizer, None if source.chat else counted)
+  learner = start.make(target, tokenizer, source.counted(text))
   row_tokens = source.row_length(_ROW_TOKENS.value, target.model, learner.heads)
   if not source.chat:
     rows = source.rows(target, learner.objective, text, row_tokens, mesh)
@@ -318,7 +317,7 @@ def _prepare(start, source, target, tokenizer, mesh):
   runs.check_claimable(output_dir)
   if source.chat:
     text = source.answered(target, tokenizer, text, row_tokens, mesh)
-    learner = start.make(target, tokenizer, counted)
+    learner = start.make(target, tokenizer, source.counted(text))
     rows = source.rows(target, learner.objective, text, row_tokens, mesh)
   return output_dir, text, learner, row_tokens, rows
 

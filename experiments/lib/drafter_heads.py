@@ -1,4 +1,4 @@
-"""What a run of train_drafter.py starts with: heads, objective, parameters."""
+"""The initial heads of a run of train_drafter.py, and their objective."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class Start:
 
   @property
   def trains_target(self) -> bool:
-    """Whether the target is trained too."""
+    """True if the target is trained with the heads."""
     return self.method.trains_target(self.options)
 
   def weights(self, learner: Learner, target: Pretrained

@@ -73,19 +73,6 @@ class Text:
       return self.files.fingerprints[0]
     return fingerprint(tuple(rows.tokens for rows in self.chats))
 
-  def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
-    """Returns how often each token is in the training text, `[V]`.
-
-    Args:
-      vocab_size: V, size of the target's vocabulary.
-      answers_only: True to count only tokens that an assistant writes.
-    """
-    if self.chats is None:
-      return self.files.counts(vocab_size, answers_only)
-    rows = self.chats[0]
-    tokens = rows.tokens[rows.answered if answers_only else ...].ravel()
-    return np.bincount(tokens, minlength=vocab_size)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
@@ -213,6 +200,18 @@ class Source:
           f"{self.batch_size // self.pass_rows}), a smaller --batch_size or "
           "shorter --row_tokens")
     return value
+
+  def counted(self, text: Text) -> Callable[[int], np.ndarray] | None:
+    """Returns `V -> how often each of V tokens is learned from`, `[V]`.
+
+    It returns None if the target has not answered the text yet.
+    """
+    if text.chats is not None:
+      rows = text.chats[0]
+      tokens = rows.tokens[rows.answered if self.weighs else ...].ravel()
+      return lambda size: np.bincount(tokens, minlength=size)
+    return None if self.chat else (
+        lambda size: text.files.counts(size, self.weighs))
 
   def num_rows(self, text: Text, row_tokens: int) -> int:
     """Returns the number of rows in an epoch."""
