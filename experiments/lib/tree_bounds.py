@@ -1,4 +1,4 @@
-"""How far rules are from the best possible on real draft trees.
+"""Bounds on all valid rules in one round, on real draft trees.
 
 `analysis.accepted_bound` needs q at every node of a tree, and a draft has q
 only at nodes with children. So the trees are drawn with one child more below
@@ -31,7 +31,7 @@ class Judged:
     prompts: `[R]`, number of the prompt.
     terms: `analysis.BoundTerms` of all drafts.
     expected: `[R, rules]`, E[tau | draft] of every rule.
-    height: of the trees.
+    height: height of the trees.
   """
 
   prompts: np.ndarray
@@ -71,10 +71,10 @@ def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
     parents: the tree that the rules see.
     nodes: its nodes in the larger tree.
     rules: verifiers.
-    params: of the decoder.
+    params: parameters of the decoder's models.
     prompts: sequences of token ids.
     new_tokens: tokens of a rollout.
-    seed: of the rollouts.
+    seed: seed of the rollouts.
   """
   parents, larger = np.array(parents), np.array(decoder.drafter.parents)
   # A deepest node has no child: it reads row 0, which is not used.

@@ -3,10 +3,11 @@
 Let T be a draft tree and m(c, y) any function of texts whose mean over y under
 p(. | c) is 0 for every c. A valid rule stops at a node v of T and emits one
 token y, after which the unmodified target continues, so its text has the
-target's distribution. The sum of m along such a text is a martingale, so it has
-mean 0 at the end of the round, and in one round
+target's distribution. The sum of m along the text to any fixed length therefore
+has mean 0. So has the part after vy, which the target draws. The sum along vy
+is the difference, so it has mean 0, and in one round
 
-  E[tau] = E[depth(v) + sum of m along the text of v and y]
+  E[tau] = E[depth(v) + sum of m along vy]
         <= E_T[max over v, y of (depth(v) + sum of m along vy)],
 
 where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
@@ -35,20 +36,22 @@ from specjax.types import Draft
 _EDGES = (-6, -4, -3, -2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1,
           1.5, 2, 3)
 _COLUMNS = len(_EDGES) + 1
-_STEPS = 400
+_STEPS = 600
 _RATE = 0.1
 _SOFTNESS = 0.3, 0.003  # of the maximum, at the first and at the last steps
 _HALVINGS = 6  # of softness and learning rate
-_SMOOTHNESS = 0.01  # penalty on the squared differences of adjacent columns
+_SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 
 
 @struct.dataclass
 class BoundTerms:
-  """All that the bound needs of a draft; leading axes are allowed.
+  """Summary of a draft from which its bound follows, for any table.
+
+  Leading axes are allowed.
 
   Attributes:
     parents: `[N]` int32, as in `Draft`.
-    valid: `[N]` bool, nodes that are no padding and whose text has p > 0.
+    valid: `[N]` bool, nodes that are not padding and whose text has p > 0.
     mass: `[N, K]`, p of the tokens after every node, summed by the columns of
       the table.
     possible: `[N, K]` bool, whether a column has a token with p > 0.
@@ -64,7 +67,7 @@ class BoundTerms:
 
 def bound_terms(draft: Draft, target_probs: jax.Array, draft_probs: jax.Array
                 ) -> BoundTerms:
-  """Returns what the bound needs of one draft.
+  """Returns the `BoundTerms` of one draft.
 
   Args:
     draft: draft tree of one sequence with N nodes, drawn in any way.
@@ -111,7 +114,7 @@ def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
   rule, from the contexts at which the drafts were drawn.
 
   Args:
-    terms: of R drafts, `[R, ...]`.
+    terms: summaries of R drafts, `[R, ...]`.
     table: `[D, K]`, w of the texts c with depths 0, ..., D - 1. For deeper c,
       w is 0. K is 18.
 
@@ -130,8 +133,9 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
   soft maximum that hardens, and a penalty that keeps adjacent columns close.
 
   Args:
-    terms: of R drafts, `[R, ...]`; do not evaluate the table on them.
-    depth: rows of the table: the height of the drafts, or less.
+    terms: summaries of R drafts, `[R, ...]`. Do not evaluate the table on
+      these drafts.
+    depth: number of rows: the height of the drafts, or less.
     weights: `[R]`, weights of the drafts; default: equal.
 
   Returns:
