@@ -11,9 +11,9 @@ _FILES = sorted((_ROOT / "specjax").rglob("*.py"))
 # module imports from its own layer and from lower ones.
 _LAYERS = (
     "version", "utils", "types", "trees", "sampling", "interfaces", "attention",
-    "caches", "verifiers", "decoding", "exact", "constraints", "data", "models",
-    "zoo", "training", "methods", "drafters", "strategies", "objectives",
-    "serving", "analysis", "testing")
+    "caches", "verifiers", "decoding", "exact", "analysis", "constraints",
+    "data", "models", "zoo", "training", "methods", "drafters", "strategies",
+    "objectives", "serving", "testing")
 
 
 def _name(path):
