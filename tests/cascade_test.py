@@ -18,7 +18,7 @@ from scripts import ROOT
 
 import specjax as sj
 from specjax import testing
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.drafters import Cascade
 from specjax.drafters import Empty
 from specjax.drafters import Fallback
@@ -45,7 +45,7 @@ class _Sometimes:
     return None
 
   def propose(self, params, keys, state):
-    root = steps.roots(state)
+    root = round_steps.roots(state)
     tokens = (root[:, None] + jnp.arange(1, 3)) % self.vocab_size
     none = state.lengths[:, None] % 3 == 0
     probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import specjax as sj
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _children
 from specjax.methods import _expansion
 from specjax.methods import _growth
@@ -39,7 +39,7 @@ class FeatureTree(_growth.StaticTree):
     return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
   def propose(self, params, coins, state):
-    own, roots = params["drafter"], steps.roots(state)
+    own, roots = params["drafter"], round_steps.roots(state)
 
     def step(tokens, depths, ancestors, above, features):
       parents = jnp.take_along_axis(features, above[..., None], axis=1)
@@ -85,7 +85,7 @@ class Reference:
     return None
 
   def propose(self, params, coins, state):
-    text, roots = state.context["reference"], steps.roots(state)
+    text, roots = state.context["reference"], round_steps.roots(state)
     found = text == roots[:, None]
     start = jnp.argmax(found, axis=1)[:, None] + 1 + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(text, start, axis=1, mode="fill",
@@ -144,7 +144,7 @@ class Stage:
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1)
     return jax.vmap(sj.Draft.chain)(
-        steps.roots(state), tokens, laws[:, :self.gamma]), inner
+        round_steps.roots(state), tokens, laws[:, :self.gamma]), inner
 
   def commit(self, params, drafter, draft, verdict, target_output, count):
     return drafter

@@ -300,11 +300,11 @@ def test_bad_settings_are_refused_in_one_line():
 def test_a_drawn_tree_has_the_laws_of_the_counts():
   # Broken: a node's children are counted in the matches of another path, an
   # elder sibling is drawn again, or what is not there is drafted.
-  rng, batch, _matches, size, vocab = np.random.default_rng(0), 24, 9, 3, 6
-  following = rng.integers(vocab - 1, size=(batch, _matches, size))
-  ended = rng.integers(1, 5, size=(batch, _matches))
+  rng, batch, matches, size, vocab = np.random.default_rng(0), 24, 9, 3, 6
+  following = rng.integers(vocab - 1, size=(batch, matches, size))
+  ended = rng.integers(1, 5, size=(batch, matches))
   following[np.arange(size) >= ended[..., None]] = -1
-  alive = rng.random((batch, _matches)) < 0.8
+  alive = rng.random((batch, matches)) < 0.8
   alive[0] = False
   steps = rng.integers(1, size + 1, size=batch)
   parents = (-1, 0, 0, 0, 1, 1, 2, 4)

@@ -29,7 +29,7 @@ from specjax import drafters
 from specjax import strategies
 from specjax import verifiers
 from specjax.data import datastores
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.models import Pretrained
 from specjax.strategies import Strategy
 
@@ -95,7 +95,8 @@ class Noise:
     shares = numbers // size + (np.arange(size) < numbers % size)
     probs = jnp.broadcast_to(
         (shares / numbers).astype(np.float32), (*tokens.shape, size))
-    return jax.vmap(sj.Draft.chain)(steps.roots(state), tokens, probs), None
+    root = round_steps.roots(state)
+    return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
 
   def commit(self, params, drafter, draft, verdict, target_output, count):
     """Nothing."""

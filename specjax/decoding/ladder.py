@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.controller import Controller
 from specjax.decoding.rounds import Round
 from specjax.interfaces import checks
@@ -58,7 +58,7 @@ class Resting:
               ) -> tuple[Draft, Any]:
     """The root alone."""
     del params, coins
-    return steps.root_only(state, self.vocab_size), state.drafter
+    return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
@@ -167,7 +167,7 @@ class Ladder:
     carry = state, attempt.nothing_found()
     if only is not None:
       return attempt.rests(carry) if only == "rests" else drafts(carry)
-    return steps.once(chosen > 0, drafts, steps.once(
+    return round_steps.once(chosen > 0, drafts, round_steps.once(
         chosen == 0, attempt.rests, carry))
 
   def _told(self, params, state):
@@ -232,8 +232,9 @@ class _Attempt:
     before, found = carry
     carry = self._caught_up(before), found
     for i in range(1, len(self._ladder.rungs)):
-      carry = steps.once(self._chosen == i, lambda carry, i=i: self._judged(
-          i, carry[0], *self._propose(i, carry[0])), carry)
+      carry = round_steps.once(
+          self._chosen == i, lambda carry, i=i: self._judged(
+              i, carry[0], *self._propose(i, carry[0])), carry)
     return self._learned(before, *carry, self._chosen)
 
   def drafts_and_cuts(self, carry):
@@ -246,7 +247,7 @@ class _Attempt:
       # Cut where it is verified, or each round would write all lengths.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
-      carry = steps.once(
+      carry = round_steps.once(
           size == i, lambda carry, i=i, short=short: self._judged(
               i, carry[0], short(), carry[0].drafter), carry)
     return self._learned(before, *carry, size)
@@ -262,7 +263,7 @@ class _Attempt:
 
     carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
     for i in range(1, len(self._ladder.rungs)):
-      carry = steps.once(
+      carry = round_steps.once(
           self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
     return carry
 
@@ -356,8 +357,8 @@ def ladder(one: Round, controller: Controller) -> Ladder:
         f"the controller has seconds of a first drafter, and {name} cannot "
         "tell which rounds are its own; leave `first` out")
   if not hasattr(one.drafter, "target_pass"):
-    steps.check_slack(
-        one.drafter, one.drafter.num_nodes + steps.CATCH_UP)
+    round_steps.check_slack(
+        one.drafter, one.drafter.num_nodes + round_steps.CATCH_UP)
   rungs = [dataclasses.replace(one, drafter=Resting(
       drafter=one.drafter, vocab_size=one.target.vocab_size))]
   for length in controller.lengths[1:]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
 from specjax.trees import topology
@@ -29,7 +29,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   """
   parents = jnp.array(parents, jnp.int32)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-  return jax.vmap(tree)(steps.roots(state), tokens, probs)
+  return jax.vmap(tree)(round_steps.roots(state), tokens, probs)
 
 
 def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -156,7 +156,7 @@ def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
 
 
 def catch_up(model: ModelFn, params, state: DecodeState, cache,
-             since: jax.Array, size: int = steps.CATCH_UP):
+             since: jax.Array, size: int = round_steps.CATCH_UP):
   """Reads what rounds without a draft have added, a block at a time.
 
   Args:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import stop_rules
 from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
@@ -91,7 +91,7 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
     forecast, carry = read(last, carry)
     return node + 1, carry, *draw(node, forecast, tokens, *drawn)
 
-  tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, gamma)))
+  tokens = jnp.pad(round_steps.roots(state)[:, None], ((0, 0), (0, gamma)))
   probs = jnp.zeros((rows, gamma + 1, first[0].shape[-1]))
   drawn = draw(1, first, tokens, probs, state.constraints,
                *stop_rules.begun(rule, kept, ~state.done))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.caches.dense import KVCache
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import _expansion
 from specjax.methods import _features
@@ -102,7 +102,7 @@ class BlockDrafter:
   def forecast(self, params: Any, state: DecodeState):
     """The hidden states `[B, K, D]` and logits `[B, K, Vd]` of every block."""
     hidden = self.heads.block(params["drafter"], params["target"],
-                              steps.roots(state), state.drafter.cache)
+                              round_steps.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
     return hidden, self.heads.logits(params["target"], hidden)
 
@@ -112,7 +112,7 @@ class BlockDrafter:
 
     The carry are the states of the Markov head at the nodes of a level.
     """
-    heads, own, roots = self.heads, params["drafter"], steps.roots(state)
+    heads, own, roots = self.heads, params["drafter"], round_steps.roots(state)
 
     def step(tokens, depths, ancestors, above, carry):
       del ancestors
@@ -256,7 +256,8 @@ class Parallel(BlockDrafter, _growth.StaticTree):
       `(Draft, ParallelState)`, batched.
     """
     if self.num_nodes == 1:
-      return (steps.root_only(state, self.heads.vocab_size), state.drafter)
+      return (round_steps.root_only(state, self.heads.vocab_size),
+              state.drafter)
     hidden, logits = self.forecast(params, state)
     step, carry, first = self.steps(params, state, hidden, logits)
     tokens, probs, _ = self.draw(step, carry, first, coins, state)
@@ -268,7 +269,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
 
   def _ended(self, params, state, hidden, tokens, probs):
     """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
-    own, roots = params["drafter"], steps.roots(state)
+    own, roots = params["drafter"], round_steps.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
     confidence = own["confidence"] if self.stop.has_params else None
@@ -345,11 +346,11 @@ class ParallelTree(BlockDrafter):
     hidden, logits = self.forecast(params, state)
     if not self._expands:
       draft = jax.vmap(self._best)(
-          steps.roots(state), self.heads.whole(logits))
+          round_steps.roots(state), self.heads.whole(logits))
       return draft, state.drafter
     step, carry, first = self.steps(params, state, hidden, logits)
     draft, _, _ = _expansion.expand(
-        step, carry, first, steps.roots(state), transform=self.transform,
+        step, carry, first, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, state.drafter
 

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from specjax import interfaces
 from specjax import sampling
 from specjax import verifiers
+from specjax.decoding import round_steps
 from specjax.decoding import rounds
-from specjax.decoding import steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
@@ -139,7 +139,7 @@ class Cascade:
           "written before the cascade's own rounds are over; put the cascade "
           f"inside, as the drafter of the {type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
-    steps.check_slack(self.model, self.gamma + _following.PASS)
+    round_steps.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
     drafter = interfaces.follow(
         interfaces.bind(self.drafter, self.model, bound.transform))
@@ -218,7 +218,7 @@ class Cascade:
       probs = jnp.concatenate(
           [probs, tail.probs[:, 1:].astype(probs.dtype)], axis=1)
       inner = inner.replace(drafter=drafter)
-    draft = jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
     return draft, inner.replace(
         keys=None, context=None, verifier=before.verifier,
         constraints=before.constraints)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.interfaces import checks
 from specjax.methods import _parts
 from specjax.sampling import LogitsTransform
@@ -148,14 +148,14 @@ class Fallback(_parts.Parts):
         f"the state that {type(self.second).__name__}.propose returned", own,
         state.drafter[1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    other, second = steps.once(
+    other, second = round_steps.once(
         jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
     pick = lambda mine, others: jnp.where(
         lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
     draft = jax.tree.map(
         pick, self._padded(draft), self._padded(other))
     return draft.replace(
-        tokens=draft.tokens.at[:, 0].set(steps.roots(state)),
+        tokens=draft.tokens.at[:, 0].set(round_steps.roots(state)),
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
   def _padded(self, draft):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _parts
 from specjax.methods import stop_rules
 from specjax.sampling import LogitsTransform
@@ -98,7 +98,7 @@ class Merge(_parts.Parts):
             (draft.parents[:, 1:] for draft in drafts), before)], axis=1)
     root = jnp.full((parents.shape[0], 1), -1, jnp.int32)
     draft = jax.vmap(Draft.tree)(
-        steps.roots(state), jnp.concatenate([root, parents], axis=1),
+        round_steps.roots(state), jnp.concatenate([root, parents], axis=1),
         join("tokens"), join("probs"))
     return jax.vmap(_merged)(draft), states
 

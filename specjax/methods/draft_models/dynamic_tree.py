@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _expansion
@@ -118,7 +118,7 @@ class DynamicTree(_expansion.ExpandedTree):
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
     draft, slots, (cache, _) = _expansion.expand(
-        step, carry, logits, steps.roots(state), transform=self.transform,
+        step, carry, logits, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 

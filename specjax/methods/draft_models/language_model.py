@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
@@ -100,7 +100,7 @@ class LanguageModel(_common.DrawnChain):
         little slack.
     """
     _common.check_vocabulary(self.model, target)
-    steps.check_slack(self.model, self.gamma + 2)
+    round_steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def follow(self) -> _following.Following:
@@ -136,7 +136,7 @@ class LanguageModel(_common.DrawnChain):
       cache, which holds it.
     """
     if self.gamma == 0:
-      return steps.root_only(state, self.model.vocab_size), state.drafter
+      return round_steps.root_only(state, self.model.vocab_size), state.drafter
     if self.stop is not None:
       return self._propose_until(params, coins, state)
     params = params["drafter"]
@@ -167,7 +167,8 @@ class LanguageModel(_common.DrawnChain):
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0], *drawn), None
 
-    tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    root = round_steps.roots(state)[:, None]
+    tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
                       jnp.promote_types(logits.dtype, jnp.float32))
     (cache, logits, *drawn), _ = jax.lax.scan(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax import interfaces
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
@@ -170,7 +170,7 @@ class Online(_common.DrawnChain):
         little slack.
     """
     _common.check_vocabulary(self.model, target)
-    steps.check_slack(self.model, self.gamma + 2)
+    round_steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _children
 from specjax.methods import _common
@@ -160,7 +160,7 @@ class Paths:
 
     parents = jax.vmap(topology.prefix_tree)(tokens.swapaxes(1, 2))
     draft = jax.vmap(Draft.tree)(
-        steps.roots(state), parents, tokens.reshape(batch, -1),
+        round_steps.roots(state), parents, tokens.reshape(batch, -1),
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 

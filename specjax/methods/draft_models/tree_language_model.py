@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _growth
@@ -92,7 +92,7 @@ class TreeLanguageModel(_growth.StaticTree):
       `(Draft, cache)`, batched.
     """
     if self.num_nodes == 1:
-      return steps.root_only(state, self.model.vocab_size), state.drafter
+      return round_steps.root_only(state, self.model.vocab_size), state.drafter
 
     params = params["drafter"]
     logits, cache = _common.feed_last(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _features
@@ -80,7 +80,7 @@ class FeatureDrafter(_features.LayerDrafter):
       `(Draft, FeatureState)`, batched.
     """
     if self.num_nodes == 1:
-      return steps.root_only(state, self.heads.vocab_size), state.drafter
+      return round_steps.root_only(state, self.heads.vocab_size), state.drafter
     step, carry, logits = _features.growing(self.heads, params, state.drafter)
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, carry, logits)
@@ -173,7 +173,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     tokens, probs, _ = _growth.grow(
         step, carry, logits, coins, parents,
         _children.drawer("iid", self.transform, state.temperature))
-    return jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
+    return jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ certainty. Drawn ones may follow the confidence as well, see `drawn_trees`.
 import dataclasses
 
 from specjax import sampling
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _drawn_trees
@@ -56,7 +56,7 @@ class DynamicEagle(_expansion.ExpandedTree, FeatureDrafter):
     """The batch of drafts; arguments as `expansion.expand` takes them."""
     del coins
     return _expansion.expand(
-        step, carry, logits, steps.roots(state), transform=self.transform,
+        step, carry, logits, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)[0]
 
 
@@ -83,7 +83,7 @@ class SampledEagle(FeatureDrafter):
   heads: FeatureHeads
   depth: int
   expanded: int
-  _children: int
+  children: int
   proposal: str = "without_replacement"
   transform: LogitsTransform | None = None
   confidence: LogitsTransform = LogitsTransform()
@@ -121,7 +121,7 @@ class SampledEagle(FeatureDrafter):
   def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `drawn_trees.grow` takes them."""
     return _drawn_trees.grow(
-        step, carry, logits, coins, steps.roots(state),
+        step, carry, logits, coins, round_steps.roots(state),
         _children.drawer(self.proposal, self.transform, state.temperature),
         confidence=self.confidence, depth=self.depth, expanded=self.expanded,
         children=self.children)[0]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import _features
 from specjax.methods import _growth
@@ -116,7 +116,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
     new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
-        steps.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
+        round_steps.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
     return _features.known_only(draft, own.held > 0), new
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _growth
@@ -142,7 +142,7 @@ class HeadsDrafter(_growth.StaticTree):
     """
     forecast = state.drafter
     if self.num_nodes == 1:
-      return steps.root_only(state, self.heads.vocab_size), forecast
+      return round_steps.root_only(state, self.heads.vocab_size), forecast
     used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     if self.transform.constraints:

@@ -17,7 +17,6 @@ from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _objectives as heads_lib
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
-from specjax.methods.networks import lm_head
 from specjax.methods.networks import Params
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
@@ -156,7 +155,7 @@ class BlockwiseObjective:
     tokens, tuned = batch["tokens"], "target" in trainable
     weights = weights_of(batch)
     output = self.model(params["target"], tokens[:, :-1])
-    head = lm_head(params["target"])
+    head = networks.lm_head(params["target"])
     next_token = lambda: weighted_mean(
         cross_entropy(output.logits, tokens[:, 1:]), weights)
     if self.one_head:
@@ -184,7 +183,8 @@ class BlockwiseObjective:
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
     return heads_lib.score_heads(
-        self.heads, params["drafter"], hidden, lm_head(params["target"]), score)
+        self.heads, params["drafter"], hidden,
+        networks.lm_head(params["target"]), score)
 
 
 def blockwise(heads: Heads, gamma: int | None = None,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _objectives as heads_lib
@@ -170,9 +170,9 @@ class Hydra(_forecasts.HeadsDrafter):
     Returns:
       `(Draft, Forecast)`, batched.
     """
-    forecast, roots = state.drafter, steps.roots(state)
+    forecast, roots = state.drafter, round_steps.roots(state)
     if self.num_nodes == 1:
-      return steps.root_only(state, self.heads.vocab_size), forecast
+      return round_steps.root_only(state, self.heads.vocab_size), forecast
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):

@@ -21,7 +21,6 @@ from specjax.methods.heads import _records
 from specjax.methods.heads import blockwise
 from specjax.methods.heads.blockwise import BlockwiseHeads
 from specjax.methods.networks import check_fits
-from specjax.methods.networks import lm_head
 from specjax.methods.networks import Params
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
@@ -227,7 +226,7 @@ class MedusaObjective:
     """
     losses = heads_lib.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
-        lm_head(params["target"]), tuned)
+        networks.lm_head(params["target"]), tuned)
     numbers = jnp.arange(1, len(losses) + 1)
     return jnp.sum(self.decay**numbers * losses), heads_lib.by_head(losses)
 
@@ -237,7 +236,8 @@ class MedusaObjective:
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
     return heads_lib.score_heads(
-        self.heads, params["drafter"], hidden, lm_head(params["target"]), score)
+        self.heads, params["drafter"], hidden,
+        networks.lm_head(params["target"]), score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

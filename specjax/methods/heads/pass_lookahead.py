@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import pass_embeddings
@@ -134,7 +134,7 @@ class PaSS:
     Returns:
       `(Draft, drafter state)`, batched.
     """
-    roots = steps.roots(state)
+    roots = round_steps.roots(state)
     rows = (coins, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
@@ -152,7 +152,7 @@ class PaSS:
     # same committed tokens.
     return self.target(
         params["target"],
-        jnp.concatenate([steps.roots(state)[:, None], ids], axis=1),
+        jnp.concatenate([round_steps.roots(state)[:, None], ids], axis=1),
         *topology.causal(batch, size), state.target_cache).logits
 
   @property

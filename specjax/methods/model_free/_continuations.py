@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.data.datastores import Datastore
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.model_free import _count_trees
 from specjax.sampling import COINS_A_DRAW
@@ -158,7 +158,7 @@ class CountDrafter:
     """Chains of `tokens [B, S]`, padding where not `real [B, S]`."""
     probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
     return jax.vmap(Draft.chain)(
-        steps.roots(state), jnp.where(real, tokens, 0), probs)
+        round_steps.roots(state), jnp.where(real, tokens, 0), probs)
 
   def _drawn(self, state: DecodeState, coins: jax.Array, following: jax.Array,
              alive: jax.Array, ended: jax.Array, steps: jax.Array,
@@ -181,7 +181,7 @@ class CountDrafter:
           self.vocab_size)
       return Draft.chain(root, tokens, probs)
 
-    return jax.vmap(one)(steps.roots(state), coins, state.temperature,
+    return jax.vmap(one)(round_steps.roots(state), coins, state.temperature,
                          following, alive, ended, steps)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -49,7 +49,7 @@ class Empty:
               ) -> tuple[Draft, Any]:
     """A draft of N = 1 node for each of the B rows."""
     del params, coins
-    return steps.root_only(state, self.vocab_size), state.drafter
+    return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import _growth
 from specjax.sampling import LogitsTransform
@@ -168,7 +168,7 @@ class Recycling:
     """
     del params, coins
     row = jnp.arange(state.lengths.shape[0])[:, None]
-    tokens = steps.roots(state)[:, None]
+    tokens = round_steps.roots(state)[:, None]
     for level in _growth.levels(self.parents):
       parent = np.repeat(level.nodes, level.counts)
       rank = np.concatenate([np.arange(count) for count in level.counts])

@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.data.datastores import Datastore
 from specjax.data.datastores import DEEPEST
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _matches as matches_lib
 from specjax.methods.model_free import _continuations
 from specjax.types import DecodeState
@@ -158,4 +158,4 @@ class Retrieval(_continuations.CountDrafter):
       probs = jax.nn.one_hot(jnp.where(real, tokens, -1), self.vocab_size)
       return Draft.tree(root, parents, tokens, probs)
 
-    return jax.vmap(one)(steps.roots(state), following, alive)
+    return jax.vmap(one)(round_steps.roots(state), following, alive)

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.data.retokenization import Retokenizer
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.sampling import LogitsTransform
@@ -145,7 +145,7 @@ class StringMatch(reading_lib.Reader):
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
-        steps.roots(state), jnp.maximum(chain, 0), probs)
+        round_steps.roots(state), jnp.maximum(chain, 0), probs)
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state, room):

@@ -42,7 +42,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
@@ -178,7 +178,7 @@ class TokenIntersection(reading_lib.Reader):
                  probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
-    draft = jax.vmap(Draft.chain)(steps.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
     return draft, reading.drafted(length, fed, interfaces.settled(cache))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array

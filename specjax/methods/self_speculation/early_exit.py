@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import stop_rules
 from specjax.models.shortened import check_exit
@@ -194,7 +194,8 @@ class Exit(_common.DrawnChain):
     going, memory = jnp.ones((rows,), bool), ()
     if self.stop is not None:
       going, memory = stop_rules.begun(self.stop, before.rule, ~state.done)
-    tokens = jnp.pad(steps.roots(state)[:, None], ((0, 0), (0, self.gamma)))
+    root = round_steps.roots(state)[:, None]
+    tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
     node, begun, own, tokens, probs, *_ = jax.lax.while_loop(
         lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,

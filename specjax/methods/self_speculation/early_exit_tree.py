@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods import _growth
 from specjax.methods.self_speculation.early_exit import Begun
@@ -153,7 +153,7 @@ class EarlyExitTree(_growth.StaticTree):
       out = read(tokens, depths + 1, ancestors, cache)
       return out.logits, (out.cache, (*states, out.hidden))
 
-    roots = steps.roots(state)
+    roots = round_steps.roots(state)
     first = read(roots[:, None], jnp.zeros((rows, 1), jnp.int32),
                  jnp.ones((1, 1), bool), state.target_cache)
     step, carry, logits = constraints_lib.steered(

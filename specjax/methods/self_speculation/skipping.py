@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.decoding import steps
+from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.models.shortened import check_whole
@@ -123,7 +123,7 @@ class Swift(_common.DrawnChain):
           f"layers {most} parts can be left out, for the first and the last "
           "layer stay and one more part is to swap with: leave out fewer, or "
           "take a deeper target")
-    steps.check_slack(target, self.window + self.gamma + 1)
+    round_steps.check_slack(target, self.window + self.gamma + 1)
     return _common.with_transform(
         self, transform, model=target, law=transform)
 
@@ -159,7 +159,7 @@ class Swift(_common.DrawnChain):
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
-    skipped = steps.once(
+    skipped = round_steps.once(
         jnp.any(due), lambda old: self._searched(params, state, old, due),
         before)
     drafter = LanguageModel(model=Masked(self.model), gamma=self.gamma,
