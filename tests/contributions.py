@@ -210,8 +210,8 @@ def _drafter(key, target):
 # does not read the token. Windows of 3 tokens count whole or not at all.
 COUNTED = 7
 LAST_READ = {"AcceptedLength": 4} | dict.fromkeys(
-    ("Eagle1", "Eagle3", "Kangaroo", "Distillation", "Acceptance",
-     "StoredLaws"), 6)
+    ("Eagle1Objective", "Eagle3Objective", "KangarooObjective", "Distillation",
+     "Acceptance", "StoredLaws"), 6)
 
 # `model -> (objective, (key, target's parameters) -> what it trains, or None
 # for the target, and what a batch has besides its tokens)`.
