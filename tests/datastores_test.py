@@ -323,7 +323,7 @@ def test_build_datastore(tmp_path, capsys):
   with imported("build_datastore.py") as script:
     documents = corpora.read_documents(str(tmp_path / "texts"))
     held_out = {d.name for d in corpora.split(documents)[1]}
-    tokenizer = sj.data.Tokenizer.load(sj.zoo.__path__[0])
+    tokenizer = sj.data.Tokenizer.load(sj.zoo.tokenizer_path().parent)
     for part, names in (("training", texts.keys() - held_out),
                         ("all", texts.keys())):
       with pytest.raises(SystemExit) as e:

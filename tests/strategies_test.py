@@ -18,7 +18,6 @@ from specjax.methods import with_lookahead
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.trees import shapes
-from specjax.utils import files
 
 _V, _D = 7, 8
 _MODEL, _TREE = testing.MarkovModel(_V), shapes.full_tree((3, 2))
@@ -59,7 +58,7 @@ _FUNCTIONS = {name: getattr(strategies, name) for name in strategies.__all__
 _FAMILIES = [importlib.import_module(f"specjax.methods.{path.parent.name}."
                                      f"{path.stem}")
              for path in sorted(pathlib.Path(methods.__path__[0]).glob(
-                 "*/*strategies.py"))]
+                 "*/[a-z]*.py"))]
 
 
 def _decoder(name, **config):
@@ -114,17 +113,22 @@ def test_every_method_of_a_family_is_listed():
   written = {
       name for family in _FAMILIES for name, function in vars(family).items()
       if inspect.isfunction(function) and name[0] != "_"
-      and function.__module__ == family.__name__}
+      and function.__module__ == family.__name__
+      and inspect.signature(function).return_annotation is (
+          strategies.Strategy)}
   assert written == set(_FUNCTIONS)
 
 
-@pytest.mark.parametrize("module", [files, strategies, *_FAMILIES],
-                         ids=lambda module: module.__name__)
-def test_examples_run(module):
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_examples_run(name):
   # Broken: an example in a docstring is out of date, or a strategy has none.
-  result = doctest.testmod(module)
-  assert not result.failed
-  assert result.attempted
+  function, results = _FUNCTIONS[name], []
+  names = vars(importlib.import_module(function.__module__))
+  for example in doctest.DocTestFinder(recurse=False).find(
+      function, name, globs=dict(names)):
+    results.append(doctest.DocTestRunner().run(example))
+  assert sum(result.attempted for result in results)
+  assert not any(result.failed for result in results)
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)

@@ -62,7 +62,7 @@ def _verification(top_p):
   kept = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR")
                       or tempfile.mkdtemp(), f"tpu-memory-{key}.json")
   if not kept.exists():
-    sj.files.write_json(
+    sj.utils.files.write_json(
         kept, lowered.compile().memory_analysis().temp_size_in_bytes)
   return json.loads(kept.read_text("utf-8"))
 

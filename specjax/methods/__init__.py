@@ -63,7 +63,6 @@ __all__ = [
     "Heads",
     "HydraHeads",
     "KANGAROO",
-    "KINDS",
     "KangarooAdapter",
     "LearningRate",
     "PaSSEmbeddings",
@@ -92,8 +91,6 @@ __all__ = [
 
 METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
            PARALLEL_LAYERS, PARALLEL, KANGAROO)
-
-KINDS = tuple(dict.fromkeys(method.heads for method in METHODS))
 
 
 def of(heads: Heads) -> Method:
@@ -128,4 +125,5 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   if on_the_hub or not ours and (
       (path / "config.json").exists() or drafter_layout(path)):
     return load_drafter(directory, target, target_params, dtype=dtype)
-  return files.load_heads(directory, target, dtype, KINDS)
+  kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
+  return files.load_heads(directory, target, dtype, kinds)

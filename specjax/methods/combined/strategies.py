@@ -27,8 +27,9 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
 
   >>> import jax
   >>> import specjax as sj
+  >>> from specjax import drafters
   >>> small = sj.testing.MarkovModel(7)
-  >>> tiny = LanguageModel(model=small, gamma=3)
+  >>> tiny = drafters.LanguageModel(model=small, gamma=3)
   >>> table = small.init(jax.random.key(0))
   >>> decoder = sj.Decoder(
   ...     target=small, **cascade(small, tiny, gamma=8)._asdict())
@@ -61,8 +62,9 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts; with
   `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
 
-  >>> from specjax import cache_views, testing
-  >>> tiny = LanguageModel(model=testing.MarkovModel(7), gamma=1)
+  >>> from specjax import drafters, testing
+  >>> from specjax.models import cache_views
+  >>> tiny = drafters.LanguageModel(model=testing.MarkovModel(7), gamma=1)
   >>> view = cache_views.Retrieved(budget=4096, chunk=8)
   >>> triforce(view, tiny, gamma=6).drafter.num_nodes
   7
@@ -86,9 +88,10 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
   As SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu
   et al. 2024, arXiv:2411.10666) fall back to a trained drafter.
 
+  >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
-  >>> short = LanguageModel(model=MarkovModel(7), gamma=2)
-  >>> long = LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
   >>> fallback(short, long).drafter.num_nodes
   6
 
@@ -107,9 +110,10 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
   The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781) for drafters of
   any kind.
 
+  >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
-  >>> short = LanguageModel(model=MarkovModel(7), gamma=2)
-  >>> long = LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
   >>> merged((long, short)).drafter.num_nodes
   8
 

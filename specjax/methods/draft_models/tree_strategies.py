@@ -17,7 +17,7 @@ def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
 
   Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> drafter, _ = specinfer(testing.MarkovModel(7), trees.full_tree((2, 1)))
   >>> drafter.num_nodes, drafter.iid
   (5, True)
@@ -36,7 +36,7 @@ def merged_specinfer(models: Sequence[ModelFn], length: int,
   Miao et al. 2023 (arXiv:2305.09781, merge-based speculation); their models
   are boost-tuned, see `experiments/boost_drafters.py`.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
   >>> merged_specinfer(pair, length=3).drafter.num_nodes
   7
@@ -58,7 +58,7 @@ def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
   Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
   which is the tree `trees.full_tree((K, *[1] * (L - 1)))`.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> spectr(testing.MarkovModel(7), trees.full_tree((3, 1))).verifier
   KSeq()
 
@@ -75,7 +75,7 @@ def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
   Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
   a measured acceptance, and siblings are drawn without replacement.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> best = trees.sequoia_tree([0.5, 0.3], nodes=4)
   >>> drafter, verifier = sequoia(testing.MarkovModel(7), best)
   >>> drafter.parents, verifier
@@ -94,7 +94,7 @@ def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
   Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
   as by their Gumbel-top-k trick, and rejected recursively.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> rsd(testing.MarkovModel(7), branching=(2, 2, 1)).drafter.num_nodes
   11
 
@@ -110,7 +110,7 @@ def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
 
   Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> traversal(testing.MarkovModel(7), trees.full_tree((2, 2))).verifier
   Traversal()
 
@@ -126,7 +126,7 @@ def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
 
   Hu et al. 2025 (arXiv:2502.18779).
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> drafter, _ = hybrid_tree(testing.MarkovModel(7), trees.full_tree((3,)))
   >>> drafter.proposal
   'hybrid'
@@ -144,7 +144,7 @@ def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
   Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
   drafts no valid rule accepts more in one round.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier
   TargetWalk()
 
@@ -162,7 +162,7 @@ def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
   The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
   4), for any language model.
 
-  >>> from specjax import testing
+  >>> from specjax import testing, trees
   >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes
   6
 

@@ -52,6 +52,7 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
   Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
   as `context={"reference": reference_texts(...)}`.
 
+  >>> from specjax.drafters import reference_texts
   >>> reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
   [[5, 6, 7, -1, 5, 8, -1], [-1, -1, -1, -1, -1, -1, -1]]
   >>> llma(gamma=8).drafter.num_nodes
