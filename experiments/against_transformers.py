@@ -83,7 +83,8 @@ def _our_arms(target, drafters, eos, prompts, capacity):
   for name, member in drafters.items():
     strategy, own = models.chain(target, member, name)
     arms[f"{_OURS}, {name}"] = arm(
-        dataclasses.replace(alone, **strategy(_GAMMA.value)._asdict()),
+        strategy(_GAMMA.value).decoder(
+            target.model, transform=alone.transform, eos=alone.eos),
         {"target": target.params, "drafter": own})
   return arms
 

@@ -195,11 +195,10 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
   """1 + E[tau] of a path from each drafter, merged (SpecInfer)."""
   models = tuple(d.model for d in drafters)
   same = all(d is drafters[0] for d in drafters)
-  decoder = sj.Decoder(
-      target=target.model, **strategies.merged_specinfer(
-          models[:1] if same else models, _LENGTH.value,
-          len(drafters))._asdict(),
-      transform=sj.LogitsTransform(temperature=temperature))
+  strategy = strategies.merged_specinfer(
+      models[:1] if same else models, _LENGTH.value, len(drafters))
+  decoder = strategy.decoder(
+      target.model, transform=sj.LogitsTransform(temperature=temperature))
   rounds = max(1, min(
       32, (decoder.context_length - prompts.shape[1]) // (_LENGTH.value + 1)))
   params = tuple(d.params for d in drafters)

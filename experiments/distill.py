@@ -225,10 +225,11 @@ def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
   """Of block verification, at temperatures 0 and 1."""
   found = {}
   for temperature in (0.0, 1.0):
-    decoder = sj.Decoder(
-        target=target.model, **strategies.token_intersection(
-            drafter, target.model.vocab_size, _GAMMA.value)._asdict(),
-        transform=sj.LogitsTransform(temperature=temperature), eos=eos)
+    strategy = strategies.token_intersection(
+        drafter, target.model.vocab_size, _GAMMA.value)
+    decoder = strategy.decoder(
+        target.model, eos=eos,
+        transform=sj.LogitsTransform(temperature=temperature))
     measured = evaluation.block_efficiency(decoder, prompts, rounds=16)({
         "target": target.params,
         "drafter": {"model": params, "vocabulary": vocabulary}})

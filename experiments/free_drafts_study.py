@@ -94,8 +94,7 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
       common.autoregressive(target.model, temperature), eos=eos)
   arms = {_ALONE: arm(alone, {"target": target.params})}
   for name, (strategy, own, model) in drafters.items():
-    decoder = dataclasses.replace(
-        alone, target=model, **strategy._asdict())
+    decoder = strategy.decoder(model, transform=alone.transform, eos=eos)
     params = {"target": target.params, "drafter": own}
     arms[name] = arm(decoder, params)
     if _CONTROLLER.value:

@@ -400,9 +400,8 @@ def main():
   _check_form(_drafter(), strategy.drafter)
   prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value,
                      "--chat" if _CHAT.value else "--interactive")
-  decoder = sj.Decoder(
-      target=model, **strategy._asdict(),
-      transform=sj.LogitsTransform(
+  decoder = strategy.decoder(
+      model, transform=sj.LogitsTransform(
           temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
           top_p=_TOP_P.value, min_p=_MIN_P.value,
           constraints=constrained.constraints(
@@ -436,9 +435,8 @@ def main():
     ids = _ids(tokenizer, room)
     _continue(writer, ids, printer_of())
   if _COMPARE.value:
-    alone = dataclasses.replace(
-        decoder, target=target.model, controller=None,
-        **strategies.autoregressive()._asdict())
+    alone = strategies.autoregressive().decoder(
+        target.model, transform=decoder.transform, eos=decoder.eos)
     print(streaming.compare(
         (writer, streaming.Writer(
             alone, {"target": target.params}, _SEED.value, placement)),

@@ -236,9 +236,9 @@ def _arms(source, temperature, capacity, eos):
   paid for in the next one.
   """
   def arm(strategy, observers=(), params=source.params):
-    decoder = sj.Decoder(
-        target=source.target.model, **strategy._asdict(), observers=observers,
-        eos=eos, transform=sj.LogitsTransform(temperature=temperature))
+    decoder = strategy.decoder(
+        source.target.model, observers=observers, eos=eos,
+        transform=sj.LogitsTransform(temperature=temperature))
     return rollouts.Arm(decoder, params, _NEW_TOKENS.value, capacity)
 
   # Without the drafter's parameters one program serves all sources.

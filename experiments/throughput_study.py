@@ -95,7 +95,7 @@ class _Arms:
     self._decoders = {_ALONE: (alone, {"target": target.params})}
     for name, (strategy, own) in drafters.items():
       self._decoders[name] = (
-          dataclasses.replace(alone, **strategy._asdict()),
+          strategy.decoder(target.model, transform=alone.transform),
           {"target": target.params, "drafter": own})
     self._longest = longest
 

@@ -169,8 +169,8 @@ class _Setting:
     """
     make = lambda name: _METHODS[name](self.drafter.model, parents)
     strategy = make(name) if name else strategies.autoregressive()
-    return sj.Decoder(
-        target=self.target.model, **strategy._asdict(), eos=self._eos,
+    return strategy.decoder(
+        self.target.model, eos=self._eos,
         observers=tuple(make(other).verifier for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 

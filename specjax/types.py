@@ -296,6 +296,23 @@ class RoundStats:
   law_finite: jax.Array
   checks: dict[str, jax.Array] | None = None
 
+  @property
+  def block_efficiency(self) -> jax.Array:
+    """Tokens per target call: tokens committed over rounds, of all rows.
+
+    The last round of a row counts only the tokens up to its limit or end token.
+    """
+    return jnp.sum(self.emitted) / jnp.sum(self.active)
+
+  @property
+  def acceptance_rate(self) -> jax.Array:
+    """Accepted over drafted tokens, of all rows.
+
+    A round drafts N - 1 tokens; padding counts as drafted.
+    """
+    drafted = jnp.sum(self.active) * (self.survival.shape[-1] - 1)
+    return jnp.sum(self.accepted) / drafted
+
 
 @struct.dataclass
 class Trace:

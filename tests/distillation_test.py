@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specjax as sj
 from specjax import objectives
 from specjax import strategies
 from specjax import testing
@@ -79,8 +78,7 @@ def test_tokens_that_the_student_lacks_are_left_out():
 def test_answers_come_with_their_laws_and_go_on(tmp_path):
   # Broken: laws of other tokens; or a killed run writes other answers.
   teacher, _ = _tables()
-  decoder = sj.Decoder(target=_MODEL, **strategies.autoregressive()._asdict(),
-                       eos=_EOS)
+  decoder = strategies.autoregressive().decoder(_MODEL, eos=_EOS)
   prompts = [[0], [1, 2], [3, 3, 3], [5], [6, 0]]
   write = lambda: distillation.write_answers(
       decoder, {"target": teacher}, prompts, max_new_tokens=6, top=_K,

@@ -160,8 +160,7 @@ def test_training_is_decoding(kind, options):
   heads, drafter = _made(kind, **options)
   target, params = heads.attach(
       _pair().target, _pair().params["target"], drafter)
-  decoder = sj.Decoder(target=target, **methods.of(heads).chain(
-      heads)._asdict())
+  decoder = methods.of(heads).chain(heads).decoder(target)
   prompts = [[1, 2, 3, 4], [5, 6]]
   state = decoder.prefill(params, prompts, jax.random.key(3))
   rounds = 3

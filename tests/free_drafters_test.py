@@ -338,7 +338,7 @@ class _Dictated:
 
 def _tokens_a_round(strategy, prompt, answer, size, **kwargs):
   text = np.array([*prompt, *answer, *[0] * 64], np.int32)
-  decoder = sj.Decoder(target=_Dictated(size), **strategy._asdict())
+  decoder = strategy.decoder(_Dictated(size))
   got = decoder.generate({"target": jnp.asarray(text)}, [prompt],
                          jax.random.key(0), max_new_tokens=len(answer),
                          temperature=0, **kwargs)

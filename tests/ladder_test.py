@@ -1,6 +1,5 @@
 """Rounds under a controller: their lengths, what they cost, what they leave."""
 
-import dataclasses
 import functools
 import re
 
@@ -217,8 +216,8 @@ def test_a_fallback_has_a_length_to_choose():
   state, _ = decoder.decode_until(params, decoder.prefill(
       params, [[1, 2], [3]], jax.random.key(0), limits=[42, 41]))
   assert (np.asarray(state.controller.reached[..., 0]) > 0).all()  # both kinds
-  alone = dataclasses.replace(
-      decoder, controller=None, **sj.strategies.autoregressive()._asdict())
+  alone = sj.strategies.autoregressive().decoder(
+      decoder.target, transform=decoder.transform, eos=decoder.eos)
   want = alone.generate(
       pair.params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
   for got, row in zip(state.tokens, want.tokens):

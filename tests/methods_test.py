@@ -60,7 +60,7 @@ def _heads(name) -> tuple:
 
 def _decoder(target, strategy):
   """A pair that is unsound is refused when the decoder is made."""
-  return sj.Decoder(target=target, **strategy._asdict())
+  return strategy.decoder(target)
 
 
 @pytest.mark.parametrize("name", _ALL)

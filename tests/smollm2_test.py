@@ -65,10 +65,9 @@ def test_the_loop_writes_the_same_texts(smollm2, expected):
   drafter = sj.models.load_pretrained(
       sj.zoo.model_path("smol"), dtype=jnp.float32)
   sizes = drafter.model.vocab_size, smollm2.model.vocab_size
-  decoder = sj.Decoder(
-      target=smollm2.model, transform=sj.LogitsTransform(temperature=0),
-      **sj.strategies.token_intersection(
-          drafter.model, sizes[1], gamma=3)._asdict())
+  decoder = sj.strategies.token_intersection(
+      drafter.model, sizes[1], gamma=3).decoder(
+          smollm2.model, transform=sj.LogitsTransform(temperature=0))
   tables = sj.data.map_vocabularies(
       drafter.tokenizer, smollm2.tokenizer, *sizes)
   prompts = [case["prompt"].tolist() for case in expected]
@@ -88,9 +87,8 @@ def test_its_eagle_layer_writes_the_same_text(smollm2, expected):
   heads, params = sj.methods.load_heads(
       sj.zoo.heads_path("smol_eagle"), smollm2.model, jnp.float32)
   model, params = heads.attach(smollm2.model, smollm2.params, params)
-  decoder = sj.Decoder(
-      target=model, transform=sj.LogitsTransform(temperature=0),
-      **sj.strategies.mtp(heads, 2)._asdict())
+  decoder = sj.strategies.mtp(heads, 2).decoder(
+      model, transform=sj.LogitsTransform(temperature=0))
   case = expected[0]
   out = decoder.generate(params, [case["prompt"].tolist()], jax.random.key(0),
                          max_new_tokens=_WRITTEN)

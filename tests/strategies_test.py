@@ -81,7 +81,7 @@ def _decoder(name, **config):
     target, _ = with_lookahead(_TARGET, {"embedding": table["embeddings"]},
                                table)
   strategy = function(**{**sizes, **config})
-  return sj.Decoder(target=target, **strategy._asdict())
+  return strategy.decoder(target)
 
 
 @pytest.mark.parametrize("name, config", [

@@ -152,12 +152,12 @@ def test_bad_settings():
   for act, words in (
       (lambda: make(gamma=0), "gamma is 0.*at least 1"),
       (lambda: sj.strategies.string_match(model, texts, 2), "3 tokens and.*1"),
-      (lambda: sj.Decoder(target=model, **make(gamma=1)._asdict()),
+      (lambda: make(gamma=1).decoder(model),
        "target of 2 tokens and this one has 3")):
     with pytest.raises(ValueError, match=words):
       act()
   vocabulary = data.map_vocabularies(_List((b"a",)), _List((b"a", b"b")))
-  decoder = sj.Decoder(target=testing.MarkovModel(2), **make(gamma=1)._asdict())
+  decoder = make(gamma=1).decoder(testing.MarkovModel(2))
   params = {"target": jnp.zeros((2, 2)), "drafter": {
       "model": jnp.zeros((3, 3)), "vocabulary": vocabulary}}
   with pytest.raises(ValueError, match="maps 1 tokens of the drafter.*has 3"):
@@ -368,7 +368,7 @@ def test_a_drafter_that_is_not_finite_is_reported(name):
   else:
     strategy = sj.strategies.token_intersection(own, 3, gamma=2)
     drafter = {"model": drafter, "vocabulary": data.map_vocabularies(*both)}
-  decoder = sj.Decoder(target=target, **strategy._asdict())
+  decoder = strategy.decoder(target)
   params = {"target": jnp.zeros((3, 3)), "drafter": drafter}
   with pytest.raises(FloatingPointError,
                      match="drafter's probabilities of row 1"):

@@ -45,9 +45,8 @@ def test_layers_in_the_box_draft(name):
       "import os\n\n\nclass Reader:\n")
   heads, own = methods.load_heads(zoo.heads_path(name), target.model)
   model, params = heads.attach(target.model, target.params, own)
-  decoder = sj.Decoder(
-      target=model, **methods.of(heads).chain(heads)._asdict(),
-      transform=sj.LogitsTransform(temperature=0))
+  decoder = methods.of(heads).chain(heads).decoder(
+      model, transform=sj.LogitsTransform(temperature=0))
   out = decoder.generate(params, [prompt], jax.random.key(0), max_new_tokens=40)
   text = out.tokens[0]
   likeliest = jnp.argmax(

@@ -330,8 +330,8 @@ def dtype_of(flag: flags.FlagHolder) -> str:
 
 def autoregressive(model, temperature: float) -> sj.Decoder:
   """A decoder that writes what a model alone would, a token a pass."""
-  return sj.Decoder(target=model, **strategies.autoregressive()._asdict(),
-                    transform=sj.LogitsTransform(temperature=temperature))
+  return strategies.autoregressive().decoder(
+      model, transform=sj.LogitsTransform(temperature=temperature))
 
 
 def num_parameters(params) -> int:

@@ -43,8 +43,8 @@ def evaluation_of(method, target, heads, params, objective, held_out):
   attach = functools.partial(heads.attach, target.model)
   model, _ = attach(target.params, params)
   decoded = evaluation.block_efficiency(
-      sj.Decoder(target=model, **method.chain(heads)._asdict(),
-                 transform=sj.LogitsTransform(temperature=0)),
+      method.chain(heads).decoder(
+          model, transform=sj.LogitsTransform(temperature=0)),
       prompts, rounds=min(DECODED_ROUNDS,
                           max(1, room // (heads.num_forecasts + 1))))
   loss = evaluation.held_out_loss(objective, held_out)

@@ -61,9 +61,8 @@ def main(output, drafter="small"):
         continue
       parents = tuple(trees[group, nodes])
       larger, kept = tree_bounds.extended(parents)
-      decoder = sj.Decoder(
-          target=target.model, **draws(drafter.model, larger)._asdict(),
-          transform=sj.LogitsTransform(temperature=1.0))
+      decoder = draws(drafter.model, larger).decoder(
+          target.model, transform=sj.LogitsTransform(temperature=1.0))
       judged = tree_bounds.judge(
           decoder, parents, kept, list(rules.values()),
           {"target": target.params, "drafter": drafter.params}, read.all,

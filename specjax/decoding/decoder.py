@@ -96,6 +96,10 @@ class Decoder:
     [10, 9]
     >>> generation.stats.active.tolist()  # rounds: all drafts were accepted
     [2, 2]
+    >>> float(generation.stats.block_efficiency)  # tokens per target call
+    4.0
+    >>> float(generation.stats.acceptance_rate)
+    1.0
   """
 
   target: ModelFn

@@ -1,10 +1,13 @@
 """The pair that a strategy is, and the rules that methods share."""
 
+from typing import Any
 from typing import NamedTuple
 
 from specjax import verifiers
+from specjax.decoding.decoder import Decoder
 from specjax.methods import stop_rules
 from specjax.types import Drafter
+from specjax.types import ModelFn
 from specjax.types import Verifier
 
 TOKEN, BLOCK = verifiers.Token(), verifiers.Block()
@@ -17,3 +20,13 @@ class Strategy(NamedTuple):
 
   drafter: Drafter
   verifier: Verifier
+
+  def decoder(self, target: ModelFn, **options: Any) -> Decoder:
+    """Returns a decoder of a target with this strategy.
+
+    Args:
+      target: the target model, without parameters.
+      **options: other attributes of `Decoder`, such as `transform` and `eos`.
+    """
+    return Decoder(target=target, drafter=self.drafter, verifier=self.verifier,
+                   **options)

@@ -42,9 +42,8 @@ def main():
   rows = batches.spread_rows(
       pair.tokenizer.encode_stream([d.text for d in held_out]), _ROWS, _SIZE)
   accuracy = evaluation.head_accuracy(method.measure(model, heads), rows)
-  decoder = sj.Decoder(
-      target=heads.attach(model, target, trained)[0],
-      **method.chain(heads)._asdict(),
+  decoder = method.chain(heads).decoder(
+      heads.attach(model, target, trained)[0],
       transform=sj.LogitsTransform(temperature=0))
   columns = {}
   for share in _SHARES:

@@ -31,8 +31,7 @@ def cascade(model: ModelFn, drafter: Drafter, gamma: int,
   >>> small = sj.testing.MarkovModel(7)
   >>> tiny = drafters.LanguageModel(model=small, gamma=3)
   >>> table = small.init(jax.random.key(0))
-  >>> decoder = sj.Decoder(
-  ...     target=small, **cascade(small, tiny, gamma=8)._asdict())
+  >>> decoder = cascade(small, tiny, gamma=8).decoder(small)
   >>> params = {"target": table,
   ...           "drafter": {"target": table, "drafter": table}}
   >>> state = decoder.prefill(params, [[1]], jax.random.key(1), limits=20)

@@ -32,7 +32,7 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   >>> given = pair.params["target"]
   >>> target, params = own.attach(
   ...     pair.target, given, own.init(jax.random.key(0), given))
-  >>> decoder = sj.Decoder(target=target, **eagle(own)._asdict())
+  >>> decoder = eagle(own).decoder(target)
   >>> text = decoder.generate(
   ...     params, [[3, 1]], jax.random.key(1), max_new_tokens=6)
   >>> len(text.tokens[0]), decoder.verifier

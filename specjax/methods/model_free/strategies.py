@@ -28,7 +28,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
   >>> import specjax as sj
   >>> target = sj.testing.MarkovModel(4)
   >>> table = 50 * jax.numpy.roll(jax.numpy.eye(4), 1, axis=1)  # 0, 1, 2, 3, 0
-  >>> decoder = sj.Decoder(target=target, **prompt_lookup(gamma=7)._asdict())
+  >>> decoder = prompt_lookup(gamma=7).decoder(target)
   >>> text = decoder.generate({"target": table}, [[0, 1, 2, 3, 0, 1]],
   ...                         jax.random.key(0), max_new_tokens=16)
   >>> text.tokens[0].tolist()[-5:], int(text.stats.active[0])  # rounds

@@ -28,8 +28,7 @@ def token_intersection(model: ModelFn, target_size: int, gamma: int,
   >>> vocabulary.shared  # a and b
   2
   >>> own, target = MarkovModel(3), MarkovModel(4)
-  >>> decoder = sj.Decoder(
-  ...     target=target, **token_intersection(own, 4, gamma=2)._asdict())
+  >>> decoder = token_intersection(own, 4, gamma=2).decoder(target)
   >>> params = {"target": target.init(jax.random.key(0)), "drafter": {
   ...     "model": own.init(jax.random.key(1)), "vocabulary": vocabulary}}
   >>> text = decoder.generate(
@@ -61,8 +60,7 @@ def string_match(model: ModelFn, texts: Retokenizer, gamma: int,
   ...     drafter=ListTokenizer((b"a", b"b")),
   ...     target=ListTokenizer((b"ab", b"ba", b"a", b"b")))
   >>> own, target = MarkovModel(2), MarkovModel(4)
-  >>> decoder = sj.Decoder(
-  ...     target=target, **string_match(own, texts, gamma=2)._asdict())
+  >>> decoder = string_match(own, texts, gamma=2).decoder(target)
   >>> params = {"target": target.init(jax.random.key(0)),
   ...           "drafter": own.init(jax.random.key(1))}
   >>> text = decoder.generate(
