@@ -11,6 +11,10 @@ from specjax.types import Draft
 from specjax.types import Verdict
 from specjax.types import Verifier
 
+# Compiled once and called thousands of times, whatever XLA_FLAGS says.
+_OPTIMISED = {"xla_backend_optimization_level": "2"}
+_FEW = 8  # a chunk of a small enumeration is so many times smaller
+
 
 class Compiled:
   """A rule as it is now, compiled once for several enumerations.
@@ -45,7 +49,9 @@ class Compiled:
       draft = Draft(tokens=tokens, parents=parents, probs=q)
       return rule.commit(state, draft, p, verdict)
 
-    self._law, self._commit = (jax.jit(jax.vmap(f)) for f in (law, commit))
+    self._law, self._commit = (
+        jax.jit(jax.vmap(f), compiler_options=_OPTIMISED)
+        for f in (law, commit))
 
   @classmethod
   def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
@@ -87,6 +93,8 @@ def _in_chunks(function, arguments, chunk, dtype):
   arguments = (tokens.astype(np.int32), parents.astype(np.int32),
                q.astype(dtype, copy=False), p.astype(dtype, copy=False), *rest)
   count = len(tokens)
+  if count <= chunk // _FEW:  # most enumerations are small
+    chunk //= _FEW
 
   def rows(start):
     """A whole chunk, the last one filled up with the first row."""
