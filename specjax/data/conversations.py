@@ -153,18 +153,13 @@ def is_answer(message: dict[str, Any]) -> bool:
 
 def _records(source, field=None):
   """Yields `(name, place, record)`; nothing if the source has no records."""
-  if source.startswith("hf:"):
-    name, rows = corpora.huggingface_rows(source, field)
-    for i, row in enumerate(rows):
-      yield f"{name}:{i}", f"dataset {name} row {i}", row
-    return
   if source in corpora.STDLIB:
     return
+  if corpora.has_records(source):
+    yield from corpora.records(source, field)
+    return
   path = corpora.existing(source)
-  if path.name.endswith(corpora.JSONL):
-    for number, record in corpora.json_lines(path):
-      yield f"{path.name}:{number}", f"{path} line {number}", record
-  elif path.suffix == ".json" and path.is_file():
+  if path.suffix == ".json" and path.is_file():
     for number, record in enumerate(_items(path), 1):
       yield f"{path.name}:{number}", f"{path} item {number}", record
 

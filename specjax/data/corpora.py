@@ -25,7 +25,7 @@ from specjax.data import token_bytes
 from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
 
-JSONL = (".jsonl", ".jsonl.gz")
+_JSONL = (".jsonl", ".jsonl.gz")
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}  # with its tests or not
 _HELD_OUT_OF = 20  # one document in twenty
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
@@ -176,25 +176,51 @@ def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
 def _documents(source, field):
   if source in STDLIB:
     yield from _modules(include_tests=STDLIB[source])
-  elif source.startswith("hf:"):
-    name, rows = huggingface_rows(source, field)
-    for i, row in enumerate(rows):
-      yield Document(f"{name}:{i}", text_of(
-          f"dataset {name} row {i}", field, row[field]))
+  elif has_records(source):
+    for name, place, record in records(source, field):
+      yield Document(name, text_of(
+          place, field, field_of(place, record, field)))
   else:
     path = existing(source)
     if path.is_dir():
       for name, file in _files(path):
         yield Document(name, read_text(file))
-    elif path.name.endswith(JSONL):
-      for number, record in json_lines(path):
-        yield Document(f"{path.name}:{number}", text_of(
-            f"{path} line {number}", field,
-            field_of(path, number, record, field)))
     else:
       pieces = text_files.pieces(path, _CHUNK_CHARACTERS)
       for i, text in enumerate(pieces):
         yield Document(f"{path.name}:{i * _CHUNK_CHARACTERS}", text)
+
+
+def has_records(source: str) -> bool:
+  """Returns True if a source is a dataset or a JSONL file.
+
+  Raises:
+    ValueError: see `existing`.
+  """
+  if source.startswith("hf:"):
+    return True
+  path = existing(source)
+  return path.name.endswith(_JSONL) and not path.is_dir()
+
+
+def records(source: str, field: str | None = None
+            ) -> Iterator[tuple[str, str, dict[str, Any]]]:
+  """Yields `(name, place, record)` of a source that `has_records`.
+
+  The name identifies the record in the split, the place names it in errors.
+
+  Args:
+    source: a dataset or a JSONL file.
+    field: the field of a dataset to read, or None for all.
+  """
+  if source.startswith("hf:"):
+    name, rows = _huggingface_rows(source, field)
+    for i, row in enumerate(rows):
+      yield f"{name}:{i}", f"dataset {name} row {i}", row
+  else:
+    path = existing(source)
+    for number, record in json_lines(path):
+      yield f"{path.name}:{number}", f"{path} line {number}", record
 
 
 def existing(source: str) -> pathlib.Path:
@@ -230,7 +256,7 @@ def digest(source: str, field: str) -> str:
   """
   total = hashlib.blake2b(digest_size=16)
   if source.startswith("hf:"):
-    for row in huggingface_rows(source, field)[1]:
+    for row in _huggingface_rows(source, field)[1]:
       total.update(repr(row).encode())
     return total.hexdigest()
   if source in STDLIB:
@@ -320,17 +346,16 @@ def text_of(place: str, field: str, value: Any) -> str:
   return value
 
 
-def field_of(path: str | os.PathLike[str], number: int,
-             record: dict[str, Any], field: str) -> Any:
-  """The field of a JSONL record, or a `ValueError` that names what is there."""
+def field_of(place: str, record: dict[str, Any], field: str) -> Any:
+  """Returns a field of a record, or raises a `ValueError` that lists others."""
   if field not in record:
-    raise ValueError(f"{path} line {number} has no field {field!r}; it has "
+    raise ValueError(f"{place} has no field {field!r}; it has "
                      f"{', '.join(map(repr, record)) or 'none'}: name the "
                      "field that holds the text")
   return record[field]
 
 
-def huggingface_rows(source: str, field: str | None = None
+def _huggingface_rows(source: str, field: str | None = None
                      ) -> tuple[str, Any]:
   """Returns the name and the rows of a Hugging Face dataset.
 

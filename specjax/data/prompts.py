@@ -141,7 +141,7 @@ def turn_text(place: str, field: str, turn: Any) -> str:
 
 def _of_record(path, number, record, field):
   place = f"{path} line {number}"
-  value = corpora.field_of(path, number, record, field)
+  value = corpora.field_of(place, record, field)
   if isinstance(value, list):
     value = users_turn(place, value)
     if value is None:
