@@ -53,7 +53,7 @@ import numpy as np
 import tqdm
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax.decoding import placement as sharding
 from specjax.methods import _children
@@ -180,7 +180,7 @@ def _tree_law(verifier, vocab_size, batch):
 
 def _training(target, params):
   """A step of Medusa heads on a frozen target, and its two parts alone."""
-  heads = heads_lib.MedusaHeads(
+  heads = methods.MedusaHeads(
       width=target.config.width, vocab_size=target.vocab_size, heads=4,
       output="low_rank")
   objective = objectives.MedusaObjective(model=target, heads=heads)

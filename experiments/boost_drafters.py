@@ -48,7 +48,7 @@ from specjax.training import optimizers
 from specjax.training import runs
 from specjax.utils import processes
 from specjax.utils.files import claim
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(

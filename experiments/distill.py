@@ -48,7 +48,7 @@ from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log
 from specjax.utils import processes
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype("target and drafter")

@@ -45,6 +45,7 @@ from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.divergences import DIVERGENCES
 from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 _RULES = ("token", "block")
 _ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4
@@ -106,9 +107,9 @@ def _trained(loss, seed, first, target, rows, directory, reference):
   weights = np.zeros((_BATCH_SIZE.value, rows.shape[1] - 1), np.float32)
   weights[:, _PROMPT_TOKENS.value - 1:] = 1
   files.claim(directory / runs.MANIFEST, {
-      "drafter": files.fingerprint(first.params), "loss": loss, "seed": seed,
-      "rows": files.fingerprint(rows),
-      "reference": files.fingerprint(reference),
+      "drafter": fingerprint(first.params), "loss": loss, "seed": seed,
+      "rows": fingerprint(rows),
+      "reference": fingerprint(reference),
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _LEARNING_RATE, _GAMMA, _PROMPT_TOKENS)}},
               "run")

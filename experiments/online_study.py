@@ -45,6 +45,7 @@ from specjax.methods.draft_models import online
 from specjax.training import distillation
 from specjax.training import runs
 from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 _OPTIMIZERS = {
     "adam": optax.adam, "rmsprop": optax.rmsprop, "sgd": optax.sgd}
@@ -127,7 +128,7 @@ def _decoded(decoder, params, streams, learns, seed):
       if number % 20 == 0:
         print(f"{('code', 'prose')[topic]}: {before:.0f} tokens",
               file=sys.stderr)
-  return _windows(found), files.fingerprint(np.concatenate(written))
+  return _windows(found), fingerprint(np.concatenate(written))
 
 
 def _kept(path, decode):
@@ -242,8 +243,8 @@ def main():
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}
   files.claim(output_dir / runs.MANIFEST, {
-      "weights": files.fingerprint(params),
-      "texts": files.fingerprint(streams),
+      "weights": fingerprint(params),
+      "texts": fingerprint(streams),
       **{flag.name: flag.value for flag in (
           _CODE_TOKENS, _PROSE_TOKENS, _WINDOW, _USERS, _PROMPT_TOKENS, _ROUNDS,
           _GAMMA, _TEMPERATURE, _OPTIMIZER, _LEARNING_RATE, _RANK, _POSITIONS)

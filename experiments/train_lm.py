@@ -57,7 +57,7 @@ from lib import progress
 from lib import token_cache
 import numpy as np
 
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax.data import batches
 from specjax.data import corpora
@@ -72,10 +72,10 @@ from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.progress import Log
 from specjax.utils import processes
-from specjax.utils.files import fingerprint
 from specjax.utils.files import write_json
+from specjax.utils.fingerprints import fingerprint
 
-_KINDS = {"modules": heads_lib.MTPHeads, "parallel": heads_lib.ParallelLayers}
+_KINDS = {"modules": methods.MTPHeads, "parallel": methods.ParallelLayers}
 
 _DTYPE = shared.training_dtype("the model and its heads")
 _DATA = shared.data()
@@ -251,7 +251,7 @@ def _save_heads(output_dir, objective, trained, held_out, spent, dtype):
     dtype: in which they are measured.
   """
   heads = objective.mtp.heads
-  heads_lib.save_heads(
+  methods.save_heads(
       output_dir, heads, trained["drafter"], objective.model)
   size = min(_CONTEXT_LENGTH.value + 1, len(held_out))
   measured = evaluation.head_accuracy(

@@ -1,19 +1,17 @@
-"""Drafters: how tokens are proposed; one file each.
+"""All drafters by name, and the rules that stop a draft (`stop_rules`).
 
-  a small model         LanguageModel, TreeLanguageModel, DynamicTree, Paths,
-                        Online; with another vocabulary: TokenIntersection,
-                        StringMatch
-  no model              NGram, Reference, Suffix, Retrieval, Recycling, Empty
-  the target's layers   EarlyExit, EarlyExitTree, Kangaroo, Swift, Hierarchy
-  heads, embeddings     Medusa, Blockwise, Hydra, PaSS
-  the target's features Eagle, EagleChain, DynamicEagle, SampledEagle, MTP,
-                        MTPTree, Parallel, ParallelTree
-  other drafters        Cascade, Fallback, Merge
+  draft models             LanguageModel, TreeLanguageModel, DynamicTree, Paths,
+                           Online
+  another vocabulary       TokenIntersection, StringMatch
+  no model                 NGram, Reference, Suffix, Retrieval, Recycling, Empty
+  the target's own layers  EarlyExit, EarlyExitTree, Kangaroo, Swift, Hierarchy
+  heads, embeddings        Medusa, Blockwise, Hydra, PaSS
+  the target's features    Eagle, EagleChain, DynamicEagle, SampledEagle, MTP,
+                           MTPTree
+  blocks of tokens         Parallel, ParallelTree
+  other drafters           Cascade, Fallback, Merge
 
-`common`, `expansion`, `growth`, `children`, `continuations`, `drawn_trees`,
-`features`, `following`, `forecasts`, `matches`, `modules`, `parts`, `reading`,
-`slot_trees` and `translation` hold what several of them share; `stop_rules` end
-chains while they are drafted.
+The code is in `specjax.methods`, one folder for each family.
 """
 
 from specjax.methods import stop_rules

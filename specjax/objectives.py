@@ -1,14 +1,14 @@
-"""What is minimised: one pure function of parameters and a batch each.
+"""All training objectives by name.
 
   objective(trainable, frozen, batch, key) -> (loss [], metrics)
 
-`trainable` and `frozen` are dictionaries of named trees. An objective `needs`
-"target", and "drafter" for heads or look-ahead embeddings, on whichever side
-they are. `Objective` says it in full.
+`trainable` and `frozen` are dictionaries of named parameter trees. An objective
+`needs` "target", and "drafter" for heads or look-ahead embeddings; each may be
+trainable or frozen. See `Objective`.
 
-Those that train a drafter, `DrafterObjective`, also `score` its forecasts, head
-by head: it is their loss, and how `specjax.training.evaluation` measures
-accuracy.
+A `DrafterObjective` trains a drafter. It also has `score`, the forecasts of
+each head, from which its loss and the accuracies of
+`specjax.training.evaluation` are computed.
 """
 
 from specjax.methods.blocks.parallel_objective import ParallelObjective

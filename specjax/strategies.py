@@ -1,30 +1,23 @@
-"""The literature's methods, each as a drafter and a verifier.
+"""The literature's methods by name, each a drafter with its verifier.
 
-A strategy is a pair of parts that belong together: how tokens are proposed and
-how they are judged. The parts do all of the work and can be combined in other
-ways; a `Decoder` refuses a pair whose verifier requires what the drafter does
-not declare.
+Other pairs can be given to a `Decoder`. It refuses a pair if the verifier
+requires a property that the drafter does not declare.
 
 >>> import jax
->>> import specjax as sj
 >>> from specjax import testing
 >>> model = testing.MarkovModel(7)
 >>> table = model.init(jax.random.key(0))
->>> drafter, verifier = block_verification(model, gamma=3)
->>> decoder = sj.Decoder(target=model, drafter=drafter, verifier=verifier)
+>>> decoder = block_verification(model, gamma=3).decoder(model)
 >>> params = {"target": table, "drafter": table}
 >>> text = decoder.generate(params, [[1]], jax.random.key(1), max_new_tokens=8)
 >>> int(text.stats.active[0])  # the drafter is the target: rounds of 4 tokens
 2
 
-Every strategy is lossless unless its docstring says LOSSY. `params["drafter"]`
-is what the drafter's docstring says: the parameters of a language model or of
-heads, or a tuple of them.
+Every strategy is lossless unless its docstring says LOSSY. The drafter's
+docstring describes `params["drafter"]`: the parameters of a language model or
+of heads, or a tuple of them.
 
-A file holds a family of methods: `language_model_chains`,
-`language_model_trees` and `other_vocabularies` draft with a small model,
-`own_layers`, `heads`, `features` and `blocks` with the target or with what is
-trained on it, `free` with no model, and `composed` with other drafters.
+The code is in `specjax.methods`, one folder for each family.
 """
 
 from specjax.methods.blocks.strategies import ddtree

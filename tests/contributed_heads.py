@@ -14,24 +14,24 @@ import newcomers
 import numpy as np
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax.drafters import Kangaroo
 from specjax.drafters import PaSS
 from specjax.methods import stop_rules
 
-MEDUSA = heads_lib.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
-BLOCKWISE = heads_lib.BlockwiseHeads(
+MEDUSA = methods.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
+BLOCKWISE = methods.BlockwiseHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, hidden_width=8)
-HYDRA = heads_lib.HydraHeads(
+HYDRA = methods.HydraHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
-EMBEDDINGS = heads_lib.PaSSEmbeddings(count=HEADS, width=WIDTH)
+EMBEDDINGS = methods.PaSSEmbeddings(count=HEADS, width=WIDTH)
 EAGLE_1, EAGLE_3, MODULES = (
     kind.for_target(pair().target, 2, **options) for kind, options in (
-        (heads_lib.Eagle1Heads, {}), (heads_lib.Eagle3Heads, {
-            "taps": (0, 1, "final")}), (heads_lib.MTPHeads, {})))
+        (methods.Eagle1Heads, {}), (methods.Eagle3Heads, {
+            "taps": (0, 1, "final")}), (methods.MTPHeads, {})))
 ACCEPTANCE = stop_rules.AcceptanceHead()
-ADAPTER = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
-PARALLEL = heads_lib.ParallelHeads(
+ADAPTER = methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
+PARALLEL = methods.ParallelHeads(
     width=WIDTH, vocab_size=VOCAB, layers=1, heads=2, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=512, block_size=HEADS, taps=(0, 1),
     markov="plain", markov_rank=4, confidence="markov")
@@ -63,7 +63,7 @@ def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
 
 
 def lookahead(rule, **kwargs):
-  model, params = heads_lib.with_lookahead(
+  model, params = methods.with_lookahead(
       pair().target, pair().params["target"], disturbed(EMBEDDINGS))
   return Contributed(PaSS(embeddings=EMBEDDINGS, **kwargs), rule, model,
                      {"target": params, "drafter": ()})

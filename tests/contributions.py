@@ -20,7 +20,7 @@ import contributed_heads as heads
 import contributed_texts as texts
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax.drafters import Blockwise
 from specjax.drafters import DynamicEagle
@@ -87,37 +87,37 @@ DRAFTERS = {
     "Blockwise": lambda: heads.independent(
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
-        heads_lib.Eagle1Heads, EagleChain, sj.verifiers.Block(),
+        methods.Eagle1Heads, EagleChain, sj.verifiers.Block(),
         drafts=dict(gamma=3), controller=sj.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "EAGLE-3 chain with a stop rule": lambda: heads.layer(
-        heads_lib.Eagle3Heads, EagleChain, sj.verifiers.Block(),
+        methods.Eagle3Heads, EagleChain, sj.verifiers.Block(),
         drafts=dict(gamma=3, stop=stop_rules.Adaptive(threshold=0.7))),
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
-        heads_lib.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
+        methods.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
         taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),
     "EAGLE-1 tree of independent draws": lambda: heads.layer(
-        heads_lib.Eagle1Heads, Eagle, sj.verifiers.KSeq(),
+        methods.Eagle1Heads, Eagle, sj.verifiers.KSeq(),
         drafts=dict(parents=UNEVEN, proposal="iid")),
     "EAGLE tree of the likeliest": lambda: heads.layer(
-        heads_lib.Eagle1Heads, Eagle, sj.verifiers.TargetWalk(),
+        methods.Eagle1Heads, Eagle, sj.verifiers.TargetWalk(),
         drafts=dict(parents=UNEVEN, proposal="top_k")),
     "EAGLE-2 tree": lambda: heads.layer(
-        heads_lib.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
+        methods.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
         drafts=dict(depth=3, top_k=2, num_nodes=7)),
     "EAGLE tree expanded by score": lambda: heads.layer(
-        heads_lib.Eagle1Heads, SampledEagle, sj.verifiers.Traversal(),
+        methods.Eagle1Heads, SampledEagle, sj.verifiers.Traversal(),
         drafts=dict(depth=3, expanded=2, children=2)),
     "MTP modules": lambda: heads.layer(
-        heads_lib.MTPHeads, MTP, sj.verifiers.Block()),
+        methods.MTPHeads, MTP, sj.verifiers.Block()),
     "MTP modules, a tree": lambda: heads.layer(
-        heads_lib.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
+        methods.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
         drafts=dict(parents=UNEVEN)),
     "MTP, one module used again": lambda: heads.layer(
-        heads_lib.MTPHeads, EagleChain, sj.verifiers.Block(), reuse=True,
+        methods.MTPHeads, EagleChain, sj.verifiers.Block(), reuse=True,
         drafts=dict(gamma=3)),
     "layers beside the last one": lambda: heads.layer(
-        heads_lib.ParallelLayers, MTP, sj.verifiers.Block()),
+        methods.ParallelLayers, MTP, sj.verifiers.Block()),
     "PaSS as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
     "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),

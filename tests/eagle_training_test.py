@@ -11,7 +11,6 @@ import safetensors.numpy
 
 import specjax as sj
 from specjax import methods
-from specjax import methods as heads_lib
 from specjax import objectives
 from specjax import testing
 from specjax.methods import _unrolled
@@ -68,7 +67,7 @@ def _golden():
   middle = lambda name: weight(f"midlayer.{name}")
   d, vocab = weight("fc").shape[0], len(found["embedding"])
   kv, head = 2, d // 4
-  heads = heads_lib.Eagle3Heads(
+  heads = methods.Eagle3Heads(
       vocab_size=vocab, width=d, heads=4, kv_heads=kv, head_dim=head,
       mlp_width=middle("mlp.gate_proj").shape[0], context_length=64,
       target_width=d, taps=(1, 2, 3), forecasts=len(found["losses"]),
@@ -152,8 +151,8 @@ def test_the_test_of_training_time_is_the_mask():
 
 
 @pytest.mark.parametrize("kind, options", [
-    (heads_lib.Eagle3Heads, {"ids": _IDS}),
-    (heads_lib.MTPHeads, {"chained": False})], ids=["eagle3", "mtp"])
+    (methods.Eagle3Heads, {"ids": _IDS}),
+    (methods.MTPHeads, {"chained": False})], ids=["eagle3", "mtp"])
 def test_training_is_decoding(kind, options):
   # Broken: a drafter reads other keys, features or positions than it learned
   # with, in the first round or after true features replaced its own.
@@ -217,7 +216,7 @@ def _forecasts(heads, drafter, rows):
 def test_eagle3_by_hand(drop, normalizer):
   # Broken: a law of the wrong place, one that is not renormalised, places that
   # count and should not, or another sum that the loss is divided by.
-  heads, drafter = _made(heads_lib.Eagle3Heads, ids=_IDS)
+  heads, drafter = _made(methods.Eagle3Heads, ids=_IDS)
   rows = _rows()
   seen, outs = _forecasts(heads, drafter, rows)
   want, dropped = 0.0, 0
@@ -242,7 +241,7 @@ def test_eagle3_by_hand(drop, normalizer):
 def test_eagle1_by_hand():
   # Broken: the feature or the law of another place, a last row of which
   # nothing is known, SmoothL1's bend, or noise on what is learned.
-  heads, drafter = _made(heads_lib.Eagle1Heads)
+  heads, drafter = _made(methods.Eagle1Heads)
   rows = _rows()
   seen, outs = _forecasts(heads, drafter, rows)
   hidden, log_q = np.asarray(outs[0][0].hidden, np.float64), outs[0][1]
@@ -268,8 +267,8 @@ def test_eagle1_by_hand():
 
 @pytest.mark.parametrize("make, kind, options", [
     (functools.partial(objectives.Eagle1Objective, noise=0.0),
-     heads_lib.Eagle1Heads, {"ids": _IDS, "narrow_head": True}),
-    (objectives.Eagle3Objective, heads_lib.Eagle3Heads, {"ids": _IDS})])
+     methods.Eagle1Heads, {"ids": _IDS, "narrow_head": True}),
+    (objectives.Eagle3Objective, methods.Eagle3Heads, {"ids": _IDS})])
 def test_what_was_read_before_is_learned_alike(make, kind, options):
   # Broken: features or laws that were kept are of other places, or other
   # tokens count.
@@ -285,8 +284,8 @@ def test_what_was_read_before_is_learned_alike(make, kind, options):
 
 
 @pytest.mark.parametrize("kind, options", [
-    (heads_lib.MTPHeads, {}), (heads_lib.MTPHeads, {"reuse": True}),
-    (heads_lib.ParallelLayers, {})], ids=["modules", "reused", "parallel"])
+    (methods.MTPHeads, {}), (methods.MTPHeads, {"reuse": True}),
+    (methods.ParallelLayers, {})], ids=["modules", "reused", "parallel"])
 def test_mtp_by_hand(kind, options):
   # Broken: a module learns its neighbour's token, or another weight.
   heads, drafter = _made(kind, **options)
@@ -317,7 +316,7 @@ def test_mtp_by_hand(kind, options):
 
 def test_modules_are_taught_by_what_they_forecast():
   # Broken: a depth's loss reaches a module that comes after it.
-  heads, drafter = _made(heads_lib.MTPHeads)
+  heads, drafter = _made(methods.MTPHeads)
   objective = objectives.MTPObjective(model=_pair().target, heads=heads)
   frozen = {"target": _pair().params["target"]}
   grad = jax.jit(jax.grad(lambda drafter, k: objective(
@@ -333,7 +332,7 @@ def test_modules_are_taught_by_what_they_forecast():
 
 def test_scores_are_of_all_tokens_and_finite():
   # Broken: heads of few tokens cannot be measured, or by another place.
-  heads, drafter = _made(heads_lib.Eagle3Heads, ids=_IDS)
+  heads, drafter = _made(methods.Eagle3Heads, ids=_IDS)
   rows = _rows()
   _, outs = _forecasts(heads, drafter, rows)
   objective = objectives.Eagle3Objective(model=_pair().target, heads=heads)
@@ -354,23 +353,23 @@ def test_scores_are_of_all_tokens_and_finite():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: objectives.Eagle3Objective(
-        model=_pair().target, heads=_made(heads_lib.MTPHeads)[0]),
+        model=_pair().target, heads=_made(methods.MTPHeads)[0]),
      "reuse is False"),
     (lambda: objectives.Eagle3Objective(
-        model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0],
+        model=_pair().target, heads=_made(methods.Eagle3Heads)[0],
         normalizer="sum"), "normalizer is 'sum'"),
     (lambda: objectives.Eagle1Objective(
-        model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0]),
+        model=_pair().target, heads=_made(methods.Eagle3Heads)[0]),
      "train as EAGLE-3"),
     (lambda: objectives.MTPObjective(
-        model=_pair().target, heads=_made(heads_lib.Eagle3Heads, ids=_IDS)[0]),
+        model=_pair().target, heads=_made(methods.Eagle3Heads, ids=_IDS)[0]),
      "draft 4 of the 7 tokens"),
     (lambda: objectives.MTPObjective(
         model=testing.tiny_pair(9).target,
-        heads=_made(heads_lib.MTPHeads)[0]), "vocab_size 7"),
+        heads=_made(methods.MTPHeads)[0]), "vocab_size 7"),
     (lambda: _loss(objectives.Eagle3Objective(
-        model=_pair().target, heads=_made(heads_lib.Eagle3Heads)[0]),
-                   _made(heads_lib.Eagle3Heads)[1], _rows()[:, :_K + 1]),
+        model=_pair().target, heads=_made(methods.Eagle3Heads)[0]),
+                   _made(methods.Eagle3Heads)[1], _rows()[:, :_K + 1]),
      "3 tokens and there are 3 heads"),
 ])
 def test_bad_input_is_refused(make, words):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import testing
 from specjax.caches import dense
 from specjax.drafters import EarlyExit
@@ -28,7 +28,7 @@ from specjax.models import Sublayers
 _LAYERS = 3
 _PROMPTS = ([2], [4, 1], [3] * 7, [*range(VOCAB)] * 4)
 _TOKEN = sj.verifiers.Token()
-_ADAPTER = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
+_ADAPTER = methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
 
 
 def _params():

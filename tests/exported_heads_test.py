@@ -13,7 +13,6 @@ import scripts
 
 import specjax as sj
 from specjax import methods
-from specjax import methods as heads_lib
 from specjax import zoo
 from specjax.methods import export_drafter
 from specjax.methods import load_drafter
@@ -47,9 +46,9 @@ def _exported(directory, heads, params, layout=None, **options):
 @pytest.mark.parametrize("output", ["low_rank", "shared", "own"])
 def test_outputs_of_medusa_heads_are_merged(output, tmp_path):
   # Broken: the default heads cannot be exported, or forecast other tokens.
-  heads = heads_lib.MedusaHeads.for_target(
+  heads = methods.MedusaHeads.for_target(
       _TARGET, 3, output=output, rank=2, blocks=2)
-  params, head = _random(heads), heads_lib.lm_head(_OWN)
+  params, head = _random(heads), methods.lm_head(_OWN)
   hidden = jax.random.normal(jax.random.key(2), (5, 16))
   for layout in ("medusa", "vllm"):
     back, read, _ = _exported(tmp_path / layout, heads, params, layout)
@@ -62,7 +61,7 @@ def test_outputs_of_medusa_heads_are_merged(output, tmp_path):
 def test_a_narrow_head_is_stored_with_its_tokens(tmp_path):
   # Broken: a layer that drafts with a part of the target's head cannot be
   # exported, or the files do not say which tokens its rows are.
-  heads = heads_lib.Eagle3Heads.for_target(
+  heads = methods.Eagle3Heads.for_target(
       _TARGET, 2, own_head=False, narrow_head=True, ids=_IDS)
   params = _random(heads)
   for layout in ("speculators", "specforge"):
@@ -82,7 +81,7 @@ def test_a_learned_mask_is_a_row_after_the_vocabulary(kind, ids, tmp_path):
   # what vLLM does not take from the target: the rows of a part of its head.
   form = dict(from_anchor=False) if kind == "dflash" else dict(
       markov="plain", markov_rank=3, confidence="markov")
-  heads = heads_lib.ParallelHeads.for_target(_TARGET, 3, ids=ids, **form)
+  heads = methods.ParallelHeads.for_target(_TARGET, 3, ids=ids, **form)
   params = _random(heads)
   back, read, config = _exported(tmp_path / "out", heads, params)
   assert back == heads
@@ -98,7 +97,7 @@ def test_a_learned_mask_is_a_row_after_the_vocabulary(kind, ids, tmp_path):
   assert ("lm_head.weight" in held) == ("d2t" in held) == bool(ids)
   if ids:
     np.testing.assert_array_equal(
-        held["lm_head.weight"].T, heads_lib.lm_head(_OWN)[:, np.array(ids)])
+        held["lm_head.weight"].T, methods.lm_head(_OWN)[:, np.array(ids)])
   other = {**_OWN, "embedding": _OWN["embedding"] + 1}
   with pytest.raises(ValueError, match="embed_tokens.weight that is not the"):
     load_drafter(tmp_path / "out", _TARGET, other)
@@ -107,7 +106,7 @@ def test_a_learned_mask_is_a_row_after_the_vocabulary(kind, ids, tmp_path):
 def test_files_of_speculators_describe_their_target(tmp_path):
   # Broken: vLLM does not find the target of a drafter that it serves, or loads
   # the weights in another precision.
-  heads = heads_lib.Eagle3Heads.for_target(_TARGET, 4)
+  heads = methods.Eagle3Heads.for_target(_TARGET, 4)
   _, _, config = _exported(
       tmp_path / "out", heads, _random(heads), dtype="bfloat16",
       verifier="me/target")
@@ -123,11 +122,11 @@ def test_files_of_speculators_describe_their_target(tmp_path):
 def test_heads_that_no_layout_holds(tmp_path):
   # Broken: heads are exported as if they were others, or their user does not
   # learn which layout there is.
-  norms = heads_lib.Eagle1Heads.for_target(_TARGET, 2, fusion_norms=True)
-  chained = heads_lib.MTPHeads.for_target(_TARGET, 2)
-  medusa = heads_lib.MedusaHeads.for_target(_TARGET, 2)
+  norms = methods.Eagle1Heads.for_target(_TARGET, 2, fusion_norms=True)
+  chained = methods.MTPHeads.for_target(_TARGET, 2)
+  medusa = methods.MedusaHeads.for_target(_TARGET, 2)
   for heads, layout, message in (
-      (heads_lib.PaSSEmbeddings.for_target(_TARGET, 2), None,
+      (methods.PaSSEmbeddings.for_target(_TARGET, 2), None,
        "PaSSEmbeddings cannot be exported: no layout of a server holds"),
       (norms, None, "layout 'eagle1': .* parameter module_0/embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
@@ -192,7 +191,7 @@ def test_heads_in_the_box_leave_and_enter(name, tmp_path):
     hidden = jax.random.normal(jax.random.key(0), (3, heads.width))
     np.testing.assert_allclose(
         back(read, hidden, None),
-        heads(params, hidden, heads_lib.lm_head(target.params)), atol=1e-4)
+        heads(params, hidden, methods.lm_head(target.params)), atol=1e-4)
 
 
 def test_the_layer_for_smollm2_has_no_layout(tmp_path):
@@ -201,7 +200,7 @@ def test_the_layer_for_smollm2_has_no_layout(tmp_path):
       vocab_size=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64,
       mlp_width=1536, context_length=8192))
   record = json.loads((zoo.heads_path("smol_eagle") / "heads.json").read_text())
-  heads = heads_lib.Eagle1Heads(**record["heads"])
+  heads = methods.Eagle1Heads(**record["heads"])
   with pytest.raises(ValueError, match="layout 'eagle1': .*embedding_norm"):
     export_drafter(tmp_path / "out", heads, None, target, None)
 

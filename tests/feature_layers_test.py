@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax.drafters import DynamicEagle
 from specjax.drafters import Eagle
 from specjax.drafters import MTP
@@ -125,13 +125,13 @@ def test_files_keep_a_layer(tmp_path):
   for kind, options in ((Eagle3Heads, EAGLE_3), (ParallelLayers, {})):
     heads = heads_of(kind, **options)
     params = disturbed(heads)
-    heads_lib.save_heads(tmp_path, heads, params, pair().target)
-    loaded, read = heads_lib.load_heads(tmp_path, pair().target)
+    methods.save_heads(tmp_path, heads, params, pair().target)
+    loaded, read = methods.load_heads(tmp_path, pair().target)
     assert loaded == heads
     jax.tree.map(np.testing.assert_array_equal, read, params)
   other = Transformer(dataclasses.replace(pair().target.config, layers=2))
   with pytest.raises(ValueError, match="2 layers"):
-    heads_lib.load_heads(tmp_path, other)
+    methods.load_heads(tmp_path, other)
 
 
 def test_an_own_head_begins_as_the_targets():
@@ -166,8 +166,8 @@ def test_a_narrow_head_is_the_targets(tmp_path):
     np.testing.assert_allclose(
         heads.logits(own, given, read)[0, 0],
         jnp.ones(heads.width) @ given["head"][:, [1, 4]], rtol=1e-5)
-  heads_lib.save_heads(tmp_path, heads, params, pair().target)
-  loaded, read = heads_lib.load_heads(tmp_path, pair().target)
+  methods.save_heads(tmp_path, heads, params, pair().target)
+  loaded, read = methods.load_heads(tmp_path, pair().target)
   assert loaded == heads and "head" not in read
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from specjax.utils import files
 from specjax.utils import processes
+from specjax.utils.fingerprints import fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +36,19 @@ _THINGS = [
 
 def test_different_things_have_different_fingerprints():
   # Broken: a run goes on with what another one of other data began.
-  prints = [files.fingerprint(*things) for things in _THINGS]
+  prints = [fingerprint(*things) for things in _THINGS]
   for (one, a), (other, b) in itertools.combinations(zip(_THINGS, prints), 2):
     assert a != b, (one, other)
-  assert prints == [files.fingerprint(*things) for things in _THINGS]
+  assert prints == [fingerprint(*things) for things in _THINGS]
 
 
 def test_a_fingerprint_is_that_of_the_values():
   # Broken: the same weights on a device, or a dict in another order, differ.
   weights = {"b": np.arange(3.0, dtype=np.float32), "a": np.ones(2, np.int32)}
   same = {"a": jnp.ones(2, jnp.int32), "b": jnp.arange(3.0)}
-  assert files.fingerprint(weights) == files.fingerprint(same)
+  assert fingerprint(weights) == fingerprint(same)
   with pytest.raises(TypeError, match="no repr that says what it is"):
-    files.fingerprint(object())
+    fingerprint(object())
 
 
 def test_a_claimed_directory_is_refused_to_others(tmp_path):

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import testing
 from specjax import zoo
 from specjax.models import Transformer
 
 _V, _D, _K = 7, 16, 3
-_MEDUSA = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=_K)
+_MEDUSA = methods.MedusaHeads(width=_D, vocab_size=_V, heads=_K)
 _KINDS = {
     "own": _MEDUSA,
     "low_rank": dataclasses.replace(_MEDUSA, output="low_rank", rank=2,
                                     blocks=2),
     "shared": dataclasses.replace(_MEDUSA, output="shared"),
-    "blockwise": heads_lib.BlockwiseHeads(
+    "blockwise": methods.BlockwiseHeads(
         width=_D, vocab_size=_V, heads=_K, hidden_width=5),
 }
 
@@ -55,7 +55,7 @@ def test_untrained_heads_predict_as_the_lm_head(kind):
   def run(params, tokens):
     out = target(params, tokens)
     return out, heads(heads.init(jax.random.key(0), params), out.hidden,
-                      heads_lib.lm_head(params))
+                      methods.lm_head(params))
 
   out, logits = run(params, jnp.arange(10).reshape(2, 5) % _V)
   assert logits.shape == (2, 5, _K, _V)
@@ -84,7 +84,7 @@ def test_heads_by_hand(kind):
   target = _pair().params["target"]
   params = _random(heads.init(jax.random.key(0), target))
   hidden = np.random.default_rng(1).normal(size=(4, _D)).astype(np.float32)
-  lm_head = heads_lib.lm_head(target)
+  lm_head = methods.lm_head(target)
   got = jax.jit(heads)(params, hidden, lm_head)
   as_numpy = lambda x: np.asarray(x, np.float64)
   for k in range(_K):
@@ -99,7 +99,7 @@ def test_heads_for_the_bundled_target_are_small():
   # Broken: what is shipped with the bundled target exceeds 4 MB.
   target = zoo.load().target
   config = target.model.config
-  heads = heads_lib.MedusaHeads(
+  heads = methods.MedusaHeads(
       width=config.width, vocab_size=config.vocab_size, heads=4,
       output="low_rank", rank=96)
   shapes = jax.eval_shape(heads.init, jax.random.key(0), target.params)
@@ -110,19 +110,19 @@ def test_heads_for_the_bundled_target_are_small():
 def test_files_keep_heads_and_refuse_another_target(tmp_path, kind):
   # Broken: heads change on disk, or draft for a target that they do not know.
   pair = _pair()
-  heads = {**_KINDS, "lookahead": heads_lib.PaSSEmbeddings(
-      count=_K, width=_D), "parallel": heads_lib.ParallelHeads.for_target(
+  heads = {**_KINDS, "lookahead": methods.PaSSEmbeddings(
+      count=_K, width=_D), "parallel": methods.ParallelHeads.for_target(
           pair.target, _K)}[kind]
   params = _random(heads.init(jax.random.key(0), pair.params["target"]))
-  heads_lib.save_heads(tmp_path, heads, params, pair.target)
-  loaded, read = heads_lib.load_heads(tmp_path, pair.target)
+  methods.save_heads(tmp_path, heads, params, pair.target)
+  loaded, read = methods.load_heads(tmp_path, pair.target)
   assert loaded == heads
   jax.tree.map(np.testing.assert_array_equal, read, params)
   for name, value in (("width", 8), ("vocab_size", 9), ("layers", 2)):
     sizes = {"width": _D, "vocab_size": _V, "layers": 1}
     described = "width {width}, {vocab_size} tokens and {layers} layers".format
     with pytest.raises(ValueError) as e:
-      heads_lib.load_heads(tmp_path, _other(**{name: value}))
+      methods.load_heads(tmp_path, _other(**{name: value}))
     assert described(**sizes) in str(e.value)
     assert described(**{**sizes, name: value}) in str(e.value)
     assert "\n" not in str(e.value)
@@ -139,40 +139,40 @@ def test_damaged_files_are_refused(tmp_path, name, content, words):
   # Broken: a traceback from the depths of a reader.
   pair = _pair()
   params = _MEDUSA.init(jax.random.key(0), pair.params["target"])
-  heads_lib.save_heads(tmp_path, _MEDUSA, params, pair.target)
+  methods.save_heads(tmp_path, _MEDUSA, params, pair.target)
   if content is None:
     (tmp_path / name).unlink()
   else:
     (tmp_path / name).write_bytes(content)
   with pytest.raises(ValueError, match=words):
-    heads_lib.load_heads(tmp_path, pair.target)
+    methods.load_heads(tmp_path, pair.target)
 
 
 def test_files_that_do_not_belong_together(tmp_path):
   # Broken: heads of another number or rank fail somewhere in a round.
   pair = _pair()
   params = _MEDUSA.init(jax.random.key(0), pair.params["target"])
-  heads_lib.save_heads(tmp_path, _MEDUSA, params, pair.target)
+  methods.save_heads(tmp_path, _MEDUSA, params, pair.target)
   path = tmp_path / "heads.json"
   record = json.loads(path.read_text())
   record["heads"]["heads"] = 2
   path.write_text(json.dumps(record))
   with pytest.raises(ValueError, match="do not belong together"):
-    heads_lib.load_heads(tmp_path, pair.target)
+    methods.load_heads(tmp_path, pair.target)
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=0),
+    (lambda: methods.MedusaHeads(width=_D, vocab_size=_V, heads=0),
      "heads is 0"),
     (lambda: dataclasses.replace(_MEDUSA, output="mine"), "output is 'mine'"),
-    (lambda: heads_lib.PaSSEmbeddings(count=0, width=_D), "count is 0"),
-    (lambda: heads_lib.check_fits(
+    (lambda: methods.PaSSEmbeddings(count=0, width=_D), "count is 0"),
+    (lambda: methods.check_fits(
         _MEDUSA, _other(width=8)), "width.* 16 .* 8"),
-    (lambda: heads_lib.check_fits(
+    (lambda: methods.check_fits(
         _MEDUSA, _other(vocab_size=8)), "vocab_size.* 7 .* 8"),
-    (lambda: heads_lib.check_fits(
+    (lambda: methods.check_fits(
         _MEDUSA, _other(features=(0,))), "features"),
-    (lambda: heads_lib.check_fits(_MEDUSA, testing.MarkovModel(7)),
+    (lambda: methods.check_fits(_MEDUSA, testing.MarkovModel(7)),
      "a MarkovModel.*models.Transformer"),
 ])
 def test_bad_configurations_are_refused(make, words):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 
 _V, _D, _K = 5, 16, 3
-_HEADS = heads_lib.HydraHeads(width=_D, vocab_size=_V, heads=_K, blocks=2)
+_HEADS = methods.HydraHeads(width=_D, vocab_size=_V, heads=_K, blocks=2)
 
 
 def _by_hand(params, read):
@@ -33,7 +33,7 @@ def test_untrained_heads_predict_as_the_lm_head():
   rng = np.random.default_rng(0)
   for k in range(_K):
     read = rng.normal(size=(k + 2) * _D)
-    weights = np.exp(read[:_D] @ np.asarray(heads_lib.lm_head(target)))
+    weights = np.exp(read[:_D] @ np.asarray(methods.lm_head(target)))
     np.testing.assert_allclose(_by_hand(params, read),
                                weights / weights.sum(), rtol=1e-4)
 
@@ -41,8 +41,8 @@ def test_untrained_heads_predict_as_the_lm_head():
 def test_files_keep_the_tree_of_parameters(tmp_path):
   # Broken: trained heads change on disk.
   params = disturbed(_HEADS)
-  heads_lib.save_heads(tmp_path, _HEADS, params, pair().target)
-  heads, read = heads_lib.load_heads(tmp_path, pair().target)
+  methods.save_heads(tmp_path, _HEADS, params, pair().target)
+  heads, read = methods.load_heads(tmp_path, pair().target)
   assert heads == _HEADS
   jax.tree.map(np.testing.assert_array_equal, read, params)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scripts
 
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax.data import tokenizers
 from specjax.methods.self_speculation import skip_search
@@ -117,7 +117,7 @@ def test_kangaroo_learns_the_target_s_law():
   # Broken: the adapter reads another stream, learns another law, or its loss
   # is not a cross-entropy; the target would move.
   model, params = deep()
-  adapter = heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
+  adapter = methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
   one = objectives.KangarooObjective(model=model, adapter=adapter)
   own = adapter.init(None, params)
   batch = {"tokens": _TOKENS}
@@ -299,7 +299,7 @@ def test_bad_options_are_refused():
       (lambda: _skip(every=4), "every is 4.*3 layers"),
       (lambda: _skip(ramp="sine"), "ramp is 'sine'"),
       (lambda: objectives.KangarooObjective(model=model, adapter=(
-          heads_lib.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=3))),
+          methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=3))),
        "exit is 3.*from 1 to 2"),
       (lambda: skip_search.scorer(model, params, _TOKENS, 20),
        "12 tokens.*gamma is 20"),

@@ -10,7 +10,7 @@ import pytest
 import untrained
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax import testing
 from specjax.methods import stop_rules
@@ -20,7 +20,7 @@ from specjax.methods.blocks import parallel_objective as losses
 _V, _D, _K = 7, 16, 3
 _IDS = (0, 2, 3, 5, 6)  # of heads that know a few tokens
 _LENGTH = 14  # tokens of a row
-_HEADS = heads_lib.ParallelHeads(
+_HEADS = methods.ParallelHeads(
     width=_D, vocab_size=_V, layers=2, heads=2, kv_heads=1, head_dim=8,
     mlp_width=8, context_length=64, block_size=_K, taps=(0, 2))
 _CASES = {
@@ -380,9 +380,9 @@ def test_a_certain_tree_follows_the_markov_head():
     (lambda: dataclasses.replace(_HEADS, taps=()), "at least one hidden"),
     (lambda: dataclasses.replace(_HEADS, mask_token=_V), "mask_token is 7"),
     (lambda: dataclasses.replace(_HEADS, windows=(0, 4)), "windows is"),
-    (lambda: heads_lib.ParallelHeads.for_target(
+    (lambda: methods.ParallelHeads.for_target(
         _pair().target, 2, taps="1,x"), "taps is '1,x'"),
-    (lambda: heads_lib.ParallelHeads.for_target(
+    (lambda: methods.ParallelHeads.for_target(
         _pair().target, 2, taps="3"), "taps holds 3"),
     (lambda: _objective("plain", ce_share=2.0), "ce_share is 2.0"),
     (lambda: _objective("plain", position_weights="x"), "position_weights is"),

@@ -22,7 +22,7 @@ from specjax import strategies
 from specjax import testing
 from specjax.methods.stop_rules import Confidence
 from specjax.methods.stop_rules import Entropy
-from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -433,7 +433,7 @@ def test_prompts_that_resemble_each_other_are_one_cluster(tmp_path):
   assert set(names[0]) & set(names[1])
   assert set(read.clusters) <= {*names[0], *names[1]}
   for i, row in enumerate(read.sets["code"]):
-    assert read.cluster(files.fingerprint(row)) == names[0][i]
+    assert read.cluster(fingerprint(row)) == names[0][i]
   (tmp_path / "a.txt").write_text("one\n\ntwo\n\none")
   (tmp_path / "b.txt").write_text("two\n\nthree")
   given = _read(tokenizer, [str(tmp_path / x) for x in ("a.txt", "b.txt")])

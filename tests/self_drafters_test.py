@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax.drafters import Blockwise
 from specjax.drafters import Medusa
 from specjax.drafters import PaSS
@@ -27,10 +27,10 @@ from specjax.verifiers import Token
 from specjax.verifiers import Traversal
 
 _V, _D, _K = 5, 16, 3
-_MEDUSA = heads_lib.MedusaHeads(width=_D, vocab_size=_V, heads=_K)
-_BLOCKWISE = heads_lib.BlockwiseHeads(width=_D, vocab_size=_V, heads=_K,
+_MEDUSA = methods.MedusaHeads(width=_D, vocab_size=_V, heads=_K)
+_BLOCKWISE = methods.BlockwiseHeads(width=_D, vocab_size=_V, heads=_K,
                                       hidden_width=8)
-_EMBEDDINGS = heads_lib.PaSSEmbeddings(count=3, width=_D)
+_EMBEDDINGS = methods.PaSSEmbeddings(count=3, width=_D)
 _CHAIN = (-1, 0, 1, 2)
 _UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
 
@@ -52,7 +52,7 @@ def _setup(drafter):
   """`(target, params)` of a decoder."""
   model, params = pair().target, pair().params["target"]
   if isinstance(drafter, PaSS):
-    model, params = heads_lib.with_lookahead(
+    model, params = methods.with_lookahead(
         model, params, disturbed(_EMBEDDINGS))
     return model, {"target": params, "drafter": ()}
   heads = getattr(drafter, "heads", None)
@@ -115,7 +115,7 @@ def _forecast(drafter, lengths, tokens, emitted, shift):
   else:
     hidden = out.hidden[rows, np.maximum(ends - 2, 0)]
     logits = drafter.heads(params["drafter"], hidden,
-                           heads_lib.lm_head(params["target"]))
+                           methods.lm_head(params["target"]))
   laws = np.asarray(jax.nn.softmax(logits)).reshape(*starts.shape, -1, _V)
   return laws * known[..., None, None]
 
@@ -206,7 +206,7 @@ def test_look_ahead_tokens_are_read_as_rows_of_a_longer_table(tmp_path):
   model = Transformer(dataclasses.replace(
       pair().target.config, tie_embeddings=True))
   params = {k: x for k, x in pair().params["target"].items() if k != "head"}
-  extended, both = heads_lib.with_lookahead(
+  extended, both = methods.with_lookahead(
       model, params, disturbed(_EMBEDDINGS))
   assert extended.vocab_size == _V
   tokens = jnp.array([[0, 4, 5, 6, 7], [2, 1, 0, 3, 4]])
@@ -287,7 +287,7 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
     (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=3, width=8),
      "width 8 .*width 16"),
     (lambda: _decoder(_medusa(), lookahead=-1), "lookahead is -1"),
-    (lambda: heads_lib.with_lookahead(
+    (lambda: methods.with_lookahead(
         pair().target, pair().params["target"],
         {"embeddings": jnp.zeros((2, 8))}), "width.* 8 .* 16")])
 def test_bad_settings(call, words):

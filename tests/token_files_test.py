@@ -13,7 +13,7 @@ from scripts import ROOT
 from specjax.data import corpora
 from specjax.data import token_files
 from specjax.data import tokenizers
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 sys.path.append(str(ROOT / "experiments"))
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax import testing
 from specjax.methods.heads import _objectives as losses_lib
@@ -36,12 +36,12 @@ def _normal(shape, seed=0):
 def _heads(kind="low_rank"):
   """Heads with random parameters: an untrained one would hide mistakes."""
   if kind == "blockwise":
-    heads = heads_lib.BlockwiseHeads(
+    heads = methods.BlockwiseHeads(
         width=_D, vocab_size=_V, heads=_K, hidden_width=5)
   elif kind == "lookahead":
-    heads = heads_lib.PaSSEmbeddings(count=_K, width=_D)
+    heads = methods.PaSSEmbeddings(count=_K, width=_D)
   else:
-    heads = heads_lib.MedusaHeads(
+    heads = methods.MedusaHeads(
         width=_D, vocab_size=_V, heads=_K, output=kind, rank=3)
   shapes = jax.eval_shape(
       heads.init, jax.random.key(0), _pair().params["target"])
@@ -90,7 +90,7 @@ def _losses_by_hand(objective, params):
   """-mean log p^(k)(x_{t+1+k}) for k = 0..K; head 0 is the LM head."""
   out, rows = _target_output(), _rows()
   logits = objective.heads(
-      params, out.hidden, heads_lib.lm_head(_pair().params["target"]))
+      params, out.hidden, methods.lm_head(_pair().params["target"]))
   laws = [_log_softmax(out.logits)] + [
       _log_softmax(logits[:, :, k]) for k in range(_K)]
   return np.array([
@@ -334,7 +334,7 @@ def test_head_accuracy_by_hand(first):
       objective, rows[:2], batch_size=1, first=first)(
           {"target": _pair().params["target"], "drafter": params}, by_row=True)
   logits = np.asarray(objective.heads(
-      params, out.hidden, heads_lib.lm_head(_pair().params["target"])))
+      params, out.hidden, methods.lm_head(_pair().params["target"])))
   greedy = out.logits.argmax(-1)
   size = _S - _K
   place = lambda k: np.arange(size) + k

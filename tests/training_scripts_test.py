@@ -9,7 +9,7 @@ import pytest
 import scripts
 
 import specjax as sj
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax import objectives
 from specjax import testing
 from specjax.data import corpora
@@ -17,6 +17,7 @@ from specjax.models import save_model
 from specjax.models import Transformer
 from specjax.training import metrics
 from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--learning_rate=0.01"],
@@ -140,7 +141,7 @@ def test_train_drafter(tmp_path, target_dir):
   for measured in (study, study["untrained"]):
     assert 1 <= measured["data_block_efficiency"] <= 3
   target, _ = sj.models.load_model(tmp_path / "out")
-  heads, params = heads_lib.load_heads(tmp_path / "out", target)
+  heads, params = methods.load_heads(tmp_path / "out", target)
   assert heads.heads == 2 and params["blocks"].shape == (2, 1, 16, 16)
   assert (tmp_path / "out/tokenizer.json").exists()
   table = (tmp_path / "out/metrics.csv").read_text()
@@ -246,7 +247,7 @@ def test_a_layer_on_features_drafts_what_the_text_has(tmp_path, target_dir):
   assert 1 <= study["block_efficiency"] <= 3
   assert all(x < 40 for x in study["loss"])
   target, _ = sj.models.load_model(target_dir)
-  heads, params = heads_lib.load_heads(tmp_path / "out", target)
+  heads, params = methods.load_heads(tmp_path / "out", target)
   tokenizer = sj.data.Tokenizer.load(target_dir)
   training, _ = corpora.split(corpora.read_documents(corpus, "text"))
   counts = np.bincount(tokenizer.encode_stream([d.text for d in training]),
@@ -282,7 +283,7 @@ def test_a_model_learns_with_its_modules(tmp_path, target_dir):
       cwd=tmp_path)
   study = scripts.last_line(result)
   target, _ = sj.models.load_model(tmp_path / "out")
-  heads, _ = heads_lib.load_heads(tmp_path / "out", target)
+  heads, _ = methods.load_heads(tmp_path / "out", target)
   assert heads.forecasts == 2 and heads.taps == (0,)
   training = files.read_json(tmp_path / "out/training.json", "")
   assert training["tokens"] == study["tokens"] == 20 * 4 * 16
@@ -311,7 +312,7 @@ def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
   # New heads are not told by their last bits, which depend on the machine.
   _, params = sj.models.load_model(target_dir)
   assert (files.read_json(killed / "run.json", "")["parameters"]
-          == files.fingerprint((params, ())))
+          == fingerprint((params, ())))
   more = [*train[1:], "--method=pass", f"--heads_from={whole}",
           "--output_dir=more"]
   *results, refused, too_much = scripts.run_all(

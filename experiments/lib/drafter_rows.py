@@ -31,7 +31,7 @@ from specjax.models import Transformer
 from specjax.objectives import Objective
 from specjax.training import distillation
 from specjax.training import kept_features
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
 ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from lib import drafter_report
-from specjax import methods as heads_lib
+from specjax import methods
 from specjax.data import Tokenizer
 from specjax.methods import Method
 from specjax.models import checkpoint
@@ -40,7 +40,7 @@ class Saves:
 
   directory: pathlib.Path
   method: Method
-  heads: heads_lib.Heads
+  heads: methods.Heads
   target: Pretrained
   tokenizer: Tokenizer
   dtype: str
@@ -70,7 +70,7 @@ class Saves:
     """
     directory = directory or self.directory
     saved = loop.cast(trained, self.dtype)
-    heads_lib.save_heads(
+    methods.save_heads(
         directory, self.heads, saved["drafter"], self.target.model)
     if "target" in saved:
       checkpoint.save_model(directory, self.target.model, saved["target"])

@@ -14,7 +14,7 @@ from specjax.data import copy_prompts
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
-from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 # What the shipped prompts ask about, behind the instruction.
 _TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}
@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
   @property
   def clusters(self) -> list[str]:
     """Labels of `all`, see `cluster`."""
-    return [self.cluster(files.fingerprint(row)) for row in self.all]
+    return [self.cluster(fingerprint(row)) for row in self.all]
 
 
 def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
@@ -110,10 +110,10 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     sources[name] = where
     named = where.get("documents") or map(_document, texts + more)
     documents |= {
-        files.fingerprint(row): document
+        fingerprint(row): document
         for row, document in zip(sets[name] + further, named) if document}
   return Prompts(sets, others, {
-      "python": platform.python_version(), "hash": files.fingerprint(sets),
+      "python": platform.python_version(), "hash": fingerprint(sets),
       "chat": chat, "sets": sources}, documents)
 
 

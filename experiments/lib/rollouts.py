@@ -20,6 +20,7 @@ import tqdm
 from lib import compilation
 import specjax as sj
 from specjax.utils import files
+from specjax.utils import fingerprints
 
 _MOST_DECODERS = 30  # compiled at a time, see `run`
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
@@ -101,13 +102,13 @@ class Arm:
 
 def fingerprint(params, *settings) -> str:
   """A short hash of parameters and of whatever else a rollout depends on."""
-  return files.fingerprint(
+  return fingerprints.fingerprint(
       params, settings, jax.default_backend(), jax.__version__)
 
 
 def digest(prompt) -> str:
   """A short hash of a prompt's token ids."""
-  return files.fingerprint(prompt)
+  return fingerprints.fingerprint(prompt)
 
 
 def run(units, prompt_of, make_arms, path, group_of=lambda unit: unit[1], *,

@@ -15,7 +15,7 @@ import specjax as sj
 from specjax.decoding import prefill
 from specjax.serving import Queue
 from specjax.serving import Request
-from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 _WARM_TOKENS = 2  # of the texts that are not timed
 
@@ -167,4 +167,4 @@ def _record(seconds, results, first, last, arrivals):
       "accepted": sum(one.accepted for one in results.values()),
       "first": [first[i] - arrivals[i] for i in order],
       "last": [last[i] - arrivals[i] for i in order],
-      "texts": [files.fingerprint(results[i].tokens) for i in order]}
+      "texts": [fingerprint(results[i].tokens) for i in order]}

@@ -32,9 +32,9 @@ from specjax.types import Trace
 from specjax.types import Verdict
 from specjax.utils.files import atomically
 from specjax.utils.files import claim
-from specjax.utils.files import fingerprint
 from specjax.utils.files import locked
 from specjax.utils.files import read_manifest
+from specjax.utils.fingerprints import fingerprint
 
 _MANIFEST = "record.json"
 _ROUNDS_A_CALL = 8  # rounds between two looks from the host

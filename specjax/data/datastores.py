@@ -35,6 +35,7 @@ import numpy as np
 from specjax.data.vocabularies import ReadsText
 from specjax.utils import fields
 from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 
 DEPTH = 16  # REST looks for 16 tokens at most
 DEEPEST = 30  # what a search compares as one whole number of 32 bits
@@ -178,7 +179,7 @@ def tokenizer_fingerprint(tokenizer: ReadsText) -> str:
   """A short hash of the bytes of every token and of the special tokens."""
   texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
   special = getattr(tokenizer, "special_tokens", {})
-  return files.fingerprint(
+  return fingerprint(
       np.frombuffer(b"".join(texts), np.uint8),
       np.array([len(text) for text in texts]), json.dumps(sorted(
           special.items())))

@@ -22,9 +22,9 @@ import reprlib
 from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
-from specjax.utils.files import fingerprint
 from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
+from specjax.utils.fingerprints import fingerprint
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
 # The main revision may be a script, which `datasets` no longer runs.

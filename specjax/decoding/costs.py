@@ -28,6 +28,7 @@ from specjax.decoding.controller import Controller
 from specjax.decoding.controller import ControllerState
 from specjax.decoding.decoder import Decoder
 from specjax.utils import files
+from specjax.utils.fingerprints import fingerprint
 from specjax.version import __version__
 
 _ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
@@ -201,7 +202,7 @@ def _path(directory, decoder, params, batch, slots, context):
              device.device_kind, cores, os.environ.get("XLA_FLAGS"),
              jax.__version__, __version__)
   try:
-    name = files.fingerprint(
+    name = fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,
         decoder.controller.lengths, shapes, batch, slots, machine)
   except TypeError:

@@ -1,11 +1,11 @@
-"""How a target learns to draft for itself: one record a method.
+"""Drafting methods, one folder for each family.
 
-A `Method` says which heads it trains, by which objective, and how the target
-drafts with them. Scripts read everything from the record, so that another
-method (another kind of head) is one record in the file of its family beside its
-own files: its class of `Heads`, its objective and its strategy.
-The families are those of `specjax.strategies`: `heads`, `features`, `blocks`
-and `own_layers`; `base` is what a record says.
+A family contains networks, drafters, losses and strategies. `Method` is the
+record of a method that is trained: its class of `Heads`, its objective, its
+strategies and its options. Scripts read everything from the record, so a new
+method is one file in the folder of its family and one name in `METHODS`.
+
+Modules with a leading underscore contain helpers of several methods.
 """
 
 import os

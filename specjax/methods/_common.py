@@ -1,4 +1,4 @@
-"""What the drafters share: the root, and a model's cache between rounds."""
+"""Helpers of all drafters: drafts, checks, and passes of a drafting model."""
 
 from collections.abc import Sequence
 import dataclasses

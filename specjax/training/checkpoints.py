@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from specjax.utils import processes
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 _DIGEST = "checksums"  # of a state, in a checkpoint's metadata
 _NOTES = "notes"  # of the log, there too

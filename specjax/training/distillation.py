@@ -26,7 +26,7 @@ from specjax.decoding.placement import Placement
 from specjax.utils import processes
 from specjax.utils.files import atomically
 from specjax.utils.files import claim
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 _MANIFEST = "rows.json"
 _MOST_LOGITS = 2**27  # of the pass that reads laws, [rows, C, V]: 512 MB

@@ -25,7 +25,7 @@ from specjax.training.objective import DrafterObjective
 from specjax.training.objective import Objective
 from specjax.types import ModelFn
 from specjax.utils import processes
-from specjax.utils.files import fingerprint
+from specjax.utils.fingerprints import fingerprint
 
 _BATCH = 8
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]

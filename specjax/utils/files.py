@@ -1,12 +1,12 @@
-"""Whole files, directories that belong to one run, and fingerprints of both.
+"""Whole files, and directories that belong to one run.
 
 Text and JSON of users are read in one way: a byte-order mark belongs to the
 encoding and is dropped, lines end in LF, CR or both, and errors name the line.
 
 A file that is written `atomically` is either complete or absent. A directory
 that a run has made its own by `claim` is refused to a run of other data or
-settings, and `fingerprint` is how such a run is told from this one. While a
-process has it `locked`, it is refused to every other one.
+settings, which differ in their `fingerprints.fingerprint`. While a process has
+it `locked`, it is refused to every other one.
 """
 
 import codecs
@@ -24,7 +24,6 @@ import uuid
 import zlib
 
 from specjax.utils import processes
-from specjax.utils.fingerprints import fingerprint  # noqa: F401
 
 try:
   import fcntl

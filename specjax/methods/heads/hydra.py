@@ -19,7 +19,7 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads import _objectives
 from specjax.methods.heads import _records
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
@@ -223,18 +223,19 @@ class HydraObjective:
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
-      return heads_lib.forecast_loss(logits, k, tokens, weights_of(batch))
+      return _objectives.forecast_loss(logits, k, tokens, weights_of(batch))
 
     for k in range(1, self.heads.heads + 1):
       losses.append(loss(k, params["drafter"], hidden))
-    return sum(losses), heads_lib.by_head(losses)
+    return sum(losses), _objectives.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     count = self.heads.heads
-    hidden, positions = heads_lib.labelled(self._hidden(params, tokens), count)
+    hidden, positions = _objectives.labelled(
+        self._hidden(params, tokens), count)
     scores = [
         score(jnp.int32(k), self._logits(
             params, params["drafter"], hidden, tokens, k), positions)

@@ -16,7 +16,7 @@ import numpy as np
 from specjax import verifiers
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads import _objectives as heads_lib
+from specjax.methods.heads import _objectives
 from specjax.methods.heads import _records
 from specjax.methods.heads import blockwise
 from specjax.methods.heads.blockwise import BlockwiseHeads
@@ -224,18 +224,18 @@ class MedusaObjective:
       weights: `[B, S]`, of the tokens after the first.
       tuned: whether the gradient reaches `hidden`.
     """
-    losses = heads_lib.head_losses(
+    losses = _objectives.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
         networks.lm_head(params["target"]), tuned)
     numbers = jnp.arange(1, len(losses) + 1)
-    return jnp.sum(self.decay**numbers * losses), heads_lib.by_head(losses)
+    return jnp.sum(self.decay**numbers * losses), _objectives.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
-    return heads_lib.score_heads(
+    return _objectives.score_heads(
         self.heads, params["drafter"], hidden,
         networks.lm_head(params["target"]), score)
 
