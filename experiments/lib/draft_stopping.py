@@ -41,7 +41,10 @@ class Text:
 
   @functools.cached_property
   def passed(self):
-    """`[T, G]`, P(the round passes l + 1 tokens | the text), drafts ample."""
+    """`[T, G]`, P(a round accepts at least l + 1 tokens | the text).
+
+    For a round that drafts more than l tokens, from every position.
+    """
     logs = np.log(np.maximum(self.ratios, 1e-300))
     rows = _ahead(logs, self.confidence.shape[1], np.inf)
     most = np.maximum.accumulate(np.cumsum(rows, 1), 1)
@@ -54,7 +57,7 @@ class Text:
 
   @functools.cached_property
   def room(self):
-    """`[T, G]` bool: whether a token at this place can be of any use."""
+    """`[T, G]` bool, False where a drafted token lies beyond the text's end."""
     length, most = self.confidence.shape
     return np.arange(length)[:, None] + np.arange(most) + 1 < length
 
