@@ -6,5 +6,6 @@ each way in which a target drafts for itself, `distillation` makes the data that
 a target writes, `evaluation` measures, `calibration` fits confidence heads, and
 `skip_search` looks for layers to leave out.
 
->>> from specjax.training import loop, objectives
+>>> from specjax import objectives
+>>> from specjax.training import loop
 """
