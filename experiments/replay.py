@@ -2,7 +2,7 @@
 
 Decodes prompts with a target, a drafter and one acting verifier, and records
 the drafts and both models' laws; then evaluates every verifier on the record,
-where no coin is tossed and no model runs. A recording that was interrupted is
+where no uniform is drawn and no model runs. A recording that was interrupted is
 completed by the same command.
 
   python experiments/replay.py

@@ -26,7 +26,7 @@ autoregressive decoding:
 
 --heads names what is in the box or directories of train_drafter.py; one that
 holds a target of its own (Medusa-2) is measured on that target and against its
-autoregressive decoding. Tokens per round toss no coin: given the draft, the
+autoregressive decoding. Tokens per round draw no uniform: given the draft, the
 expected number of accepted tokens is known; verifiers are also compared on the
 same drafts. The predicted speed-up is that number over what a round costs in
 autoregressive steps; the measured one has the luck of the draw in it. Every

@@ -18,8 +18,8 @@ from specjax.types import LawByRow
 from specjax.types import Verdict
 from specjax.utils import fields
 
-COINS_A_DRAW = 2  # of `inverse_cdf`
-VERDICT_COINS = 2 * COINS_A_DRAW  # the stop and the extra token
+UNIFORMS_A_DRAW = 2  # of `inverse_cdf`
+VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # the stop and the extra token
 
 LARGEST = 1e30  # temperature or penalty, so that float32 logits stay finite
 
@@ -304,8 +304,8 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
 
   Summing blocks first costs one pass over the weights and two short running
   sums, far less than Gumbel noise or one running sum of length V. Each of the
-  two levels has a coin of its own: with one coin of 23 bits, a fifth of 128k
-  tokens could never be drawn. Few weights need one level alone.
+  two levels has a uniform of its own: with one uniform of 23 bits, a fifth of
+  128k tokens could never be drawn. Few weights need one level alone.
 
   The number of blocks is a multiple of 16: a law that is split over up to 16
   devices keeps whole blocks on each, and the sums and one block travel. Without
@@ -327,17 +327,17 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   return row * block + _first_above(blocks[row], u[1])
 
 
-def toss(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
-  """The coins of rows in one round or in many, uniform in [0, 1).
+def uniforms(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
+  """The uniforms of rows in one round or in many, uniform in [0, 1).
 
   Coin i of a row's round depends on (key, round, i) alone, not on `count`, nor
-  on what else is tossed with it. The coins of many rounds cost about as much
+  on what else is drawn with it. The uniforms of many rounds cost about as much
   as those of one, and outside of a loop they cost it nothing.
 
   Args:
     keys: `[B]` PRNG keys.
     rounds: `[..., B]` int32, numbers of the rounds.
-    count: coins of a row and round.
+    count: uniforms of a row and round.
 
   Returns:
     `[..., B, count]` float32.
@@ -354,11 +354,11 @@ def toss(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
 def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
   """Draws one token `[]` from `probs [V]`."""
   return inverse_cdf(
-      probs, jax.random.uniform(key, (COINS_A_DRAW,), probs.dtype))
+      probs, jax.random.uniform(key, (UNIFORMS_A_DRAW,), probs.dtype))
 
 
 def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
-  """Draws the outcome of a verification: the only coins that are tossed.
+  """Draws the outcome of a verification: the only uniforms that are drawn.
 
   Negative entries count as 0: the enumeration that proves a law lossless does
   not see this function, so it trusts nothing.
@@ -366,7 +366,7 @@ def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
   Args:
     law: of one sequence.
     draft: N nodes.
-    u: `[VERDICT_COINS]`, uniform in [0, 1).
+    u: `[VERDICT_UNIFORMS]`, uniform in [0, 1).
   """
   return sample_outcome(law, draft, u)[0]
 
@@ -374,7 +374,7 @@ def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
 def sample_outcome(law: Law | LawByRow, draft: Draft, u: jax.Array
                    ) -> tuple[Verdict, jax.Array]:
   """`sample_verdict`, and the row `[V]` of the law that its token is from."""
-  node = inverse_cdf(jnp.maximum(law.stop, 0), u[:COINS_A_DRAW])
+  node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)
   order = jnp.arange(depths.shape[0], dtype=jnp.int32)
@@ -384,5 +384,5 @@ def sample_outcome(law: Law | LawByRow, draft: Draft, u: jax.Array
   return Verdict(
       path=jnp.sum(jnp.where(at_depth, order, 0), axis=-1, dtype=jnp.int32),
       num_accepted=depths[node],
-      next_token=inverse_cdf(jnp.maximum(row, 0), u[COINS_A_DRAW:]),
+      next_token=inverse_cdf(jnp.maximum(row, 0), u[UNIFORMS_A_DRAW:]),
   ), row

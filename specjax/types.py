@@ -433,7 +433,7 @@ class ModelFn(Protocol):
 
 @runtime_checkable
 class Verifier(Protocol):
-  """A verification rule: the law of its outcome, for one sequence, no coins.
+  """A verification rule: the law of its outcome, for one sequence, no uniforms.
 
   `law(draft, target_probs)` is all that a rule must have. What it may have
   besides, and what holds where it does not, is told once, in

@@ -99,7 +99,7 @@ def test_passes(kind):
 
 def test_adapted_models_decode_as_our_own():
   # Broken: a tree that such a model drafts is not drawn from the q that it
-  # reports, or its cache is rolled back wrongly: the same coins would give
+  # reports, or its cache is rolled back wrongly: the same uniforms would give
   # another text.
   pair = sj.testing.tiny_pair(_V, seed=2)
   texts = []

@@ -56,7 +56,7 @@ class _Sometimes:
 
 
 class _CertainlySometimes(_Sometimes):
-  num_coins = 0
+  num_uniforms = 0
 
 
 @struct.dataclass

@@ -27,7 +27,7 @@ class _Drafter:
   init_state: Any = None
   spoil_commit: Any = None
   chain: Any = True
-  certain: Any = False
+  deterministic: Any = False
   full: Any = False
 
   def init(self, params, prompt, prefill_output):
@@ -197,8 +197,8 @@ def test_slips_of_a_model(spoil, words):
      "parents of the drafter _Drafter are no tree in row 1"),
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(0))), _Rule(),
      "_Drafter declares `chain = True`.*row 1"),
-    (_Drafter(certain=True), _Rule(),
-     "_Drafter declares `certain = True`.*row 0"),
+    (_Drafter(deterministic=True), _Rule(),
+     "_Drafter declares `deterministic = True`.*row 0"),
     (_Drafter(lambda d: d.replace(probs=d.probs.at[1, 2].set(0)), full=True),
      _Rule(), "_Drafter declares `full = True`.*row 1"),
     (_Drafter(), _Rule(lambda x: x.replace(stop=0.9 * x.stop)),

@@ -93,7 +93,7 @@ _WHOLE = ("studies_test", "notebooks_test", "experiments_test",
 _SLOWEST = ("studies_test", "notebooks_test", "contribution_test",
             *_WHOLE[2:], "lossless_test", "smollm2_test", "tree_laws_test",
             "free_drafters_test", "constrained_law_test", "tree_drafters_test",
-            "self_drafters_test", "joint_law_test", "ladder_test",
+            "self_drafters_test", "joint_law_test", "rounds_by_length_test",
             "greedy_test", "rounds_test", "vocabularies_test",
             "train_drafter_test", "published_test")
 

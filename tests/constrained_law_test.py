@@ -1,9 +1,9 @@
 """Under constraints the loop's output has the law of constrained sampling.
 
-The law is exact. Every choice of the loop is one of its coins, so all outcomes
-of a round are run, each with the coins in the middle of its interval, and the
-next round goes on from the states that came out. The law that it must be is
-written down in plain Python, from the whole text.
+The law is exact. Every choice of the loop is one of its uniforms, so all
+outcomes of a round are run, each with the uniforms in the middle of its
+interval, and the next round goes on from the states that came out. The law that
+it must be is written down in plain Python, from the whole text.
 """
 
 from constrained_sampling import CASES
@@ -27,10 +27,10 @@ _BLOCK = 512  # branches that are run at a time
 
 
 def _expanded(weights, laws):
-  """`(row, weight, coin)` of every outcome of some laws `[n, M]`."""
+  """`(row, weight, uniform)` of every outcome of some laws `[n, M]`."""
   laws = np.asarray(laws, np.float64)
   total = laws.sum(1)
-  # Padding is one outcome, whatever its coin.
+  # Padding is one outcome, whatever its uniform.
   laws = np.where(total[:, None] > 0, laws, np.eye(1, laws.shape[1]))
   total = np.where(total > 0, total, 1)
   middle = (np.cumsum(laws, axis=1) - laws / 2) / total[:, None]
@@ -55,45 +55,45 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
   checks.check_rows("state", state, _BLOCK)
 
   @jax.jit
-  def one_round(state, rows, coins):
+  def one_round(state, rows, uniforms):
     state = jax.tree.map(lambda x: x[rows], state)
-    new, _, trace = decoder.parts(params, state, coins)
+    new, _, trace = decoder.parts(params, state, uniforms)
     law = jax.vmap(decoder.verifier.law)(trace.draft, trace.target_probs)
     return new, (trace.draft.probs, law.stop, law.next_token, new.tokens,
                  new.lengths, new.done, jax.tree.leaves(new.constraints))
 
-  def run(state, rows, coins):
+  def run(state, rows, uniforms):
     """What came of every branch."""
     found = []
     for start in range(0, len(rows), _BLOCK):
       some = slice(start, start + _BLOCK)
-      found.append(one_round(state, _filled(rows[some]), _filled(coins[some])
+      found.append(one_round(state, _filled(rows[some]), _filled(uniforms[some])
                              )[1])
     return jax.tree.map(
         lambda *x: np.concatenate(list(map(np.asarray, x)))[:len(rows)], *found)
 
-  law, same, first = {}, True, sampling.VERDICT_COINS
+  law, same, first = {}, True, sampling.VERDICT_UNIFORMS
   rows, weights = np.zeros(1, np.int32), np.ones(1)
   while rows.size:
-    count = first + decoder.parts.drafter.num_coins
-    coins = np.full((len(rows), count), 0.5, np.float32)
+    count = first + decoder.parts.drafter.num_uniforms
+    uniforms = np.full((len(rows), count), 0.5, np.float32)
 
     def split(laws, place):
-      nonlocal rows, weights, coins
-      branch, weights, coin = _expanded(weights, laws)
-      rows, coins = rows[branch], coins[branch]
-      coins[:, place] = coin
+      nonlocal rows, weights, uniforms
+      branch, weights, uniform = _expanded(weights, laws)
+      rows, uniforms = rows[branch], uniforms[branch]
+      uniforms[:, place] = uniform
       return branch
 
-    for place in range(first, count, sampling.COINS_A_DRAW):
-      node = 1 + (place - first) // sampling.COINS_A_DRAW
-      split(run(state, rows, coins)[0][:, node], place)
-    _, stop, next_token, *_ = run(state, rows, coins)
+    for place in range(first, count, sampling.UNIFORMS_A_DRAW):
+      node = 1 + (place - first) // sampling.UNIFORMS_A_DRAW
+      split(run(state, rows, uniforms)[0][:, node], place)
+    _, stop, next_token, *_ = run(state, rows, uniforms)
     nodes = np.tile(np.arange(stop.shape[1]), (len(stop), 1))[stop > 0]
     branch = split(stop, 0)
-    split(next_token[branch, nodes], sampling.COINS_A_DRAW)
+    split(next_token[branch, nodes], sampling.UNIFORMS_A_DRAW)
 
-    _, _, _, tokens, lengths, done, memory = run(state, rows, coins)
+    _, _, _, tokens, lengths, done, memory = run(state, rows, uniforms)
     texts, kept = {}, []
     for i in range(len(rows)):
       text = tuple(tokens[i, len(prompt):lengths[i]].tolist())
@@ -106,7 +106,7 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
         texts[text] = i
         kept += [] if done[i] else [i]
     if kept:
-      state = one_round(state, _filled(rows[kept]), _filled(coins[kept]))[0]
+      state = one_round(state, _filled(rows[kept]), _filled(uniforms[kept]))[0]
     rows, weights = np.arange(len(kept), dtype=np.int32), weights[kept]
   return {text: p for text, p in law.items() if p}, same
 
@@ -148,7 +148,7 @@ def _drafting(kind, model):
   if kind == "tree":
     return (sj.drafters.TreeLanguageModel(model=model, parents=TREE),
             sj.verifiers.Traversal(), table)
-  # Certain drafts that know nothing of constraints.
+  # Deterministic drafts that know nothing of constraints.
   places = np.random.default_rng(0).integers(model.vocab_size, size=(1, 16))
   return (testing.OracleDrafter(gamma=2), sj.verifiers.Token(),
           jnp.asarray(np.tile(places, (_BLOCK, 1)), jnp.int32))
@@ -156,7 +156,7 @@ def _drafting(kind, model):
 
 @pytest.mark.parametrize("name,kind", [
     ("penalties", "chain"), ("penalties", "tree"), ("places", "stopped chain"),
-    ("automaton", "tree"), ("automaton", "certain"), ("schema", "chain"),
+    ("automaton", "tree"), ("automaton", "deterministic"), ("schema", "chain"),
     ("schema", "tree")])
 def test_the_law_is_that_of_constrained_sampling(name, kind):
   # Broken: a constraint sees another text than that of its node or row, is

@@ -29,7 +29,7 @@ def _drafts(decoder, params, prompts, before=None):
     state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
     if drafter is not None:
       state = state.replace(drafter=drafter)
-    return propose(params, state, parts.toss(state, 1)[0])
+    return propose(params, state, parts.draw_uniforms(state, 1)[0])
 
   return drafted(prompts, before and drafted(before)[1])[0]
 

@@ -91,7 +91,7 @@ def fallback_to_other_tokens():
 
 
 def merge():
-  """Drawn tokens, certain ones, and a certain tree that remembers."""
+  """Drawn and deterministic tokens, and a deterministic tree with state."""
   return Contributed(
       Merge(drafters=(with_model(LanguageModel, gamma=2), NGram(gamma=2),
                       Recycling(parents=(-1, 0, 0, 1)))),

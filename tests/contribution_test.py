@@ -119,9 +119,9 @@ def _sound(case):
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_texts():
-  """Texts are short: nothing is tossed, attended to or padded in vain."""
+  """Texts are short: nothing is drawn, attended to or padded in vain."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(rounds, "_TOSSED", 2)  # of more rounds few would be used
+    patch.setattr(rounds, "_DRAWN_ROUNDS", 2)  # few are used
     patch.setattr(growth, "STEP", _CAPACITY)
     patch.setattr(plain, "_buckets", lambda slots, size: [
         *[0] * (size >= _LONGEST), *[_FEW] * (slots > _FEW), slots])

@@ -154,7 +154,7 @@ DRAFTERS = {
     "Online": lambda: Contributed(
         with_model(Online, gamma=3, learning_rate=0.1, rank=2),
         sj.verifiers.Block()),
-    "Suffix certain": lambda: texts.counted(
+    "Suffix deterministic": lambda: texts.counted(
         Suffix, sj.verifiers.TargetWalk(), max_depth=6),
     "Suffix sampled": lambda: texts.counted(
         Suffix, sj.verifiers.Block(), max_depth=6, proposal="sampled"),

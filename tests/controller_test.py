@@ -19,7 +19,7 @@ def _state(controller, acceptance, left=100, done=()):
   seen = jnp.full((rows, 1, controller.lengths[-1]), 1e6)
   own = controller.init(lengths).replace(
       reached=seen, accepted=seen * jnp.array(acceptance)[:, None, None],
-      needed=seen[..., 0], purse=jnp.full((rows,), 16.0))
+      needed=seen[..., 0], budget=jnp.full((rows,), 16.0))
   finished = jnp.zeros((rows,), bool)
   for row in done:
     finished = finished.at[row].set(True)
@@ -46,15 +46,15 @@ def test_the_length_with_the_most_tokens_a_second(acceptance):
 
 
 def test_nothing_is_risked_that_is_not_there():
-  # Broken: drafts are made from an empty purse, or a late drafter is free.
+  # Broken: drafts are made from an empty budget, or a late drafter is free.
   controller = controlled.controller(reading=0.1)
   state = _state(controller, (0.9, 0.9))
-  purse = lambda *values: state.replace(
-      controller=state.controller.replace(purse=jnp.array(values)))
+  budget = lambda *values: state.replace(
+      controller=state.controller.replace(budget=jnp.array(values)))
   for values, most in (((0.0, 0.0), 0), ((0.31, 0.31), 2), ((0.59, 0.59), 2),
                        ((0.0, 2.41), 4), ((2.39, 2.39), 4), ((2.41, 2.41), 8)):
-    assert controlled.LENGTHS[int(controller.choose(purse(*values)))] == most
-  late = purse(2.41, 2.41)
+    assert controlled.LENGTHS[int(controller.choose(budget(*values)))] == most
+  late = budget(2.41, 2.41)
   late = late.replace(controller=late.controller.replace(
       known=jnp.array([2, 8])))  # of 10: 6 tokens to read, 0.6
   assert controlled.LENGTHS[int(controller.choose(late))] == 4
@@ -65,10 +65,10 @@ def test_a_draft_that_costs_little_more_may_be_tried():
   # ever drafted, which gain little; or the longest draft is staked on.
   controller = controlled.controller(seconds=(1.0, 1.7, 1.8, 2.2))
   state = _state(controller, (0.9,))
-  for purse, most in ((0.69, 0), (0.75, 2), (0.85, 4), (1.3, 4), (2.41, 8)):
+  for budget, most in ((0.69, 0), (0.75, 2), (0.85, 4), (1.3, 4), (2.41, 8)):
     chosen = controller.choose(state.replace(
-        controller=state.controller.replace(purse=jnp.array([purse]))))
-    assert controlled.LENGTHS[int(chosen)] == most, purse
+        controller=state.controller.replace(budget=jnp.array([budget]))))
+    assert controlled.LENGTHS[int(chosen)] == most, budget
 
 
 def test_a_batch_that_is_waited_for_goes_by_its_slowest_row():
@@ -83,7 +83,7 @@ def test_a_batch_that_is_waited_for_goes_by_its_slowest_row():
   assert controlled.LENGTHS[int(controller.choose(short))] == 8
   poor = _state(controller, (0.9, 0.9))
   poor = poor.replace(controller=poor.controller.replace(
-      purse=jnp.array([16.0, 0.31])))
+      budget=jnp.array([16.0, 0.31])))
   assert controlled.LENGTHS[int(controller.choose(poor))] == 2
   stats = sj.RoundStats(
       emitted=jnp.array([3, 1]), accepted=jnp.array([2, 0]), expected=None,
@@ -91,22 +91,22 @@ def test_a_batch_that_is_waited_for_goes_by_its_slowest_row():
       law_finite=None)
   new = controller.learned(poor, stats, poor.lengths + stats.emitted, 1, 1)
   np.testing.assert_allclose(
-      new.purse, [16.0, 0.31 + 1.02 - 1.3], atol=1e-5)
+      new.budget, [16.0, 0.31 + 1.02 - 1.3], atol=1e-5)
 
 
 def test_the_first_draft_after_a_rest_costs_more():
-  # Broken: what changing over takes is not taken out of the purse, or out of
+  # Broken: what changing over takes is not taken out of the budget, or out of
   # those of drafts in a row.
   controller = controlled.controller(switching=0.5, credit=0.0)
   state = _state(controller, (0.9,))
   with_purse = lambda known, value: state.replace(
       controller=state.controller.replace(
-          known=jnp.array([known]), purse=jnp.array([value])))
+          known=jnp.array([known]), budget=jnp.array([value])))
   for known, value, want in ((8, 0.31, 2), (7, 0.31, 0), (9, 0.31, 0),
                              (7, 0.81, 2)):
     chosen = int(controller.choose(with_purse(known, value)))
     assert controlled.LENGTHS[chosen] == want
-  assert float(controller.init(state.lengths).purse[0]) == pytest.approx(0.8)
+  assert float(controller.init(state.lengths).budget[0]) == pytest.approx(0.8)
 
 
 def test_a_rest_does_not_prolong_itself():
@@ -120,7 +120,7 @@ def test_a_rest_does_not_prolong_itself():
   assert of(known=state.lengths - 2) == 1
   assert of(known=state.lengths - 3) == 0  # 1.96 tokens in 2.3
   controller = dataclasses.replace(controller, switching=0.0)
-  assert of(known=state.lengths - 62) == 1  # 3 tokens, and the purse has 16
+  assert of(known=state.lengths - 62) == 1  # 3 tokens, and the budget has 16
   controller = dataclasses.replace(controller, switching=2.0)
   assert of(needed=jnp.zeros_like(own.needed)) == 0
 
@@ -132,22 +132,22 @@ def test_rests_are_told_beforehand():
   rests = jax.jit(controller.rests)
   state = _state(controller, (0.9, 0.9))
   state = state.replace(controller=state.controller.replace(
-      purse=jnp.full((2,), 0.315), known=state.lengths - 2))
+      budget=jnp.full((2,), 0.315), known=state.lengths - 2))
   own, count = rests(state, 0)
   assert int(count) == 9  # (0.4 - 0.315) / (0.02 - 0.01), rounded up
-  np.testing.assert_allclose(own.purse, 0.315 + 9 * 0.02, rtol=1e-5)
+  np.testing.assert_allclose(own.budget, 0.315 + 9 * 0.02, rtol=1e-5)
   later = lambda n: state.replace(lengths=state.lengths + n, controller=own)
   assert int(controller.choose(later(8))) == 0
   assert int(controller.choose(later(9))) > 0
   same, count = rests(later(4), 0)
   assert int(count) == 5
-  np.testing.assert_array_equal(same.purse, own.purse)
+  np.testing.assert_array_equal(same.budget, own.budget)
   assert int(rests(later(9), 1)[1]) == 0
   joined = later(4).replace(controller=own.replace(
-      until=own.until.at[1].set(0), purse=jnp.array([0.0, 0.0])))
+      until=own.until.at[1].set(0), budget=jnp.array([0.0, 0.0])))
   new, count = rests(joined, 0)
   assert int(count) == 32
-  np.testing.assert_allclose(new.purse, [27 * 0.02, 32 * 0.02], rtol=1e-5)
+  np.testing.assert_allclose(new.budget, [27 * 0.02, 32 * 0.02], rtol=1e-5)
 
 
 def test_a_rest_that_ends_early_earns_no_more():
@@ -156,12 +156,12 @@ def test_a_rest_that_ends_early_earns_no_more():
   controller = controlled.controller(prior=0.9)
   state = _state(controller, (0.9, 0.9))
   resting = state.controller.replace(
-      purse=jnp.array([0.1, 0.35]) + 0.02 * jnp.array([20, 0]),
+      budget=jnp.array([0.1, 0.35]) + 0.02 * jnp.array([20, 0]),
       until=state.lengths + jnp.array([20, 0]), known=state.lengths - 2)
   state = state.replace(controller=resting)
   assert int(controller.choose(state)) == 0  # 0.225 of 0.3
   state = state.replace(controller=resting.replace(
-      purse=resting.purse + 0.1))
+      budget=resting.budget + 0.1))
   assert controlled.LENGTHS[int(controller.choose(state))] == 2
   stats = sj.RoundStats(
       emitted=jnp.array([1, 1]), accepted=jnp.array([0, 0]), expected=None,
@@ -169,7 +169,7 @@ def test_a_rest_that_ends_early_earns_no_more():
       law_finite=None)
   new = controller.learned(state, stats, state.lengths + 1, 1, 1)
   np.testing.assert_allclose(
-      new.purse, np.array([0.2, 0.45]) + 1.02 - 1.3, atol=1e-5)
+      new.budget, np.array([0.2, 0.45]) + 1.02 - 1.3, atol=1e-5)
 
 
 def test_a_dear_draft_is_tried_once():
@@ -192,7 +192,7 @@ def _two_kinds(kinds, accepted, **options):
       controller=controller.init(lengths).replace(
           reached=seen, accepted=seen * jnp.array(accepted)[:, None],
           needed=seen[..., 0], kind=jnp.array(kinds),
-          purse=jnp.full((len(kinds),), 16.0), known=lengths - 2))
+          budget=jnp.full((len(kinds),), 16.0), known=lengths - 2))
 
 
 def test_rounds_of_two_kinds_are_told_apart():
@@ -205,8 +205,8 @@ def test_rounds_of_two_kinds_are_told_apart():
   assert int(controller.choose(of(1))) == 0
   own, count = controller.rests(of(1), 0)
   assert int(count) == 1  # the next round may have a match
-  assert float(own.purse[0]) == 16
-  poor = of(1).replace(controller=own.replace(purse=jnp.array([0.045])))
+  assert float(own.budget[0]) == 16
+  poor = of(1).replace(controller=own.replace(budget=jnp.array([0.045])))
   assert int(controller.rests(poor.replace(
       lengths=poor.lengths + 1), 0)[1]) == 3  # 0.055 by 0.02 each
   # One seldom accepted token pays at the price of the first drafter alone.
@@ -222,10 +222,10 @@ def test_rounds_of_two_kinds_are_told_apart():
       survival=None, active=None, finite=None, draft_finite=None,
       law_finite=None)
   mixed = mixed.replace(controller=mixed.controller.replace(
-      purse=jnp.full((2,), 5.0), needed=jnp.zeros((2, 2))))
+      budget=jnp.full((2,), 5.0), needed=jnp.zeros((2, 2))))
   before, new = mixed.controller, controller.learned(
       mixed, stats, mixed.lengths + stats.emitted, 1, 1)
-  np.testing.assert_allclose(new.purse, 5 + 1.02 * 2 - 1.3, atol=1e-5)
+  np.testing.assert_allclose(new.budget, 5 + 1.02 * 2 - 1.3, atol=1e-5)
   np.testing.assert_array_equal(new.needed, [[1, 0], [0, 1]])
   for name in ("reached", "accepted"):
     was, now = (np.asarray(getattr(one, name)) for one in (before, new))

@@ -149,15 +149,15 @@ def _propose(drafter, rows, tokens, lengths, store=None, seed=0):
                        sj.LogitsTransform(temperature=None))
 
   @jax.jit
-  def propose(store, tokens, lengths, coins):
+  def propose(store, tokens, lengths, uniforms):
     state = types.SimpleNamespace(
         tokens=tokens, lengths=lengths, temperature=jnp.ones(len(rows)))
-    return bound.propose({"drafter": store}, coins, state)[0]
+    return bound.propose({"drafter": store}, uniforms, state)[0]
 
-  coins = jax.random.uniform(jax.random.key(seed),
-                             (len(rows), bound.num_coins))
+  uniforms = jax.random.uniform(jax.random.key(seed),
+                             (len(rows), bound.num_uniforms))
   return jax.tree.map(np.asarray, propose(
-      store or _store(), tokens, lengths, coins))
+      store or _store(), tokens, lengths, uniforms))
 
 
 def _longest(row, sizes=range(6, 1, -1)):
@@ -198,9 +198,9 @@ def test_a_tree_is_of_the_most_frequent_prefixes():
   assert min(sizes) == 0 and max(sizes) == nodes - 1
 
 
-@pytest.mark.parametrize("proposal", ["certain", "sampled"])
+@pytest.mark.parametrize("proposal", ["deterministic", "sampled"])
 def test_a_chain_follows_the_counts(proposal):
-  # Broken: a certain chain leaves the most frequent path, a drawn one has
+  # Broken: a deterministic chain leaves the most frequent path, a drawn one has
   # another law than it says; or either goes on where its document ends.
   rows, tokens, lengths = _rows()
   draft = _propose(Retrieval(gamma=5, proposal=proposal, max_match=6), rows,
@@ -215,7 +215,7 @@ def test_a_chain_follows_the_counts(proposal):
         ended += k > 0
         break
       counts = np.bincount([f[k] for f in alive], minlength=_V)
-      if proposal == "certain":
+      if proposal == "deterministic":
         assert counts[drafted[k]] == counts.max()
         np.testing.assert_array_equal(probs[k], np.eye(_V)[drafted[k]])
       else:

@@ -30,7 +30,7 @@ class _Tree:
   transform: Any = None
   parents = (-1, 0, 0, 1, 1, 2, 2)
   num_nodes = 7
-  num_coins = 12
+  num_uniforms = 12
   conditional = True
 
   def bind(self, target, transform):
@@ -39,8 +39,8 @@ class _Tree:
   def init(self, params, prompt, prefill_output):
     return None
 
-  def propose(self, params, coins, state):
-    u, table = coins.reshape(-1, 6, 2), params["drafter"]
+  def propose(self, params, uniforms, state):
+    u, table = uniforms.reshape(-1, 6, 2), params["drafter"]
     at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)
     before, root = jnp.take_along_axis(state.tokens, at, axis=1).T
     tokens, rows = [root], []
@@ -99,11 +99,12 @@ class _WrongBelow(_Tree):
     return [other, laws[1]] if above else laws
 
 
-class _BranchesShareCoins(_Tree):
-  """Both inner nodes toss the same numbers."""
+class _BranchesShareUniforms(_Tree):
+  """Both inner nodes draw the same numbers."""
 
-  def propose(self, params, coins, state):
-    return super().propose(params, coins.at[:, 8:12].set(coins[:, 4:8]), state)
+  def propose(self, params, uniforms, state):
+    return super().propose(
+        params, uniforms.at[:, 8:12].set(uniforms[:, 4:8]), state)
 
 
 class _CutByItsOwnChildren(_Tree):
@@ -121,7 +122,7 @@ def test_a_right_tree_passes():
 
 
 @pytest.mark.parametrize("drafter", [
-    _Sorted, _SiblingsForgotten, _WrongBelow, _BranchesShareCoins,
+    _Sorted, _SiblingsForgotten, _WrongBelow, _BranchesShareUniforms,
     _CutByItsOwnChildren], ids=lambda d: d.__name__)
 def test_a_wrong_tree_is_refused(drafter):
   # Broken: a drafter of this kind passes the bar.

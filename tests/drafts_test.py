@@ -41,7 +41,7 @@ class Chain:
     return self.gamma + 1
 
   @property
-  def num_coins(self):
+  def num_uniforms(self):
     return 2 * self.gamma
 
   def bind(self, target, transform):
@@ -51,8 +51,8 @@ class Chain:
     rows = prompt.lengths.shape[0]
     return {"first": prompt.lengths, "full": jnp.zeros((rows, 2), bool)}
 
-  def propose(self, params, coins, state):
-    table, u = params["drafter"], self.coins(coins, state)
+  def propose(self, params, uniforms, state):
+    table, u = params["drafter"], self.uniforms(uniforms, state)
     u = u.reshape(-1, self.gamma, 2)
     at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)
     before, last = jnp.take_along_axis(state.tokens, at, axis=1).T
@@ -74,8 +74,8 @@ class Chain:
 
   # What is right, for subclasses to change.
 
-  def coins(self, coins, state):
-    return coins
+  def uniforms(self, uniforms, state):
+    return uniforms
 
   def logits(self, logits, i, state):
     return logits
@@ -252,50 +252,53 @@ class _ImpossibleToken(Chain):
     return tokens, rows.at[:, -1].set(_only(rare, rows[:, -1], last))
 
 
-class _RowsShareCoins(Chain):
-  coins = lambda self, coins, state: coins[jnp.arange(len(coins)) // 2 * 2]
+class _RowsShareUniforms(Chain):
+  uniforms = lambda self, uniforms, state: uniforms[
+      jnp.arange(len(uniforms)) // 2 * 2]
 
 
-class _RowsShareCoinsFrom128(Chain):
-  coins = lambda self, coins, state: coins[jnp.arange(len(coins)) % 128]
+class _RowsShareUniformsFrom128(Chain):
+  uniforms = lambda self, uniforms, state: uniforms[
+      jnp.arange(len(uniforms)) % 128]
 
 
-class _RoundsShareCoins(Chain):
+class _RoundsShareUniforms(Chain):
 
-  def coins(self, coins, state):
-    fixed = jax.vmap(lambda key: jax.random.uniform(key, coins.shape[1:]))
+  def uniforms(self, uniforms, state):
+    fixed = jax.vmap(lambda key: jax.random.uniform(key, uniforms.shape[1:]))
     return fixed(state.keys)
 
 
-class _EverySecondRoundSharesCoins(Chain):
+class _EverySecondRoundSharesUniforms(Chain):
 
-  def coins(self, coins, state):
+  def uniforms(self, uniforms, state):
     one = lambda key, turn: jax.random.uniform(
-        jax.random.fold_in(key, 77 + turn), coins.shape[1:])
+        jax.random.fold_in(key, 77 + turn), uniforms.shape[1:])
     return jax.vmap(one)(state.keys, state.rounds % 2)
 
 
-class _PositionsShareCoins(Chain):
-  """Coins belong to positions, and a rejected token's are used again."""
+class _PositionsShareUniforms(Chain):
+  """Uniforms belong to positions, and a rejected token's are used again."""
 
-  def coins(self, coins, state):
+  def uniforms(self, uniforms, state):
     one = lambda key, at: jax.random.uniform(
         jax.random.fold_in(key, 77 + at), (2,))
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     return jax.vmap(jax.vmap(one, (None, 0)))(state.keys, at).reshape(
-        coins.shape)
+        uniforms.shape)
 
 
-class _CallsShareCoins(Chain):
+class _CallsShareUniforms(Chain):
 
-  def coins(self, coins, state):
+  def uniforms(self, uniforms, state):
     one = lambda row, turn: jax.random.uniform(jax.random.fold_in(
-        jax.random.fold_in(jax.random.key(1), row), turn), coins.shape[1:])
-    return jax.vmap(one)(jnp.arange(len(coins)), state.rounds)
+        jax.random.fold_in(jax.random.key(1), row), turn), uniforms.shape[1:])
+    return jax.vmap(one)(jnp.arange(len(uniforms)), state.rounds)
 
 
-class _TokensShareCoins(Chain):
-  coins = lambda self, coins, state: jnp.tile(coins[:, :2], (1, self.gamma))
+class _TokensShareUniforms(Chain):
+  uniforms = lambda self, uniforms, state: jnp.tile(
+      uniforms[:, :2], (1, self.gamma))
 
 
 class _DependsOnTheBatch(Chain):
@@ -318,7 +321,7 @@ class _SaysAutoregressive(Chain):
 
 
 class _SaysCertain(Chain):
-  certain = True
+  deterministic = True
 
 
 WRONG_Q = "are not samples of the rows of q"
@@ -342,18 +345,18 @@ _PLANTED = {
     _EosDropped: f"{WRONG_Q}.*x is an eos",
     _ShortOfUnlikely: WRONG_Q,
     _ImpossibleToken: "a token was drafted whose probability was 0",
-    _RowsShareCoins: f"{WRONG_Q}.*drawn 1 rows before",
-    _RowsShareCoinsFrom128: f"{WRONG_Q}.*drawn 128 rows before",
-    _RoundsShareCoins: f"{WRONG_Q}.*same node in the round before",
-    _EverySecondRoundSharesCoins: f"{WRONG_Q}.*same node 2 rounds before",
-    _PositionsShareCoins: f"{WRONG_Q}.*same position in the round before",
+    _RowsShareUniforms: f"{WRONG_Q}.*drawn 1 rows before",
+    _RowsShareUniformsFrom128: f"{WRONG_Q}.*drawn 128 rows before",
+    _RoundsShareUniforms: f"{WRONG_Q}.*same node in the round before",
+    _EverySecondRoundSharesUniforms: f"{WRONG_Q}.*same node 2 rounds before",
+    _PositionsShareUniforms: f"{WRONG_Q}.*same position in the round before",
     _AtPageBorders: f"{WRONG_Q}.*0 mod 16 tokens",
     _NearlyCertain: rf"{WRONG_Q}.*7 / 8 or more",
-    _CallsShareCoins: f"{WRONG_Q}.*call before",
-    _TokensShareCoins: f"{WRONG_Q}.*its parent",
+    _CallsShareUniforms: f"{WRONG_Q}.*call before",
+    _TokensShareUniforms: f"{WRONG_Q}.*its parent",
     _DependsOnTheBatch: "depends on its place or on the other rows",
     _SaysAutoregressive: "declares `autoregressive = True`",
-    _SaysCertain: "declares `certain = True`",
+    _SaysCertain: "declares `deterministic = True`",
 }
 
 

@@ -107,16 +107,16 @@ def drawn():
     return table[tokens], before + tokens
 
   nodes = _drawn_trees.num_nodes(_DEPTH, _EXPANDED, _CHILDREN)
-  coins = jax.random.uniform(
-      jax.random.key(1), (_V, (nodes - 1) * sampling.COINS_A_DRAW))
+  uniforms = jax.random.uniform(
+      jax.random.key(1), (_V, (nodes - 1) * sampling.UNIFORMS_A_DRAW))
   roots = jnp.arange(_V)
   transform = sampling.LogitsTransform(temperature=1.5)
-  grow = jax.jit(lambda coins: _drawn_trees.grow(
-      step, roots[:, None], table, coins, roots,
+  grow = jax.jit(lambda uniforms: _drawn_trees.grow(
+      step, roots[:, None], table, uniforms, roots,
       _children.drawer("without_replacement", transform, None),
       confidence=sampling.LogitsTransform(), depth=_DEPTH, expanded=_EXPANDED,
       children=_CHILDREN))
-  draft, sums = grow(coins)
+  draft, sums = grow(uniforms)
   return transform, np.asarray(table), jax.tree.map(np.asarray, draft), sums
 
 

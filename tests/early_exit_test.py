@@ -231,11 +231,11 @@ def test_no_layer_is_run_twice(monkeypatch):
   def run():
     state = _decoder(one.drafter).prefill(
         _params(), [[1, 2]], jax.random.key(0), limits=9)
-    coins = one.toss(state, 1)[0]
+    uniforms = one.draw_uniforms(state, 1)[0]
     fed.clear()
-    draft, drafter = one.propose(_params(), state, coins)
+    draft, drafter = one.propose(_params(), state, uniforms)
     drafted, fed[:] = set(fed), []
-    one.judge(_params(), state, coins, draft, drafter)
+    one.judge(_params(), state, uniforms, draft, drafter)
     return drafted, set(fed)
 
   found = []

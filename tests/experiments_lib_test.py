@@ -41,7 +41,7 @@ def test_noise_is_drawn_by_the_law_that_it_reports():
   state = types.SimpleNamespace(
       tokens=jnp.zeros((1, 1), jnp.int32), lengths=jnp.ones(1, jnp.int32))
   for part in np.split(np.arange(numbers, dtype=np.float32) / numbers, 8):
-    draft, _ = noise.propose({}, part[None], state)  # all coins there are
+    draft, _ = noise.propose({}, part[None], state)  # all uniforms there are
     drawn += np.bincount(draft.tokens[0, 1:], minlength=size)
   np.testing.assert_array_equal(draft.probs[0, 1], drawn / numbers)
 

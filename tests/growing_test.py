@@ -26,7 +26,7 @@ _GREEDY, _SAMPLED = 0.0, 1.0
     "TokenIntersection"])
 def test_grown_in_the_middle_is_as_allocated_whole(name):
   # Broken: what a row had is lost or moved when slots are added, a row writes
-  # after its last slot before they are, or coins are drawn twice.
+  # after its last slot before they are, or uniforms are drawn twice.
   case = DRAFTERS[name]()
   decoder = sj.Decoder(
       target=case.model, drafter=case.drafter, verifier=case.rule)

@@ -174,7 +174,7 @@ def _trials(rule, kind):
 @pytest.mark.parametrize("name", _CHAINS)
 def test_sizes_and_padding(name):
   # Broken: a rule that is wrong only at sizes of real decoding, or beside
-  # certain padding, is approved.
+  # deterministic padding, is approved.
   assert any(found.fails for found in _trials(*_CHAINS[name]))
 
 
@@ -260,7 +260,7 @@ _TREES = {
 
 @pytest.mark.parametrize("name", _TREES)
 def test_trees(name):
-  # Broken: a rule that is wrong for certain trees alone is approved.
+  # Broken: a rule that is wrong for deterministic trees alone is approved.
   where, kind = _TREES[name]
   compiled, tried = exact.Compiled(_Where(where, Recursive())), (
       exact.schemes.iid,)

@@ -38,7 +38,7 @@ class FeatureTree(_growth.StaticTree):
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
     return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
-  def propose(self, params, coins, state):
+  def propose(self, params, uniforms, state):
     own, roots = params["drafter"], round_steps.roots(state)
 
     def step(tokens, depths, ancestors, above, features):
@@ -55,7 +55,7 @@ class FeatureTree(_growth.StaticTree):
           depth=3, top_k=2, num_nodes=self.num_nodes)
       return draft, state.drafter
     tokens, probs, _ = _growth.grow(
-        step, features, logits[:, 0], coins, self.parents,
+        step, features, logits[:, 0], uniforms, self.parents,
         _children.drawer(self.proposal, self.transform, state.temperature))
     parents = jnp.array(self.parents, jnp.int32)
     tree = lambda root, *rows: sj.Draft.tree(root, parents, *rows)
@@ -74,7 +74,7 @@ class Reference:
 
   gamma: int
   vocab_size: int
-  num_coins = 0
+  num_uniforms = 0
   chain = iid = conditional = autoregressive = True
 
   @property
@@ -84,7 +84,7 @@ class Reference:
   def init(self, params, prompt, prefill_output):
     return None
 
-  def propose(self, params, coins, state):
+  def propose(self, params, uniforms, state):
     text, roots = state.context["reference"], round_steps.roots(state)
     found = text == roots[:, None]
     start = jnp.argmax(found, axis=1)[:, None] + 1 + jnp.arange(self.gamma)

@@ -23,7 +23,7 @@ _DRAFTS, _NODES, _VOCAB = 200, 4, 5
 
 
 def _cases(rule):
-  """Drafts, target laws, states and coins, with zeros and padding."""
+  """Drafts, target laws, states and uniforms, with zeros and padding."""
   rng = np.random.default_rng(5)
   shape = (_DRAFTS, _NODES, _VOCAB)
 
@@ -46,8 +46,8 @@ def _cases(rule):
         weights=rng.random((_DRAFTS, 2)).astype(np.float32))
   draft = Draft(tokens=np.minimum(tokens, _VOCAB - 1).astype(np.int32),
                 parents=np.tile(parents, (_DRAFTS, 1)), probs=q)
-  coins = rng.random((_DRAFTS, 8, sampling.VERDICT_COINS), np.float32)
-  return draft, p, states, coins
+  uniforms = rng.random((_DRAFTS, 8, sampling.VERDICT_UNIFORMS), np.float32)
+  return draft, p, states, uniforms
 
 
 def _outcomes(rule):
@@ -56,10 +56,10 @@ def _outcomes(rule):
 
   @jax.jit
   @jax.vmap
-  def both(draft, p, state, coins):
+  def both(draft, p, state, uniforms):
     law, rows = one.law(draft, p, state), one.by_row(draft, p, state)
     draw = lambda law: jax.vmap(
-        functools.partial(sampling.sample_verdict, law, draft))(coins)
+        functools.partial(sampling.sample_verdict, law, draft))(uniforms)
     return law, rows.law(), draw(law), draw(rows)
 
   return jax.device_get(both(*_cases(rule)))

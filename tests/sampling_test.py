@@ -165,7 +165,7 @@ def test_equal_transforms_are_one_static_argument():
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 64, 1000])
 def test_inverse_cdf_is_searchsorted_twice(vocab):
   # Broken: tokens are drawn with a shifted or biased law. Small whole weights
-  # and dyadic coins leave no rounding, so agreement is exact.
+  # and dyadic uniforms leave no rounding, so agreement is exact.
   rng = np.random.default_rng(vocab)
   weights = rng.integers(0, 4, vocab).astype(np.float32)
   weights[-1] = 1
@@ -223,22 +223,22 @@ def test_sample_follows_its_law(vocab):
 _verdicts = jax.jit(jax.vmap(sampling.sample_verdict, (0, None, 0)))
 
 
-def _coins(rows):
-  return sampling.toss(jax.random.split(jax.random.key(0), rows),
-                       jnp.zeros(rows, jnp.int32), sampling.VERDICT_COINS)
+def _uniforms(rows):
+  return sampling.uniforms(jax.random.split(jax.random.key(0), rows),
+                       jnp.zeros(rows, jnp.int32), sampling.VERDICT_UNIFORMS)
 
 
-def test_coins_depend_on_nothing_but_row_and_round():
+def test_uniforms_depend_on_nothing_but_row_and_round():
   # Broken: a row's text depends on the draft length, on the rounds that are
-  # tossed together, or on who shares its batch.
+  # drawn together, or on who shares its batch.
   keys = jax.random.split(jax.random.key(3), 4)
   rounds = jnp.array([[0, 5, 2, 1], [1, 6, 3, 2]], jnp.int32)
-  all_coins = sampling.toss(keys, rounds, 7)
-  np.testing.assert_array_equal(all_coins[..., :3],
-                                sampling.toss(keys, rounds, 3))
+  all_uniforms = sampling.uniforms(keys, rounds, 7)
+  np.testing.assert_array_equal(all_uniforms[..., :3],
+                                sampling.uniforms(keys, rounds, 3))
   np.testing.assert_array_equal(
-      all_coins[1, 2:3], sampling.toss(keys[2:3], rounds[1, 2:3], 7))
-  assert len(np.unique(all_coins)) == all_coins.size
+      all_uniforms[1, 2:3], sampling.uniforms(keys[2:3], rounds[1, 2:3], 7))
+  assert len(np.unique(all_uniforms)) == all_uniforms.size
 
 
 def test_rows_of_several_temperatures_share_a_transform():
@@ -270,7 +270,7 @@ def test_verdict_is_the_path_to_the_stop(parents, paths):
       Law(stop=jnp.eye(size),
           next_token=jnp.tile(jax.nn.one_hot(nodes % vocab, vocab),
                               (size, 1, 1))),
-      draft, _coins(size))
+      draft, _uniforms(size))
   np.testing.assert_array_equal(verdict.num_accepted,
                                 [len(path) - 1 for path in paths])
   np.testing.assert_array_equal(verdict.next_token, nodes % vocab)
@@ -283,17 +283,17 @@ def test_verdict_survives_a_negative_law():
   draft = Draft.chain(0, jnp.array([1, 2]), jnp.zeros((2, 3)))
   law = Law(stop=jnp.tile(jnp.array([-1e-6, 1.0, -1e-6]), (50, 1)),
             next_token=jnp.tile(jnp.array([-1e-6, 1.0, -1e-6]), (50, 3, 1)))
-  verdict = _verdicts(law, draft, _coins(50))
+  verdict = _verdicts(law, draft, _uniforms(50))
   assert (verdict.num_accepted == 1).all() and (verdict.next_token == 1).all()
 
 
-def test_stop_and_next_token_have_coins_of_their_own():
+def test_stop_and_next_token_have_uniforms_of_their_own():
   # Broken: the extra token depends on where the draft was cut. One shared
   # uniform would leave two of the four cells empty.
   draft = Draft.chain(0, jnp.array([1]), jnp.zeros((1, 2)))
   law = Law(stop=jnp.full((4000, 2), 0.5),
             next_token=jnp.full((4000, 2, 2), 0.5))
-  verdict = _verdicts(law, draft, _coins(4000))
+  verdict = _verdicts(law, draft, _uniforms(4000))
   table = np.bincount(2 * verdict.num_accepted + verdict.next_token,
                       minlength=4)
   assert scipy.stats.chisquare(table).pvalue > _FALSE_ALARM

@@ -187,7 +187,8 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   count = tokens.shape[0]
   prompt = sj.Prompt(tokens=tokens, lengths=jnp.full((count,), 3, jnp.int32),
                      capacity=16)
-  coins = jax.random.uniform(jax.random.key(2), (count, drafter.num_coins))
+  uniforms = jax.random.uniform(
+      jax.random.key(2), (count, drafter.num_uniforms))
 
   def drafted(drafter, own, done=False):
     state = sj.DecodeState(
@@ -195,7 +196,7 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
         done=jnp.full((count,), done), keys=None, rounds=prompt.lengths,
         temperature=jnp.ones((count,)), eos=None, target_cache=None,
         drafter=drafter.init({"drafter": own}, prompt, None))
-    return drafter.propose({"drafter": own}, coins, state)
+    return drafter.propose({"drafter": own}, uniforms, state)
 
   want, _ = drafted(whole, table)
   got, state = drafted(drafter, own)
@@ -229,10 +230,10 @@ def test_an_eagle_chain_ends_where_the_rule_says():
     state = decoder.prefill(
         case.parameters, [[1, 2, 3, 0]] * 8 + [[3, 1]] * 8 + [[2]],
         jax.random.key(0), limits=40)
-    coins = jax.random.uniform(
-        jax.random.key(1), (17, decoder.parts.drafter.num_coins))
+    uniforms = jax.random.uniform(
+        jax.random.key(1), (17, decoder.parts.drafter.num_uniforms))
     found[stop] = jax.jit(decoder.parts.drafter.propose)(
-        case.parameters, coins, state)
+        case.parameters, uniforms, state)
   (want, _), (got, after) = found[None], found[rule]
   own = np.take_along_axis(
       np.asarray(want.probs), np.asarray(want.tokens)[..., None], -1)[:, 1:, 0]

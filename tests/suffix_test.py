@@ -122,16 +122,16 @@ def _propose(drafter, rows, store=None, temperature=1.0, seed=0, done=False):
                        sj.LogitsTransform(temperature=None))
 
   @jax.jit
-  def propose(params, tokens, lengths, coins, temperature, done):
+  def propose(params, tokens, lengths, uniforms, temperature, done):
     state = types.SimpleNamespace(tokens=tokens, lengths=lengths,
                                   temperature=temperature, done=done)
-    return bound.propose(params, coins, state)[0]
+    return bound.propose(params, uniforms, state)[0]
 
   draft = propose(
       {} if store is None else {"drafter": store},
       jnp.asarray(tokens, jnp.int32),
       jnp.array([len(row) for row in rows], jnp.int32),
-      jax.random.uniform(jax.random.key(seed), (len(rows), bound.num_coins)),
+      jax.random.uniform(jax.random.key(seed), (len(rows), bound.num_uniforms)),
       jnp.full((len(rows),), temperature),
       jnp.broadcast_to(jnp.asarray(done), (len(rows),)))
   assert (draft.tokens[:, 0] == np.array([row[-1] for row in rows])).all()
@@ -160,7 +160,7 @@ _SETTINGS = {
 @pytest.mark.parametrize("name, with_store", [
     ("as published", False), ("another length", True),
     ("a shallow tree", True)])
-def test_certain_drafts_are_those_of_suffix_decoding(name, with_store):
+def test_deterministic_drafts_are_those_of_suffix_decoding(name, with_store):
   # Broken: a count, a probability, a limit, the choice of the match length or
   # of the text differs from the published algorithm's.
   drafter = Suffix(max_matches=64, **_SETTINGS[name])
@@ -212,7 +212,7 @@ def test_sampled_drafts_are_drawn_from_the_counts():
   assert spread > 2 and abs((hit - chance).sum()) < 5 * spread
 
 
-def test_sampled_drafts_at_temperature_0_are_certain():
+def test_sampled_drafts_at_temperature_0_are_deterministic():
   # Broken: greedy rows draft anything but the most frequent path, or rows that
   # are done keep the search going.
   rows = _texts(seed=2)
@@ -276,7 +276,7 @@ def test_bad_settings_are_refused_in_one_line():
       (dict(max_spec_offset=np.inf), "max_spec_offset is inf.*finite"),
       (dict(min_token_prob=1.5), r"1.5; it must lie in \[0, 1\]"),
       (dict(max_spec_factor=-1), "max_spec_factor is -1"),
-      (dict(proposal="top_k"), "proposal is 'top_k'.*certain, sampled")):
+      (dict(proposal="top_k"), "proposal is 'top_k'.*deterministic, sampled")):
     with pytest.raises(ValueError, match=words) as e:
       Suffix(**{"gamma": 2, **settings})
     assert "\n" not in str(e.value)
@@ -337,7 +337,7 @@ def test_a_drawn_tree_has_the_laws_of_the_counts():
 
 
 @pytest.mark.parametrize("changed,words", [
-    (dict(parents=(-1, 0)), "parents is a tree and proposal 'certain'"),
+    (dict(parents=(-1, 0)), "parents is a tree and proposal 'deterministic'"),
     (dict(parents=(-1, 0, 1, 2), proposal="sampled"), "is 3 levels deep"),
     (dict(parents=(-1,), proposal="sampled"), "nodes of `parents` is 1"),
     (dict(parents=(-1, 2), proposal="sampled"), "parent of node 1 is 2"),

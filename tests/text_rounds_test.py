@@ -56,8 +56,8 @@ def test_a_rule_that_wins_in_the_mean_loses_the_quantile():
   assert found["rounds_gain_high"] < 0
   assert found["slow_texts"] == pytest.approx(0.1)
   assert found["slow_texts_low"] > 0
-  certain = np.arange(101)[None, :] >= token[:, None]  # as probabilities
-  assert text_rounds.columns(certain, range(100)) == pytest.approx(
+  deterministic = np.arange(101)[None, :] >= token[:, None]  # as probabilities
+  assert text_rounds.columns(deterministic, range(100)) == pytest.approx(
       {name: found[name] for name in found if name in (
           "rounds", "rounds_low", "rounds_high", "rounds_p90", "rounds_p90_low",
           "rounds_p90_high")})

@@ -40,11 +40,11 @@ def _verification(top_p):
   transform = sj.LogitsTransform(temperature=None, top_p=top_p)
   rule = sj.interfaces.rule(sj.verifiers.Block())
 
-  def verify(logits, temperature, draft, coins):
+  def verify(logits, temperature, draft, uniforms):
     probs = transform(logits, temperature[:, None])
-    draw = lambda draft, probs, coins: sj.sampling.sample_outcome(
-        rule.by_row(draft, probs), draft, coins)
-    verdict, row = jax.vmap(draw)(draft, probs, coins)
+    draw = lambda draft, probs, uniforms: sj.sampling.sample_outcome(
+        rule.by_row(draft, probs), draft, uniforms)
+    verdict, row = jax.vmap(draw)(draft, probs, uniforms)
     # What the loop asks besides.
     return verdict, [jnp.isfinite(x.sum(-1)) for x in (row, probs, draft.probs)]
 
@@ -54,7 +54,7 @@ def _verification(top_p):
   ids, laws = shape(_NODES, dtype=jnp.int32), shape(_NODES, _VOCAB)
   lowered = jax.jit(verify).lower(
       laws, shape(), sj.Draft(tokens=ids, parents=ids, probs=laws),
-      shape(sj.sampling.VERDICT_COINS))
+      shape(sj.sampling.VERDICT_UNIFORMS))
   key = hashlib.sha256("\0".join([
       lowered.as_text(), pathlib.Path(__file__).read_text("utf-8"),
       *map(importlib.metadata.version, ("jax", "jaxlib", "libtpu"))

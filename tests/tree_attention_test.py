@@ -99,7 +99,7 @@ class _HiddenTruth(testing.OracleDrafter):
 
   chain = False
 
-  num_coins = None  # it takes keys
+  num_uniforms = None  # it takes keys
 
   def propose(self, params, keys, state):
     def tree(key, root, truth):

@@ -143,13 +143,13 @@ def test_dropped_copies_bias_traversal_even_with_two_tokens():
     assert not biased or 8e-3 < found.total_variation < 0.1
 
 
-def test_grandchildren_that_share_a_coin_bias_traversal_alone():
+def test_grandchildren_that_share_a_uniform_bias_traversal_alone():
   # Broken: the proof does not see what a sibling's descendants tell. Here the
-  # second child is drawn by the coin that drew the first one's child.
+  # second child is drawn by the uniform that drew the first one's child.
   def sharing(drafts, q, parents):
     drafts = drafts.grow(0, q[drafts.at(0)])
     drafts = drafts.grow(1, q[drafts.at(1)])
-    # The coin of token x is uniform over the interval of x in the cumulative
+    # The uniform of token x is uniform over the interval of x in the cumulative
     # law, so that x leaves the shares in which others' intervals cut its own.
     token = drafts.tokens[:, 2, None]
     take = lambda rows: np.take_along_axis(rows, token, axis=-1)

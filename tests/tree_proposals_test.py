@@ -90,9 +90,9 @@ def test_children(proposal, transform):
   # Broken: siblings repeat, a row is not the law of its token, or the most
   # useful guesses are missing where the law is exhausted.
   logits = 3 * jax.random.normal(jax.random.key(1), (3, 8))
-  coins = jax.random.uniform(jax.random.key(2), (sum(_COUNTS), 2))
+  uniforms = jax.random.uniform(jax.random.key(2), (sum(_COUNTS), 2))
   draw = jax.jit(getattr(_children, proposal), static_argnums=(1, 3))
-  tokens, probs = map(np.asarray, draw(logits, _COUNTS, coins, transform))
+  tokens, probs = map(np.asarray, draw(logits, _COUNTS, uniforms, transform))
   q = np.asarray(transform(logits))
   ranked = np.array(logits)
   ranked[:, list(transform.banned)] = -np.inf

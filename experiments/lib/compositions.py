@@ -74,7 +74,7 @@ class Noise:
     return self.gamma + 1
 
   @property
-  def num_coins(self) -> int:
+  def num_uniforms(self) -> int:
     return self.gamma
 
   def bind(self, target, transform):
@@ -86,12 +86,12 @@ class Noise:
     """Nothing: noise remembers nothing."""
     del params, prompt, prefill_output
 
-  def propose(self, params, coins, state):
+  def propose(self, params, uniforms, state):
     """Drafts a chain for every row."""
     del params
-    # A coin is one of 2^23 numbers, which V tokens may not share evenly.
+    # A uniform is one of 2^23 numbers, which V tokens may not share evenly.
     numbers, size = 2**23, self.vocab_size
-    tokens = (coins * numbers).astype(jnp.int32) % size
+    tokens = (uniforms * numbers).astype(jnp.int32) % size
     shares = numbers // size + (np.arange(size) < numbers % size)
     probs = jnp.broadcast_to(
         (shares / numbers).astype(np.float32), (*tokens.shape, size))

@@ -62,8 +62,8 @@ def main() -> None:
       decoder.drafter, vocab_size=target.model.vocab_size,
       transform=decoder.transform)
   propose = jax.jit(drafter.propose)
-  coins = jax.random.uniform(jax.random.key(1), (1, drafter.num_coins))
-  look_up = seconds(lambda: propose(params, coins, state))
+  uniforms = jax.random.uniform(jax.random.key(1), (1, drafter.num_uniforms))
+  look_up = seconds(lambda: propose(params, uniforms, state))
   decode = lambda: decoder.decode(
       params, jax.tree.map(jax.numpy.copy, state), ROUNDS)[0].tokens
   whole = seconds(decode) / ROUNDS

@@ -1,9 +1,10 @@
 """Any verifier judged on a record, without its models.
 
 Given a draft and both models' laws, a rule's expected number of accepted
-tokens is known exactly, so no coin is tossed and rules are compared on the same
-drafts. The rounds start where the recorded rule left off: for it the figures
-are those of its own rollouts, for another they say what it would accept there.
+tokens is known exactly, so no uniform is drawn and rules are compared on the
+same drafts. The rounds start where the recorded rule left off: for it the
+figures are those of its own rollouts, for another they say what it would accept
+there.
 """
 
 from collections.abc import Hashable

@@ -12,7 +12,7 @@ A batch has one length, for its rows share one pass: rows for which it is too
 long lose nothing by it. So with a controller the text of a row at a temperature
 above 0 depends on the rows beside it. Its law does not.
 
-What it may lose is bounded. A row has a purse, in tokens of decoding without
+What it may lose is bounded. A row has a budget, in tokens of decoding without
 drafts: what the rows of a round emit, with a share of `risk` on top, is put
 into their purses alike, and what the round cost is taken out: rounds that pay
 fill them. A draft is made only if the purses can bear that nothing of it is
@@ -26,7 +26,7 @@ not pay.
 
 A batch whose rows are all waited for (`waits`) is done when its slowest row is.
 Then the length counts with which that row is done first, and each row has a
-purse of its own, so that none is done later than without drafts.
+budget of its own, so that none is done later than without drafts.
 
 Rounds without a draft are most of what a useless drafter leaves, and the
 controller has no part in them: how many there will be is said before the first.
@@ -53,8 +53,8 @@ _PRIOR_ROUNDS = 2.0  # how much what is believed of a place counts
 _REST = 0.95  # of what was seen, kept in a round without a draft
 _PAUSE = 8  # such rounds before a draft that does not pay is thought of again
 _LONGEST_PAUSE = 32  # and before the purses are looked at again
-_MOST = 16.0  # tokens in a purse: how much of a gain may be lost again
-_STAKE = 0.5  # of a purse, that a draft may lose if a cheaper one will do
+_MOST = 16.0  # tokens in a budget: how much of a gain may be lost again
+_STAKE = 0.5  # of a budget, that a draft may lose if a cheaper one will do
 _CHEAPER = 0.8  # of what a draft may lose, for the shortest one to be that
 
 
@@ -67,7 +67,7 @@ class ControllerState:
       long at least, and accepted up to token i - 1; D is the number of kinds
       of rounds and G the longest length.
     accepted: `[B, D, G]` float32, those of them that accepted token i too.
-    purse: `[B]` float32, tokens.
+    budget: `[B]` float32, tokens.
     needed: `[B, D]` float32, of the time that drafts of the length chosen would
       have added to these rounds, the part that was needed: where less was
       drafted less is verified.
@@ -79,7 +79,7 @@ class ControllerState:
 
   reached: jax.Array
   accepted: jax.Array
-  purse: jax.Array
+  budget: jax.Array
   needed: jax.Array
   kind: jax.Array
   known: jax.Array
@@ -105,11 +105,11 @@ class Controller:
       drafter of a `Fallback` drafts; (): all rounds are of one kind.
     reading: seconds that the drafter needs to read a token that was committed
       without it, before it drafts again. If it is more than `risk` allows, a
-      drafter whose purse is empty is not asked again.
+      drafter whose budget is empty is not asked again.
     switching: seconds that a round with a draft takes longer after one without
       than after one with, reading aside.
     prior: the share of drafted tokens that is accepted, before any was seen;
-      rather too high, for what is tried in vain is bounded by the purse.
+      rather too high, for what is tried in vain is bounded by the budget.
     memory: of what was seen, kept in a round with a draft, in [0, 1].
     risk: share of the time that may be spent on drafts that do not pay.
     credit: tokens that may be lost on such drafts at the beginning, over the
@@ -183,10 +183,10 @@ class Controller:
     """The state after prompts of `lengths [B]`."""
     rows, kinds = lengths.shape[0], len(self.costs)
     zeros = jnp.zeros((rows, kinds, self.lengths[-1]), jnp.float32)
-    purse = max(self.credit / rows, self._least[-1])
+    budget = max(self.credit / rows, self._least[-1])
     return ControllerState(
         reached=zeros, accepted=zeros,
-        purse=jnp.full((rows,), purse, jnp.float32),
+        budget=jnp.full((rows,), budget, jnp.float32),
         needed=jnp.zeros((rows, kinds), jnp.float32),
         kind=jnp.full((rows,), kinds - 1, jnp.int32),
         known=lengths - 1, until=lengths)
@@ -199,7 +199,7 @@ class Controller:
     the place before it: deep places are reached seldom, and drafts that
     survived so far go on.
     """
-    believed, survived = jnp.full_like(own.purse, self.prior), []
+    believed, survived = jnp.full_like(own.budget, self.prior), []
     reached, accepted = (_of_kind(x, own) for x in (own.reached, own.accepted))
     for i in range(self.lengths[-1]):
       believed = ((accepted[:, i] + _PRIOR_ROUNDS * believed)
@@ -211,9 +211,9 @@ class Controller:
     """`[]` int32, the index of the length that the batch drafts now."""
     own, active = state.controller, ~state.done
     added = self._costs(state)[1:] - 1 + self._late(state)
-    purse = self._shared(self._purse(state), active)
+    budget = self._shared(self._purse(state), active)
     affordable = added <= jnp.where(
-        added[0] < _CHEAPER * added, _STAKE * purse, purse)
+        added[0] < _CHEAPER * added, _STAKE * budget, budget)
     asks = jnp.any(active & (own.until <= state.lengths))
     return jax.lax.cond(
         asks & affordable[0], lambda: self._choose(state, affordable),
@@ -276,7 +276,7 @@ class Controller:
     """
     own = state.controller
     ahead = jnp.maximum(own.until - state.lengths, 0)
-    return own.purse - self.risk * ahead
+    return own.budget - self.risk * ahead
 
   def _shared(self, x, rows):
     """What rows that share a round have together of `x [B]`."""
@@ -322,7 +322,7 @@ class Controller:
         reached=kept[:, None, None] * own.reached,
         accepted=kept[:, None, None] * own.accepted,
         needed=kept[:, None] * own.needed,
-        purse=jnp.minimum(own.purse + self.risk * more, _MOST),
+        budget=jnp.minimum(own.budget + self.risk * more, _MOST),
         until=jnp.maximum(own.until, until))
     return new, jnp.where(
         chosen > 0, 0, jnp.where(asks, pause, waiting)).astype(jnp.int32)
@@ -355,7 +355,7 @@ class Controller:
         reached=added_to(own.reached, reached[:, None]),
         accepted=added_to(
             own.accepted, (reached & (taken >= place))[:, None]),
-        purse=self._filled(
+        budget=self._filled(
             state, stats.emitted, costs[verified] + self._late(state)),
         needed=added_to(own.needed, needed), known=lengths - 2,
         until=lengths)
@@ -363,7 +363,7 @@ class Controller:
     return jax.tree.map(keep, new, own)
 
   def _filled(self, state, emitted, cost):
-    """The purse after a round that emitted so much and cost so much.
+    """The budget after a round that emitted so much and cost so much.
 
     Rows that share a round share what it earns, unless each of them `waits`:
     one that does not pay for itself may cost less than the others gain.
@@ -372,7 +372,7 @@ class Controller:
       emitted = _mean(emitted, ~state.done)
     earned = (1 + self.risk) * emitted - cost
     new = jnp.minimum(self._purse(state) + earned, _MOST)
-    return jnp.where(state.done, state.controller.purse,
+    return jnp.where(state.done, state.controller.budget,
                      new.astype(jnp.float32))
 
 

@@ -230,7 +230,7 @@ def _kept(path, count):
 
 def _measure(decoder, params, batch, used, capacity, context):
   """`seconds` of a round of each length, of `reading` and of `switching`."""
-  ladder, longest = decoder.parts, decoder.num_nodes
+  by_length, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length
   used, rounds = _room(
       used, min(whole, capacity - longest) if capacity else whole, longest)
@@ -245,12 +245,12 @@ def _measure(decoder, params, batch, used, capacity, context):
     script = own.replace(index=jnp.full_like(own.index, index),
                          period=jnp.full_like(own.period, period))
     return lambda state: rounds_lib.until(
-        ladder, params, state.replace(controller=jax.tree.map(
+        by_length, params, state.replace(controller=jax.tree.map(
             jnp.copy, script)), rounds)
 
   # What a call costs, and its first rounds more than others, is left out.
   few = rounds // 4
-  kinds = [(i, n) for i in range(len(ladder.rungs)) for n in (few, rounds)]
+  kinds = [(i, n) for i in range(len(by_length.rungs)) for n in (few, rounds)]
   kinds = [one for one in kinds if one[1]]
   calls = [of(*one) for one in kinds] + [of(1, rounds, _PERIOD)]
   *times, changing = _timed(calls, state)
@@ -258,11 +258,11 @@ def _measure(decoder, params, batch, used, capacity, context):
   # Where calls take longer than rounds the difference may be any number.
   seconds = [max((took[i, rounds] - took.get((i, few), 0.0)) / (rounds - few),
                  took[i, rounds] / (2 * rounds))
-             for i in range(len(ladder.rungs))]
+             for i in range(len(by_length.rungs))]
   reading = 0.0
-  if hasattr(ladder.drafter, "catch_up"):
+  if hasattr(by_length.drafter, "catch_up"):
     known = jnp.maximum(state.lengths - 2 - _READ, 0)
-    read = jax.jit(ladder.drafter.catch_up)
+    read = jax.jit(by_length.drafter.catch_up)
     long, short = _timed([lambda state: read(params, state, known),
                           lambda state: read(params, state, state.lengths)],
                          state)

@@ -15,9 +15,9 @@ from specjax.caches import paged
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import growth as capacity_lib
 from specjax.decoding import inputs
-from specjax.decoding import ladder as ladder_lib
 from specjax.decoding import placement as sharding
 from specjax.decoding import rounds as rounds_lib
+from specjax.decoding import rounds_by_length
 from specjax.decoding.controller import Controller
 from specjax.interfaces import checks
 from specjax.sampling import LogitsTransform
@@ -72,8 +72,8 @@ class Decoder:
       within the capacity. It costs time; a `ValueError` names the part. (A
       single `decode_round` reports in `RoundStats.checks`.)
     parts: no argument, but what is made of them: the `rounds.Round` that is
-      repeated, with the drafter bound, or a `Ladder` of rounds where there is a
-      controller.
+      repeated, with the drafter bound, or a `RoundsByLength` of rounds where
+      there is a controller.
 
   Raises:
     ValueError: the drafter does not declare what the verifier requires, or does
@@ -142,7 +142,7 @@ class Decoder:
         target=self.target, drafter=drafter, rule=rule, transform=shared,
         observers=tuple(observers), debug=self.debug)
     object.__setattr__(self, "parts", one if self.controller is None else
-                       ladder_lib.ladder(one, self.controller))
+                       rounds_by_length.build(one, self.controller))
 
   def _check_target(self):
     vocab_size = self.target.vocab_size
@@ -366,7 +366,7 @@ class Decoder:
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
     inputs.state(state, self._made_by)
-    return self.parts(params, state, self.parts.toss(state, 1)[0])
+    return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
 
   def decode(self, params: Any, state: DecodeState, rounds: int
              ) -> tuple[DecodeState, RoundStats]:

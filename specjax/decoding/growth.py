@@ -47,7 +47,7 @@ def first(one: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
   """Slots that hold the prompts and what comes next: a power of two.
 
   Args:
-    one: a `Round` or a `Ladder`.
+    one: a `Round` or a `RoundsByLength`.
     lengths: `[B]`, of the prompts.
     limits: `[B]`, the length at which each row is done.
     whole: slots for the longest text that the models read, the most there are.
@@ -65,7 +65,7 @@ def until(one: Any, params: Any, state: DecodeState, whole: int
   """`rounds.until`, with twice as many slots whenever a row needs more.
 
   Args:
-    one: a `Round` or a `Ladder`.
+    one: a `Round` or a `RoundsByLength`.
     params: its parameters.
     state: it is donated.
     whole: as in `first`.
@@ -109,7 +109,7 @@ def grow(one: Any, params: Any, state: DecodeState, capacity: int
   `one.start` would make at this capacity.
 
   Args:
-    one: the `Round` or `Ladder` that the state is for.
+    one: the `Round` or `RoundsByLength` that the state is for.
     params: its parameters.
     state: it is donated, an array at a time, so that there are never two whole
       caches.

@@ -32,7 +32,8 @@ from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.utils import rows
 
-_TOSSED = 32  # rounds whose coins are tossed together where their number varies
+# Rounds whose uniforms are drawn together where the number of rounds varies.
+_DRAWN_ROUNDS = 32
 _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
 
 
@@ -102,30 +103,31 @@ class Round:
             self.target.vocab_size),
         made_by=self._drafter_name)
 
-  def toss(self, state: DecodeState, rounds: int) -> jax.Array:
-    """`[rounds, B, count]`, the coins of the next rounds, see `coins`."""
+  def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
+    """`[rounds, B, count]`, the uniforms of the next rounds, see `uniforms`."""
     numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
-    count = sampling.VERDICT_COINS + (interfaces.num_coins(self.drafter) or 0)
-    return sampling.toss(state.keys, numbers, count)
+    count = sampling.VERDICT_UNIFORMS + (
+        interfaces.num_uniforms(self.drafter) or 0)
+    return sampling.uniforms(state.keys, numbers, count)
 
-  def __call__(self, params: Any, state: DecodeState, coins: jax.Array
+  def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
     """One round for every row; rows that are done stay as they are.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: of the loop.
-      coins: `[B, count]` of this round, the verdict's first.
+      uniforms: `[B, count]` of this round, the verdict's first.
     """
-    draft, drafter = self.propose(params, state, coins)
-    return self.judge(params, state, coins, draft, drafter)
+    draft, drafter = self.propose(params, state, uniforms)
+    return self.judge(params, state, uniforms, draft, drafter)
 
-  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+  def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
-    """One round without its trace, which a `Ladder` then need not build."""
-    return self(params, state, coins)[:2]
+    """One round without its trace."""
+    return self(params, state, uniforms)[:2]
 
-  def judge(self, params: Any, state: DecodeState, coins: jax.Array,
+  def judge(self, params: Any, state: DecodeState, uniforms: jax.Array,
             draft: Draft, drafter: Any
             ) -> tuple[DecodeState, RoundStats, Trace]:
     """The part of a round that comes after `propose`, whose results it gets."""
@@ -143,7 +145,7 @@ class Round:
         constraints, memory, output.logits, drafted=self.drafts)
     probs = self.transform(logits, state.temperature[:, None])
     verdict, expected, survival, summed, law = self._judged(
-        state, draft, probs, depths, coins)
+        state, draft, probs, depths, uniforms)
 
     # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
     # ban. A sum is the cheapest search for them.
@@ -193,20 +195,20 @@ class Round:
   def _is_chain(self) -> bool:
     return "chain" in interfaces.capabilities(self.drafter)
 
-  def propose(self, params: Any, state: DecodeState, coins: jax.Array
+  def propose(self, params: Any, state: DecodeState, uniforms: jax.Array
               ) -> tuple[Draft, Any]:
-    """The drafts and the drafter's state, from coins or from keys.
+    """The drafts and the drafter's state, from uniforms or from keys.
 
-    Of the coins of a round those that it needs are taken, see `__call__`.
+    Of the uniforms of a round those that it needs are taken, see `__call__`.
     """
-    count = interfaces.num_coins(self.drafter)
-    coins = coins[:, sampling.VERDICT_COINS:][:, :count]
+    count = interfaces.num_uniforms(self.drafter)
+    uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]
     if count is None:
       fold_in = jax.vmap(jax.random.fold_in, (0, 0))
-      coins = jax.vmap(jax.random.fold_in, (0, None))(
+      uniforms = jax.vmap(jax.random.fold_in, (0, None))(
           fold_in(state.keys, state.rounds), _KEY_NUMBER)
     with _that_reads_params(self._drafter_name):
-      draft, drafter = self.drafter.propose(params, coins, state)
+      draft, drafter = self.drafter.propose(params, uniforms, state)
     checks.check_draft(
         self._drafter_name, draft, state.lengths.shape[0],
         self.drafter.num_nodes, self.target.vocab_size)
@@ -218,7 +220,7 @@ class Round:
       return cache.rollback(state.target_cache.lengths + count)
     return cache.commit(verdict.path, count)
 
-  def _judged(self, state, draft, probs, depths, coins):
+  def _judged(self, state, draft, probs, depths, uniforms):
     """The verdicts, and what is reported of the laws.
 
     Returns:
@@ -226,9 +228,9 @@ class Round:
       of every observer's; `[B]`, finite where all that was drawn from is; the
       laws with all of their rows, None without `debug`.
     """
-    def one(memory, draft, probs, depths, coins):
+    def one(memory, draft, probs, depths, uniforms):
       law = self.rule.by_row(draft, probs, memory)
-      verdict, row = sampling.sample_outcome(law, draft, coins)
+      verdict, row = sampling.sample_outcome(law, draft, uniforms)
       figures = [self.rule.figures(draft, probs, memory, law, depths)]
       # Observers judge every round with a fresh state.
       figures += [
@@ -239,7 +241,7 @@ class Round:
       return (verdict, expected, survival, law.stop.sum() + row.sum(), whole)
 
     return jax.vmap(one)(state.verifier, draft, probs, depths,
-                         coins[:, :sampling.VERDICT_COINS])
+                         uniforms[:, :sampling.VERDICT_UNIFORMS])
 
 
 @contextlib.contextmanager
@@ -291,13 +293,13 @@ def _emitted(state, draft, verdict, usable, stuck):
 
 
 def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
-  def step(state, coins):
+  def step(state, uniforms):
     if not traced:
-      return parts.untraced(params, state, coins)
-    state, stats, trace = parts(params, state, coins)
+      return parts.untraced(params, state, uniforms)
+    state, stats, trace = parts(params, state, uniforms)
     return state, (stats, trace)
 
-  return jax.lax.scan(step, state, parts.toss(state, rounds))
+  return jax.lax.scan(step, state, parts.draw_uniforms(state, rounds))
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -308,8 +310,9 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
 def _until(parts: Round, params, state, rounds=None, done=None):
   """Until `done` rows are done, default all, or `rounds` were decoded.
 
-  Or until a row has no room for another draft, see `capacity`. A `Ladder` says
-  itself which rounds come next, see `Ladder.stretch`.
+  Or until a row has no room for another draft, see `capacity`. A
+  `RoundsByLength` says itself which rounds come next, see
+  `RoundsByLength.stretch`.
   """
   def totals(stats):
     return stats.replace(active=stats.active.astype(jnp.int32))
@@ -325,15 +328,15 @@ def _until(parts: Round, params, state, rounds=None, done=None):
     return going if rounds is None else going & (played < rounds)
 
   def some_rounds(carry):
-    coins = parts.toss(carry[0], _TOSSED)
+    uniforms = parts.draw_uniforms(carry[0], _DRAWN_ROUNDS)
 
     def play(one, carry):
       (state, total, played), i = carry
-      state, stats = one(params, state, coins[i])
+      state, stats = one(params, state, uniforms[i])
       total = jax.tree.map(add, total, totals(stats))
       return (state, total, played + 1), i + 1
 
-    going = lambda carry: goes_on(carry[0]) & (carry[1] < _TOSSED)
+    going = lambda carry: goes_on(carry[0]) & (carry[1] < _DRAWN_ROUNDS)
     step = functools.partial(play, one)
     if hasattr(parts, "stretch"):
       step = functools.partial(parts.stretch, params, going, play)
@@ -343,8 +346,9 @@ def _until(parts: Round, params, state, rounds=None, done=None):
 
   # Under jit of its own, so that the loop does not trace the round again.
   one = jax.jit(lambda *arguments: parts.untraced(*arguments))
-  coins = jax.eval_shape(lambda state: parts.toss(state, 1)[0], state)
-  shapes = jax.eval_shape(one, params, state, coins)[1]
+  uniforms = jax.eval_shape(
+      lambda state: parts.draw_uniforms(state, 1)[0], state)
+  shapes = jax.eval_shape(one, params, state, uniforms)[1]
   zero = jax.tree.map(
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
           x.shape, x.dtype), shapes)

@@ -237,7 +237,7 @@ def on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[Found]:
   def chain(seed, vocab_size, gamma, rounds=1, narrow=False):
     trial = (f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
              if rounds > 1 else f"chains of (gamma, V) = {listed}")
-    # Of long chains many tokens are certain, so that the drafts stay few.
+    # Of long chains many tokens are deterministic, so that the drafts stay few.
     single = 0.6 if gamma > 8 and not narrow else None
     return one(trial, seed, vocab_size, "iid", range(-1, gamma),
                dict(gamma=gamma), rounds, narrow, single=single)

@@ -29,13 +29,13 @@ A drafter (`specjax.types.Drafter`) has `num_nodes`, `init`, `propose` and
 as a reserved cache, which `commit` settles; but not of a drafter that a
 controller or a `Fallback` may leave out of a round. Optional are
 
-  chain, iid, conditional, autoregressive, certain, full
+  chain, iid, conditional, autoregressive, deterministic, full
              bools, default False, see `CAPABILITIES`.
-  num_coins  how many uniform numbers it needs for a row and round. Then
-             `propose` gets them as `[B, num_coins]` float32 in [0, 1) in place
-             of keys: the loop tosses the coins of many rounds at once, which
-             is far cheaper than keys are. Coin i must not decide how many
-             coins there are. Default: `propose` gets one key for each row.
+  num_uniforms  how many uniform numbers it needs for a row and round. Then
+             `propose` gets them as `[B, num_uniforms]` float32 in [0, 1) in
+             place of keys: the loop draws the uniforms of many rounds at once,
+             which is far cheaper than keys are. Coin i must not decide how many
+             uniforms there are. Default: `propose` gets one key for each row.
   bind       `(target, transform) -> drafter`: the drafter specialised to a
              target, or a `ValueError` where the two do not fit. The transform
              takes the temperature of each row: `transform(logits,
@@ -129,7 +129,7 @@ from specjax.interfaces.parts import context_length
 from specjax.interfaces.parts import follow
 from specjax.interfaces.parts import has_model
 from specjax.interfaces.parts import logits_at
-from specjax.interfaces.parts import num_coins
+from specjax.interfaces.parts import num_uniforms
 from specjax.interfaces.parts import param_specs
 from specjax.interfaces.parts import reserved
 from specjax.interfaces.parts import settled
@@ -152,7 +152,7 @@ __all__ = [
     "follow",
     "has_model",
     "logits_at",
-    "num_coins",
+    "num_uniforms",
     "param_specs",
     "reserved",
     "rule",

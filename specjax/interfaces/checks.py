@@ -174,8 +174,8 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
     What is wrong where a check fails, with {row} for the row, and whether all
     is well: `{text: [B] bool}`. The checks: parents come before their
     children, the rows of q are laws or padding, what is declared a chain or
-    certain is that, the verifier's law sums to 1, and the commit stays within
-    the capacity.
+    deterministic is that, the verifier's law sums to 1, and the commit stays
+    within the capacity.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
@@ -212,12 +212,12 @@ def draft_values(drafter: str, declared: Collection[str], draft: Draft
     in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])
     good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
          "in row {row}"] = ((total == 0) | in_line).all(-1)
-  if "certain" in declared:
+  if "deterministic" in declared:
     own = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1,
                               mode="fill", fill_value=0)
     one_hot = (own[:, 1:, 0] == total) & ((total == 0) | (total == 1))
-    good[f"the drafter {drafter} declares `certain = True` and has a row of "
-         "probs in row {row} that is not one-hot"] = one_hot.all(-1)
+    good[f"the drafter {drafter} declares `deterministic = True` and has a row "
+         "of probs in row {row} that is not one-hot"] = one_hot.all(-1)
   if "full" in declared:
     good[f"the drafter {drafter} declares `full = True` and has padding in row "
          "{row}"] = (total != 0).all(-1)

@@ -13,8 +13,8 @@ CAPABILITIES = {
     "autoregressive": "q depends on the context alone, not on where the draft "
                       "began; whether a row is padding may depend on its "
                       "position, not on the tokens before it",
-    "certain": "every row of `probs` is one-hot or padding, so that its token "
-               "tells the whole law",
+    "deterministic": "every row of `probs` is one-hot or padding, so that its "
+                     "token tells the whole law",
     "full": "no node is padding, so that nobody need look how much was "
             "drafted",
 }

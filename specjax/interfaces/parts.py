@@ -18,9 +18,9 @@ from specjax.types import ModelOutput
 from specjax.utils import fields
 
 
-def num_coins(drafter: Drafter) -> int | None:
+def num_uniforms(drafter: Drafter) -> int | None:
   """Uniform numbers that a drafter takes; None: it takes keys."""
-  return getattr(drafter, "num_coins", None)
+  return getattr(drafter, "num_uniforms", None)
 
 
 def with_gamma(drafter: Drafter) -> Callable[[int], Drafter] | None:
@@ -138,7 +138,7 @@ def check_drafter(drafter: Drafter) -> None:
                        "specjax.types.Drafter")
   for field, least, value in (
       ("num_nodes", 1, getattr(drafter, "num_nodes", None)),
-      ("num_coins", 0, num_coins(drafter) or 0)):
+      ("num_uniforms", 0, num_uniforms(drafter) or 0)):
     fields.check_at_least(f"{name}.{field}", value, least)
   capabilities(drafter)
 

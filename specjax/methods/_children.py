@@ -2,10 +2,11 @@
 
 All functions work on the nodes of one level of one sequence:
 
-  (logits [n, V], counts, coins [M, 2], transform) -> tokens [M], probs [M, V]
+  (logits [n, V], counts, uniforms [M, 2], transform) -> tokens [M], probs [M,
+  V]
 
 Node i gets counts[i] children; M is their sum, and the children of a node
-stand together in the order in which they are tried. Coins are uniform in
+stand together in the order in which they are tried. Uniforms are uniform in
 [0, 1), those of one `inverse_cdf` for each child. Row j of `probs` is the law
 of `tokens[j]` given its earlier siblings. A law can run out of tokens: at
 temperature 0 after the first child, with a small nucleus after a few. Then the
@@ -22,13 +23,13 @@ from specjax.sampling import LogitsTransform
 from specjax.sampling import smallest_mass
 
 
-def iid(logits, counts, coins, transform):
+def iid(logits, counts, uniforms, transform):
   """Independent draws from q; equal siblings happen and must be kept."""
   probs = transform(logits)[_parents(counts)]
-  return _drawn(probs, coins), probs
+  return _drawn(probs, uniforms), probs
 
 
-def without_replacement(logits, counts, coins, transform):
+def without_replacement(logits, counts, uniforms, transform):
   """Draws from q renormalised without the earlier siblings, in that order.
 
   Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
@@ -42,7 +43,7 @@ def without_replacement(logits, counts, coins, transform):
     more = np.flatnonzero(np.array(counts)[nodes] > rank)
     nodes, rest, scores = nodes[more], rest[more], scores[more]
     law = _law(rest, jnp.argmax(scores, axis=-1))
-    token = _drawn(law, coins[first[nodes] + rank])
+    token = _drawn(law, uniforms[first[nodes] + rank])
     row = jnp.arange(len(nodes))
     rest = rest.at[row, token].set(0)
     scores = scores.at[row, token].set(-jnp.inf)
@@ -53,9 +54,9 @@ def without_replacement(logits, counts, coins, transform):
   return jnp.concatenate(tokens)[order], jnp.concatenate(probs)[order]
 
 
-def top_k(logits, counts, coins, transform):
+def top_k(logits, counts, uniforms, transform):
   """The likeliest tokens, with certainty; the temperature does not matter."""
-  del coins
+  del uniforms
   best, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
@@ -65,7 +66,7 @@ def top_k(logits, counts, coins, transform):
   return tokens, jnp.where(finite, probs, jnp.nan)
 
 
-def hybrid(logits, counts, coins, transform):
+def hybrid(logits, counts, uniforms, transform):
   """One draw from q outside the K - 1 likeliest tokens S, and then S.
 
   Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The drawn token is tried
@@ -74,12 +75,12 @@ def hybrid(logits, counts, coins, transform):
   """
   nodes, ranks = _parents(counts), _ranks(counts)
   _, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
-  certain = ranks < np.array(counts)[nodes] - 1
-  at = (nodes[certain], likeliest[nodes[certain], ranks[certain]])
+  fixed = ranks < np.array(counts)[nodes] - 1
+  at = (nodes[fixed], likeliest[nodes[fixed], ranks[fixed]])
   outside = transform(logits).at[at].set(0)
   ends = likeliest[np.arange(len(counts)), np.array(counts) - 1]
   law = _law(outside, ends)
-  drawn = _drawn(law, coins[_first_children(counts)])
+  drawn = _drawn(law, uniforms[_first_children(counts)])
   tokens = jnp.concatenate([drawn[:, None], likeliest], axis=1)[nodes, ranks]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=law.dtype)
   return tokens, jnp.where(ranks[:, None] == 0, law[nodes], probs)
@@ -114,8 +115,8 @@ def _law(weights, otherwise):
   """`weights [n, V]` as laws; certainty of `otherwise [n]` without mass."""
   total = jnp.sum(weights, axis=-1, keepdims=True)
   empty = total <= smallest_mass(weights.dtype)
-  certain = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
-  return jnp.where(empty, certain, weights / jnp.where(empty, 1, total))
+  one_hot = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
+  return jnp.where(empty, one_hot, weights / jnp.where(empty, 1, total))
 
 
 # By the names that drafters give them.
@@ -139,12 +140,12 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
     temperature: `[B]`, used where the transform has none of its own.
 
   Returns:
-    `(logits [B, n, V], counts, coins [B, M, 2]) -> (tokens [B, M],
+    `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
     probs [B, M, V])`.
   """
-  def draw(logits, counts, coins):
-    one = lambda logits, coins, temperature: DRAWS[proposal](
-        logits, counts, coins, transform.at(temperature))
-    return jax.vmap(one)(logits, coins, temperature)
+  def draw(logits, counts, uniforms):
+    one = lambda logits, uniforms, temperature: DRAWS[proposal](
+        logits, counts, uniforms, transform.at(temperature))
+    return jax.vmap(one)(logits, uniforms, temperature)
 
   return draw

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import round_steps
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -32,7 +32,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return jax.vmap(tree)(round_steps.roots(state), tokens, probs)
 
 
-def certain(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
+def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
             vocab_size: int) -> Draft:
   """The batch of drafts that propose what they are given with certainty.
 
@@ -63,8 +63,8 @@ class DrawnChain:
     return self.gamma + 1
 
   @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma
+  def num_uniforms(self) -> int:
+    return UNIFORMS_A_DRAW * self.gamma
 
 
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any

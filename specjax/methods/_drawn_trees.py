@@ -1,16 +1,16 @@
 """Growing a drawn tree whose shape follows the confidence of what draws it.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858) ranks candidates and drops the worse
-ones, which is sound for certain drafts alone: of sampled ones those that stay
-are no draws from q. Here every node that was drawn stays, and a score decides
-which of them get children. Recursive rejection and traversal verification are
-exact for such trees, by induction over the order of drawing: take the node that
-was drawn last. It has no children, its siblings are tried before it, and its
-token is a fresh draw from its row of q, whatever was drawn before. Averaged
-over that draw, the law of the text from its parent on is what it was without
-the node, and so is the probability that the parent is left, so that no other
-node notices it. So the tree is as exact as the one without it, and that as the
-next smaller one, down to the root; where a
+ones, which is sound for deterministic drafts alone: of sampled ones those that
+stay are no draws from q. Here every node that was drawn stays, and a score
+decides which of them get children. Recursive rejection and traversal
+verification are exact for such trees, by induction over the order of drawing:
+take the node that was drawn last. It has no children, its siblings are tried
+before it, and its token is a fresh draw from its row of q, whatever was drawn
+before. Averaged over that draw, the law of the text from its parent on is what
+it was without the node, and so is the probability that the parent is left, so
+that no other node notices it. So the tree is as exact as the one without it,
+and that as the next smaller one, down to the root; where a
 node hangs may depend on all that was drawn before it. K-SEQ tries the children
 of a node together, and the same holds of such a group that is drawn last.
 """
@@ -45,7 +45,7 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
   return next(fits, 1)
 
 
-def grow(step, carry, logits, coins, roots, draw, *, confidence, depth: int,
+def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
   """Draws a tree for every row.
 
@@ -53,7 +53,7 @@ def grow(step, carry, logits, coins, roots, draw, *, confidence, depth: int,
     step: reads the nodes of a level, see `growth`.
     carry: of the step.
     logits: `[B, V]` of the token after the root.
-    coins: `[B, (N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
     roots: `[B]` int32.
     draw: see `growth.grow`.
     confidence: from logits to the probabilities whose product on its path is
@@ -66,7 +66,7 @@ def grow(step, carry, logits, coins, roots, draw, *, confidence, depth: int,
     The batched `Draft` and the carry after the last step.
   """
   batch = logits.shape[0]
-  coins = coins.reshape(batch, -1, sampling.COINS_A_DRAW)
+  uniforms = uniforms.reshape(batch, -1, sampling.UNIFORMS_A_DRAW)
   take = jax.vmap(lambda row, at: row[at])
   parents, scores = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, 1))
   ancestors = jnp.zeros((batch, 1, 0), bool)
@@ -84,7 +84,7 @@ def grow(step, carry, logits, coins, roots, draw, *, confidence, depth: int,
           ancestors, above, carry)
     start = 1 + sum(x.shape[1] for _, x, _ in found)
     mine = slice(start - 1, start - 1 + size * children)
-    tokens, law = draw(logits, (children,) * size, coins[:, mine])
+    tokens, law = draw(logits, (children,) * size, uniforms[:, mine])
     each = jnp.repeat(confidence(logits), children, axis=1)
     value = jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0]
     scores = jnp.repeat(scores, children, axis=1) + jnp.log(value)

@@ -22,9 +22,9 @@ class ExpandedTree:
   `num_nodes`, N with the root.
   """
 
-  certain = True
+  deterministic = True
   conditional = True
-  num_coins = 0
+  num_uniforms = 0
   proposal = "deterministic"
 
   def __post_init__(self):

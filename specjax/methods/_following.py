@@ -130,8 +130,8 @@ class Following:
     return self.drafter.num_nodes
 
   @property
-  def num_coins(self) -> int | None:
-    return interfaces.num_coins(self.drafter)
+  def num_uniforms(self) -> int | None:
+    return interfaces.num_uniforms(self.drafter)
 
   @property
   def context_length(self) -> float:
@@ -161,14 +161,14 @@ class Following:
         fed=prompt.lengths - 1,
         drafter=self.drafter.init(params, prompt, prefill_output))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Followed]:
     """The drafter's chains; arguments are as it takes them."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)
     own = own.replace(drafter=self.drafter.catch_up(params, own, since))
-    draft, drafter = self.drafter.propose(params, coins, own)
+    draft, drafter = self.drafter.propose(params, uniforms, own)
     drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
     return draft, Followed(
         tokens=rows.put(state.tokens, draft.tokens[:, 1:], state.lengths),

@@ -102,8 +102,8 @@ class StaticTree:
     return len(self.parents)
 
   @property
-  def num_coins(self) -> int:
-    return sampling.COINS_A_DRAW * (self.num_nodes - 1)
+  def num_uniforms(self) -> int:
+    return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
 
   @property
   def depth(self) -> int:
@@ -127,9 +127,9 @@ class StaticTree:
           "tree")
     return _common.with_transform(self, transform)
 
-  def draw(self, step, carry, logits, coins, state: DecodeState):
+  def draw(self, step, carry, logits, uniforms, state: DecodeState):
     """`grow` of this tree, at the temperatures of the rows."""
-    return grow(step, carry, logits, coins, self.parents, _children.drawer(
+    return grow(step, carry, logits, uniforms, self.parents, _children.drawer(
         self.proposal, self.transform, state.temperature))
 
 
@@ -145,17 +145,17 @@ def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
   return slots, len(fed)
 
 
-def grow(step, carry, logits, coins, parents: tuple[int, ...], draw):
+def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
   """Draws a tree of N nodes, level by level.
 
   Args:
     step: reads the nodes of a level, see above.
     carry: of the step, such as a model's cache with all committed tokens.
     logits: `[B, V]` of the token after the root.
-    coins: `[B, (N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
     parents: of the tree, breadth-first, N at least 2.
-    draw: `(logits [B, n, V], counts, coins [B, M, COINS_A_DRAW]) -> (tokens
-      [B, M], probs [B, M, V])`, see `children.drawer`.
+    draw: `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW]) ->
+      (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
@@ -163,7 +163,7 @@ def grow(step, carry, logits, coins, parents: tuple[int, ...], draw):
     `fed_slots` after `lengths`.
   """
   batch = logits.shape[0]
-  coins = coins.reshape(batch, len(parents) - 1, sampling.COINS_A_DRAW)
+  uniforms = uniforms.reshape(batch, len(parents) - 1, sampling.UNIFORMS_A_DRAW)
   tokens, probs = jnp.zeros((batch, 1), jnp.int32), []
   logits = logits[:, None]
   for depth, level in enumerate(levels(parents)):
@@ -174,7 +174,7 @@ def grow(step, carry, logits, coins, parents: tuple[int, ...], draw):
           jnp.full((batch, size), depth - 1, jnp.int32),
           jnp.tile(level.ancestors, (batch, 1, 1)),
           jnp.tile(level.above, (batch, 1)), carry)
-    drawn, law = draw(logits, level.counts, coins[:, level.below])
+    drawn, law = draw(logits, level.counts, uniforms[:, level.below])
     tokens = jnp.concatenate([tokens, drawn], axis=1)
     probs.append(law)
   return tokens[:, 1:], jnp.concatenate(probs, axis=1), carry

@@ -35,8 +35,8 @@ class Parts:
     return self.all_are("conditional")
 
   @property
-  def num_coins(self) -> int | None:
-    counts = [interfaces.num_coins(part) for part in self.drafters]
+  def num_uniforms(self) -> int | None:
+    counts = [interfaces.num_uniforms(part) for part in self.drafters]
     return None if None in counts else sum(counts)
 
   @property
@@ -94,27 +94,27 @@ class Parts:
           "those without")
     return [{**params, "drafter": one} for one in own]
 
-  def asked(self, i: int, params: Any, coins: jax.Array, state: DecodeState
+  def asked(self, i: int, params: Any, uniforms: jax.Array, state: DecodeState
             ) -> tuple[Draft, Any]:
     """What part i drafts, and its state.
 
     Args:
       i: the part.
       params: of all.
-      coins: of all, or a key for each row. No coin is given to two parts.
+      uniforms: of all, or a key for each row. No uniform is given to two parts.
       state: the `DecodeState`.
     """
     part = self.drafters[i]
-    if self.num_coins is None:
-      coins = jax.vmap(jax.random.fold_in, (0, None))(coins, i)
-      count = interfaces.num_coins(part)
+    if self.num_uniforms is None:
+      uniforms = jax.vmap(jax.random.fold_in, (0, None))(uniforms, i)
+      count = interfaces.num_uniforms(part)
       if count is not None:
-        coins = jax.vmap(lambda key: jax.random.uniform(
-            key, (count,), jnp.float32))(coins)
+        uniforms = jax.vmap(lambda key: jax.random.uniform(
+            key, (count,), jnp.float32))(uniforms)
     else:
-      ends = np.cumsum([0, *map(interfaces.num_coins, self.drafters)])
-      coins = coins[:, ends[i]:ends[i + 1]]
-    return part.propose(self.params_of_parts(params)[i], coins,
+      ends = np.cumsum([0, *map(interfaces.num_uniforms, self.drafters)])
+      uniforms = uniforms[:, ends[i]:ends[i + 1]]
+    return part.propose(self.params_of_parts(params)[i], uniforms,
                         state.replace(drafter=state.drafter[i]))
 
   def commit(self, params: Any, drafter: tuple[Any, ...], draft: Draft,

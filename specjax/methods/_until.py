@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import stop_rules
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -41,7 +41,7 @@ def own_params(rule: stop_rules.StopRule | None, own: Any) -> tuple[Any, Any]:
 
 
 def draw_until(rule: stop_rules.StopRule, params: Any,
-               transform: LogitsTransform, coins: jax.Array,
+               transform: LogitsTransform, uniforms: jax.Array,
                state: DecodeState, kept: Any, first: Forecast,
                read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
                carry: Any) -> tuple[Draft, Any, Any]:
@@ -51,7 +51,7 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
     rule: that ends them.
     params: the rule's.
     transform: of the logits.
-    coins: `[B, gamma * COINS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
     state: the `DecodeState`.
     kept: for the rule, see `stop_rules.first`.
     first: of the first token.
@@ -62,7 +62,7 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
     `(Draft, carry, kept)`, batched.
   """
   rows = state.lengths.shape[0]
-  u = coins.reshape(rows, -1, COINS_A_DRAW)
+  u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW)
   gamma, constraints = u.shape[1], transform.constraints
 
   def ask(node, law, hidden, token, going, memory):

@@ -324,4 +324,4 @@ def _check_rows_alone(decoder, params, found, ids, start, context):
       raise AssertionError(
           f"{type(decoder.drafter).__name__}: the draft of row "
           f"{rows[kept][row]} in round {turn} depends on its place or on the "
-          "other rows; draw with the keys or coins of the row alone")
+          "other rows; draw with the keys or uniforms of the row alone")

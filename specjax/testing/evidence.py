@@ -12,8 +12,8 @@ If f has a range of at most 1, then for every number t >= 0
 has a mean of at most 1 (Freedman 1975, "On tail probabilities for
 martingales"), and so has an average over several t. By Markov's inequality the
 inverse of such an average is a p-value. It is exact for any number of draws,
-also for rare tokens and for laws that are certain, where a normal approximation
-is not.
+also for rare tokens and for laws that are deterministic, where a normal
+approximation is not.
 """
 
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
 def pairs(tokens: np.ndarray, laws: np.ndarray,
           partners: Mapping[str, np.ndarray],
           unordered: Mapping[str, np.ndarray] | None = None) -> Functions:
-  """Functions of two draws, which a shared coin correlates.
+  """Functions of two draws, which a shared uniform correlates.
 
   Args:
     tokens: `[n]`.

@@ -144,8 +144,8 @@ class OracleDrafter:
   iid = True
   conditional = True
   autoregressive = True
-  certain = True
-  num_coins = 0
+  deterministic = True
+  num_uniforms = 0
   proposal = "deterministic"
 
   @property
@@ -163,10 +163,10 @@ class OracleDrafter:
     """Nothing: there is no state."""
     del params, prompt, prefill_output
 
-  def propose(self, params: Mapping[str, Any], coins: jax.Array,
+  def propose(self, params: Mapping[str, Any], uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
     """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
-    del coins
+    del uniforms
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     positions = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(params["drafter"], positions, axis=1,

@@ -27,7 +27,7 @@ from specjax.verifiers.base import RuleByRows
 
 @dataclasses.dataclass(frozen=True)
 class Block(RuleByRows):
-  """Accepts the longest prefix whose coin, of probability h_i, shows heads.
+  """Accepts the longest prefix whose uniform, of probability h_i, shows heads.
 
   Algorithm 2 of Sun et al. 2024 (arXiv:2403.10444); h_i is in `by_row`.
   """

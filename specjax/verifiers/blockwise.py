@@ -22,7 +22,7 @@ from specjax.verifiers.base import RuleByRows
 class TopK(RuleByRows):
   """Accepts x if it is among the target's k likeliest tokens (section 5.1).
 
-  The extra token is the target's likeliest. No coin is tossed. A token that
+  The extra token is the target's likeliest. No uniform is drawn. A token that
   the target cannot emit does not count, so that at temperature 0 every k is 1.
 
   Attributes:
@@ -43,7 +43,8 @@ class TopK(RuleByRows):
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:
-    """The outcome for one chain, which is certain: one-hot `stop` and rows.
+    """The outcome for one chain, which is deterministic: one-hot `stop` and
+    rows.
 
     Args:
       draft: a chain of N nodes.
@@ -64,7 +65,7 @@ class Distance(RuleByRows):
   """Accepts x if it is at most epsilon from the target's choice (section 5.2).
 
   For vocabularies whose ids are ordinal, such as intensities of pixels. The
-  extra token is the target's likeliest. No coin is tossed.
+  extra token is the target's likeliest. No uniform is drawn.
 
   Attributes:
     epsilon: largest |x - argmax p|, in ids; 0 is greedy matching.

@@ -1,6 +1,6 @@
 """Greedy block verification: the most accepted tokens in one round.
 
-Sun et al. 2024 (arXiv:2403.10444, Algorithms 4-6). Its coins are those of
+Sun et al. 2024 (arXiv:2403.10444, Algorithms 4-6). Its uniforms are those of
 block verification without the cap on the running ratio. Alone that would be
 biased; what makes it exact is that the target of the positions that the
 rejected part of the draft had covered is modified, and that modification is

@@ -73,7 +73,7 @@ def normalised(residual: jax.Array, fallback: jax.Array) -> jax.Array:
 
 
 def last_heads(mass: jax.Array, survive: jax.Array) -> jax.Array:
-  """`stop [N]` at the last node whose independent coin shows heads.
+  """`stop [N]` at the last node whose independent uniform shows heads.
 
   Args:
     mass: `[N]`, S, of the residual of a stop at each node.

@@ -23,7 +23,7 @@ class Typical(RuleByRows):
   """Accepts x where p(x) > min(epsilon, delta exp(-H(p))), H in nats.
 
   The longest accepted path of the tree wins, among equals the likelier one;
-  the extra token is the target's likeliest. No coin is tossed.
+  the extra token is the target's likeliest. No uniform is drawn.
 
   Attributes:
     epsilon: the hard threshold on p(x).
@@ -46,7 +46,8 @@ class Typical(RuleByRows):
 
   def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
              ) -> LawByRow:
-    """The outcome for one tree, which is certain: one-hot `stop` and rows.
+    """The outcome for one tree, which is deterministic: one-hot `stop` and
+    rows.
 
     Args:
       draft: a tree of N nodes.

@@ -212,7 +212,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
                        "without parameters")
 
   @property
-  def certain(self) -> bool:
+  def deterministic(self) -> bool:
     return self.proposal == "top_k"
 
   @property
@@ -243,13 +243,13 @@ class Parallel(BlockDrafter, _growth.StaticTree):
     return state.replace(
         rule=stop_rules.first(self.stop, len(prompt.lengths)))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
     """Drafts the tree for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the heads}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -260,7 +260,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
               state.drafter)
     hidden, logits = self.forecast(params, state)
     step, carry, first = self.steps(params, state, hidden, logits)
-    tokens, probs, _ = self.draw(step, carry, first, coins, state)
+    tokens, probs, _ = self.draw(step, carry, first, uniforms, state)
     if self.stop is not None:
       probs = self._ended(params, state, hidden, tokens, probs)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
@@ -320,8 +320,8 @@ class ParallelTree(BlockDrafter):
   cache: type[Cache] = KVCache
   target: Transformer | None = None
 
-  certain = True
-  num_coins = 0
+  deterministic = True
+  num_uniforms = 0
   proposal = "deterministic"
 
   def __post_init__(self):
@@ -339,10 +339,10 @@ class ParallelTree(BlockDrafter):
   def _expands(self) -> bool:
     return self.heads.markov != "none" or bool(self.transform.constraints)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
-    """Drafts a tree for every row; `coins [B, 0]` are not tossed."""
-    del coins
+    """Drafts a tree for every row; `uniforms [B, 0]` are not drawn."""
+    del uniforms
     hidden, logits = self.forecast(params, state)
     if not self._expands:
       draft = jax.vmap(self._best)(

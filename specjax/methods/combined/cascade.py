@@ -57,7 +57,7 @@ class Cascade:
   The inner loop is the decoder's own round, run until every row has its tokens
   or is as long as it may become: at most gamma rounds, each with a pass of the
   small model over what the inner drafter drafts. Its rows, its temperature and
-  its coins are those of the outer round; no coin decides twice. The inner
+  its uniforms are those of the outer round; no uniform decides twice. The inner
   verifier starts afresh in every outer round.
 
   `params["drafter"]` is `{"target": parameters of the small model, "drafter":
@@ -106,10 +106,10 @@ class Cascade:
     return 1 + self.gamma + self.tail * (self.drafter.num_nodes - 1)
 
   @property
-  def num_coins(self) -> int | None:
-    inner = interfaces.num_coins(self.drafter)
+  def num_uniforms(self) -> int | None:
+    inner = interfaces.num_uniforms(self.drafter)
     return None if inner is None else (self.gamma + self.tail) * (
-        sampling.VERDICT_COINS + inner)
+        sampling.VERDICT_UNIFORMS + inner)
 
   @property
   def context_length(self) -> float:
@@ -180,14 +180,14 @@ class Cascade:
     del prefill_output
     return read_prompt(self.model, own["target"], prompt)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
     """Drafts a chain for every row.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row if the
-        inner drafter takes keys.
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row if
+        the inner drafter takes keys.
       state: the `DecodeState`.
 
     Returns:
@@ -195,14 +195,14 @@ class Cascade:
       tokens get as many.
     """
     own, before = params["drafter"], state.drafter
-    takes_keys = self.num_coins is None
-    inner = self._resumed(own, state, coins if takes_keys else None)
-    coins = None if takes_keys else coins.reshape(
-        coins.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
+    takes_keys = self.num_uniforms is None
+    inner = self._resumed(own, state, uniforms if takes_keys else None)
+    uniforms = None if takes_keys else uniforms.reshape(
+        uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
     # Its rounds commit to the caches what one write puts there in the end.
     inner = inner.replace(target_cache=interfaces.reserved(
         inner.target_cache, self.gamma + self.drafter.num_nodes))
-    inner, laws = self._written(own, inner, coins)
+    inner, laws = self._written(own, inner, uniforms)
     inner = inner.replace(target_cache=interfaces.settled(inner.target_cache))
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     drafted = at < inner.lengths[:, None]
@@ -213,7 +213,7 @@ class Cascade:
     probs = jnp.where(drafted[..., None], laws,
                       jnp.where(broken, jnp.nan, 0.0)[:, None, None])
     if self.tail:
-      tail, drafter = self._tail(own, state, inner, coins)
+      tail, drafter = self._tail(own, state, inner, uniforms)
       tokens = jnp.concatenate([tokens, tail.tokens[:, 1:]], axis=1)
       probs = jnp.concatenate(
           [probs, tail.probs[:, 1:].astype(probs.dtype)], axis=1)
@@ -242,7 +242,7 @@ class Cascade:
     return _following.caught_up(
         self.model, own["target"], state, before.target_cache, since)
 
-  def _written(self, own, inner, coins):
+  def _written(self, own, inner, uniforms):
     """Runs the inner loop until every row is done.
 
     Returns:
@@ -252,7 +252,8 @@ class Cascade:
 
     def one_round(carry):
       i, inner, laws = carry
-      new, _, trace = stage(own, inner, self._tossed(inner, coins, i))
+      new, _, trace = stage(
+          own, inner, self._round_uniforms(inner, uniforms, i))
       # Laws after those of the emitted tokens are overwritten by the next
       # round; a row that has all its tokens writes after them.
       laws = rows.put(laws, self._on_path(trace).astype(laws.dtype),
@@ -273,21 +274,23 @@ class Cascade:
     return jnp.take_along_axis(
         trace.target_probs, trace.verdict.path[..., None], axis=1)
 
-  def _tail(self, own, state, inner, coins):
+  def _tail(self, own, state, inner, uniforms):
     """The inner drafter's chain after the inner text, and its state."""
     # No round of the inner loop has this number, whatever other rows need.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
-        own, inner, self._tossed(inner, coins, self.gamma))
+        own, inner, self._drawn_uniforms(inner, uniforms, self.gamma))
     # Nothing follows a text that the row's limit ended.
     whole = inner.lengths == state.lengths + self.gamma
     return tail.replace(probs=jnp.where(
         whole[:, None, None], tail.probs, 0)), drafter
 
-  def _tossed(self, inner, coins, i):
-    """`[B, count]`, the coins of round i of the inner loop."""
-    return self._stage.toss(inner, 1)[0] if coins is None else coins[i]
+  def _round_uniforms(self, inner, uniforms, i):
+    """`[B, count]`, the uniforms of round i of the inner loop."""
+    if uniforms is None:
+      return self._stage.draw_uniforms(inner, 1)[0]
+    return uniforms[i]
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> DecodeState:

@@ -41,7 +41,7 @@ class Fallback(_parts.Parts):
     first: the drafter that is preferred, such as `NGram`.
     second: the one for the other rows. It may be a `Fallback` too.
     min_tokens: drafted tokens that the first must have, at least 1; more than
-      1 only if it draws nothing (`num_coins` 0).
+      1 only if it draws nothing (`num_uniforms` 0).
   """
 
   first: Drafter
@@ -66,8 +66,8 @@ class Fallback(_parts.Parts):
     return self.all_are("iid")
 
   @property
-  def certain(self) -> bool:
-    return self.all_are("certain")
+  def deterministic(self) -> bool:
+    return self.all_are("deterministic")
 
   @property
   def num_nodes(self) -> int:
@@ -84,12 +84,12 @@ class Fallback(_parts.Parts):
 
   @property
   def tells(self) -> bool:
-    """Whether `lacking` is known before coins are tossed, and at no cost."""
+    """Whether `lacking` is known before uniforms are drawn, and at no cost."""
     return self._draws_nothing_first and not interfaces.has_model(self.first)
 
   @property
   def _draws_nothing_first(self):
-    return getattr(self.first, "num_coins", None) == 0
+    return getattr(self.first, "num_uniforms", None) == 0
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
     """`[B]` bool, the rows in which the next `propose` asks the second drafter.
@@ -99,9 +99,9 @@ class Fallback(_parts.Parts):
     controller takes a shorter draft than this drafter's own, fewer tokens may
     be enough (`min_tokens`), and such a row is said to lack them all the same.
     """
-    coins = jnp.zeros((state.lengths.shape[0], 0))
+    uniforms = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(
-        self.params_of_parts(params)[0], coins,
+        self.params_of_parts(params)[0], uniforms,
         state.replace(drafter=state.drafter[0]))
     return self._lacks(draft) & ~state.done
 
@@ -127,22 +127,22 @@ class Fallback(_parts.Parts):
           f"drafts at most {first.num_nodes - 1}; choose at most that")
     return dataclasses.replace(self, first=first, second=second)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, Any]]:
     """Drafts for every row.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row.
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, (state of the first, state of the second))`, batched.
     """
-    draft, first = self.asked(0, params, coins, state)
+    draft, first = self.asked(0, params, uniforms, state)
     lacking = self._lacks(draft)
     ask = lambda both: self.asked(
-        1, params, coins, state.replace(drafter=(first, both[1])))
+        1, params, uniforms, state.replace(drafter=(first, both[1])))
     shapes, own = jax.eval_shape(ask, (None, state.drafter[1]))
     checks.check_same(
         f"the state that {type(self.second).__name__}.propose returned", own,

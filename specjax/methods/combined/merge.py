@@ -33,14 +33,14 @@ class Merge(_parts.Parts):
   smaller for each of them, see `topology.prefix_tree`. Certain ones change
   nothing.
 
-  The drafters toss coins of their own, so that every row of q is the law of its
-  token given all nodes before it, as it was without the others: what they
+  The drafters draw uniforms of their own, so that every row of q is the law of
+  its token given all nodes before it, as it was without the others: what they
   drafted says nothing of it. That a later drafter agrees with an earlier one
   shows in the shape of the tree, which does no harm, see `Paths`.
 
-  Put drawn drafts before certain ones: what is tried first is compared with all
-  of p, and a certain token loses nothing by being tried later (Hu et al. 2025,
-  arXiv:2502.18779).
+  Put drawn drafts before deterministic ones: what is tried first is compared
+  with all of p, and a deterministic token loses nothing by being tried later
+  (Hu et al. 2025, arXiv:2502.18779).
 
   Attributes:
     drafters: two or more. One with a state needs `follow`, see
@@ -76,19 +76,19 @@ class Merge(_parts.Parts):
     """
     return dataclasses.replace(self, drafters=self.bound(target, transform))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, ...]]:
     """Drafts a tree for every row.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1), or a key for each row.
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, states)`, batched. The nodes of each drafter stand together.
     """
-    drafts, states = zip(*(self.asked(i, params, coins, state)
+    drafts, states = zip(*(self.asked(i, params, uniforms, state)
                            for i in range(len(self.drafters))))
     before = np.cumsum([0, *(part.num_nodes - 1 for part in self.drafters)])
     join = lambda name: jnp.concatenate(

@@ -98,19 +98,19 @@ class DynamicTree(_expansion.ExpandedTree):
     return DynamicTreeState(
         cache=cache, slots=jnp.zeros((batch, self.num_nodes), jnp.int32))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a tree for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`.
-      coins: `[B, 0]`: nothing is drawn.
+      uniforms: `[B, 0]`: nothing is drawn.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, DynamicTreeState)`, batched.
     """
-    del coins
+    del uniforms
     params = params["drafter"]
     logits, cache = _common.feed_last(
         self.model, params, state, state.drafter.cache, size=2, more=self._fed)

@@ -20,9 +20,9 @@ from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods import _until
 from specjax.methods import stop_rules
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -121,14 +121,14 @@ class LanguageModel(_common.DrawnChain):
     """The parameters of the model, and those of the stop rule."""
     return _until.own_params(self.stop, params["drafter"])
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a chain for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`; with a stop rule that has
         parameters `{"drafter": {"model": ..., "stop": ...}}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -138,7 +138,7 @@ class LanguageModel(_common.DrawnChain):
     if self.gamma == 0:
       return round_steps.root_only(state, self.model.vocab_size), state.drafter
     if self.stop is not None:
-      return self._propose_until(params, coins, state)
+      return self._propose_until(params, uniforms, state)
     params = params["drafter"]
     batch = state.lengths.shape[0]
 
@@ -146,7 +146,7 @@ class LanguageModel(_common.DrawnChain):
         self.model, params, state, state.drafter, size=2, more=self.gamma - 1)
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
-    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
+    u = uniforms.reshape(batch, self.gamma, UNIFORMS_A_DRAW).swapaxes(0, 1)
 
     constraints = self.transform.constraints
 
@@ -179,7 +179,7 @@ class LanguageModel(_common.DrawnChain):
     draft = Draft(tokens=tokens, parents=parents, probs=probs)
     return draft, interfaces.settled(cache)
 
-  def _propose_until(self, params, coins, state):
+  def _propose_until(self, params, uniforms, state):
     """`propose` with a stop rule."""
     params, own = self._split(params)
     logits, hidden, cache = _common.read_last(
@@ -193,7 +193,7 @@ class LanguageModel(_common.DrawnChain):
           cache.lengths + 1)
 
     draft, cache, kept = _until.draw_until(
-        self.stop, own, self.transform, coins, state, state.drafter.rule,
+        self.stop, own, self.transform, uniforms, state, state.drafter.rule,
         (logits, hidden), read, cache)
     return draft, Stopping(cache=interfaces.settled(cache), rule=kept)
 

@@ -207,13 +207,13 @@ class Online(_common.DrawnChain):
     return state.replace(drafter=state.drafter.replace(
         correction=learned.correction, optimizer=learned.optimizer))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Learner]:
     """Drafts a chain for every row; see `LanguageModel.propose`."""
     before = state.drafter
     own = {"model": params["drafter"], "correction": before.correction}
     draft, cache = self._drafter.propose(
-        {"drafter": own}, coins, state.replace(drafter=before.cache))
+        {"drafter": own}, uniforms, state.replace(drafter=before.cache))
     return draft, before.replace(cache=cache, since=state.lengths)
 
   def commit(self, params: Any, drafter: Learner, draft: Draft,

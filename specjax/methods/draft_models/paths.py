@@ -17,8 +17,8 @@ from specjax.decoding.prefill import read_prompt
 from specjax.methods import _children
 from specjax.methods import _common
 from specjax.methods import _growth
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import shapes
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -89,8 +89,8 @@ class Paths:
     return 1 + self.num_paths * self.length
 
   @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.num_paths * self.length
+  def num_uniforms(self) -> int:
+    return UNIFORMS_A_DRAW * self.num_paths * self.length
 
   @property
   def context_length(self) -> int:
@@ -118,13 +118,13 @@ class Paths:
     return tuple(read_prompt(model, own, prompt).cache
                  for model, own in zip(self.models, params))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the paths of every row and packs them.
 
     Args:
       params: `{"drafter": (parameters of each model, ...)}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -142,12 +142,12 @@ class Paths:
       logits, cache = _common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1,
           more=len(paths) * (self.length - 1))
-      mine = COINS_A_DRAW * (len(bundle) - 1)
+      mine = UNIFORMS_A_DRAW * (len(bundle) - 1)
       step, carry, logits = constraints_lib.steered(
           self.transform.constraints, state.constraints,
           _common.model_step(model, own), cache, logits)
       drawn, law, (cache, _) = _growth.grow(
-          step, carry, logits, coins[:, used:used + mine], bundle, draw)
+          step, carry, logits, uniforms[:, used:used + mine], bundle, draw)
       used += mine
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))

@@ -79,13 +79,13 @@ class TreeLanguageModel(_growth.StaticTree):
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
       params: `{"drafter": parameters of the model}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -101,7 +101,7 @@ class TreeLanguageModel(_growth.StaticTree):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
-    tokens, probs, (cache, _) = self.draw(step, carry, logits, coins, state)
+    tokens, probs, (cache, _) = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs), cache
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,

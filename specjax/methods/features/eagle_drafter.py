@@ -67,13 +67,13 @@ class FeatureDrafter(_features.LayerDrafter):
     """The layer's cache after the prompt, and its output there."""
     return _features.read_prompt(self.heads, params, prompt, prefill_output)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the layer}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -84,7 +84,7 @@ class FeatureDrafter(_features.LayerDrafter):
     step, carry, logits = _features.growing(self.heads, params, state.drafter)
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, carry, logits)
-    draft = self.grow(step, carry, logits, coins, state)
+    draft = self.grow(step, carry, logits, uniforms, state)
     return _features.known_only(draft, state.drafter.known), state.drafter
 
   def commit(self, params: Any, drafter: FeatureState, draft: Draft,
@@ -144,15 +144,15 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     own, _ = _until.own_params(self.stop, params["drafter"])
     return {**params, "drafter": own}
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """As of a `FeatureDrafter`; with a stop rule no token is drawn in vain."""
     if self.stop is None or self.gamma == 0:
-      return super().propose(self._layer(params), coins, state)
+      return super().propose(self._layer(params), uniforms, state)
     own = state.drafter
     draft, _, kept = _until.draw_until(
         self.stop, _until.own_params(self.stop, params["drafter"])[1],
-        self.transform, coins, state, own.rule,
+        self.transform, uniforms, state, own.rule,
         *_features.chaining(self.heads, self._layer(params), own, self.gamma))
     return _features.known_only(draft, own.known), own.replace(rule=kept)
 
@@ -167,11 +167,11 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     return state.replace(rule=stop_rules.learned(
         self.stop, drafter.rule, draft, verdict, count))
 
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
+  def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `growth.grow` takes them."""
     parents = tuple(range(-1, self.gamma))
     tokens, probs, _ = _growth.grow(
-        step, carry, logits, coins, parents,
+        step, carry, logits, uniforms, parents,
         _children.drawer("iid", self.transform, state.temperature))
     return jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
 
@@ -203,7 +203,7 @@ class Eagle(FeatureDrafter, _growth.StaticTree):
     self.check_heads(target, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
+  def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `growth.grow` takes them."""
-    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs)

@@ -52,9 +52,9 @@ class DynamicEagle(_expansion.ExpandedTree, FeatureDrafter):
     self.check_heads(target, self.top_k)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
+  def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `expansion.expand` takes them."""
-    del coins
+    del uniforms
     return _expansion.expand(
         step, carry, logits, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)[0]
@@ -64,8 +64,8 @@ class DynamicEagle(_expansion.ExpandedTree, FeatureDrafter):
 class SampledEagle(FeatureDrafter):
   """Draws a tree that is expanded where the layer is confident.
 
-  Not in the EAGLE papers, whose dynamic trees are certain. A score decides
-  which nodes of a level get children, and never which nodes stay, see
+  Not in the EAGLE papers, whose dynamic trees are deterministic. A score
+  decides which nodes of a level get children, and never which nodes stay, see
   `drawn_trees`: so q is the law that tokens were drawn from, and rules for
   sampled trees are exact.
 
@@ -105,8 +105,8 @@ class SampledEagle(FeatureDrafter):
     return _drawn_trees.num_nodes(self.depth, self.expanded, self.children)
 
   @property
-  def num_coins(self) -> int:
-    return sampling.COINS_A_DRAW * (self.num_nodes - 1)
+  def num_uniforms(self) -> int:
+    return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "SampledEagle":
@@ -118,10 +118,10 @@ class SampledEagle(FeatureDrafter):
     self.check_heads(target, 1 if self.iid else self.children)
     return _common.with_transform(self, transform)
 
-  def grow(self, step, carry, logits, coins, state: DecodeState) -> Draft:
+  def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
     """The batch of drafts; arguments as `drawn_trees.grow` takes them."""
     return _drawn_trees.grow(
-        step, carry, logits, coins, round_steps.roots(state),
+        step, carry, logits, uniforms, round_steps.roots(state),
         _children.drawer(self.proposal, self.transform, state.temperature),
         confidence=self.confidence, depth=self.depth, expanded=self.expanded,
         children=self.children)[0]

@@ -20,9 +20,9 @@ from specjax.methods import _features
 from specjax.methods import _growth
 from specjax.methods.features import _modules
 from specjax.methods.features.network import FeatureHeads
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -83,20 +83,20 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     self.heads.check_target(target)
     return _common.with_transform(self, transform)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a chain for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the modules}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
       `(Draft, ModulesState)`, batched.
     """
     heads, own = self.heads, state.drafter
-    u = coins.reshape(len(own.held), self.gamma, COINS_A_DRAW)
+    u = uniforms.reshape(len(own.held), self.gamma, UNIFORMS_A_DRAW)
     last = jnp.maximum(own.held - 1, 0)[:, None]
     constraints, memory = self.transform.constraints, state.constraints
     tokens, probs = [], []
@@ -181,13 +181,13 @@ class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
     _features.check_children(self.heads, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the modules}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -197,7 +197,7 @@ class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         *self._growing(params, own))
-    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
     return _features.known_only(draft, own.held > 0), self.read(params, own)
 

@@ -45,7 +45,7 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
     proposal: how the children of a node are drawn, see
       `drafters.TreeLanguageModel`; EAGLE's own trees are "top_k".
     verifier: None: block verification of a chain, traversal of a drawn tree,
-      and the target's walk through a certain one.
+      and the target's walk through a deterministic one.
   """
   if parents is None:
     drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
@@ -81,8 +81,9 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = TRAVERSAL) -> Strategy:
   """A drawn tree of EAGLE's that is expanded where the layer is confident.
 
-  Not in the EAGLE papers, whose trees are certain: nodes are expanded by their
-  score and never dropped by it, so that rules for sampled trees are exact.
+  Not in the EAGLE papers, whose trees are deterministic: nodes are expanded by
+  their score and never dropped by it, so that rules for sampled trees are
+  exact.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -128,7 +129,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     gamma: drafted tokens of a chain, at most as many as modules unless one is
       used again; None: as many as the layer forecasts.
     verifier: None: block verification of a chain, traversal of a drawn tree,
-      and the target's walk through a certain one.
+      and the target's walk through a deterministic one.
     parents: N entries, the tree with its root; None: a drawn chain.
     proposal: how the children of a node are drawn, see
       `drafters.TreeLanguageModel`.

@@ -59,22 +59,23 @@ class Forecast:
                     known=self.known | (count > 0))
 
 
-def draw(logits, parents, coins, proposal, transform):
+def draw(logits, parents, uniforms, proposal, transform):
   """Draws a tree of N nodes for one sequence.
 
   Args:
     logits: `[depth, V]`; all nodes of depth d follow row d - 1.
     parents: of the tree, breadth-first, N at least 2.
-    coins: `[(N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[(N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
     proposal: how the children of a node are drawn, one of `children.DRAWS`.
     transform: from logits to laws.
 
   Returns:
     Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.
   """
-  found, coins = [], coins.reshape(len(parents) - 1, sampling.COINS_A_DRAW)
+  uniforms = uniforms.reshape(len(parents) - 1, sampling.UNIFORMS_A_DRAW)
+  found = []
   for row, level in zip(logits, _growth.levels(parents)):
-    mine = coins[level.below]
+    mine = uniforms[level.below]
     if proposal == "top_k":  # every node has the same children: rank them once
       ranks = np.concatenate([np.arange(count) for count in level.counts])
       tokens, probs = _children.top_k(
@@ -128,13 +129,13 @@ class HeadsDrafter(_growth.StaticTree):
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
     return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the heads}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -146,11 +147,11 @@ class HeadsDrafter(_growth.StaticTree):
     used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     if self.transform.constraints:
-      drawn = self._constrained(logits, coins, state)
+      drawn = self._constrained(logits, uniforms, state)
     else:
-      drawn = jax.vmap(lambda logits, coins, temperature: draw(
-          logits, self.parents, coins, self.proposal,
-          self.transform.at(temperature)))(logits, coins, state.temperature)
+      drawn = jax.vmap(lambda logits, uniforms, temperature: draw(
+          logits, self.parents, uniforms, self.proposal,
+          self.transform.at(temperature)))(logits, uniforms, state.temperature)
     return self.drafts(state, *drawn), forecast
 
   def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
@@ -160,7 +161,7 @@ class HeadsDrafter(_growth.StaticTree):
     return _common.tree_drafts(
         state, self.parents, tokens, jnp.where(known, probs, 0))
 
-  def _constrained(self, logits, coins, state):
+  def _constrained(self, logits, uniforms, state):
     """Tokens and probs of a tree whose nodes have laws of their own."""
     def step(tokens, depths, ancestors, above, carry):
       del tokens, ancestors, above
@@ -169,7 +170,7 @@ class HeadsDrafter(_growth.StaticTree):
     step, carry, first = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, None,
         logits[:, 0])
-    return self.draw(step, carry, first, coins, state)[:2]
+    return self.draw(step, carry, first, uniforms, state)[:2]
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:

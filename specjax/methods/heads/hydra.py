@@ -140,9 +140,9 @@ class Hydra(_forecasts.HeadsDrafter):
 
   Each node's law depends on the tokens above it, so that q is a conditional
   law and not a product of laws as Medusa's is. With "top_k" the draft is the
-  paper's, certain, and `verifiers.TargetWalk` is exact; drafts that are sampled
-  report their q, and the rules that use it apply. `params["drafter"]` are the
-  heads' parameters; the embeddings are those of `params["target"]`.
+  paper's, deterministic, and `verifiers.TargetWalk` is exact; drafts that are
+  sampled report their q, and the rules that use it apply. `params["drafter"]`
+  are the heads' parameters; the embeddings are those of `params["target"]`.
 
   Attributes:
     heads: of the target.
@@ -158,13 +158,13 @@ class Hydra(_forecasts.HeadsDrafter):
   proposal: str = "top_k"
   transform: LogitsTransform | None = None
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
       params: `{"target", "drafter": parameters of the heads}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -188,7 +188,7 @@ class Hydra(_forecasts.HeadsDrafter):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, paths,
         logits[:, 0])
-    tokens, probs, _ = self.draw(step, carry, logits, coins, state)
+    tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     return self.drafts(state, tokens, probs), forecast
 
 

@@ -157,10 +157,10 @@ class MedusaHeads(networks.HiddenStateHeads):
 class Medusa(_forecasts.HeadsDrafter):
   """The children of a node at depth d follow head d + 1, whatever the node.
 
-  With `trees.medusa_tree` and "top_k" it is the paper's draft: certain, so
-  that `verifiers.TargetWalk` is exact and `verifiers.Typical` the paper's lossy
-  rule. Drafts that are sampled report their q, and the rules that use it apply.
-  `params["drafter"]` are the heads' parameters.
+  With `trees.medusa_tree` and "top_k" it is the paper's draft: deterministic,
+  so that `verifiers.TargetWalk` is exact and `verifiers.Typical` the paper's
+  lossy rule. Drafts that are sampled report their q, and the rules that use it
+  apply. `params["drafter"]` are the heads' parameters.
 
   Attributes:
     heads: of the target; `MedusaHeads`, or others of that form.

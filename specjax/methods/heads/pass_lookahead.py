@@ -25,9 +25,9 @@ from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.models.transformer import Transformer
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -86,8 +86,8 @@ class PaSS:
                        "that there are")
 
   @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * (self.count + (not self.folded))
+  def num_uniforms(self) -> int:
+    return UNIFORMS_A_DRAW * (self.count + (not self.folded))
 
   @property
   def num_nodes(self) -> int:
@@ -122,20 +122,20 @@ class PaSS:
         values=jnp.zeros((batch, self.count, self.target.vocab_size)),
         known=jnp.zeros((batch,), bool))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a chain for every row.
 
     Args:
       params: `{"target"}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`; its target cache is read as it is.
 
     Returns:
       `(Draft, drafter state)`, batched.
     """
     roots = round_steps.roots(state)
-    rows = (coins, state.temperature, state.constraints)
+    rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
           roots, state.drafter.values, state.drafter.known, *rows)
@@ -160,17 +160,19 @@ class PaSS:
     """`[count]`, the ids of the look-ahead tokens."""
     return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
 
-  def _published(self, root, logits, coins, temperature, memory) -> Draft:
+  def _published(self, root, logits, uniforms, temperature, memory) -> Draft:
     laws = lambda logits: jnp.concatenate([
         self.target_transform(logits[:1], temperature),
         self.transform(logits[1:], temperature)])
-    probs = laws(self._constrained(logits, coins, memory, laws))
-    return Draft.chain(root, _drawn(probs, coins), probs)
+    probs = laws(self._constrained(logits, uniforms, memory, laws))
+    return Draft.chain(root, _drawn(probs, uniforms), probs)
 
-  def _folded(self, root, logits, known, coins, temperature, memory) -> Draft:
+  def _folded(self, root, logits, known, uniforms, temperature, memory
+              ) -> Draft:
     laws = lambda logits: self.transform(logits, temperature)
-    probs = laws(self._constrained(logits, coins, memory, laws))
-    chain = Draft.chain(root, _drawn(probs, coins), jnp.where(known, probs, 0))
+    probs = laws(self._constrained(logits, uniforms, memory, laws))
+    chain = Draft.chain(
+        root, _drawn(probs, uniforms), jnp.where(known, probs, 0))
     nodes = 1 + self.count
     # Node s has its look-ahead tokens at nodes + s * count, in a row.
     hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
@@ -181,12 +183,12 @@ class PaSS:
             first, (hanging - nodes) // self.count, hanging - 1)]),
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
-  def _constrained(self, logits, coins, memory, laws):
+  def _constrained(self, logits, uniforms, memory, laws):
     """The logits `[n, V]`, each under the constraints after those before."""
     constraints = self.transform.constraints
     if not constraints:
       return logits
-    for place, u in enumerate(coins.reshape(-1, COINS_A_DRAW)):
+    for place, u in enumerate(uniforms.reshape(-1, UNIFORMS_A_DRAW)):
       logits = logits.at[place].set(constraints_lib.constrained(
           constraints, memory, logits[place], drafted=True))
       token = inverse_cdf(laws(logits)[place], u)
@@ -210,9 +212,9 @@ class PaSS:
     return PartitionSpec()
 
 
-def _drawn(probs, coins):
+def _drawn(probs, uniforms):
   """One token of each law: `[n, V]` -> `[n]`."""
-  return jax.vmap(inverse_cdf)(probs, coins.reshape(-1, COINS_A_DRAW))
+  return jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
 
 
 def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,

@@ -27,9 +27,9 @@ from specjax.data.datastores import Datastore
 from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.model_free import _count_trees
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -39,7 +39,7 @@ from specjax.types import Verdict
 from specjax.utils import fields
 
 _NO_TOKEN = -1
-_PROPOSALS = ("certain", "sampled")
+_PROPOSALS = ("deterministic", "sampled")
 _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
@@ -52,20 +52,20 @@ class CountDrafter:
 
   Attributes:
     gamma: S, tokens of a path, at least 1.
-    proposal: "certain", the most frequent tokens, or "sampled", tokens drawn
-      from the law of the counts.
+    proposal: "deterministic", the most frequent tokens, or "sampled", tokens
+      drawn from the law of the counts.
     parents: a tree to draw, see `specjax.trees`, at most gamma deep, where
       siblings differ; it is put in breadth-first order. None: a chain.
     max_matches: K, places that are counted for a row, 1 to 4095. Each is
       compared with each, so that a drafted token costs K^2 comparisons.
     transform: of the law of the counts, whose logits are their logarithms;
       None takes the decoder's. Any is sound, for q is reported as it was drawn
-      from. Certain drafts do not use it.
+      from. Deterministic drafts do not use it.
     vocab_size: V; the decoder fills it in.
   """
 
   gamma: int
-  proposal: str = "certain"
+  proposal: str = "deterministic"
   parents: tuple[int, ...] | None = None
   max_matches: int = 64
   transform: LogitsTransform | None = None
@@ -107,17 +107,17 @@ class CountDrafter:
                            minlength=1).max())
 
   @property
-  def certain(self) -> bool:
-    return self.proposal == "certain"
+  def deterministic(self) -> bool:
+    return self.proposal == "deterministic"
 
   @property
   def num_nodes(self) -> int:
     return self.gamma + 1 if self.parents is None else len(self.parents)
 
   @property
-  def num_coins(self) -> int:
+  def num_uniforms(self) -> int:
     drawn = self.proposal == "sampled"
-    return COINS_A_DRAW * (self.num_nodes - 1) if drawn else 0
+    return UNIFORMS_A_DRAW * (self.num_nodes - 1) if drawn else 0
 
   def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.
@@ -153,15 +153,16 @@ class CountDrafter:
           f"the datastore holds ids of {store.vocab_size} tokens and the "
           f"target has {self.vocab_size}; build it with the target's tokenizer")
 
-  def _certain(self, state: DecodeState, tokens: jax.Array, real: jax.Array
-               ) -> Draft:
+  def _deterministic(self, state: DecodeState, tokens: jax.Array,
+                     real: jax.Array) -> Draft:
     """Chains of `tokens [B, S]`, padding where not `real [B, S]`."""
     probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
     return jax.vmap(Draft.chain)(
         round_steps.roots(state), jnp.where(real, tokens, 0), probs)
 
-  def _drawn(self, state: DecodeState, coins: jax.Array, following: jax.Array,
-             alive: jax.Array, ended: jax.Array, steps: jax.Array,
+  def _drawn(self, state: DecodeState, uniforms: jax.Array,
+             following: jax.Array, alive: jax.Array,
+             ended: jax.Array, steps: jax.Array,
              least: float) -> Draft:
     """What is drawn out of one set of matches for each row.
 
@@ -170,18 +171,18 @@ class CountDrafter:
     """
     if self.parents is not None:
       return _common.tree_drafts(state, self.parents, *_count_trees.draw(
-          following, alive, steps, coins, self.parents, self.transform,
+          following, alive, steps, uniforms, self.parents, self.transform,
           state.temperature, self.vocab_size))
     plain = dataclasses.replace(self.transform, banned=())
 
-    def one(root, coins, temperature, *matches):
+    def one(root, uniforms, temperature, *matches):
       tokens, probs = draw(
-          *matches, least, coins.reshape(-1, COINS_A_DRAW),
+          *matches, least, uniforms.reshape(-1, UNIFORMS_A_DRAW),
           lambda logits: plain(logits, temperature), self.transform.banned,
           self.vocab_size)
       return Draft.chain(root, tokens, probs)
 
-    return jax.vmap(one)(round_steps.roots(state), coins, state.temperature,
+    return jax.vmap(one)(round_steps.roots(state), uniforms, state.temperature,
                          following, alive, ended, steps)
 
 
@@ -254,7 +255,7 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
-         steps: jax.Array, least: float, coins: jax.Array,
+         steps: jax.Array, least: float, uniforms: jax.Array,
          law: Callable[[jax.Array], jax.Array], banned: Sequence[int],
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
   """A path whose tokens are drawn from the counts of the children.
@@ -269,7 +270,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     ended: `[]` float32, as in `walk`.
     steps: `[]` int32, as in `walk`.
     least: as in `walk`.
-    coins: `[S, 2]`, uniform in [0, 1).
+    uniforms: `[S, 2]`, uniform in [0, 1).
     law: from logits `[K]` to probabilities; the logits are those of counts, so
       that at temperature 1 children are drawn as often as they were counted.
     banned: token ids that are never drawn.
@@ -302,7 +303,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   size = following.shape[1]
   start = alive, ended, jnp.ones(()), jnp.ones((), bool)
   _, (tokens, q) = jax.lax.scan(
-      step, start, (following.T, jnp.arange(size), coins))
+      step, start, (following.T, jnp.arange(size), uniforms))
   # Each token has one match with a probability; the others add nothing.
   probs = jnp.zeros((size, vocab_size)).at[
       jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)

@@ -19,7 +19,7 @@ _NO_TOKEN = -1
 
 
 def draw(following: jax.Array, alive: jax.Array, steps: jax.Array,
-         coins: jax.Array, parents: tuple[int, ...],
+         uniforms: jax.Array, parents: tuple[int, ...],
          transform: LogitsTransform, temperature: jax.Array, vocab_size: int
          ) -> tuple[jax.Array, jax.Array]:
   """Draws a tree of N nodes for every row.
@@ -28,7 +28,7 @@ def draw(following: jax.Array, alive: jax.Array, steps: jax.Array,
     following: `[B, K, S]` int32, what follows the matches, -1 after an end.
     alive: `[B, K]` bool, which matches count.
     steps: `[B]` int32, the longest path.
-    coins: `[B, (N - 1) COINS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
     parents: of the tree, breadth-first, at most S deep.
     transform: of the counts' law, whose logits are their logarithms.
     temperature: `[B]`.
@@ -57,11 +57,11 @@ def draw(following: jax.Array, alive: jax.Array, steps: jax.Array,
     alive &= jnp.take(following, depth, axis=2)[:, None] == tokens[..., None]
     return counted(alive, depth + 1), alive
 
-  def some(logits, counts, coins):
+  def some(logits, counts, uniforms):
     """The children that there are; the others have no token."""
     distinct = jnp.sum(jnp.isfinite(_children.allowed(logits, transform)), -1)
     tokens, probs = drawn(
-        jnp.where(distinct[..., None] > 0, logits, 0), counts, coins)
+        jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)
     node = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
     real = rank < distinct[:, node]
@@ -70,6 +70,6 @@ def draw(following: jax.Array, alive: jax.Array, steps: jax.Array,
 
   alive = alive[:, None]
   tokens, probs, _ = _growth.grow(
-      step, alive, counted(alive, jnp.zeros((), jnp.int32))[:, 0], coins,
+      step, alive, counted(alive, jnp.zeros((), jnp.int32))[:, 0], uniforms,
       parents, some)
   return jnp.maximum(tokens, 0), probs

@@ -27,11 +27,11 @@ class Empty:
   vocab_size: int | None = None
 
   num_nodes = 1
-  num_coins = 0
+  num_uniforms = 0
   chain = True
   iid = True
   conditional = True
-  certain = True
+  deterministic = True
   autoregressive = True
   proposal = "deterministic"
 
@@ -45,10 +45,10 @@ class Empty:
            ) -> Any:
     del params, prompt, prefill_output
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """A draft of N = 1 node for each of the B rows."""
-    del params, coins
+    del params, uniforms
     return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,

@@ -7,8 +7,8 @@ LLMA, Yang et al. 2023 (arXiv:2304.04487).
 
 A look-up compares every slot of a text with the last `max_ngram` tokens: T *
 max_ngram comparisons of whole numbers a round and row, in one loop, and no
-state. What is copied is certain, so that q is one-hot and each rule for chains
-accepts a token x with probability p(x), at any temperature.
+state. What is copied is deterministic, so that q is one-hot and each rule for
+chains accepts a token x with probability p(x), at any temperature.
 """
 
 from collections.abc import Mapping
@@ -53,11 +53,11 @@ class _Lookup:
   chain = True
   iid = True
   conditional = True
-  certain = True
+  deterministic = True
   # Deeper tokens follow the match where the draft began: with the drafted ones
   # before them another place may agree as well, or the first one that does.
   autoregressive = False
-  num_coins = 0
+  num_uniforms = 0
   proposal = "deterministic"
 
   def __post_init__(self):
@@ -89,21 +89,21 @@ class _Lookup:
     """Nothing: the texts are all that it knows."""
     del params, prompt, prefill_output
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts a chain for every row; one without a match is padding.
 
     Args:
       params: unused: there are none.
-      coins: `[B, 0]`.
+      uniforms: `[B, 0]`.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, None)`, batched.
     """
-    del params, coins
+    del params, uniforms
     tokens, _ = self._copied(state)
-    return _common.certain(
+    return _common.deterministic(
         state, range(-1, self.gamma), tokens, self.vocab_size), None
 
   def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,

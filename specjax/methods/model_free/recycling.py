@@ -8,7 +8,7 @@ likely successors of each token, and a draft is a static tree of them:
 After every pass the K likeliest tokens at each node that was fed, accepted or
 not, become the successors of that node's token. A round costs as many gathers
 of N numbers as the tree is deep, one top-K of the target's logits and one
-scatter, and no pass of a model. What is drafted is certain, so that q is
+scatter, and no pass of a model. What is drafted is deterministic, so that q is
 one-hot: a tree is exact with `verifiers.TargetWalk`, and a chain with each rule
 for chains.
 """
@@ -83,9 +83,9 @@ class Recycling:
   vocab_size: int | None = None
 
   conditional = True
-  certain = True
+  deterministic = True
   autoregressive = False  # the table depends on what was drafted before
-  num_coins = 0
+  num_uniforms = 0
   proposal = "top_k"
 
   def __post_init__(self):
@@ -154,19 +154,19 @@ class Recycling:
     table = jnp.tile(known, (batch, 1, 1))
     return _with_pairs(table, prompt) if self.from_prompt else table
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, jax.Array]:
     """Drafts the tree for every row.
 
     Args:
       params: see above.
-      coins: `[B, 0]`.
+      uniforms: `[B, 0]`.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, table)`, batched.
     """
-    del params, coins
+    del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
     tokens = round_steps.roots(state)[:, None]
     for level in _growth.levels(self.parents):
@@ -175,7 +175,7 @@ class Recycling:
       below = state.drafter.at[row, tokens[:, parent], rank].get(
           mode="fill", fill_value=self.vocab_size)
       tokens = jnp.concatenate([tokens, below], axis=1)
-    return _common.certain(
+    return _common.deterministic(
         state, self.parents, tokens[:, 1:], self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: jax.Array, draft: Draft,

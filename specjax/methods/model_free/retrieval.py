@@ -38,23 +38,23 @@ class Retrieval(_continuations.CountDrafter):
   logarithm of the corpus.
 
   With `nodes`, the draft is a tree of the most frequent prefixes, for a walk of
-  the target. Without, it is a chain: "certain", the most frequent next token
-  again and again, or "sampled", tokens drawn from the law of the counts under
-  the row's temperature, of which block verification makes use; with `parents` a
-  tree of such tokens, of which traversal verification does.
+  the target. Without, it is a chain: "deterministic", the most frequent next
+  token again and again, or "sampled", tokens drawn from the law of the counts
+  under the row's temperature, of which block verification makes use; with
+  `parents` a tree of such tokens, of which traversal verification does.
 
   What is declared, and why:
     chain, iid: without `nodes` and `parents`, where there is one child below
       each node.
     conditional: the match is a function of the committed text, and so is all of
-      a certain draft. A drawn token follows its row of `probs`, given those
-      before it; a chain ends where no match goes on, which depends on the
+      a deterministic draft. A drawn token follows its row of `probs`, given
+      those before it; a chain ends where no match goes on, which depends on the
       tokens before the end alone.
     not autoregressive: the match is chosen where the draft begins.
 
   Attributes:
     gamma: tokens of a path, at least 1.
-    proposal: "certain" or "sampled".
+    proposal: "deterministic" or "sampled".
     parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
     nodes: N, of a tree with its root, at least 2; None drafts a chain.
     min_match: tokens of the shortest match, at least 1.
@@ -78,10 +78,10 @@ class Retrieval(_continuations.CountDrafter):
     if self.nodes is None:
       return
     fields.check_at_least("nodes", self.nodes, 2)
-    if self.proposal != "certain":
+    if self.proposal != "deterministic":
       raise ValueError(f"nodes is {self.nodes} and proposal "
-                       f"{self.proposal!r}; such a tree is certain: leave "
-                       "nodes out, and give parents for a drawn tree")
+                       f"{self.proposal!r}; such a tree is deterministic: "
+                       "leave nodes out, and give parents for a drawn tree")
 
   @property
   def chain(self) -> bool:
@@ -113,13 +113,13 @@ class Retrieval(_continuations.CountDrafter):
           f"max_match is {self.max_match} and the datastore is sorted by "
           f"{store.depth} tokens; match less, or build it with that depth")
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts for every row; one without a match is padding.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -132,12 +132,12 @@ class Retrieval(_continuations.CountDrafter):
     steps = jnp.full((batch,), self.gamma, jnp.int32)
     ended = jnp.zeros((batch,))
     if self.proposal == "sampled":
-      return self._drawn(state, coins, following, alive, ended, steps, 0.0
+      return self._drawn(state, uniforms, following, alive, ended, steps, 0.0
                          ), None
     walk = lambda following, *sets: _continuations.walk(
         following, *(x[None] for x in sets), 0.0)
     tokens, probs = jax.vmap(walk)(following, alive, ended, steps)
-    return self._certain(state, tokens[:, 0], probs[:, 0] > 0), None
+    return self._deterministic(state, tokens[:, 0], probs[:, 0] > 0), None
 
   def _matches(self, store, state):
     """`[B, K, S]` what followed the longest match, and `[B, K]` which count."""

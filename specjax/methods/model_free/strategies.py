@@ -88,23 +88,23 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
       Recycling(parents=parents), verifiers.TargetWalk())
 
 
-def suffix_decoding(gamma: int, proposal: str = "certain",
+def suffix_decoding(gamma: int, proposal: str = "deterministic",
                     verifier: Verifier | None = None,
                     parents: Sequence[int] | None = None) -> Strategy:
   """What followed the last tokens where they stood before, by its counts.
 
   SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
-  is not in the paper: of certain drafts all rules accept as much, of drawn
-  chains block verification accepts most, and of drawn trees traversal.
+  is not in the paper: of deterministic drafts all rules accept as much, of
+  drawn chains block verification accepts most, and of drawn trees traversal.
 
-  >>> suffix_decoding(gamma=8).drafter.num_coins  # certain
+  >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
   0
-  >>> suffix_decoding(gamma=8, proposal="sampled").drafter.num_coins
+  >>> suffix_decoding(gamma=8, proposal="sampled").drafter.num_uniforms
   16
 
   Args:
     gamma: drafted tokens of a round, at most.
-    proposal: "certain" or "sampled".
+    proposal: "deterministic" or "sampled".
     verifier: the rule; default: block for chains, traversal for trees.
     parents: of a tree to draw, for "sampled"; None: a chain.
   """

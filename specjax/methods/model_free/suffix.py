@@ -72,23 +72,23 @@ class Suffix(_continuations.CountDrafter):
   `params["drafter"]` may be a `data.datastores.Datastore`; where it is None, ()
   or missing, the row's own text is all there is.
 
-  Two kinds of drafts are made of the same match. "certain" proposes the most
-  frequent path, as published. "sampled" draws each token from the law
+  Two kinds of drafts are made of the same match. "deterministic" proposes the
+  most frequent path, as published. "sampled" draws each token from the law
   count(child) / (the counts of all children) under the row's temperature,
   which no published drafter does: block verification makes use of such a q. At
   temperature 0 chains of the two are the same, unless the likeliest child is
-  one that the transform bans: "sampled" takes the next one, "certain" proposes
-  it in vain. With `parents`, "sampled" draws a tree whose siblings differ, for
-  traversal verification; its paths end where no match goes on, and not for
-  `min_token_prob`.
+  one that the transform bans: "sampled" takes the next one, "deterministic"
+  proposes it in vain. With `parents`, "sampled" draws a tree whose siblings
+  differ, for traversal verification; its paths end where no match goes on, and
+  not for `min_token_prob`.
 
   What is declared, and why:
     chain, iid: there is one child below each node, unless `parents` has more.
-    conditional: which match is used, and where a certain path goes and ends, is
-      a function of the committed text. A drawn token follows its row of
-      `probs`, given those before it; whether there is a token k depends on the
-      tokens before it and on the counts below them, never on itself: the path
-      ends before the probability of the *most frequent* children along it,
+    conditional: which match is used, and where a deterministic path goes and
+      ends, is a function of the committed text. A drawn token follows its row
+      of `probs`, given those before it; whether there is a token k depends on
+      the tokens before it and on the counts below them, never on itself: the
+      path ends before the probability of the *most frequent* children along it,
       drawn or not, falls below `min_token_prob`.
     not autoregressive: the match is chosen where the draft begins, and from a
       later token on another one could be chosen.
@@ -101,7 +101,7 @@ class Suffix(_continuations.CountDrafter):
 
   Attributes:
     gamma: tokens of a draft at most, at least 1.
-    proposal: "certain" or "sampled".
+    proposal: "deterministic" or "sampled".
     parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
     max_matches: K, see above.
     max_spec_factor: drafted tokens for each token of a match.
@@ -143,13 +143,13 @@ class Suffix(_continuations.CountDrafter):
     if store is not None:
       self._check(store)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts for every row; one without a match is padding.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -161,10 +161,10 @@ class Suffix(_continuations.CountDrafter):
       own = found.score >= other.score
       found = jax.tree.map(
           lambda x, y: jax.vmap(jnp.where)(own, x, y), found, other)
-    if self.proposal == "certain":
-      return self._certain(state, found.tokens, found.real), None
-    return self._drawn(state, coins, found.following, found.alive, found.ended,
-                       found.steps, self.min_token_prob), None
+    if self.proposal == "deterministic":
+      return self._deterministic(state, found.tokens, found.real), None
+    return self._drawn(state, uniforms, found.following, found.alive,
+                       found.ended, found.steps, self.min_token_prob), None
 
   def _steps(self, sizes):
     """`[M]` int32, the most tokens that matches of these lengths draft."""

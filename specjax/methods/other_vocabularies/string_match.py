@@ -7,9 +7,9 @@ common: a drafter of bytes can draft whole words.
 
 The drafter writes its likeliest tokens, their text is split by the target's
 tokenizer, and the chain that comes out is proposed with certainty. It is fixed
-before the target tosses a coin, so that every rule for chains is exact; all of
-them accept a token x with probability p(x). It does depend on where the draft
-began, so that greedy block verification is refused.
+before the target draws a uniform, so that every rule for chains is exact; all
+of them accept a token x with probability p(x). It does depend on where the
+draft began, so that greedy block verification is refused.
 
   state       tokens of the text, and a cache of some of it, see
               `methods.other_vocabularies._reading`
@@ -76,9 +76,9 @@ class StringMatch(reading_lib.Reader):
   chain = True
   iid = True
   conditional = True
-  certain = True
+  deterministic = True
   autoregressive = False  # what is drafted depends on where the draft began
-  num_coins = 0
+  num_uniforms = 0
   proposal = "deterministic"
 
   def __post_init__(self):
@@ -114,19 +114,19 @@ class StringMatch(reading_lib.Reader):
         self.model, params["drafter"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.length)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
     """Drafts a chain for every row.
 
     Args:
       params: see above.
-      coins: `[B, 0]`.
+      uniforms: `[B, 0]`.
       state: the `DecodeState`.
 
     Returns:
       `(Draft, reading)`, batched.
     """
-    del coins
+    del uniforms
     model, room = params["drafter"], self._room(state.tokens.shape[1])
     reading = self._read(state, room)
     wanted = ~state.done & (reading.lengths > 0) & (reading.lengths <= room)

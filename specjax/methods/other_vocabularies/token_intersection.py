@@ -47,9 +47,9 @@ from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.other_vocabularies import _translation
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -96,8 +96,8 @@ class TokenIntersection(reading_lib.Reader):
     fields.check_fields(self, "gamma", "expansion")
 
   @property
-  def num_coins(self) -> int:
-    return COINS_A_DRAW * self.gamma
+  def num_uniforms(self) -> int:
+    return UNIFORMS_A_DRAW * self.gamma
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "TokenIntersection":
@@ -122,13 +122,13 @@ class TokenIntersection(reading_lib.Reader):
         self.model, own["model"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.gamma)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
     """Drafts a chain for every row.
 
     Args:
       params: see above.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -144,7 +144,7 @@ class TokenIntersection(reading_lib.Reader):
     batch = length.shape[0]
     depth = jnp.zeros((batch, 1), jnp.int32)
     self_only = jnp.ones((batch, 1, 1), bool)
-    u = coins.reshape(batch, self.gamma, COINS_A_DRAW).swapaxes(0, 1)
+    u = uniforms.reshape(batch, self.gamma, UNIFORMS_A_DRAW).swapaxes(0, 1)
 
     constraints = self.transform.constraints
 

@@ -34,9 +34,9 @@ from specjax.methods import stop_rules
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
-from specjax.sampling import COINS_A_DRAW
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -156,20 +156,20 @@ class Exit(_common.DrawnChain):
     del params
     return output, own
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ExitState]:
     """Drafts a chain for every row.
 
     Args:
       params: `{"target": ...}`, and what an exit or a stop rule has.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
       `(Draft, ExitState)`, batched.
     """
     rows, before = state.lengths.shape[0], state.drafter
-    u = coins.reshape(rows, self.gamma, COINS_A_DRAW)
+    u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
     stop_params = self._stop_params(params)
 
     def extend(carry):

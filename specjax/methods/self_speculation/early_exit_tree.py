@@ -124,13 +124,13 @@ class EarlyExitTree(_growth.StaticTree):
     inner, leaves = nodes[counts[1:] > 0], nodes[counts[1:] == 0]
     return np.concatenate([[0], inner[np.argsort(slots[inner])], leaves])
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree for every row.
 
     Args:
       params: `{"target": ...}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -160,7 +160,7 @@ class EarlyExitTree(_growth.StaticTree):
         self.transform.constraints, state.constraints, step,
         (first.cache, (first.hidden,)), first.logits[:, 0])
     tokens, probs, ((cache, states), _) = self.draw(
-        step, carry, logits, coins, state)
+        step, carry, logits, uniforms, state)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
     if not self.shares_pass:
       return draft, None

@@ -87,8 +87,8 @@ class Hierarchy(Cascade):
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
     """Drafts a chain for every row; see `Cascade.propose`."""
-    draft, inner = super().propose(params, coins, state)
+    draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)

@@ -357,7 +357,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   """The same with a trained layer after the exit.
 
   Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
-  than 0.6. At temperature 0 a law is certain, and none ends.
+  than 0.6. At temperature 0 a law is deterministic, and none ends.
 
   >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)

@@ -144,13 +144,13 @@ class Swift(_common.DrawnChain):
         since=prompt.lengths, tried=jnp.zeros(rows, jnp.int32),
         score=jnp.zeros(rows, jnp.float32))
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
     """Tries a set where it is time, and drafts a chain for every row.
 
     Args:
       params: `{"target": ...}`.
-      coins: `[B, num_coins]`, uniform in [0, 1).
+      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
       state: the `DecodeState`.
 
     Returns:
@@ -166,7 +166,7 @@ class Swift(_common.DrawnChain):
                             transform=self.transform)
     draft, _ = drafter.propose(
         {"drafter": {"model": params["target"], "keep": _last(skipped.keep)}},
-        coins, state.replace(drafter=state.target_cache))
+        uniforms, state.replace(drafter=state.target_cache))
     return draft, skipped
 
   def _searched(self, params, state, old, due):

@@ -1,8 +1,8 @@
 """Rounds of several draft lengths, of which a controller chooses one.
 
-A `Ladder` stands where a `Round` does, in the same loops. Each rung is a round
-with a draft of another length; the lowest proposes nothing and verifies the
-root alone, which is decoding without drafts.
+A `RoundsByLength` stands where a `Round` does, in the same loops. Each rung is
+a round with a draft of another length; the lowest proposes nothing and verifies
+the root alone, which is decoding without drafts.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Resting:
   vocab_size: int
 
   num_nodes = 1
-  num_coins = 0
+  num_uniforms = 0
   iid = True
   conditional = True
   autoregressive = True
@@ -54,10 +54,10 @@ class Resting:
     """The drafter's."""
     return self.drafter.init(params, prompt, prefill_output)
 
-  def propose(self, params: Any, coins: jax.Array, state: DecodeState
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """The root alone."""
-    del params, coins
+    del params, uniforms
     return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
@@ -68,7 +68,7 @@ class Resting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ladder:
+class RoundsByLength:
   """Rounds that differ in the length of their drafts, shortest first.
 
   Attributes:
@@ -89,20 +89,20 @@ class Ladder:
     state = self.rungs[-1].start(*arguments)
     return state.replace(controller=self.controller.init(state.lengths))
 
-  def toss(self, state: DecodeState, rounds: int) -> jax.Array:
-    """As `Round.toss`, enough for the longest draft."""
-    return self.rungs[-1].toss(state, rounds)
+  def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
+    """As `Round.draw`, enough for the longest draft."""
+    return self.rungs[-1].draw_uniforms(state, rounds)
 
-  def __call__(self, params: Any, state: DecodeState, coins: jax.Array
+  def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
     """As a `Round`; stats and trace have the size of the longest draft."""
-    state, (stats, trace) = _round(self, params, state, coins, traced=True)
+    state, (stats, trace) = _round(self, params, state, uniforms, traced=True)
     return state, stats, trace
 
-  def untraced(self, params: Any, state: DecodeState, coins: jax.Array
+  def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
     """As `Round.untraced`."""
-    return _flat(*_round(self, params, state, coins, traced=False))
+    return _flat(*_round(self, params, state, uniforms, traced=False))
 
   def stretch(self, params: Any, going: Any, play: Any, carry: Any) -> Any:
     """Rounds without a draft, as many as are due, and then those with drafts.
@@ -141,7 +141,7 @@ class Ladder:
     carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
     return jax.lax.while_loop(wanted, drafted, (carry, chosen))[0]
 
-  def one_round(self, params: Any, state: DecodeState, coins: jax.Array,
+  def one_round(self, params: Any, state: DecodeState, uniforms: jax.Array,
                 chosen: jax.Array | None = None, *, traced: bool,
                 only: str | None = None
                 ) -> tuple[DecodeState, tuple[Any, ...]]:
@@ -150,7 +150,7 @@ class Ladder:
     Args:
       params: as in a `Round`.
       state: likewise.
-      coins: likewise.
+      uniforms: likewise.
       chosen: `[]` int32, of the controller; None: it is asked.
       traced: whether the trace is wanted.
       only: "rests" or "drafts" if `chosen` is known to be, or not to be 0; with
@@ -161,7 +161,7 @@ class Ladder:
       chosen = self.controller.choose(state)
       own, _ = self.controller.rests(state, chosen)
       state = state.replace(controller=own)
-    attempt = _Attempt(self, params, state, coins, chosen, traced)
+    attempt = _Attempt(self, params, state, uniforms, chosen, traced)
     full = "full" in interfaces.capabilities(self.drafter)
     drafts = attempt.drafts_whole if full else attempt.drafts_and_cuts
     carry = state, attempt.nothing_found()
@@ -195,25 +195,25 @@ class Ladder:
 
 
 class _Attempt:
-  """One round of a ladder: its rungs, of which one is climbed.
+  """One round of rounds by length: its rungs, of which one is climbed.
 
   Which one is data, so that each stands under `common.once`. A carry is
   `(state, found)`; found are the round's stats, and its trace if that is
   wanted, in the size of those of the longest draft.
   """
 
-  def __init__(self, ladder, params, state, coins, chosen, traced):
-    self._ladder, self._params, self._coins = ladder, params, coins
+  def __init__(self, by_length, params, state, uniforms, chosen, traced):
+    self._rounds, self._params, self._uniforms = by_length, params, uniforms
     self._chosen, self._kept = chosen, 1 + traced
     draft, drafter = jax.eval_shape(
         functools.partial(self._propose, -1), state)
     # It is carried by a loop, see `common.once`.
-    name = type(ladder.drafter).__name__
+    name = type(by_length.drafter).__name__
     checks.check_same(f"the state that {name}.propose returned", drafter,
                       state.drafter)
     self._draft_form = jax.eval_shape(self._packed, draft)
     _, self._stats_form, trace = jax.eval_shape(
-        functools.partial(_judge, ladder.rungs[-1]), params, state, coins,
+        functools.partial(_judge, by_length.rungs[-1]), params, state, uniforms,
         draft, drafter)
     self._found_form = jax.eval_shape(
         self._as_longest, self._stats_form, trace)
@@ -231,7 +231,7 @@ class _Attempt:
     """A round of the length chosen, whose drafts are always as long."""
     before, found = carry
     carry = self._caught_up(before), found
-    for i in range(1, len(self._ladder.rungs)):
+    for i in range(1, len(self._rounds.rungs)):
       carry = round_steps.once(
           self._chosen == i, lambda carry, i=i: self._judged(
               i, carry[0], *self._propose(i, carry[0])), carry)
@@ -243,7 +243,7 @@ class _Attempt:
     state = self._caught_up(before)
     draft, drafter, size = self._drafted(state)
     carry = state.replace(drafter=drafter), found
-    for i, one in enumerate(self._ladder.rungs):
+    for i, one in enumerate(self._rounds.rungs):
       # Cut where it is verified, or each round would write all lengths.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
@@ -254,38 +254,39 @@ class _Attempt:
 
   def _drafted(self, state):
     """The draft, packed, the drafter's state, and the rung that holds it."""
-    nodes = self._ladder.drafter.num_nodes
+    nodes = self._rounds.drafter.num_nodes
 
     def on(i, drafter):
       draft, drafter = self._propose(i, state.replace(drafter=drafter))
-      size = self._ladder.needed(draft, state.done, i)
+      size = self._rounds.needed(draft, state.done, i)
       return self._packed(_padded_draft(draft, nodes)), drafter, size
 
     carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
-    for i in range(1, len(self._ladder.rungs)):
+    for i in range(1, len(self._rounds.rungs)):
       carry = round_steps.once(
           self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
     return carry
 
   def _propose(self, i, state):
-    return _propose(self._ladder.rungs[i], self._params, state, self._coins)
+    return _propose(self._rounds.rungs[i], self._params, state, self._uniforms)
 
   def _judged(self, i, state, draft, drafter):
     """The carry after rung i has verified a draft."""
     state, stats, trace = _judge(
-        self._ladder.rungs[i], self._params, state, self._coins, draft, drafter)
+        self._rounds.rungs[i], self._params, state, self._uniforms, draft,
+        drafter)
     return state, self._as_longest(stats, trace)
 
   def _as_longest(self, stats, trace):
     return _padded(stats, trace, self._stats_form)[:self._kept]
 
   def _learned(self, before, state, found, size):
-    return state.replace(controller=self._ladder.controller.learned(
+    return state.replace(controller=self._rounds.controller.learned(
         before, found[0], state.lengths, self._chosen, size)), found
 
   def _caught_up(self, state):
     """The state whose drafter has read what was committed without it."""
-    drafter = self._ladder.drafter
+    drafter = self._rounds.drafter
     if not hasattr(drafter, "catch_up"):
       return state
     return state.replace(drafter=drafter.catch_up(
@@ -308,20 +309,20 @@ class _Attempt:
     """The draft that `_packed` was given."""
     if not self._packs:
       return draft
-    ids = jnp.arange(self._ladder.rungs[0].target.vocab_size)
+    ids = jnp.arange(self._rounds.rungs[0].target.vocab_size)
     chosen = ids == draft.tokens[..., None]
     return draft.replace(probs=jnp.where(chosen, draft.probs[..., None], 0))
 
   @property
   def _packs(self):
     # What a drafter wrongly declares must not be mended before it is checked.
-    return not self._ladder.rungs[0].debug and (
-        "certain" in interfaces.capabilities(self._ladder.drafter))
+    return not self._rounds.rungs[0].debug and (
+        "deterministic" in interfaces.capabilities(self._rounds.drafter))
 
 
 # A single round is compiled too. Its parts are under a jit of their own, so
 # that shapes and program share a trace.
-_round = jax.jit(Ladder.one_round, static_argnums=0,
+_round = jax.jit(RoundsByLength.one_round, static_argnums=0,
                  static_argnames=("traced", "only"))
 _propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
                    static_argnums=0)
@@ -329,8 +330,8 @@ _judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
                  static_argnums=0)
 
 
-def ladder(one: Round, controller: Controller) -> Ladder:
-  """The ladder of a round, whose drafter is bound.
+def build(one: Round, controller: Controller) -> RoundsByLength:
+  """The rounds by length of a round, whose drafter is bound.
 
   Raises:
     ValueError: the rule has a state, which is made for drafts of one length;
@@ -365,7 +366,7 @@ def ladder(one: Round, controller: Controller) -> Ladder:
     drafter = _of_length(one, length)
     interfaces.check_pair(one.rule, drafter)
     rungs.append(dataclasses.replace(one, drafter=drafter))
-  return Ladder(tuple(rungs), controller)
+  return RoundsByLength(tuple(rungs), controller)
 
 
 def _of_length(one, length):

@@ -75,7 +75,7 @@ def test_noise_costs_a_bounded_time_and_is_tried_again():
   cost = np.interp(drafted, controlled.LENGTHS, controlled.SECONDS).sum()
   assert 320 < cost <= 1.02 * 320 + 1
   np.testing.assert_allclose(
-      state.controller.purse[0], 1 + 1.02 * 320 - cost, atol=1e-2)
+      state.controller.budget[0], 1 + 1.02 * 320 - cost, atol=1e-2)
   tried = np.flatnonzero(drafted[:, 0])
   assert len(tried) > 6 and np.diff(tried).max() < 50
   assert (drafted[tried[2:]] == 2).all()  # the least that tells
@@ -100,7 +100,7 @@ def test_what_is_not_drafted_is_not_paid():
   _, text = controlled.greedy()
   state, drafted, _ = _decoded([text[:3]])  # padding after two tokens
   assert drafted[3:].sum() == 0
-  assert float(state.controller.purse[0]) > 7  # 2 % of 300 tokens
+  assert float(state.controller.budget[0]) > 7  # 2 % of 300 tokens
   assert float(state.controller.needed[0, 0]) < 0.1
 
 
@@ -136,7 +136,7 @@ def test_parted_loops_choose_like_single_rounds():
   assert bool(one.done.all())
   for state in (whole, parts):
     np.testing.assert_array_equal(state.lengths, one.lengths)
-    for name in ("purse", "known", "until", "reached"):
+    for name in ("budget", "known", "until", "reached"):
       np.testing.assert_allclose(
           getattr(state.controller, name), getattr(one.controller, name),
           rtol=1e-4, err_msg=name)
@@ -160,8 +160,8 @@ def test_a_drafter_reads_what_it_missed():
         rounds=lengths, temperature=jnp.ones((2,)), eos=None,
         target_cache=None, drafter=drafter.init(pair.params, prompt, None))
     state = state.replace(drafter=drafter.catch_up(pair.params, state, since))
-    coins = jnp.zeros((2, drafter.num_coins))
-    return drafter.propose(pair.params, coins, state)[0].probs[:, 1]
+    uniforms = jnp.zeros((2, drafter.num_uniforms))
+    return drafter.propose(pair.params, uniforms, state)[0].probs[:, 1]
 
   logits = jax.jit(pair.drafter)(pair.params["drafter"], text).logits
   for lengths, since in (((58, 20), (3, 17)), ((9, 20), (1, 18)),
@@ -184,7 +184,7 @@ def test_rest_leaves_no_trace():
                           limits=90)
   with_purse = lambda state, value: state.replace(
       controller=state.controller.replace(
-          purse=jnp.full((2,), value), until=jnp.copy(state.lengths)))
+          budget=jnp.full((2,), value), until=jnp.copy(state.lengths)))
   emitted = []
   for value in (-100.0, 16.0, -100.0, 16.0):
     state, stats = decoder.decode(
