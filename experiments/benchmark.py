@@ -56,7 +56,7 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax.decoding import placement as sharding
-from specjax.methods import _children
+from specjax.methods import _trees
 from specjax.sampling import sample
 from specjax.training import loop
 from specjax.training import optimizers
@@ -148,9 +148,9 @@ def _tree_law(verifier, vocab_size, batch):
   """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
-  draw = {"iid": _children.iid,
-          "conditional": _children.without_replacement}.get(
-              next(iter(verifier.requires), None), _children.top_k)
+  draw = {"iid": _trees.iid,
+          "conditional": _trees.without_replacement}.get(
+              next(iter(verifier.requires), None), _trees.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
   # Laws about as far from each other as those of a model and its drafter.
   logits = 3 * jax.random.normal(

@@ -20,7 +20,7 @@ from specjax import testing
 from specjax.data import corpora
 from specjax.data import datastores
 from specjax.drafters import Retrieval
-from specjax.methods import _matches
+from specjax.methods.model_free import _matches
 
 sys.path.append(str(ROOT / "experiments"))
 

@@ -89,8 +89,8 @@ def test_learning_rates():
     if rate.published is not None:
       assert found[-2:] == [rate.published] * 2
       assert rate.source and rate.source in str(rate)
-  assert methods.MEDUSA.learning_rate.of(135e6) == 0.0026
-  assert methods.EAGLE_3.learning_rate.of(135e6) == 0.0005
+  assert methods.by_name("medusa").learning_rate.of(135e6) == 0.0026
+  assert methods.by_name("eagle3").learning_rate.of(135e6) == 0.0005
 
 
 def test_schedules_of_runs():

@@ -12,8 +12,8 @@ from specjax import exact
 from specjax import sampling
 from specjax.exact import schemes
 from specjax.exact.drafts import Drafts
-from specjax.methods import _children
-from specjax.methods import _drawn_trees
+from specjax.methods import _dynamic_trees
+from specjax.methods import _trees
 from specjax.verifiers import KSeq
 from specjax.verifiers import Recursive
 from specjax.verifiers import TargetWalk
@@ -106,14 +106,14 @@ def drawn():
     before = jnp.take_along_axis(seen, above, axis=1)
     return table[tokens], before + tokens
 
-  nodes = _drawn_trees.num_nodes(_DEPTH, _EXPANDED, _CHILDREN)
+  nodes = _dynamic_trees.num_nodes(_DEPTH, _EXPANDED, _CHILDREN)
   uniforms = jax.random.uniform(
       jax.random.key(1), (_V, (nodes - 1) * sampling.UNIFORMS_A_DRAW))
   roots = jnp.arange(_V)
   transform = sampling.LogitsTransform(temperature=1.5)
-  grow = jax.jit(lambda uniforms: _drawn_trees.grow(
+  grow = jax.jit(lambda uniforms: _dynamic_trees.grow(
       step, roots[:, None], table, uniforms, roots,
-      _children.drawer("without_replacement", transform, None),
+      _trees.drawer("without_replacement", transform, None),
       confidence=sampling.LogitsTransform(), depth=_DEPTH, expanded=_EXPANDED,
       children=_CHILDREN))
   draft, sums = grow(uniforms)
@@ -123,17 +123,17 @@ def drawn():
 def test_a_budget_of_nodes_is_used_up():
   # Broken: a drawn tree is compared with others of more nodes than it has.
   for nodes, depth, each in ((64, 4, 4), (64, 8, 4), (14, 3, 2)):
-    best = _drawn_trees.most_expanded(nodes, depth, each)
-    assert _drawn_trees.num_nodes(depth, best, each) <= nodes
-    assert _drawn_trees.num_nodes(depth, best + 1, each) > nodes
-  assert _drawn_trees.most_expanded(64, 4, 4) == 5
-  assert _drawn_trees.most_expanded(3, 4, 4) == 1  # the least there is
+    best = _dynamic_trees.most_expanded(nodes, depth, each)
+    assert _dynamic_trees.num_nodes(depth, best, each) <= nodes
+    assert _dynamic_trees.num_nodes(depth, best + 1, each) > nodes
+  assert _dynamic_trees.most_expanded(64, 4, 4) == 5
+  assert _dynamic_trees.most_expanded(3, 4, 4) == 1  # the least there is
 
 
 def test_the_best_nodes_of_a_level_are_expanded(drawn):
   # Broken: others than the best get children, or siblings stand apart.
   _, table, draft, _ = drawn
-  sizes = _drawn_trees.level_sizes(_DEPTH, _EXPANDED, _CHILDREN)
+  sizes = _dynamic_trees.level_sizes(_DEPTH, _EXPANDED, _CHILDREN)
   assert sizes == (1, 2, 3, 3)
   probs = np.asarray(jax.nn.softmax(table), np.float64)
   for root in range(_V):

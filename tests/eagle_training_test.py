@@ -13,8 +13,8 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax import testing
-from specjax.methods import _unrolled
 from specjax.methods.blocks import _masks
+from specjax.methods.features import _training
 from specjax.methods.features import eagle_objective
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden/eagle3_training.safetensors"
@@ -50,7 +50,7 @@ def _params(drafter):
 
 
 def _read(heads, drafter, rows):
-  return jax.jit(lambda params, tokens: _unrolled.read(
+  return jax.jit(lambda params, tokens: _training.read(
       _pair().target, heads, params, tokens))(_params(drafter), rows[:, :-1])
 
 
@@ -101,7 +101,7 @@ def test_eagle3_is_that_of_the_public_code():
 
   @jax.jit
   def unroll(params, taps, tokens):
-    outs = list(_unrolled.forecasts(heads, params, taps, tokens,
+    outs = list(_training.forecasts(heads, params, taps, tokens,
                                    heads.num_forecasts))
     return (jnp.stack([out.hidden for out in outs]), jnp.stack(
         [heads.logits(params["drafter"], params["target"], out.read)
@@ -139,7 +139,7 @@ def test_the_test_of_training_time_is_the_mask():
       seen.append(queries)
       out = heads.step(
           params["drafter"], params["target"], hidden,
-          _unrolled.shifted(tokens, i + 1, size), keys=keys,
+          _training.shifted(tokens, i + 1, size), keys=keys,
           positions=jnp.tile(queries.position, (len(tokens), 1)),
           visible=_masks.visible(queries, _masks.joined(*seen))[None])
       hidden, keys = out.hidden, out.keys
@@ -175,11 +175,11 @@ def test_training_is_decoding(kind, options):
 
   @jax.jit
   def laws(params, tokens):
-    seen = _unrolled.read(_pair().target, heads, params, tokens)
+    seen = _training.read(_pair().target, heads, params, tokens)
     return jnp.stack([
         jax.nn.softmax(heads.whole(heads.logits(
             params["drafter"], params["target"], out.read)))
-        for out in _unrolled.forecasts(
+        for out in _training.forecasts(
             heads, params, seen.features, tokens, _K)])
 
   wanted = np.asarray(laws(params, texts.reshape(-1, texts.shape[-1])))
@@ -206,7 +206,7 @@ def _forecasts(heads, drafter, rows):
   seen = _read(heads, drafter, rows)
   outs = jax.jit(lambda params, features, tokens: [
       (out, heads.logits(params["drafter"], params["target"], out.read))
-      for out in _unrolled.forecasts(heads, params, features, tokens, _K)])(
+      for out in _training.forecasts(heads, params, features, tokens, _K)])(
           _params(drafter), seen.features, rows)
   return seen, [(out, _log_softmax(logits)) for out, logits in outs]
 

@@ -46,7 +46,7 @@ class _Biases(networks.HiddenStateHeads):
 
 
 _TOY = dataclasses.replace(
-    methods.MEDUSA, name="biases", heads=_Biases, head_options=())
+    methods.by_name("medusa"), name="biases", heads=_Biases, head_options=())
 _ALL = {method.name: method for method in (*methods.METHODS, _TOY)}
 
 

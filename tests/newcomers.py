@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 import specjax as sj
 from specjax.decoding import round_steps
-from specjax.methods import _children
-from specjax.methods import _expansion
-from specjax.methods import _growth
+from specjax.methods import _dynamic_trees
+from specjax.methods import _trees
 from specjax.methods.heads import _forecasts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureTree(_growth.StaticTree):
+class FeatureTree(_trees.StaticTree):
   """A toy EAGLE: a feature of the parent and the token give the next feature.
 
   f(child) = tanh(W f(parent) + e(token)), logits = f U; the root's parent is
@@ -50,13 +49,13 @@ class FeatureTree(_growth.StaticTree):
     logits, features = step(roots[:, None], None, None, nothing,
                             state.drafter.values[:, None])
     if self.dynamic:
-      draft, _, _ = _expansion.expand(
+      draft, _, _ = _dynamic_trees.expand(
           step, features, logits[:, 0], roots, transform=sj.LogitsTransform(),
           depth=3, top_k=2, num_nodes=self.num_nodes)
       return draft, state.drafter
-    tokens, probs, _ = _growth.grow(
+    tokens, probs, _ = _trees.grow(
         step, features, logits[:, 0], uniforms, self.parents,
-        _children.drawer(self.proposal, self.transform, state.temperature))
+        _trees.drawer(self.proposal, self.transform, state.temperature))
     parents = jnp.array(self.parents, jnp.int32)
     tree = lambda root, *rows: sj.Draft.tree(root, parents, *rows)
     return jax.vmap(tree)(roots, tokens, probs), state.drafter

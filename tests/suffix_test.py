@@ -12,9 +12,8 @@ import specjax as sj
 from specjax import testing
 from specjax.data import datastores
 from specjax.drafters import Suffix
-from specjax.methods import _matches
 from specjax.methods.model_free import _continuations
-from specjax.methods.model_free import _count_trees
+from specjax.methods.model_free import _matches
 
 _ROWS, _SLOTS, _V = 192, 40, 3
 _STORED = (9, 30, 1, 17)  # tokens of the datastore's documents
@@ -308,7 +307,7 @@ def test_a_drawn_tree_has_the_laws_of_the_counts():
   alive[0] = False
   steps = rng.integers(1, size + 1, size=batch)
   parents = (-1, 0, 0, 0, 1, 1, 2, 4)
-  tokens, probs = map(np.asarray, _count_trees.draw(
+  tokens, probs = map(np.asarray, _continuations.draw_tree(
       *map(jnp.asarray, (following, alive, steps)),
       jax.random.uniform(jax.random.key(0), (batch, 14)), parents,
       sj.LogitsTransform(banned=(3,)), jnp.ones(batch), vocab))

@@ -13,7 +13,7 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax import testing
-from specjax.methods.heads import _objectives as losses_lib
+from specjax.methods.heads import _training as losses_lib
 from specjax.models import Transformer
 from specjax.training import distillation
 from specjax.training import evaluation

@@ -305,12 +305,12 @@ def committed(constraints: Constraints, memory: Any, nodes: Any,
 def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
             carry: Any, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
-  """A `methods._growth` step under the constraints, along every path.
+  """A `methods._trees` step under the constraints, along every path.
 
   Args:
     constraints: those whose memory it is.
     memory: `[B, ...]`, after the root.
-    step: see `methods._growth`.
+    step: see `methods._trees`.
     carry: of the step.
     logits: `[B, V]` of the token after the root.
 

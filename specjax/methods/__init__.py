@@ -1,9 +1,14 @@
 """Drafting methods, one folder for each family.
 
-A family contains networks, drafters, losses and strategies. `Method` is the
-record of a method that is trained: its class of `Heads`, its objective, its
-strategies and its options. Scripts read everything from the record, so a new
-method is one file in the folder of its family and one name in `METHODS`.
+A family contains networks, drafters, losses and strategies. Its `__init__.py`
+lists them in a `Family`, from which `specjax.drafters`, `specjax.strategies`
+and `specjax.objectives` are built. A new method is one file in the folder of
+its family and its names in that list.
+
+`Method` is the record of a method that is trained: its class of `Heads`, its
+objective, its strategies and its options. Scripts read everything from the
+record. This module also has the classes of heads by name, such as
+`methods.MedusaHeads`.
 
 Modules with a leading underscore contain helpers of several methods.
 """
@@ -13,30 +18,18 @@ import pathlib
 import re
 from typing import Any
 
+from specjax.methods import blocks
+from specjax.methods import combined
+from specjax.methods import draft_models
+from specjax.methods import features
 from specjax.methods import files
-from specjax.methods.blocks.parallel_network import ParallelHeads
-from specjax.methods.blocks.records import PARALLEL
-from specjax.methods.features.network import Eagle1Heads
-from specjax.methods.features.network import Eagle3Heads
-from specjax.methods.features.network import FeatureHeads
-from specjax.methods.features.network import FeatureOutput
-from specjax.methods.features.network import MTPHeads
-from specjax.methods.features.network import ParallelLayers
-from specjax.methods.features.records import EAGLE_1
-from specjax.methods.features.records import EAGLE_3
-from specjax.methods.features.records import MTP
-from specjax.methods.features.records import PARALLEL_LAYERS
+from specjax.methods import heads as heads_family
+from specjax.methods import model_free
+from specjax.methods import other_vocabularies
+from specjax.methods import self_speculation
+from specjax.methods import stop_rules
 from specjax.methods.files import save_heads
-from specjax.methods.heads.blockwise import BLOCKWISE
-from specjax.methods.heads.blockwise import BlockwiseHeads
-from specjax.methods.heads.hydra import HYDRA
-from specjax.methods.heads.hydra import HydraHeads
-from specjax.methods.heads.medusa import MEDUSA
-from specjax.methods.heads.medusa import MEDUSA_2
-from specjax.methods.heads.medusa import MedusaHeads
-from specjax.methods.heads.pass_embeddings import PaSSEmbeddings
-from specjax.methods.heads.pass_embeddings import with_lookahead
-from specjax.methods.heads.pass_lookahead import PASS
+from specjax.methods.heads.pass_lookahead import with_lookahead
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
@@ -46,70 +39,43 @@ from specjax.methods.published import load_drafter
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import Option
-from specjax.methods.self_speculation.kangaroo import KANGAROO
-from specjax.methods.self_speculation.kangaroo import KangarooAdapter
 from specjax.models.transformer import Transformer
 
-__all__ = [
-    "BLOCKWISE",
-    "BlockwiseHeads",
-    "EAGLE_1",
-    "EAGLE_3",
-    "Eagle1Heads",
-    "Eagle3Heads",
-    "FeatureHeads",
-    "FeatureOutput",
-    "HYDRA",
-    "Heads",
-    "HydraHeads",
-    "KANGAROO",
-    "KangarooAdapter",
-    "LearningRate",
-    "PaSSEmbeddings",
-    "MEDUSA",
-    "MEDUSA_2",
-    "METHODS",
-    "MTP",
-    "MTPHeads",
-    "MedusaHeads",
-    "Method",
-    "Option",
-    "PARALLEL",
-    "PARALLEL_LAYERS",
-    "PASS",
-    "ParallelHeads",
-    "ParallelLayers",
-    "check_fits",
-    "export_drafter",
-    "lm_head",
-    "load_drafter",
-    "load_heads",
-    "of",
-    "save_heads",
-    "with_lookahead",
-]
+FAMILIES = tuple(family.FAMILY for family in (
+    draft_models, model_free, heads_family, features, blocks, self_speculation,
+    combined, other_vocabularies))
+METHODS = tuple(method for family in FAMILIES for method in family.methods)
+_HEADS = {method.heads.__name__: method.heads for method in METHODS}
+globals().update(_HEADS)
 
-METHODS = (PASS, BLOCKWISE, MEDUSA, MEDUSA_2, HYDRA, EAGLE_1, EAGLE_3, MTP,
-           PARALLEL_LAYERS, PARALLEL, KANGAROO)
+__all__ = [
+    "FAMILIES", "METHODS", "Heads", "LearningRate", "Method", "Option",
+    "by_name", "check_fits", "export_drafter", "lm_head", "load_drafter",
+    "load_heads", "of", "save_heads", "stop_rules", "with_lookahead", *_HEADS]
+
+
+def by_name(name: str) -> Method:
+  """Returns the method that flags and files call `name`."""
+  return next(method for method in METHODS if method.name == name)
 
 
 def of(heads: Heads) -> Method:
-  """The first method that has heads of this kind; it knows how to draft."""
+  """Returns the first method whose heads are of this kind."""
   return next(m for m in METHODS if m.heads.kind == heads.kind)
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
                dtype: Any = None, target_params: Any = None
                ) -> tuple[Heads, dict[str, Any]]:
-  """Loads heads of any method here, or a published drafter.
+  """Loads heads of `save_heads`, or a published drafter.
 
   Args:
-    directory: a directory of `save_heads`, or what
-      `load_drafter` takes, in any layout that it reads.
-    target: the model that is to draft with them.
-    dtype: of the parameters; None is `default_dtype()`.
-    target_params: the target's parameters. With them, copies of the target's
-      matrices in a published drafter are not kept.
+    directory: directory of `save_heads`, or a directory or repository that
+      `load_drafter` reads.
+    target: model that will draft with the heads.
+    dtype: type of the parameters; None is `default_dtype()`.
+    target_params: parameters of the target. If they are given, copies of its
+      matrices in a published drafter are dropped.
 
   Returns:
     `(heads, params)`.

@@ -1,4 +1,4 @@
-"""What the record of a method says, and what several records share."""
+"""Records of families and of trained methods, and parts that they share."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
+from typing import NamedTuple
 
 from specjax import interfaces
 from specjax import verifiers
@@ -131,6 +132,22 @@ class Method:
   def trains_target(self, options: Mapping[str, Any]) -> bool:
     """Whether the target is trained too, with these values of the options."""
     return self.tunes_target or bool(options.get("train_target", False))
+
+
+class Family(NamedTuple):
+  """Public parts of a family of methods, listed in its `__init__.py`.
+
+  Attributes:
+    drafters: contents of `specjax.drafters`, classes and their helpers.
+    strategies: functions of `specjax.strategies`.
+    objectives: classes of `specjax.objectives`.
+    methods: records of the methods that are trained.
+  """
+
+  drafters: tuple[Any, ...] = ()
+  strategies: tuple[Callable[..., Strategy], ...] = ()
+  objectives: tuple[type, ...] = ()
+  methods: tuple[Method, ...] = ()
 
 
 def chain_of(heads: Heads, gamma: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ _SHARES = (1.0, 0.9, 0.8)
 
 
 def main():
-  pair, method = sj.zoo.load(), methods.MEDUSA
+  pair, method = sj.zoo.load(), methods.by_name("medusa")
   model = pair.target.model
   target = jax.tree.map(lambda x: x.astype(jnp.float32), pair.target.params)
   heads, trained = methods.load_heads(

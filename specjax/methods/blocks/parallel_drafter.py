@@ -6,6 +6,7 @@ product of rank r for each token, drawn from left to right.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -15,17 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import verifiers
 from specjax.caches.dense import KVCache
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import _common
-from specjax.methods import _expansion
-from specjax.methods import _features
-from specjax.methods import _growth
+from specjax.methods import _dynamic_trees
+from specjax.methods import _stopping
+from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.methods.blocks import _coupling
 from specjax.methods.blocks import _slot_trees
 from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.methods.features import _drafter
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import Cache
@@ -35,6 +40,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 from specjax.utils.fields import check_divisible
 
@@ -46,7 +52,7 @@ class ParallelState:
   Attributes:
     cache: keys and values of the draft layers, of all committed tokens but the
       root: they are made of the target's features, which the root has not yet.
-    rule: what is kept for a stop rule, see `stop_rules.first`; () without one.
+    rule: what is kept for a stop rule, see `_stopping.first`; () without one.
   """
 
   cache: Any
@@ -163,7 +169,7 @@ class BlockDrafter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parallel(BlockDrafter, _growth.StaticTree):
+class Parallel(BlockDrafter, _trees.StaticTree):
   """Draws a static tree, or a chain, from the laws of a block.
 
   Without a Markov head all nodes of a depth follow one law (DFlash). With one
@@ -195,7 +201,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
   target: Transformer | None = None
 
   def __post_init__(self):
-    _growth.StaticTree.__post_init__(self)
+    _trees.StaticTree.__post_init__(self)
     if self.stop is None:
       return
     name = type(self.stop).__name__
@@ -230,8 +236,8 @@ class Parallel(BlockDrafter, _growth.StaticTree):
       ValueError: as `BlockDrafter.bind`, or a node has more children than there
         are tokens.
     """
-    _features.check_children(self.heads, 1 if self.iid else self._most_children)
-    return _growth.StaticTree.bind(
+    _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
+    return _trees.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
@@ -241,7 +247,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
     if self.stop is None:
       return state
     return state.replace(
-        rule=stop_rules.first(self.stop, len(prompt.lengths)))
+        rule=_stopping.first(self.stop, len(prompt.lengths)))
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
@@ -265,7 +271,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
       probs = self._ended(params, state, hidden, tokens, probs)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
     return draft, state.drafter.replace(
-        rule=stop_rules.noted(state.drafter.rule, draft, self.depth))
+        rule=_stopping.noted(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
     """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
@@ -276,7 +282,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
     kept = jax.vmap(functools.partial(
         stop_rules.kept, self.stop, confidence))(
             probs, evidence, roots, tokens,
-            stop_rules.memory_of(state.drafter.rule))
+            _stopping.memory_of(state.drafter.rule))
     place = jnp.arange(tokens.shape[1])
     return jnp.where((place < kept[:, None])[..., None], probs, 0)
 
@@ -287,7 +293,7 @@ class Parallel(BlockDrafter, _growth.StaticTree):
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
-    return new.replace(rule=stop_rules.learned(
+    return new.replace(rule=_stopping.learned(
         self.stop, drafter.rule, draft, verdict, count))
 
 
@@ -329,8 +335,8 @@ class ParallelTree(BlockDrafter):
       object.__setattr__(self, "depth", self.heads.num_forecasts)
     fields.check_at_least("top_k", self.top_k, 1)
     if self._expands:
-      _expansion.check_sizes(self.depth, self.top_k, self.num_nodes)
-      _expansion.check_top_k(self.top_k, self.heads.draft_size)
+      _dynamic_trees.check_sizes(self.depth, self.top_k, self.num_nodes)
+      _dynamic_trees.check_top_k(self.top_k, self.heads.draft_size)
     else:
       _slot_trees.check_sizes(
           self.depth, self.heads.draft_size, self.num_nodes)
@@ -349,7 +355,7 @@ class ParallelTree(BlockDrafter):
           round_steps.roots(state), self.heads.whole(logits))
       return draft, state.drafter
     step, carry, first = self.steps(params, state, hidden, logits)
-    draft, _, _ = _expansion.expand(
+    draft, _, _ = _dynamic_trees.expand(
         step, carry, first, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, state.drafter
@@ -361,3 +367,57 @@ class ParallelTree(BlockDrafter):
     # Certainty must not hide that the model's numbers broke down.
     probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
     return Draft.tree(root, parents, tokens, probs)
+
+
+def parallel(heads: ParallelHeads, gamma: int | None = None,
+             parents: Sequence[int] | None = None, proposal: str = "iid",
+             verifier: Verifier = BLOCK,
+             stop: stop_rules.StopRule | None = None) -> Strategy:
+  """A chain or a tree drawn from the laws of one block.
+
+  DSpark (arXiv:2607.05147) has a Markov head, by which the laws are conditional
+  ones, and DFlash (arXiv:2602.06036) none. They are published with chains and
+  token verification.
+
+  >>> from specjax import methods
+  >>> own = methods.ParallelHeads(
+  ...     width=8, vocab_size=7, layers=1, heads=1, kv_heads=1, head_dim=8,
+  ...     mlp_width=8, context_length=64, block_size=3, taps=(1,))
+  >>> parallel(own).drafter.parents, parallel(own).verifier
+  ((-1, 0, 1, 2), Block())
+
+  Args:
+    heads: of the target.
+    gamma: drafted tokens of a chain, at most K; None: K.
+    parents: N entries, a tree with its root, in place of the chain.
+    proposal: how the children of a node are drawn, see `drafters.Parallel`.
+    verifier: a rule for these drafts.
+    stop: one of `methods.stop_rules`, for a chain.
+  """
+  if parents is None:
+    most = heads.num_forecasts
+    parents = range(-1, most if gamma is None else min(gamma, most))
+  return Strategy(Parallel(
+      heads=heads, parents=tuple(parents), proposal=proposal, stop=stop),
+      verifier)
+
+
+def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
+  """The likeliest paths of one block, and a walk of the target over them.
+
+  DDTree (arXiv:2604.12989): without a Markov head, the best tree of the laws.
+
+  >>> from specjax import methods
+  >>> own = methods.ParallelHeads(
+  ...     width=8, vocab_size=7, layers=1, heads=1, kv_heads=1, head_dim=8,
+  ...     mlp_width=8, context_length=64, block_size=3, taps=(1,))
+  >>> ddtree(own, num_nodes=12).verifier
+  TargetWalk()
+
+  Args:
+    heads: of the target.
+    num_nodes: N, the root included.
+  """
+  drafter = ParallelTree(
+      heads=heads, num_nodes=num_nodes, top_k=min(10, heads.draft_size))
+  return Strategy(drafter, verifiers.TargetWalk())

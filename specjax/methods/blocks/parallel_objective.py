@@ -17,10 +17,25 @@ import numpy as np
 import optax
 
 from specjax.caches.dense import BlockCache
-from specjax.methods import _unrolled
 from specjax.methods.blocks import _masks
+from specjax.methods.blocks import parallel_network
+from specjax.methods.blocks.parallel_drafter import ddtree
+from specjax.methods.blocks.parallel_drafter import parallel
 from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.methods.features import _training
 from specjax.methods.networks import check_sizes_match
+from specjax.methods.records import CUTS
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import MLP_WIDTH
+from specjax.methods.records import Option
+from specjax.methods.records import RECURSIVE
+from specjax.methods.records import suited
+from specjax.methods.records import TAPS
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
 from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
@@ -30,6 +45,7 @@ from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
+from specjax.types import Verifier
 
 POSITION_WEIGHTS = ("decay", "dpace")
 
@@ -229,7 +245,7 @@ class ParallelObjective:
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
     if self.heads.ids:
-      logits = _unrolled.floored(logits)
+      logits = _training.floored(logits)
     scores = [score(k, logits[:, :, k - 1], anchors - 1)
               for k in range(1, logits.shape[2] + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
@@ -257,3 +273,77 @@ def _at(x, anchors, size):
   at = anchors[..., None] + jnp.arange(size)
   return jnp.take_along_axis(
       x, at.reshape(len(x), -1), axis=1).reshape(at.shape)
+
+
+_SHORT = 4  # tokens of a shorter chain, as many as other methods draft
+
+
+def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
+                       ) -> Strategy:
+  """A sampled chain or tree, or the likeliest paths: what the rule asks for."""
+  rule = verifier or BLOCK
+  return suited(
+      rule, lambda: parallel(heads, gamma, verifier=rule),
+      lambda: ddtree(heads, len(tree()))._replace(verifier=rule),
+      lambda proposal: parallel(
+          heads, parents=tree(), proposal=proposal, verifier=rule))
+
+
+def _parallel_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree, longest = tree(), heads.num_forecasts
+  walked = ddtree(heads, len(tree))
+  chain = lambda gamma: tuple(parallel(heads, gamma, verifier=rule)
+                              for rule in (BLOCK, TOKEN))
+  return {
+      "sampled chain": chain(longest),
+      **({f"sampled chain of {_SHORT}": chain(_SHORT)}
+         if longest > _SHORT else {}),
+      "sampled tree": tuple(
+          parallel(heads, parents=tree, verifier=rule,
+                              proposal="without_replacement")
+          for rule in (TRAVERSAL, RECURSIVE)),
+      "best-first tree": (walked,)}
+
+
+PARALLEL = Method(
+    name="parallel", heads=parallel_network.ParallelHeads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=6e-4, size=4e9,
+        source="DSpark configurations of DeepSpec"),
+    objective=lambda target, heads, anchors, position_weights, position_decay,
+        ce_share, confidence_weight: ParallelObjective(
+            model=target, heads=heads, anchors=anchors,
+            position_weights=position_weights, position_decay=position_decay,
+            ce_share=ce_share, confidence_weight=confidence_weight),
+    measure=lambda target, heads: ParallelObjective(
+        model=target, heads=heads, anchors=CUTS),
+    chain=lambda heads: parallel(
+        heads, proposal="top_k", verifier=TOKEN),
+    strategy=_parallel_strategy, compared=_parallel_compared,
+    head_options=(
+        Option("layers", 1, "parallel: number of draft layers"),
+        MLP_WIDTH, TAPS,
+        Option("from_anchor", True, "parallel: predict a token at the last "
+               "known token too (DSpark); with --nofrom_anchor only at the "
+               "mask tokens (DFlash)"),
+        Option("markov", "plain", "parallel: type of the Markov head, which "
+               "conditions a token on the token before it; none: tokens of a "
+               "block are independent", ("none", "plain", "gated", "rnn")),
+        Option("markov_rank", 32, "parallel: rank of the Markov head"),
+        Option("confidence", "markov", "parallel: input of the head that "
+               "predicts acceptance: hidden, the hidden state; markov, also "
+               "the token before; none: no such head",
+               ("none", "hidden", "markov"))),
+    options=(
+        Option("anchors", 32, "parallel: blocks drawn per training row, at "
+               "most"),
+        Option("position_weights", "decay", "parallel: loss weights of the "
+               "tokens of a block: decay, exponential; dpace, from the "
+               "drafter's probabilities (D-PACE)", ("decay", "dpace")),
+        Option("position_decay", 4.0, "parallel: number of tokens after which "
+               "the weight of --position_weights=decay falls to 1/e"),
+        Option("ce_share", 0.1, "parallel: share of the cross-entropy on the "
+               "data in the loss, in [0, 1]; the rest is the L1 distance to "
+               "the target's distribution"),
+        Option("confidence_weight", 1.0, "parallel: loss weight of the "
+               "confidence head, with --confidence")))

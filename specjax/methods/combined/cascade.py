@@ -35,6 +35,8 @@ from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -317,3 +319,41 @@ def _reader(drafter):
     return drafter
   parts = map(_reader, getattr(drafter, "drafters", ()))
   return next((part for part in parts if part is not None), None)
+
+
+def cascade(model: ModelFn, drafter: Drafter, gamma: int,
+            inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
+            tail: bool = False) -> Strategy:
+  """A chain of a small model that is drafted for in turn, to any depth.
+
+  Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
+  cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
+  al. 2024, arXiv:2404.11912). The drafts are those of the small model alone,
+  and need fewer of its passes.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> from specjax import drafters
+  >>> small = sj.testing.MarkovModel(7)
+  >>> tiny = drafters.LanguageModel(model=small, gamma=3)
+  >>> table = small.init(jax.random.key(0))
+  >>> decoder = cascade(small, tiny, gamma=8).decoder(small)
+  >>> params = {"target": table,
+  ...           "drafter": {"target": table, "drafter": table}}
+  >>> state = decoder.prefill(params, [[1]], jax.random.key(1), limits=20)
+  >>> state, _ = decoder.decode_round(params, state)
+  >>> int(state.lengths[0]) - 1, int(state.drafter.rounds[0])
+  (9, 2)
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    drafter: what drafts for it; it may be a cascade.
+    gamma: drafted tokens of a round.
+    inner: the rule between the two, lossless.
+    verifier: a rule for chains.
+    tail: whether the inner drafter drafts on after these tokens, as in the
+      horizontal cascade of CS Drafting.
+  """
+  return Strategy(Cascade(
+      model=model, drafter=drafter, gamma=gamma, verifier=inner, tail=tail),
+      verifier)

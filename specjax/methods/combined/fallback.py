@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from specjax import interfaces
 from specjax.decoding import round_steps
 from specjax.interfaces import checks
-from specjax.methods import _parts
+from specjax.methods.combined import _parts
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -168,3 +171,25 @@ class Fallback(_parts.Parts):
         parents=jnp.concatenate([draft.parents, jnp.tile(
             below, (draft.parents.shape[0], 1))], axis=1),
         probs=jnp.pad(draft.probs, ((0, 0), (0, more), (0, 0))))
+
+
+def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
+             ) -> Strategy:
+  """The drafts of one drafter, and of another one where that has none.
+
+  As SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu
+  et al. 2024, arXiv:2411.10666) fall back to a trained drafter.
+
+  >>> from specjax import drafters
+  >>> from specjax.testing import MarkovModel
+  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> fallback(short, long).drafter.num_nodes
+  6
+
+  Args:
+    first: the drafter that is preferred, row by row.
+    second: the other one.
+    verifier: a rule that is exact for both.
+  """
+  return Strategy(Fallback(first=first, second=second), verifier)

@@ -4,6 +4,7 @@ The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for drafters of any
 kind: language models, cascades, n-grams, trees of likely tokens.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -12,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import round_steps
-from specjax.methods import _parts
-from specjax.methods import stop_rules
+from specjax.methods import _stopping
+from specjax.methods.combined import _parts
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Drafter
 from specjax.types import ModelFn
+from specjax.types import Verifier
 from specjax.verifiers import tree
 
 
@@ -58,7 +62,7 @@ class Merge(_parts.Parts):
       raise ValueError(f"there are {len(self.drafters)} drafters to merge; "
                        "give at least two")
     for rule in _stop_rules(self.drafters):
-      if stop_rules.learns(rule):
+      if _stopping.learns(rule):
         raise ValueError(
             f"the stop rule {type(rule).__name__} learns from verdicts on its "
             "own chains, and a merge has them on a tree; take a rule that "
@@ -118,3 +122,24 @@ def _merged(draft):
                     jnp.arange(same.shape[0])).astype(jnp.int32)
   parents = jnp.where(draft.parents < 0, -1, first[draft.parents])
   return draft.replace(parents=parents)
+
+
+def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
+           ) -> Strategy:
+  """The drafts of several drafters in one tree, equal beginnings once.
+
+  The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781) for drafters of
+  any kind.
+
+  >>> from specjax import drafters
+  >>> from specjax.testing import MarkovModel
+  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> merged((long, short)).drafter.num_nodes
+  8
+
+  Args:
+    members: the drafters, in the order in which their drafts are tried.
+    verifier: a rule for trees.
+  """
+  return Strategy(Merge(drafters=tuple(members)), verifier)

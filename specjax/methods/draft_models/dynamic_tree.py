@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
-from specjax.methods import _expansion
+from specjax.methods import _dynamic_trees
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -39,7 +41,7 @@ class DynamicTreeState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicTree(_expansion.ExpandedTree):
+class DynamicTree(_dynamic_trees.ExpandedTree):
   """Expands the likeliest nodes of every level, then keeps the likeliest.
 
   The value of a node is the product of the model's probabilities on its path.
@@ -74,7 +76,7 @@ class DynamicTree(_expansion.ExpandedTree):
 
   @property
   def _fed(self) -> int:
-    return _expansion.fed_nodes(self.depth, self.top_k)
+    return _dynamic_trees.fed_nodes(self.depth, self.top_k)
 
   def bind(self, target: ModelFn, transform: LogitsTransform
            ) -> "DynamicTree":
@@ -84,7 +86,7 @@ class DynamicTree(_expansion.ExpandedTree):
       ValueError: the vocabularies differ, or top_k is larger than they are.
     """
     _common.check_vocabulary(self.model, target)
-    _expansion.check_top_k(self.top_k, target.vocab_size)
+    _dynamic_trees.check_top_k(self.top_k, target.vocab_size)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
@@ -117,7 +119,7 @@ class DynamicTree(_expansion.ExpandedTree):
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
-    draft, slots, (cache, _) = _expansion.expand(
+    draft, slots, (cache, _) = _dynamic_trees.expand(
         step, carry, logits, round_steps.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
@@ -133,3 +135,25 @@ class DynamicTree(_expansion.ExpandedTree):
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
     return interfaces.param_specs(self.model, axis, size)
+
+
+def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
+                num_nodes: int = 60) -> Strategy:
+  """A tree that follows the model's confidence, and a walk of the target.
+
+  The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
+  4), for any language model.
+
+  >>> from specjax import testing, trees
+  >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes
+  6
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    depth: levels below the root, a pass of the model each.
+    top_k: nodes of a level that are expanded, and children of each.
+    num_nodes: N, the root included.
+  """
+  return Strategy(
+      DynamicTree(model=model, depth=depth, top_k=top_k,
+                           num_nodes=num_nodes), verifiers.TargetWalk())

@@ -13,13 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import interfaces
+from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods import _following
-from specjax.methods import _until
+from specjax.methods import _stopping
 from specjax.methods import stop_rules
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import STOP
+from specjax.methods.strategy import Strategy
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -30,6 +34,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -39,7 +44,7 @@ class Stopping:
 
   Attributes:
     cache: the model's.
-    rule: what is kept for the rule, see `stop_rules.first`.
+    rule: what is kept for the rule, see `_stopping.first`.
   """
 
   cache: Any
@@ -115,11 +120,11 @@ class LanguageModel(_common.DrawnChain):
     if self.stop is None:
       return cache
     return Stopping(
-        cache=cache, rule=stop_rules.first(self.stop, len(prompt.lengths)))
+        cache=cache, rule=_stopping.first(self.stop, len(prompt.lengths)))
 
   def _split(self, params):
     """The parameters of the model, and those of the stop rule."""
-    return _until.own_params(self.stop, params["drafter"])
+    return _stopping.own_params(self.stop, params["drafter"])
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
@@ -192,7 +197,7 @@ class LanguageModel(_common.DrawnChain):
       return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
           cache.lengths + 1)
 
-    draft, cache, kept = _until.draw_until(
+    draft, cache, kept = _stopping.draw_until(
         self.stop, own, self.transform, uniforms, state, state.drafter.rule,
         (logits, hidden), read, cache)
     return draft, Stopping(cache=interfaces.settled(cache), rule=kept)
@@ -215,7 +220,7 @@ class LanguageModel(_common.DrawnChain):
     del params, target_output
     if self.stop is None:
       return drafter
-    return drafter.replace(rule=stop_rules.learned(
+    return drafter.replace(rule=_stopping.learned(
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
@@ -224,3 +229,79 @@ class LanguageModel(_common.DrawnChain):
     if self.stop is None or not self.stop.has_params:
       return specs
     return {"model": specs, "stop": PartitionSpec()}
+
+
+def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
+  """A chain of a small model's tokens, each accepted or rejected in turn.
+
+  Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
+  (arXiv:2302.01318, Algorithm 2).
+
+  >>> from specjax import testing
+  >>> speculative_sampling(testing.MarkovModel(7), gamma=4).verifier
+  Token()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round; 0 drafts nothing.
+  """
+  return Strategy(LanguageModel(model=model, gamma=gamma),
+                  verifiers.Token())
+
+
+def block_verification(model: ModelFn, gamma: int) -> Strategy:
+  """The same chain, judged as a whole: never fewer tokens on average.
+
+  Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
+
+  >>> from specjax import testing
+  >>> block_verification(testing.MarkovModel(7), gamma=4).verifier
+  Block()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+  """
+  return speculative_sampling(model, gamma)._replace(verifier=BLOCK)
+
+
+def early_stopping(model: ModelFn, gamma: int,
+                   stop: stop_rules.StopRule = STOP,
+                   verifier: Verifier = BLOCK) -> Strategy:
+  """The same chain, ended early where a rule expects a rejection.
+
+  Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; the others
+  are in `methods.stop_rules`.
+
+  >>> from specjax import testing
+  >>> rule = stop_rules.Confidence(threshold=0.4)
+  >>> drafter, _ = early_stopping(testing.MarkovModel(7), gamma=4, stop=rule)
+  >>> drafter.stop.threshold, drafter.autoregressive
+  (0.4, False)
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round, at most.
+    stop: the rule.
+    verifier: a rule for chains whose drafter need not be autoregressive.
+  """
+  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
+                  verifier)
+
+
+def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:
+  """The same chain, judged by the rule that accepts most in a single round.
+
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). What it gains in a
+  round it can lose in the next ones, whose target it modifies.
+
+  >>> from specjax import testing
+  >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier
+  GreedyBlock()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+  """
+  return speculative_sampling(model, gamma)._replace(
+      verifier=verifiers.GreedyBlock())

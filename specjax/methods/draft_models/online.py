@@ -31,6 +31,8 @@ from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.models.around import AroundModel
 from specjax.sampling import LogitsTransform
 from specjax.trees import topology
@@ -40,6 +42,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 
 POSITIONS = ("rejected", "path", "all")
@@ -276,3 +279,27 @@ def _check_alike(learned, own):
     raise ValueError(
         "what was learned has the state of another optimizer than the drafter; "
         "give both the same `optimizer` and `every`")
+
+
+def online(model: ModelFn, gamma: int, learning_rate: float = 1e-3,
+           positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of a model that learns from the target's laws as it drafts.
+
+  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), of a
+  correction of the model's logits for each row.
+
+  >>> from specjax import testing
+  >>> model = testing.tiny_pair(7).drafter
+  >>> online(model, gamma=4, positions="rejected").drafter.learning_rate
+  0.001
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    gamma: drafted tokens of a round.
+    learning_rate: of Adam.
+    positions: where it learns, see `drafters.Online`.
+    verifier: a rule for chains whose drafter need not be autoregressive.
+  """
+  return Strategy(Online(
+      model=model, gamma=gamma, learning_rate=learning_rate,
+      positions=positions), verifier)

@@ -3,6 +3,7 @@
 SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
+from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
-from specjax.methods import _children
 from specjax.methods import _common
-from specjax.methods import _growth
+from specjax.methods import _trees
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import shapes
@@ -130,7 +132,7 @@ class Paths:
     Returns:
       `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
     """
-    draw = _children.drawer("iid", self.transform, state.temperature)
+    draw = _trees.drawer("iid", self.transform, state.temperature)
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
     used = 0
     for m, (model, own, cache) in enumerate(
@@ -146,7 +148,7 @@ class Paths:
       step, carry, logits = constraints_lib.steered(
           self.transform.constraints, state.constraints,
           _common.model_step(model, own), cache, logits)
-      drawn, law, (cache, _) = _growth.grow(
+      drawn, law, (cache, _) = _trees.grow(
           step, carry, logits, uniforms[:, used:used + mine], bundle, draw)
       used += mine
       shape = (batch, self.length, len(paths))
@@ -179,3 +181,26 @@ class Paths:
     """Those of each model, see `specjax.interfaces`."""
     return tuple(interfaces.param_specs(model, axis, size)
                  for model in self.models)
+
+
+def merged_specinfer(models: Sequence[ModelFn], length: int,
+                     num_paths: int | None = None) -> Strategy:
+  """Paths of several models, merged into one tree of tokens.
+
+  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation); their models
+  are boost-tuned, see `experiments/boost_drafters.py`.
+
+  >>> from specjax import testing, trees
+  >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
+  >>> merged_specinfer(pair, length=3).drafter.num_nodes
+  7
+
+  Args:
+    models: the small language models; `params["drafter"]` is a tuple.
+    length: tokens of a path.
+    num_paths: of all models together, which take turns; None: one each.
+  """
+  models = tuple(models)
+  paths = Paths(
+      models=models, num_paths=num_paths or len(models), length=length)
+  return Strategy(paths, verifiers.Recursive())

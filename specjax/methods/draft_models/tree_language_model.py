@@ -5,6 +5,7 @@ arXiv:2402.12374), RSD (Jeon et al. 2024, arXiv:2402.14160) and the drafts of
 Hu et al. 2025 (arXiv:2502.18779) are choices of `parents` and `proposal`.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -12,12 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.methods import _common
-from specjax.methods import _growth
+from specjax.methods import _trees
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
@@ -27,7 +32,7 @@ from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeLanguageModel(_growth.StaticTree):
+class TreeLanguageModel(_trees.StaticTree):
   """Draws the children of every node from a model with a cache of its own.
 
   A round costs one pass over the last two committed tokens and one over each
@@ -97,7 +102,7 @@ class TreeLanguageModel(_growth.StaticTree):
     params = params["drafter"]
     logits, cache = _common.feed_last(
         self.model, params, state, state.drafter, size=2,
-        more=_growth.fed_slots(self.parents)[1])
+        more=_trees.fed_slots(self.parents)[1])
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
@@ -108,10 +113,136 @@ class TreeLanguageModel(_growth.StaticTree):
              target_output: ModelOutput, count: jax.Array) -> Any:
     """The cache with the accepted path moved together."""
     del params, draft, target_output
-    slots, size = _growth.fed_slots(self.parents)
+    slots, size = _trees.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
     return _common.keep_path(drafter, slots, verdict.path, size, count)
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
     return interfaces.param_specs(self.model, axis, size)
+
+
+def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """A tree of independent draws, whose siblings are tried one after another.
+
+  Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
+
+  >>> from specjax import testing, trees
+  >>> drafter, _ = specinfer(testing.MarkovModel(7), trees.full_tree((2, 1)))
+  >>> drafter.num_nodes, drafter.iid
+  (5, True)
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root, see `specjax.trees`.
+  """
+  return _tree(model, parents, "iid", verifiers.Recursive())
+
+
+def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """Independent draws, of which K-SEQ chooses.
+
+  Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
+  which is the tree `trees.full_tree((K, *[1] * (L - 1)))`.
+
+  >>> from specjax import testing, trees
+  >>> spectr(testing.MarkovModel(7), trees.full_tree((3, 1))).verifier
+  KSeq()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "iid", verifiers.KSeq())
+
+
+def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """A static tree whose siblings differ, tried one after another.
+
+  Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
+  a measured acceptance, and siblings are drawn without replacement.
+
+  >>> from specjax import testing, trees
+  >>> best = trees.sequoia_tree([0.5, 0.3], nodes=4)
+  >>> drafter, verifier = sequoia(testing.MarkovModel(7), best)
+  >>> drafter.parents, verifier
+  ((-1, 0, 0, 1), Recursive())
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "without_replacement", verifiers.Recursive())
+
+
+def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
+  """Recursive speculative decoding with constant branching (RSD-C).
+
+  Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
+  as by their Gumbel-top-k trick, and rejected recursively.
+
+  >>> from specjax import testing, trees
+  >>> rsd(testing.MarkovModel(7), branching=(2, 2, 1)).drafter.num_nodes
+  11
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    branching: children of a node at depth 0, 1, ...
+  """
+  return sequoia(model, shapes.full_tree(branching))
+
+
+def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """Sequoia's drafts, whose paths are judged as wholes from the leaves up.
+
+  Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
+
+  >>> from specjax import testing, trees
+  >>> traversal(testing.MarkovModel(7), trees.full_tree((2, 2))).verifier
+  Traversal()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return sequoia(model, parents)._replace(verifier=TRAVERSAL)
+
+
+def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """One draw beside the likeliest children, tried one after another.
+
+  Hu et al. 2025 (arXiv:2502.18779).
+
+  >>> from specjax import testing, trees
+  >>> drafter, _ = hybrid_tree(testing.MarkovModel(7), trees.full_tree((3,)))
+  >>> drafter.proposal
+  'hybrid'
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "hybrid", verifiers.Recursive())
+
+
+def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+  """The likeliest children of every node, and a walk of the target over them.
+
+  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
+  drafts no valid rule accepts more in one round.
+
+  >>> from specjax import testing, trees
+  >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier
+  TargetWalk()
+
+  Args:
+    model: the small language model, over the target's vocabulary.
+    parents: N entries, the tree with its root.
+  """
+  return _tree(model, parents, "top_k", verifiers.TargetWalk())
+
+
+def _tree(model, parents, proposal, verifier):
+  drafter = TreeLanguageModel(
+      model=model, parents=tuple(parents), proposal=proposal)
+  return Strategy(drafter, verifier)

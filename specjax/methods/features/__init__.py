@@ -1,1 +1,17 @@
 """Drafting with a layer on the target's features: EAGLE and MTP."""
+
+from specjax.methods.features import eagle
+from specjax.methods.features import eagle_objective
+from specjax.methods.features import mtp
+from specjax.methods.features import mtp_objective
+from specjax.methods.records import Family
+
+FAMILY = Family(
+    drafters=(eagle.DynamicEagle, eagle.Eagle, eagle.EagleChain,
+        eagle.SampledEagle, mtp.MTP, mtp.MTPTree),
+    strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp),
+    objectives=(eagle_objective.Eagle1Objective,
+        eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,
+        mtp_objective.MTPObjective),
+    methods=(eagle_objective.EAGLE_1, eagle_objective.EAGLE_3,
+        mtp_objective.MTP, mtp_objective.PARALLEL_LAYERS))

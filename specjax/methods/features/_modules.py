@@ -11,7 +11,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import _features
+from specjax.methods.features import _drafter
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -41,7 +41,7 @@ class ModulesState:
   held: jax.Array
 
 
-class ModulesDrafter(_features.LayerDrafter):
+class ModulesDrafter(_drafter.LayerDrafter):
   """The base of drafters with a module for every depth of a draft.
 
   Classes that derive from it are frozen dataclasses that have `heads`,
@@ -62,7 +62,7 @@ class ModulesDrafter(_features.LayerDrafter):
     """The modules' caches after the prompt, and its last features."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
-    chunks, causal = _features.chunked(prompt, prefill_output)
+    chunks, causal = _drafter.chunked(prompt, prefill_output)
 
     def read(cache, chunk):
       hidden, places = chunk
@@ -144,10 +144,10 @@ class ModulesDrafter(_features.LayerDrafter):
     if draft.tokens.shape[1] == 1:  # a round in which nobody drafted
       drafter = self.read(params, drafter)
     heads, size = self.heads, self.window
-    new = heads.enter(params["drafter"], _features.on_path(
+    new = heads.enter(params["drafter"], _drafter.on_path(
         heads.taps_of(target_output.hidden), verdict, self.depth + 1))
     last = new.shape[1] - 1
-    after = _features.emitted(draft, verdict)[:, :last + 1]
+    after = _drafter.emitted(draft, verdict)[:, :last + 1]
     order, kept = jnp.arange(size, dtype=jnp.int32), drafter.held[:, None]
     source = jnp.where(order < kept, order,
                        size + jnp.clip(order - kept, 0, last))

@@ -8,8 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.methods import _unrolled
+from specjax.methods.features import _training
+from specjax.methods.features import eagle
+from specjax.methods.features._training import _FEED_NORMED
+from specjax.methods.features._training import _layer_chain
+from specjax.methods.features._training import _layer_compared
+from specjax.methods.features._training import _layer_strategy
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.records import LearningRate
+from specjax.methods.records import Method
+from specjax.methods.records import MLP_WIDTH
+from specjax.methods.records import Option
+from specjax.methods.records import TAPS
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
@@ -21,6 +31,8 @@ from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 
 _NOISE_TOKENS = 512  # of a row that the published scale of the noise is for
+
+
 _NORMALIZERS = ("rows", "mask")
 
 
@@ -48,9 +60,9 @@ class _Unrolled:
 
   def _target(self, params, tokens):
     """What the target says of all but the last token; it gets no gradient."""
-    _unrolled.check_rows(tokens, self.heads)
+    _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
-        _unrolled.read(self.model, self.heads, params, tokens[:, :-1]))
+        _training.read(self.model, self.heads, params, tokens[:, :-1]))
 
   def _law(self, logits):
     """`[..., Vd]` of `[..., V]`: the target's law of what can be drafted."""
@@ -90,7 +102,7 @@ class _Unrolled:
             score: Score) -> Any:
     """`score(k, logits, positions)` of every step, stacked along K."""
     del key
-    return _unrolled.score(self.model, self.heads, params, tokens, score)
+    return _training.score(self.model, self.heads, params, tokens, score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +144,7 @@ class Eagle1Objective(_Unrolled):
     features, law, _ = self._seen(params, batch)
     counts = weights_of(batch)[:, 1:]
     noisy = features + uniform_noise(key, features, self.noise)
-    out = next(_unrolled.forecasts(self.heads, params, noisy, tokens, 1))
+    out = next(_training.forecasts(self.heads, params, noisy, tokens, 1))
     # Nothing is known of the feature after the last one.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
@@ -217,7 +229,7 @@ class Eagle3Objective(_Unrolled):
   def _losses(self, params, features, law, counts, weights, tokens):
     """`[K]`, as `losses`, of the law `[B, S, Vd]` of what can be drafted."""
     heads, found, counts = self.heads, [], counts * weights
-    for k, out in enumerate(_unrolled.forecasts(
+    for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
       # Row t forecasts token t + 1 + k, whose law is known after t + k.
       log_q = jax.nn.log_softmax(heads.logits(
@@ -228,3 +240,48 @@ class Eagle3Objective(_Unrolled):
       found.append(jnp.sum(counts[:, k:] * nats)
                    / jnp.where(total > 0, total, 1))
     return jnp.stack(found)
+
+
+EAGLE_1 = Method(
+    name="eagle1", heads=eagle.Eagle1Heads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=5e-5, size=8e9,
+        source="main_deepspeed.py of the EAGLE repository"),
+    objective=lambda target, heads, noise, law_weight:
+        Eagle1Objective(
+            model=target, heads=heads, noise=noise, law_weight=law_weight),
+    measure=lambda target, heads: Eagle1Objective(
+        model=target, heads=heads),
+    chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
+    head_options=(MLP_WIDTH, Option(
+        "fusion_norms", False, "eagle1: normalise the token embedding and "
+        "the feature before they are joined (DeepSeek-V3)")),
+    options=(
+        Option("noise", 0.2, "eagle1: width of the uniform noise added to the "
+               "features that the layer reads, for rows of 512 tokens; it is "
+               "scaled by 512 / row length"),
+        Option("law_weight", 0.1, "eagle1: weight of the cross-entropy with "
+               "the target's distribution; the feature loss has weight 1")))
+
+
+EAGLE_3 = dataclasses.replace(
+    EAGLE_1, name="eagle3", heads=eagle.Eagle3Heads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=1e-4, size=8e9,
+        source="EAGLE-3 configurations of SpecForge"),
+    objective=lambda target, heads, step_decay, normalizer, drop_outside:
+        Eagle3Objective(
+            model=target, heads=heads, decay=step_decay, normalizer=normalizer,
+            drop_outside=drop_outside),
+    measure=lambda target, heads: Eagle3Objective(
+        model=target, heads=heads),
+    head_options=(MLP_WIDTH, TAPS, _FEED_NORMED),
+    options=(
+        Option("step_decay", 0.8, "eagle3: factor by which the loss weight "
+               "falls from one draft step to the next"),
+        Option("normalizer", "rows", "eagle3: number by which each step's loss "
+               "is divided: rows, all positions; mask, only the positions that "
+               "contribute", ("rows", "mask")),
+        Option("drop_outside", True, "eagle3: exclude positions whose most "
+               "likely token under the target is not in the draft "
+               "vocabulary")))

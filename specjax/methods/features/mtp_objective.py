@@ -6,8 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.methods import _unrolled
+from specjax.methods.features import _training
+from specjax.methods.features import mtp
+from specjax.methods.features._training import _FEED_NORMED
+from specjax.methods.features.eagle_objective import EAGLE_1
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.records import LearningRate
+from specjax.methods.records import MLP_WIDTH
+from specjax.methods.records import Option
+from specjax.methods.records import TAPS
 from specjax.models.transformer import Transformer
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
@@ -50,8 +57,8 @@ class MTPObjective:
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    _unrolled.check_rows(tokens, self.heads)
-    seen = _unrolled.read(self.model, self.heads, params, tokens[:, :-1])
+    _training.check_rows(tokens, self.heads)
+    seen = _training.read(self.model, self.heads, params, tokens[:, :-1])
     losses = self.losses(params, seen.features, tokens, weights_of(batch))
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses) / jnp.sum(weights), _by_head(losses)
@@ -67,7 +74,7 @@ class MTPObjective:
       weights: `[B, S]`, of the tokens after the first.
     """
     found = []
-    for k, out in enumerate(_unrolled.forecasts(
+    for k, out in enumerate(_training.forecasts(
         self.heads, params, features, tokens, self.heads.num_forecasts), 1):
       # Row t forecasts token t + 1 + k, and the row has S + 1 tokens.
       labels = tokens[:, 1 + k:]
@@ -81,7 +88,7 @@ class MTPObjective:
             score: Score) -> Any:
     """`score(k, logits, positions)` of every depth, stacked along K."""
     del key
-    return _unrolled.score(self.model, self.heads, params, tokens, score)
+    return _training.score(self.model, self.heads, params, tokens, score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +120,8 @@ class MTPJointObjective:
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
-    _unrolled.check_rows(tokens, self.mtp.heads)
-    seen = _unrolled.read(self.model, self.mtp.heads, params, tokens[:, :-1])
+    _training.check_rows(tokens, self.mtp.heads)
+    seen = _training.read(self.model, self.mtp.heads, params, tokens[:, :-1])
     weights = weights_of(batch)
     lm_loss = weighted_mean(cross_entropy(seen.logits, tokens[:, 1:]), weights)
     losses = self.mtp.losses(params, seen.features, tokens, weights)
@@ -129,3 +136,28 @@ class MTPJointObjective:
 
 def _by_head(losses):
   return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+
+MTP = dataclasses.replace(
+    EAGLE_1, name="mtp", heads=mtp.MTPHeads,
+    learning_rate=LearningRate(
+        bundled=2e-3, published=5e-5,
+        source="sft.sh of the FastMTP repository"),
+    objective=lambda target, heads, depth_decay: MTPObjective(
+        model=target, heads=heads, decay=depth_decay),
+    measure=lambda target, heads: MTPObjective(
+        model=target, heads=heads),
+    head_options=(
+        MLP_WIDTH, TAPS, _FEED_NORMED,
+        Option("reuse", False, "mtp: train one module that is applied again to "
+               "its own output (FastMTP). Default: one module per draft token"),
+        Option("chained", True, "mtp: each module reads the output of the "
+               "module before it; with --nochained all read the target")),
+    options=(Option("depth_decay", 0.6,
+                    "mtp, parallel_layers: factor by which the loss weight "
+                    "falls from one draft token to the next"),))
+
+
+PARALLEL_LAYERS = dataclasses.replace(
+    MTP, name="parallel_layers", heads=mtp.ParallelLayers,
+    head_options=(MLP_WIDTH,))

@@ -17,9 +17,8 @@ import numpy as np
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
-from specjax.methods import _children
 from specjax.methods import _common
-from specjax.methods import _growth
+from specjax.methods import _trees
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import lm_head
 from specjax.sampling import LogitsTransform
@@ -74,22 +73,22 @@ def draw(logits, parents, uniforms, proposal, transform):
   """
   uniforms = uniforms.reshape(len(parents) - 1, sampling.UNIFORMS_A_DRAW)
   found = []
-  for row, level in zip(logits, _growth.levels(parents)):
+  for row, level in zip(logits, _trees.levels(parents)):
     mine = uniforms[level.below]
     if proposal == "top_k":  # every node has the same children: rank them once
       ranks = np.concatenate([np.arange(count) for count in level.counts])
-      tokens, probs = _children.top_k(
+      tokens, probs = _trees.top_k(
           row[None], (max(level.counts),), mine, transform)
       found.append((tokens[ranks], probs[ranks]))
     else:
       rows = jnp.broadcast_to(row, (len(level.counts), *row.shape))
       found.append(
-          _children.DRAWS[proposal](rows, level.counts, mine, transform))
+          _trees.DRAWS[proposal](rows, level.counts, mine, transform))
   tokens, probs = zip(*found)
   return jnp.concatenate(tokens), jnp.concatenate(probs)
 
 
-class HeadsDrafter(_growth.StaticTree):
+class HeadsDrafter(_trees.StaticTree):
   """The base of drafters with K heads on the target's last hidden state.
 
   `params["drafter"]` are the heads' parameters, and the LM head is that of

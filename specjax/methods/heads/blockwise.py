@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax import verifiers
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads import _objectives
+from specjax.methods.heads import _training
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
 from specjax.methods.networks import Params
@@ -162,16 +162,16 @@ class BlockwiseObjective:
       first = 0 if tuned else 1
       k = jax.random.randint(key, (), first, self.heads.num_forecasts + 1)
       chosen = jax.tree.map(lambda x: x[k - 1], params["drafter"])
-      forecast = lambda: _objectives.head_loss(
+      forecast = lambda: _training.head_loss(
           self.heads, chosen, output.hidden, k, tokens, weights,
           jax.lax.stop_gradient(head))
       if not tuned:
         return forecast(), {}
       return jax.lax.cond(k == 0, next_token, forecast), {}
-    losses = _objectives.head_losses(
+    losses = _training.head_losses(
         self.heads, params["drafter"], output.hidden, tokens, weights, head,
         tuned)
-    metrics = _objectives.by_head(losses)
+    metrics = _training.by_head(losses)
     if tuned:
       metrics["lm_loss"] = next_token()
       losses = jnp.append(losses, metrics["lm_loss"])
@@ -182,7 +182,7 @@ class BlockwiseObjective:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
-    return _objectives.score_heads(
+    return _training.score_heads(
         self.heads, params["drafter"], hidden,
         networks.lm_head(params["target"]), score)
 

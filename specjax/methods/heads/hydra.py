@@ -19,8 +19,7 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads import _objectives
-from specjax.methods.heads import _records
+from specjax.methods.heads import _training
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
 from specjax.methods.records import chain_of
@@ -223,18 +222,18 @@ class HydraObjective:
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
-      return _objectives.forecast_loss(logits, k, tokens, weights_of(batch))
+      return _training.forecast_loss(logits, k, tokens, weights_of(batch))
 
     for k in range(1, self.heads.heads + 1):
       losses.append(loss(k, params["drafter"], hidden))
-    return sum(losses), _objectives.by_head(losses)
+    return sum(losses), _training.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     count = self.heads.heads
-    hidden, positions = _objectives.labelled(
+    hidden, positions = _training.labelled(
         self._hidden(params, tokens), count)
     scores = [
         score(jnp.int32(k), self._logits(
@@ -288,7 +287,7 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
 def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   tree = tree()
   return {"top-k tree": (hydra(heads, tree),),
-          **_records.sampled(hydra, heads, tree)}
+          **_training.sampled(hydra, heads, tree)}
 
 
 HYDRA = Method(
@@ -299,5 +298,5 @@ HYDRA = Method(
     measure=lambda target, heads: HydraObjective(model=target, heads=heads),
     chain=lambda heads: hydra(
         heads, chain_of(heads, heads.num_forecasts), "top_k", TOKEN),
-    strategy=_records.strategy_of(hydra), compared=_hydra_compared,
-    head_options=(_records.BLOCKS,))
+    strategy=_training.strategy_of(hydra), compared=_hydra_compared,
+    head_options=(_training.BLOCKS,))

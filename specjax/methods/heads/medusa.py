@@ -16,8 +16,7 @@ import numpy as np
 from specjax import verifiers
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
-from specjax.methods.heads import _objectives
-from specjax.methods.heads import _records
+from specjax.methods.heads import _training
 from specjax.methods.heads import blockwise
 from specjax.methods.heads.blockwise import BlockwiseHeads
 from specjax.methods.networks import check_fits
@@ -224,18 +223,18 @@ class MedusaObjective:
       weights: `[B, S]`, of the tokens after the first.
       tuned: whether the gradient reaches `hidden`.
     """
-    losses = _objectives.head_losses(
+    losses = _training.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
         networks.lm_head(params["target"]), tuned)
     numbers = jnp.arange(1, len(losses) + 1)
-    return jnp.sum(self.decay**numbers * losses), _objectives.by_head(losses)
+    return jnp.sum(self.decay**numbers * losses), _training.by_head(losses)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
     """`score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
-    return _objectives.score_heads(
+    return _training.score_heads(
         self.heads, params["drafter"], hidden,
         networks.lm_head(params["target"]), score)
 
@@ -360,7 +359,7 @@ def _medusa_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   return {
       "top-k tree": (medusa(heads, tree),
                      medusa(heads, tree, typical=True)),
-      **_records.sampled(sampled_medusa, heads, tree),
+      **_training.sampled(sampled_medusa, heads, tree),
       "i.i.d. tree": tuple(
           sampled_medusa(heads, tree, "iid", rule)
           for rule in (TRAVERSAL, RECURSIVE, verifiers.KSeq()))}
@@ -374,7 +373,7 @@ MEDUSA = Method(
         model=target, heads=heads),
     measure=lambda target, heads: MedusaObjective(model=target, heads=heads),
     chain=blockwise.blockwise,
-    strategy=_records.strategy_of(sampled_medusa),
+    strategy=_training.strategy_of(sampled_medusa),
     compared=_medusa_compared,
     head_options=(
         Option("output", "low_rank",
@@ -383,7 +382,7 @@ MEDUSA = Method(
                "the LM head", ("own", "low_rank", "shared")),
         Option("rank", 64, "medusa, medusa2: rank of the matrix of "
                "--output=low_rank"),
-        _records.BLOCKS))
+        _training.BLOCKS))
 
 
 MEDUSA_2 = dataclasses.replace(

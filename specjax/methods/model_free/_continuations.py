@@ -26,7 +26,7 @@ import numpy as np
 from specjax.data.datastores import Datastore
 from specjax.decoding import round_steps
 from specjax.methods import _common
-from specjax.methods.model_free import _count_trees
+from specjax.methods import _trees
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -39,7 +39,11 @@ from specjax.types import Verdict
 from specjax.utils import fields
 
 _NO_TOKEN = -1
+
+
 _PROPOSALS = ("deterministic", "sampled")
+
+
 _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
@@ -170,7 +174,7 @@ class CountDrafter:
     `least` do not end.
     """
     if self.parents is not None:
-      return _common.tree_drafts(state, self.parents, *_count_trees.draw(
+      return _common.tree_drafts(state, self.parents, *draw_tree(
           following, alive, steps, uniforms, self.parents, self.transform,
           state.temperature, self.vocab_size))
     plain = dataclasses.replace(self.transform, banned=())
@@ -350,3 +354,62 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   parents = jnp.where(real & (d > 0), above, 0)
   tokens = jnp.where(real, following[of, d], 0)
   return tokens, jnp.pad(parents, (1, 0), constant_values=-1), real
+
+
+
+
+def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
+         uniforms: jax.Array, parents: tuple[int, ...],
+         transform: LogitsTransform, temperature: jax.Array, vocab_size: int
+         ) -> tuple[jax.Array, jax.Array]:
+  """Draws a tree of N nodes for every row.
+
+  Args:
+    following: `[B, K, S]` int32, what follows the matches, -1 after an end.
+    alive: `[B, K]` bool, which matches count.
+    steps: `[B]` int32, the longest path.
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    parents: of the tree, breadth-first, at most S deep.
+    transform: of the counts' law, whose logits are their logarithms.
+    temperature: `[B]`.
+    vocab_size: V.
+
+  Returns:
+    Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root;
+    padding is token 0 with a row of 0.
+  """
+  drawn = _trees.drawer("without_replacement", transform, temperature)
+
+  def counted(alive, depth):
+    """Logits `[B, n, V]` of what follows `alive [B, n, K]`."""
+    column = jnp.take(following, depth, axis=2)[:, None]
+    counts = alive & (column >= 0) & (depth < steps)[:, None, None]
+    batch, size, _ = alive.shape
+    total = jnp.zeros((batch, size, vocab_size)).at[
+        jnp.arange(batch)[:, None, None], jnp.arange(size)[:, None],
+        jnp.maximum(column, 0)].add(counts.astype(jnp.float32))
+    return jnp.where(total > 0, jnp.log(jnp.maximum(total, 1)), -jnp.inf)
+
+  def step(tokens, depths, ancestors, above, alive):
+    del ancestors
+    depth = depths[0, 0]  # one level is read at a time
+    alive = jax.vmap(lambda row, at: row[at])(alive, above)
+    alive &= jnp.take(following, depth, axis=2)[:, None] == tokens[..., None]
+    return counted(alive, depth + 1), alive
+
+  def some(logits, counts, uniforms):
+    """The children that there are; the others have no token."""
+    distinct = jnp.sum(jnp.isfinite(_trees.allowed(logits, transform)), -1)
+    tokens, probs = drawn(
+        jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)
+    node = np.repeat(np.arange(len(counts)), counts)
+    rank = np.concatenate([np.arange(count) for count in counts])
+    real = rank < distinct[:, node]
+    return (jnp.where(real, tokens, _NO_TOKEN),
+            jnp.where(real[..., None], probs, 0))
+
+  alive = alive[:, None]
+  tokens, probs, _ = _trees.grow(
+      step, alive, counted(alive, jnp.zeros((), jnp.int32))[:, 0], uniforms,
+      parents, some)
+  return jnp.maximum(tokens, 0), probs

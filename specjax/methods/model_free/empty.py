@@ -6,7 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from specjax import verifiers
 from specjax.decoding import round_steps
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -60,3 +62,12 @@ class Empty:
     """There are no parameters to split."""
     del axis, size
     return PartitionSpec()
+
+
+def autoregressive() -> Strategy:
+  """Decoding with the target alone, a token a pass.
+
+  >>> autoregressive().drafter.num_nodes  # the root alone
+  1
+  """
+  return Strategy(Empty(), verifiers.Token())

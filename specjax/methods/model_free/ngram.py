@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.methods import _common
-from specjax.methods._matches import NOWHERE
+from specjax.methods.model_free._matches import NOWHERE
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -30,9 +32,12 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
+
+
 _STEP = 128  # columns of reference texts, so that few shapes are compiled
 
 
@@ -305,3 +310,56 @@ def _references(context):
                      f"{found.dtype}; it must be [B, T] token ids, int32, "
                      "filled up with -1")
   return found
+
+
+def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
+                  verifier: Verifier = TOKEN) -> Strategy:
+  """A copy of what followed the last tokens earlier in the row.
+
+  Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), called
+  n-gram speculation elsewhere. There the first match is copied, up to the
+  text's end; here the latest one, and over again where the text ends. It needs
+  no parameters.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> target = sj.testing.MarkovModel(4)
+  >>> table = 50 * jax.numpy.roll(jax.numpy.eye(4), 1, axis=1)  # 0, 1, 2, 3, 0
+  >>> decoder = prompt_lookup(gamma=7).decoder(target)
+  >>> text = decoder.generate({"target": table}, [[0, 1, 2, 3, 0, 1]],
+  ...                         jax.random.key(0), max_new_tokens=16)
+  >>> text.tokens[0].tolist()[-5:], int(text.stats.active[0])  # rounds
+  ([1, 2, 3, 0, 1], 2)
+
+  Args:
+    gamma: tokens that are copied.
+    max_ngram: last tokens that are looked for, at most.
+    min_ngram: and at least. A copy after a single token that agrees seldom
+      pays for its verification.
+    verifier: a rule for chains; all accept the same of such drafts.
+  """
+  return Strategy(NGram(
+      gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
+
+
+def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
+         verifier: Verifier = TOKEN) -> Strategy:
+  """A copy out of texts that come with the prompt, such as retrieved ones.
+
+  Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
+  as `context={"reference": reference_texts(...)}`.
+
+  >>> from specjax.drafters import reference_texts
+  >>> reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
+  [[5, 6, 7, -1, 5, 8, -1], [-1, -1, -1, -1, -1, -1, -1]]
+  >>> llma(gamma=8).drafter.num_nodes
+  9
+
+  Args:
+    gamma: tokens that are copied.
+    max_ngram: last tokens that are looked for, at most.
+    own_text: whether the row's own text is searched as well.
+    verifier: a rule for chains; all accept the same of such drafts.
+  """
+  return Strategy(Reference(
+      gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)

@@ -13,6 +13,7 @@ one-hot: a tree is exact with `verifiers.TargetWalk`, and a chain with each rule
 for chains.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -22,9 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from specjax import verifiers
 from specjax.decoding import round_steps
 from specjax.methods import _common
-from specjax.methods import _growth
+from specjax.methods import _trees
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.trees import shapes
 from specjax.types import DecodeState
@@ -41,6 +44,8 @@ from specjax.types import Verdict
 # this tree there are not of unseen prompts. On two questions without a text to
 # copy from the first was right half as often.
 _ACCEPTANCE = (0.42, 0.15, 0.05, 0.05, 0.015, 0.015, 0.01, 0.01)
+
+
 _NODES, _DEPTH = 16, 6
 
 
@@ -102,7 +107,7 @@ class Recycling:
   @property
   def num_successors(self) -> int:
     """K, the columns of the table."""
-    return max(max(level.counts) for level in _growth.levels(self.parents))
+    return max(max(level.counts) for level in _trees.levels(self.parents))
 
   @property
   def chain(self) -> bool:
@@ -169,7 +174,7 @@ class Recycling:
     del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
     tokens = round_steps.roots(state)[:, None]
-    for level in _growth.levels(self.parents):
+    for level in _trees.levels(self.parents):
       parent = np.repeat(level.nodes, level.counts)
       rank = np.concatenate([np.arange(count) for count in level.counts])
       below = state.drafter.at[row, tokens[:, parent], rank].get(
@@ -236,3 +241,23 @@ def _with_pairs(table, prompt):
 
   columns = jnp.arange(prompt.tokens.shape[1] - 1, dtype=jnp.int32)
   return jax.lax.scan(enter, table, columns)[0]
+
+
+def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
+  """A tree of what the target found likely after the same tokens before.
+
+  Luo et al. 2024 (arXiv:2408.08696). It needs no parameters.
+
+  >>> from specjax import trees
+  >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes
+  7
+  >>> token_recycling().verifier
+  TargetWalk()
+
+  Args:
+    parents: N entries, the tree with its root; default:
+      `drafters.recycling_tree()`.
+  """
+  parents = None if parents is None else tuple(parents)
+  return Strategy(
+      Recycling(parents=parents), verifiers.TargetWalk())

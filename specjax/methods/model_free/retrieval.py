@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import verifiers
 from specjax.data.datastores import Datastore
 from specjax.data.datastores import DEEPEST
 from specjax.decoding import round_steps
-from specjax.methods import _matches as matches_lib
 from specjax.methods.model_free import _continuations
+from specjax.methods.model_free import _matches as matches_lib
+from specjax.methods.strategy import Strategy
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -159,3 +161,23 @@ class Retrieval(_continuations.CountDrafter):
       return Draft.tree(root, parents, tokens, probs)
 
     return jax.vmap(one)(round_steps.roots(state), following, alive)
+
+
+def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
+  """What follows the last tokens in a corpus, as a tree of frequent prefixes.
+
+  REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
+  see `experiments/build_datastore.py`. Of the places where the tokens stand 64
+  are counted, evenly out of all; the published code counts up to 5000.
+
+  >>> rest().drafter.num_nodes, rest().verifier
+  (64, TargetWalk())
+
+  Args:
+    nodes: N, the root included.
+    gamma: tokens of the longest path.
+    max_match: last tokens that are looked for, at most the datastore's depth.
+  """
+  return Strategy(
+      Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),
+      verifiers.TargetWalk())

@@ -23,6 +23,7 @@ The published code keeps the trees on the host. Here a set of matches is a mask
 over K places, see `continuations`, so that all is one compiled program.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -33,12 +34,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.data.datastores import Datastore
-from specjax.methods import _matches as matches_lib
 from specjax.methods.model_free import _continuations
+from specjax.methods.model_free import _matches as matches_lib
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TRAVERSAL
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -233,3 +238,30 @@ def _store(params) -> Datastore | None:
         "jax.device_put(specjax.data.datastores.load(path, tokenizer)), or "
         "None for the row's own text alone")
   return store
+
+
+def suffix_decoding(gamma: int, proposal: str = "deterministic",
+                    verifier: Verifier | None = None,
+                    parents: Sequence[int] | None = None) -> Strategy:
+  """What followed the last tokens where they stood before, by its counts.
+
+  SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
+  is not in the paper: of deterministic drafts all rules accept as much, of
+  drawn chains block verification accepts most, and of drawn trees traversal.
+
+  >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
+  0
+  >>> suffix_decoding(gamma=8, proposal="sampled").drafter.num_uniforms
+  16
+
+  Args:
+    gamma: drafted tokens of a round, at most.
+    proposal: "deterministic" or "sampled".
+    verifier: the rule; default: block for chains, traversal for trees.
+    parents: of a tree to draw, for "sampled"; None: a chain.
+  """
+  if verifier is None:
+    verifier = BLOCK if parents is None else TRAVERSAL
+  return Strategy(Suffix(
+      gamma=gamma, proposal=proposal,
+      parents=None if parents is None else tuple(parents)), verifier)

@@ -1,1 +1,10 @@
-"""Draft models with another vocabulary than the target."""
+"""Drafting with a model whose vocabulary is not the target's."""
+
+from specjax.methods.other_vocabularies import string_match
+from specjax.methods.other_vocabularies import token_intersection
+from specjax.methods.records import Family
+
+FAMILY = Family(
+    drafters=(string_match.StringMatch, token_intersection.TokenIntersection),
+    strategies=(string_match.string_match,
+        token_intersection.token_intersection))

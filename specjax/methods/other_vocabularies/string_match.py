@@ -34,10 +34,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax import verifiers
 from specjax.data.retokenization import Retokenizer
 from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.other_vocabularies import _reading as reading_lib
+from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -209,3 +211,36 @@ def _window(tokens, start, size):
 def _ids_and_counts(batch, width):
   return (jax.ShapeDtypeStruct((batch, width), jnp.int32),
           jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+def string_match(model: ModelFn, texts: Retokenizer, gamma: int,
+                 length: int | None = None) -> Strategy:
+  """A text that another model writes, as the target's tokens of it.
+
+  String-level exact match, Timor et al. 2025 (arXiv:2502.05202), for
+  vocabularies with few tokens in common.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> from specjax.testing import ListTokenizer, MarkovModel
+  >>> texts = sj.data.Retokenizer(
+  ...     drafter=ListTokenizer((b"a", b"b")),
+  ...     target=ListTokenizer((b"ab", b"ba", b"a", b"b")))
+  >>> own, target = MarkovModel(2), MarkovModel(4)
+  >>> decoder = string_match(own, texts, gamma=2).decoder(target)
+  >>> params = {"target": target.init(jax.random.key(0)),
+  ...           "drafter": own.init(jax.random.key(1))}
+  >>> text = decoder.generate(
+  ...     params, [[0, 1]], jax.random.key(2), max_new_tokens=6)
+  >>> len(text.tokens[0])
+  8
+
+  Args:
+    model: the small language model, over a vocabulary of its own.
+    texts: its tokenizer and the target's.
+    gamma: tokens of the target in a chain, at most.
+    length: tokens that the model writes for them in a round; default: gamma.
+  """
+  return Strategy(StringMatch(
+      model=model, texts=texts, gamma=gamma, length=length),
+      verifiers.TargetWalk())

@@ -47,6 +47,8 @@ from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.other_vocabularies import _translation
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -55,6 +57,7 @@ from specjax.types import Draft
 from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -254,3 +257,37 @@ def _constrained(constraints, memory, law):
   """
   return jax.nn.softmax(constraints_lib.constrained(
       constraints, memory, jnp.log(law), drafted=True), axis=-1)
+
+
+def token_intersection(model: ModelFn, target_size: int, gamma: int,
+                       verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of a model with another vocabulary, of the tokens both know.
+
+  Token-level intersection, Timor et al. 2025 (arXiv:2502.05202): its law
+  restricted to the common tokens, for any rule at any temperature.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> from specjax.testing import ListTokenizer, MarkovModel
+  >>> vocabulary = sj.data.map_vocabularies(
+  ...     drafter=ListTokenizer((b"a", b"b", b"ab")),
+  ...     target=ListTokenizer((b"c", b"b", b"a", b"ba")))
+  >>> vocabulary.shared  # a and b
+  2
+  >>> own, target = MarkovModel(3), MarkovModel(4)
+  >>> decoder = token_intersection(own, 4, gamma=2).decoder(target)
+  >>> params = {"target": target.init(jax.random.key(0)), "drafter": {
+  ...     "model": own.init(jax.random.key(1)), "vocabulary": vocabulary}}
+  >>> text = decoder.generate(
+  ...     params, [[3, 1]], jax.random.key(2), max_new_tokens=6)
+  >>> len(text.tokens[0])
+  8
+
+  Args:
+    model: the small language model, over a vocabulary of its own.
+    target_size: V, `vocab_size` of the target.
+    gamma: drafted tokens of a round, at least 1.
+    verifier: a rule for chains.
+  """
+  return Strategy(TokenIntersection(
+      model=model, target_size=target_size, gamma=gamma), verifier)

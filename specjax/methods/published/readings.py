@@ -10,7 +10,8 @@ import functools
 import numpy as np
 
 from specjax.methods.blocks import parallel_network
-from specjax.methods.features import network
+from specjax.methods.features import eagle
+from specjax.methods.features import mtp
 from specjax.methods.heads.hydra import HydraHeads
 from specjax.methods.heads.medusa import MedusaHeads
 from specjax.methods.networks import Heads
@@ -121,7 +122,7 @@ def eagle1(found: Found) -> Heads:
                "tensor fc.bias; correct the configuration")
   depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
-  return network.Eagle1Heads(
+  return eagle.Eagle1Heads(
       **fields, forecasts=depth, taps=(FINAL,), fusion_bias=bias,
       own_embedding=found.own("embed_tokens.weight", "embedding"))
 
@@ -147,7 +148,7 @@ def eagle3(found: Found, *, bare: bool = False) -> Heads:
   fields = _eagle3(found, keys, keys)
   depth = keys.size("num_lookahead_tokens", _DEPTH)
   keys.refuse_others()
-  return network.Eagle3Heads(
+  return eagle.Eagle3Heads(
       **fields, forecasts=depth, final_norm="own" if head_norm else None)
 
 
@@ -223,7 +224,7 @@ def eagle3_speculators(found: Found) -> Heads:
   found.used.update(_OF_VERIFIER)
   keys = found.keys(outer, "transformer_layer_config")
   fields = _eagle3(found, keys, outer)
-  heads = network.Eagle3Heads(
+  heads = eagle.Eagle3Heads(
       **fields, forecasts=_steps(outer),
       norm_before_residual=outer.switch("norm_before_residual", False),
       feed_normed=outer.switch("norm_output", False))
@@ -278,7 +279,7 @@ def _mtp_of_target(found, modules):
   fields = found.layer(keys)
   keys.refuse_others()
   found.check_sizes(fields)
-  return network.MTPHeads(**fields | dict(
+  return mtp.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
       reuse=modules == 1, feed_normed=True))
 
@@ -297,7 +298,7 @@ def mtp_speculators(found: Found) -> Heads:
   for given in (keys, outer):
     given.refuse_others()
   config = found.target.config
-  return network.MTPHeads(**fields | dict(
+  return mtp.MTPHeads(**fields | dict(
       layers=1, target_width=config.width, forecasts=_steps(outer),
       taps=(config.layers,), reuse=True, feed_normed=True))
 

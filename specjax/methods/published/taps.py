@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import sys
 
-from specjax.methods.features import network
+from specjax.methods.features import eagle
 from specjax.methods.published.found import Found
 from specjax.models.published.keys import Keys
 from specjax.models.published.keys import whole_numbers
@@ -48,7 +48,7 @@ def of_eagle3(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
   if count != 3:
     found.fail(f"does not name the {count} states of the target that it reads; "
                f"{NAME_THEM}")
-  taps = network.Eagle3Heads.default_taps(found.target.config.layers)
+  taps = eagle.Eagle3Heads.default_taps(found.target.config.layers)
   print(f"{found.source} does not name the target's layers whose input it "
         f"reads; {taps[0]}, {taps[1]} and {taps[2]} are assumed, as in the "
         f"authors' code. If it was trained on others, {NAME_THEM}",

@@ -30,7 +30,10 @@ from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import _common
+from specjax.methods import _stopping
 from specjax.methods import stop_rules
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
@@ -44,6 +47,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -67,7 +71,7 @@ class ExitState:
 
   Attributes:
     own: what the exit remembers of the text, for exits with a model.
-    rule: what is kept for the stop rule, see `stop_rules.first`.
+    rule: what is kept for the stop rule, see `_stopping.first`.
     begun: between `propose` and `commit` a `Begun`, else None.
   """
 
@@ -140,7 +144,7 @@ class Exit(_common.DrawnChain):
            ) -> ExitState:
     """Nothing but what the stop rule remembers."""
     del params, prefill_output
-    return ExitState(rule=() if self.stop is None else stop_rules.first(
+    return ExitState(rule=() if self.stop is None else _stopping.first(
         self.stop, len(prompt.lengths)))
 
   def first_layers(self, params: Any, tokens: jax.Array, cache: Any
@@ -193,7 +197,7 @@ class Exit(_common.DrawnChain):
 
     going, memory = jnp.ones((rows,), bool), ()
     if self.stop is not None:
-      going, memory = stop_rules.begun(self.stop, before.rule, ~state.done)
+      going, memory = _stopping.begun(self.stop, before.rule, ~state.done)
     root = round_steps.roots(state)[:, None]
     tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
@@ -209,7 +213,7 @@ class Exit(_common.DrawnChain):
     parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
     draft = Draft(tokens=tokens, parents=parents, probs=probs)
     return draft, ExitState(
-        own=own, rule=stop_rules.noted(before.rule, draft, self.gamma),
+        own=own, rule=_stopping.noted(before.rule, draft, self.gamma),
         begun=begun if self.shares_pass else None)
 
   def _read(self, params, node, tokens, begun, own):
@@ -236,7 +240,7 @@ class Exit(_common.DrawnChain):
     seen = stop_rules.Seen(
         place=jnp.full_like(token, place), probs=law, hidden=hidden,
         token=token)
-    return stop_rules.ask(self.stop, params, seen, going, memory)
+    return _stopping.ask(self.stop, params, seen, going, memory)
 
   def _begin(self, params, state):
     """The pass before the root, in a block that has room for all nodes."""
@@ -277,7 +281,7 @@ class Exit(_common.DrawnChain):
              ) -> ExitState:
     """What the stop rule learns; the target's cache holds the rest."""
     del params, target_output
-    rule = drafter.rule if self.stop is None else stop_rules.learned(
+    rule = drafter.rule if self.stop is None else _stopping.learned(
         self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
@@ -305,3 +309,25 @@ class EarlyExit(Exit):
 
 def _alone(tokens):
   return jnp.ones((*tokens.shape, 1), bool)
+
+
+def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
+               verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of the target's own first layers, which verifying does not repeat.
+
+  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It pays with
+  a target that was trained for it, as `train_lm.py --exit_scale` does.
+
+  >>> drafter, _ = early_exit(exit=2, gamma=4)
+  >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
+  (2, 5, True)
+
+  Args:
+    exit: layers that draft.
+    gamma: drafted tokens of a round, at most.
+    stop: a rule that ends a chain, or None.
+    verifier: a rule for chains; with a stop rule one whose drafter need not be
+      autoregressive.
+  """
+  return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
+                  verifier)

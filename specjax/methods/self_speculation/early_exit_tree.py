@@ -18,7 +18,7 @@ import numpy as np
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import _common
-from specjax.methods import _growth
+from specjax.methods import _trees
 from specjax.methods.self_speculation.early_exit import Begun
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
@@ -59,7 +59,7 @@ class _Reordered:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EarlyExitTree(_growth.StaticTree):
+class EarlyExitTree(_trees.StaticTree):
   """Draws the children of every node from the target's first layers.
 
   Attributes:
@@ -118,7 +118,7 @@ class EarlyExitTree(_growth.StaticTree):
   @property
   def _order(self) -> np.ndarray:
     """`[N]`, the nodes as the first layers read them."""
-    slots, _ = _growth.fed_slots(self.parents)
+    slots, _ = _trees.fed_slots(self.parents)
     counts = np.bincount(np.array(self.parents[1:]), minlength=self.num_nodes)
     nodes = np.arange(1, self.num_nodes)
     inner, leaves = nodes[counts[1:] > 0], nodes[counts[1:] == 0]

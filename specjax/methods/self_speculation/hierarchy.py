@@ -18,12 +18,16 @@ import jax.numpy as jnp
 from specjax import interfaces
 from specjax.caches.dense import KVCache
 from specjax.methods.combined.cascade import Cascade
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.models.cache_views import CacheView
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import Drafter
 from specjax.types import ModelFn
+from specjax.types import Verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,3 +96,30 @@ class Hierarchy(Cascade):
     """Drafts a chain for every row; see `Cascade.propose`."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)
+
+
+def triforce(view: CacheView, drafter: Drafter, gamma: int,
+             inner: Verifier = BLOCK, verifier: Verifier = BLOCK
+             ) -> Strategy:
+  """The target drafts from a part of its cache, and is drafted for in turn.
+
+  TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts; with
+  `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
+
+  >>> from specjax import drafters, testing
+  >>> from specjax.models import cache_views
+  >>> tiny = drafters.LanguageModel(model=testing.MarkovModel(7), gamma=1)
+  >>> view = cache_views.Retrieved(budget=4096, chunk=8)
+  >>> triforce(view, tiny, gamma=6).drafter.num_nodes
+  7
+
+  Args:
+    view: what the drafts read, of `cache_views`.
+    drafter: what drafts for them, such as a tiny model with a cache
+      `Streaming()`.
+    gamma: drafted tokens of a round.
+    inner: the rule between the two, lossless.
+    verifier: a rule for chains.
+  """
+  return Strategy(Hierarchy(
+      view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)

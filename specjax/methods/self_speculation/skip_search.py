@@ -26,12 +26,21 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax.methods import stop_rules
+from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.self_speculation.skipping import survival
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import STOP
+from specjax.methods.strategy import Strategy
 from specjax.models.shortened import mask
+from specjax.models.shortened import Shortened
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
+from specjax.types import Verifier
 
 PARTS = ("attention", "mlp")
+
+
 Skipped = frozenset[tuple[int, int]]  # pairs of a layer and a place in PARTS
 
 
@@ -289,3 +298,29 @@ LLAMA_2_13B = frozenset(
     [(layer, 0) for layer in (3, 5, 6, 8, 10, 11, 14, 15, 18, *range(22, 32),
                               *range(33, 38))]
     + [(layer, 1) for layer in (6, 9, 10, 11, 15, 24, 25, 27, 28, 35)])
+
+
+def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
+                     stop: stop_rules.StopRule | None = STOP,
+                     verifier: Verifier = BLOCK) -> Strategy:
+  """A chain of the target without some of its attentions and MLPs.
+
+  Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
+  `skip_search`; `params["drafter"]` are the target's parameters.
+
+  >>> from specjax import models, testing
+  >>> target = testing.tiny_pair(7, layers=3).target
+  >>> left = models.Sublayers.without(3, attention=[1])
+  >>> draft_and_verify(target, left, gamma=4).drafter.model.sublayers.attention
+  (0, 2)
+
+  Args:
+    target: the whole model.
+    sublayers: what is left of it.
+    gamma: drafted tokens of a round, at most.
+    stop: a rule that ends a chain; None: all have gamma tokens.
+    verifier: as in `early_exit`.
+  """
+  model = Shortened(target, sublayers)
+  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
+                  verifier)

@@ -23,6 +23,8 @@ import numpy as np
 from specjax.decoding import round_steps
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.models.shortened import check_whole
 from specjax.models.shortened import Masked
 from specjax.models.sublayers import Sublayers
@@ -35,6 +37,7 @@ from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
+from specjax.types import Verifier
 from specjax.utils import fields
 
 
@@ -258,3 +261,25 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
 def _last(keep):
   """`[L, 2, B]`, as the model takes factors of rows."""
   return jnp.moveaxis(keep, 0, -1)
+
+
+def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
+          verifier: Verifier = BLOCK) -> Strategy:
+  """The target without some attentions and MLPs, searched while it decodes.
+
+  SWIFT, Xia et al. 2024 (arXiv:2410.06916), but for its trees and its stop
+  rule; sets are scored by accepted length, see `drafters.Swift`. What is left
+  out is computed and multiplied by 0, so that it says what could be saved.
+
+  >>> swift(gamma=4, count=2).drafter.autoregressive
+  False
+
+  Args:
+    gamma: drafted tokens of a round.
+    count: attentions and MLPs that are left out.
+    window: tokens between two tries.
+    tries: sets that are tried.
+    verifier: a rule for chains.
+  """
+  return Strategy(Swift(
+      gamma=gamma, count=count, window=window, tries=tries), verifier)

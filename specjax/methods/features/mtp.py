@@ -1,12 +1,15 @@
-"""Modules of multi-token prediction draft, each of them one depth.
+"""Layers that read the target's features: EAGLE's, MTP modules, and others.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
-(arXiv:2404.19737) draft chains; the trees are ours.
+What they are made of is data, see `models.features`; the classes here differ in
+its defaults. A draft reads the features of the committed text, and from there
+on what the layer itself returned.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import ClassVar
 from typing import NamedTuple
 
 import jax
@@ -16,17 +19,62 @@ import numpy as np
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.methods import _common
-from specjax.methods import _features
-from specjax.methods import _growth
+from specjax.methods import _trees
+from specjax.methods.features import _drafter
 from specjax.methods.features import _modules
+from specjax.methods.features.eagle import _tree
+from specjax.methods.features.eagle import Eagle
+from specjax.methods.features.eagle import EagleChain
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelFn
+from specjax.types import Verifier
 from specjax.utils import fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPHeads(FeatureHeads):
+  """Modules of multi-token prediction, one after the other (DeepSeek-V3)."""
+
+  fusion_norms: bool = True
+  attention_norm: bool = True
+  final_norm: str | None = "own"
+  reuse: bool = False
+
+  kind: ClassVar[str] = "mtp"
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """What the last layer returns, before the final norm."""
+    return (layers,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelLayers(FeatureHeads):
+  """Layers beside the target's last one, on the same trunk (Gloeckle et al.).
+
+  They read no token, so that the law of a draft is a product, and share the
+  target's final norm and head.
+  """
+
+  fusion: str = "none"
+  attention_norm: bool = True
+  final_norm: str | None = "target"
+  reuse: bool = False
+  chained: bool = False
+
+  kind: ClassVar[str] = "parallel_layers"
+
+  @classmethod
+  def default_taps(cls, layers: int) -> tuple[int | str, ...]:
+    """What the target's last layer reads."""
+    return (layers - 1,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +165,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
         round_steps.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
-    return _features.known_only(draft, own.held > 0), new
+    return _drafter.known_only(draft, own.held > 0), new
 
 
 class _Paths(NamedTuple):
@@ -137,7 +185,7 @@ class _Paths(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
+class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   """Draws a tree, the nodes of depth k from module k.
 
   A module reads tokens ahead of its position, drafted ones among them, so that
@@ -178,7 +226,7 @@ class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
       ValueError: the modules are for another target, or know too few tokens.
     """
     self.heads.check_target(target)
-    _features.check_children(self.heads, 1 if self.iid else self._most_children)
+    _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
@@ -199,7 +247,7 @@ class MTPTree(_modules.ModulesDrafter, _growth.StaticTree):
         *self._growing(params, own))
     tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
-    return _features.known_only(draft, own.held > 0), self.read(params, own)
+    return _drafter.known_only(draft, own.held > 0), self.read(params, own)
 
   def _growing(self, params, own):
     """A `growth` step over the modules, and what it begins with."""
@@ -243,3 +291,52 @@ def _check_not_reused(heads):
   if heads.reuse:
     raise ValueError("the heads have one module, which is used again and "
                      "again; draft with them by drafters.Eagle")
+
+
+def mtp(heads: FeatureHeads, gamma: int | None = None,
+        verifier: Verifier | None = None,
+        parents: Sequence[int] | None = None,
+        proposal: str = "without_replacement") -> Strategy:
+  """Modules of multi-token prediction draft a chain or a tree, each a depth.
+
+  DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
+  (arXiv:2404.19737). One module that is used again and again (FastMTP,
+  arXiv:2509.18362) drafts as EAGLE does.
+
+  >>> from specjax import testing
+  >>> from specjax import methods
+  >>> target = testing.tiny_pair(5).target
+  >>> mtp(methods.MTPHeads.for_target(target, 3)).drafter.gamma
+  3
+  >>> again = methods.MTPHeads.for_target(target, 3, reuse=True)
+  >>> mtp(again).drafter.num_nodes
+  4
+  >>> own = methods.MTPHeads.for_target(target, 3)
+  >>> mtp(own, parents=(-1, 0, 0, 1)).verifier
+  Traversal()
+
+  Args:
+    heads: its modules.
+    gamma: drafted tokens of a chain, at most as many as modules unless one is
+      used again; None: as many as the layer forecasts.
+    verifier: None: block verification of a chain, traversal of a drawn tree,
+      and the target's walk through a deterministic one.
+    parents: N entries, the tree with its root; None: a drawn chain.
+    proposal: how the children of a node are drawn, see
+      `drafters.TreeLanguageModel`.
+
+  Raises:
+    ValueError: both a tree and the length of a chain are given.
+  """
+  if parents is not None and gamma is not None:
+    raise ValueError(f"gamma is {gamma} and parents is given as well; a tree "
+                     "has its own depth: give one of the two")
+  if parents is not None:
+    kind = Eagle if heads.reuse else MTPTree
+    return _tree(kind(heads=heads, parents=tuple(parents), proposal=proposal),
+                 verifier)
+  if heads.reuse:
+    gamma = heads.num_forecasts if gamma is None else gamma
+    return Strategy(
+        EagleChain(heads=heads, gamma=gamma), verifier or BLOCK)
+  return Strategy(MTP(heads=heads, gamma=gamma), verifier or BLOCK)

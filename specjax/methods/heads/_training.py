@@ -3,18 +3,31 @@
 Head k forecasts the token k places after the next one.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax import verifiers
+from specjax.methods.networks import Heads
 from specjax.methods.networks import HiddenStateHeads
+from specjax.methods.records import chain_of
+from specjax.methods.records import Option
+from specjax.methods.records import RECURSIVE
+from specjax.methods.records import suited
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
+from specjax.types import Verifier
 
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
@@ -153,3 +166,31 @@ def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
   return jax.lax.map(
       lambda x: score(x[0], heads.head(x[1], hidden, lm_head), positions),
       (numbers, params))
+
+
+def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
+  """`Method.strategy`, of `make(heads, parents, proposal, rule)`."""
+  def strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
+    rule = verifiers.TargetWalk() if verifier is None else verifier
+    return suited(
+        rule, lambda: make(heads, chain_of(heads, gamma), "iid", rule),
+        lambda: make(heads, tree(), "top_k", rule),
+        lambda proposal: make(heads, tree(), proposal, rule))
+
+  return strategy
+
+
+def sampled(make: Callable[..., Strategy], heads: Heads,
+             tree: Sequence[int]) -> dict[str, tuple[Strategy, ...]]:
+  """The part of `Method.compared` whose drafts are drawn."""
+  pairs = lambda parents, proposal, *rules: tuple(
+      make(heads, parents, proposal, rule) for rule in rules)
+  return {
+      "sampled chain": pairs(
+          chain_of(heads, heads.num_forecasts), "iid", BLOCK, TOKEN),
+      "sampled tree": pairs(
+          tree, "without_replacement", TRAVERSAL, RECURSIVE)}
+
+
+BLOCKS = Option(
+    "blocks", 1, "medusa, medusa2, hydra: residual blocks per head")

@@ -19,6 +19,8 @@ import numpy as np
 from specjax.data.datastores import Datastore
 
 _NO_TOKEN = -1
+
+
 NOWHERE = -2  # stands before a row's first token, and in no text
 
 

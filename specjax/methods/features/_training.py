@@ -14,10 +14,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import verifiers
+from specjax.methods import _dynamic_trees
+from specjax.methods.features import eagle
+from specjax.methods.features import mtp
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.records import Option
+from specjax.methods.records import RECURSIVE
+from specjax.methods.records import suited
+from specjax.methods.strategy import BLOCK
+from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
+from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
 from specjax.training.objective import Params
 from specjax.training.objective import Score
+from specjax.types import Verifier
 
 _FLOOR = 20.0  # nats below which a score counts all tokens alike
 
@@ -139,3 +151,60 @@ def score(model: Transformer, heads: FeatureHeads, params: Params,
     found.append(score(
         jnp.int32(k), floored(heads.whole(logits)), places))
   return jax.tree.map(lambda *x: jnp.stack(x), *found)
+
+
+_FEED_NORMED = Option(
+    "feed_normed", False, "eagle3, mtp: feed the next draft step with the "
+    "hidden state after the final norm (EAGLE-3.1, published MTP modules), not "
+    "before it")
+
+
+_TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
+
+
+_DRAWN = 4  # children of an expanded node, where they are drawn
+
+
+def _layer_tree(heads, parents, proposal, rule) -> Strategy:
+  return mtp.mtp(
+      heads, verifier=rule, parents=parents, proposal=proposal)
+
+
+def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
+  """A sampled chain, of one module used again or of one for each token."""
+  if gamma and not heads.reuse:
+    gamma = min(gamma, heads.modules)
+  return mtp.mtp(heads, gamma, rule)
+
+
+def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
+  """A sampled chain or tree, or a top-k tree: what the rule asks for."""
+  rule = verifier or BLOCK
+  return suited(
+      rule, lambda: _layer_chain(heads, rule, gamma),
+      lambda: _layer_tree(heads, tree(), "top_k", rule),
+      lambda proposal: _layer_tree(heads, tree(), proposal, rule))
+
+
+def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
+  tree, depth, walk = tree(), heads.num_forecasts, verifiers.TargetWalk()
+  found = {
+      "sampled chain": tuple(
+          _layer_chain(heads, rule) for rule in (BLOCK, TOKEN)),
+      "top-k tree": (_layer_tree(heads, tree, "top_k", walk),),
+      "sampled tree": tuple(
+          _layer_tree(heads, tree, "without_replacement", rule)
+          for rule in (TRAVERSAL, RECURSIVE))}
+  if not heads.reuse:
+    return found
+  top_k, drawn = (min(x, heads.draft_size) for x in (_TOP_K, _DRAWN))
+  dynamic = eagle.DynamicEagle(
+      heads=heads, depth=depth, top_k=top_k,
+      num_nodes=min(len(tree), _dynamic_trees.most_nodes(depth, top_k)))
+  sampled = eagle.SampledEagle(
+      heads=heads, depth=depth, children=drawn,
+      expanded=_dynamic_trees.most_expanded(len(tree), depth, drawn))
+  return found | {
+      "dynamic tree": (Strategy(dynamic, walk),),
+      "sampled dynamic tree": tuple(
+          Strategy(sampled, rule) for rule in (TRAVERSAL, RECURSIVE))}
