@@ -11,7 +11,7 @@ import specjax as sj
 from specjax import testing
 from specjax.drafters import DynamicTree
 from specjax.exact import random_pair
-from specjax.methods import _children
+from specjax.methods import _trees
 from specjax.trees import topology
 from specjax.verifiers import Recursive
 from specjax.verifiers import TargetWalk
@@ -91,7 +91,7 @@ def test_children(proposal, transform):
   # useful guesses are missing where the law is exhausted.
   logits = 3 * jax.random.normal(jax.random.key(1), (3, 8))
   uniforms = jax.random.uniform(jax.random.key(2), (sum(_COUNTS), 2))
-  draw = jax.jit(getattr(_children, proposal), static_argnums=(1, 3))
+  draw = jax.jit(getattr(_trees, proposal), static_argnums=(1, 3))
   tokens, probs = map(np.asarray, draw(logits, _COUNTS, uniforms, transform))
   q = np.asarray(transform(logits))
   ranked = np.array(logits)
@@ -134,7 +134,7 @@ def test_children(proposal, transform):
 def test_children_of_broken_numbers_are_no_laws(proposal):
   # Broken: certainty hides that the drafter's logits were NaN.
   logits = jnp.zeros((3, 8)).at[1, 5].set(jnp.nan)
-  draw = jax.jit(getattr(_children, proposal), static_argnums=(1, 3))
+  draw = jax.jit(getattr(_trees, proposal), static_argnums=(1, 3))
   _, probs = draw(
       logits, _COUNTS, jax.random.uniform(jax.random.key(0), (8, 2)),
       sj.LogitsTransform())
