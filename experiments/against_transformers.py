@@ -43,11 +43,11 @@ import sys
 from absl import flags
 from lib import common
 from lib import flags as shared
-from lib import generation_arms
 from lib import models
 from lib import progress
-from lib import prompts as prompts_lib
-from lib import rollouts
+from lib.configurations import generation
+from lib.prompts import reading as prompts_lib
+from lib.rollouts import resumable
 import numpy as np
 
 from specjax import analysis
@@ -77,7 +77,7 @@ def _our_arms(target, drafters, eos, prompts, capacity):
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
   arm = functools.partial(
-      generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
+      generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
   arms = {_OURS: arm(alone, {"target": target.params})}
   for name, member in drafters.items():
@@ -93,7 +93,7 @@ def _assistant(target, name, member):
   """The drafter in transformers' hands; None, and a line, where it has none."""
   try:
     models.check_tokens(target, member, name)
-    return generation_arms.load_torch(name, member)
+    return generation.load_torch(name, member)
   except ValueError as e:
     print(f"transformers does not draft: {e}", file=sys.stderr)
     return None
@@ -102,7 +102,7 @@ def _assistant(target, name, member):
 def _their_arms(model, assistant, eos):
   """Theirs: without an assistant, and with it in two ways."""
   arm = functools.partial(
-      generation_arms.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
+      generation.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
       temperature=_TEMPERATURE.value, eos=eos)
   arms = {_THEIRS: arm(_THEIRS)}
   if assistant is not None:
@@ -136,7 +136,7 @@ def _differences(runs, model, prompt_of, tokenizer):
              for text in (first, run["tokens"])]
       gap = None
       if None not in ids:
-        logits = generation_arms.logits_after(
+        logits = generation.logits_after(
             model, prompt_of(unit)[0] + first[:place])
         gap = abs(logits[ids[0]] - logits[ids[1]])
       found.append({
@@ -161,13 +161,13 @@ def _row(name, arm, runs, clusters):
   speed = lambda run: len(run["tokens"]) / run["seconds"]
   tokens = analysis.estimate(
       lambda accepted, rounds: 1 + accepted / rounds,
-      [generation_arms.accepted(r[arm]) for r in runs],
+      [generation.accepted(r[arm]) for r in runs],
       [r[arm]["rounds"] for r in runs], clusters=clusters)
   row = {"prompts": name, "arm": arm, "num_prompts": len(runs),
          "clusters": tokens.clusters, **tokens.columns("tokens_per_round"),
          "tokens_per_second": float(np.median([speed(r[arm]) for r in runs]))}
   for other in (_OURS, _THEIRS):
-    quartiles = generation_arms.speed_ratio(runs, arm, other)
+    quartiles = generation.speed_ratio(runs, arm, other)
     for end, value in zip(("", "_low", "_high"), quartiles):
       row[f"over_{other}{end}"] = value
   return row
@@ -221,7 +221,7 @@ def _report(runs, prompt_of, model, tokenizer, arms, cluster_of, facts,
 
 def main():
   progress.say("importing torch and transformers")
-  versions = generation_arms.prepare_torch()
+  versions = generation.prepare_torch()
   named = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, named, f"none, {', '.join(models.DRAFTERS)}",
@@ -236,7 +236,7 @@ def main():
   context = min(arm.program.context_length for arm in arms.values())
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
   progress.say("loading the models into transformers")
-  model = generation_arms.load_torch(_TARGET.value, target)
+  model = generation.load_torch(_TARGET.value, target)
   assistants = [_assistant(target, name, member) for name, member in zip(
       named, drafters.values())]
   assistant = assistants[0] if assistants else None
@@ -244,16 +244,16 @@ def main():
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
-  fingerprint = rollouts.fingerprint(
+  fingerprint = resumable.fingerprint(
       [m.params for m in members], [m.model for m in members], list(arms),
       eos, _GAMMA.value, _NEW_TOKENS.value, versions, "accepted")
   longest = max(map(len, prompts.sets.values()))
   units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
-            rollouts.digest(rows[i]))
+            resumable.digest(rows[i]))
            for i in range(longest) for name, rows in prompts.sets.items()
            if i < len(rows)]
   prompt_of = lambda unit: (prompts.sets[unit[2]][unit[3]], unit[4], unit[3])
-  runs = rollouts.run(
+  runs = resumable.run(
       units, prompt_of, lambda temperature: arms, output_dir / "runs.jsonl")
   _report(runs, prompt_of, model, tokenizer, list(arms), prompts.cluster, {
       "versions": versions, "source": prompts.source, "gamma": _GAMMA.value,

@@ -43,12 +43,12 @@ import jax
 import jax.numpy as jnp
 from lib import flags as shared
 from lib import meshes
-from lib.timing import bytes_read
-from lib.timing import filled_cache
-from lib.timing import large_sum
-from lib.timing import passes
-from lib.timing import STEPS
-from lib.timing import Timed
+from lib.rollouts.timing import bytes_read
+from lib.rollouts.timing import filled_cache
+from lib.rollouts.timing import large_sum
+from lib.rollouts.timing import passes
+from lib.rollouts.timing import STEPS
+from lib.rollouts.timing import Timed
 import numpy as np
 import tqdm
 

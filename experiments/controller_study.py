@@ -24,11 +24,11 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
-from lib import compositions
 from lib import flags as shared
 from lib import models
-from lib import prompts as prompts_lib
-from lib import rollouts
+from lib.configurations import compositions
+from lib.prompts import reading as prompts_lib
+from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
@@ -163,9 +163,9 @@ def main():
                          target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
 
-  fingerprint = rollouts.fingerprint(
+  fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], eos, lengths,
-      _NEW_TOKENS.value, rollouts.digest(read.all))
+      _NEW_TOKENS.value, resumable.digest(read.all))
   # A row of each batch size and drafter: what is compiled is let go after it.
   units = [(fingerprint, t, name, batch, i, _SEED.value)
            for t in temperatures for name in names for batch in batches
@@ -176,7 +176,7 @@ def main():
     return rng.choices(read.all, k=unit[3]), unit[5], unit[4]
 
   settings = lambda unit: unit[1:4]
-  runs = rollouts.run(
+  runs = resumable.run(
       units, prompts_of, lambda group: _arms(
           target, *drafters[group[1]], group[0], eos, group[2], lengths,
           capacity),

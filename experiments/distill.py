@@ -24,12 +24,12 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
-from lib import curves
 from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import progress
-from lib import prompts as prompts_lib
+from lib.figures import curves
+from lib.prompts import reading as prompts_lib
 import numpy as np
 
 import specjax as sj

@@ -41,10 +41,10 @@ import sys
 
 from absl import flags
 from lib import common
-from lib import exports
 from lib import flags as shared
 from lib import models
 from lib import progress
+from lib.training import exports
 
 import specjax as sj
 from specjax.methods import published

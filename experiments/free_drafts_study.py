@@ -41,13 +41,13 @@ import sys
 
 from absl import flags
 from lib import common
-from lib import compositions
 from lib import flags as shared
-from lib import generation_arms
 from lib import models
-from lib import prompts as prompts_lib
-from lib import rollouts
-from lib import style
+from lib.configurations import compositions
+from lib.configurations import generation
+from lib.figures import style
+from lib.prompts import reading as prompts_lib
+from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
@@ -88,7 +88,7 @@ _NODES = 64  # of Medusa's tree
 def _our_arms(target, drafters, temperature, eos, prompts, capacity):
   """{drafter: arm}, the one without a draft first."""
   arm = functools.partial(
-      generation_arms.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
+      generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
@@ -114,7 +114,7 @@ def _versions():
       _TRANSFORMERS.value == "auto"
       and importlib.util.find_spec("transformers") is None):
     return None
-  return generation_arms.prepare_torch()
+  return generation.prepare_torch()
 
 
 def _their_arms(target, temperature, eos, versions):
@@ -122,14 +122,14 @@ def _their_arms(target, temperature, eos, versions):
   if versions is None:
     return {}
   arm = functools.partial(
-      generation_arms.Theirs, model=_torch_model(target),
+      generation.Theirs, model=_torch_model(target),
       new_tokens=_NEW_TOKENS.value, temperature=temperature, eos=eos)
   return {_THEIRS: arm(_THEIRS), _LOOKUP: arm(_LOOKUP, lookup=_LOOKUP_TOKENS)}
 
 
 @functools.cache
 def _torch_model(target):
-  return generation_arms.load_torch(_TARGET.value, target)
+  return generation.load_torch(_TARGET.value, target)
 
 
 def _drafters(names, target, members, tokenizer):
@@ -179,13 +179,13 @@ def _row(prompts, temperature, name, rule, runs, base, clusters):
 def _put_ratio(row, column, runs, *arms, **options):
   """Puts the ratio of two arms into a row: by prompt, and of all together."""
   row[column], row[f"{column}_low"], row[f"{column}_high"] = (
-      generation_arms.speed_ratio(runs, *arms, **options))
-  row[f"{column}_total"] = generation_arms.total_ratio(runs, *arms, **options)
+      generation.speed_ratio(runs, *arms, **options))
+  row[f"{column}_total"] = generation.total_ratio(runs, *arms, **options)
 
 
 def _accepted(runs, name):
   """Accepted tokens of an arm, and its rounds, prompt by prompt."""
-  found = [generation_arms.accepted(run[name]) for run in runs]
+  found = [generation.accepted(run[name]) for run in runs]
   return np.array(found), np.array([run[name]["rounds"] for run in runs])
 
 
@@ -265,7 +265,7 @@ def _draw(rows, output_dir):
 
 def _fingerprint(target, drafters, eos, versions):
   """Of all that a text or its time depends on, besides its prompt."""
-  return rollouts.fingerprint(
+  return resumable.fingerprint(
       [target.params, *(own for _, own, _ in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
       _TAIL.value, versions, "accepted")
@@ -297,11 +297,11 @@ def main():
       **_our_arms(target, drafters, temperature, eos, read.all, capacity),
       **_their_arms(target, temperature, eos, versions)}
   fingerprint = _fingerprint(target, drafters, eos, versions)
-  units = [(fingerprint, t, name, i, _SEED.value, rollouts.digest(rows[i]))
+  units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(rows[i]))
            for t in temperatures
            for i in range(max(map(len, read.sets.values())))
            for name, rows in read.sets.items() if i < len(rows)]
-  runs = rollouts.run(
+  runs = resumable.run(
       units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
       make_arms, output_dir / "runs.jsonl")
   kept, different = _agreeing(runs)

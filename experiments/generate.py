@@ -46,17 +46,17 @@ import sys
 
 from absl import flags
 from lib import common
-from lib import compositions
-from lib import constrained
-from lib import conversation
-from lib import copies
 from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import progress
-from lib import prompts
-from lib import stops
-from lib import streaming
+from lib.configurations import compositions
+from lib.configurations import constrained
+from lib.configurations import copies
+from lib.configurations import stops
+from lib.prompts import conversation
+from lib.prompts import reading as prompts
+from lib.prompts import streaming
 
 import specjax as sj
 from specjax import interfaces

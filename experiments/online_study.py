@@ -34,7 +34,7 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
-from lib import style
+from lib.figures import style
 import numpy as np
 import optax
 

@@ -49,7 +49,7 @@ go to --output_dir. The tables are:
              by gradient ascent over the models, and as a supremum by dynamic
              programming on a grid, good to three decimals.
   growth     The same ratio for explicit pairs of models up to gamma 4,096. It
-             grows linearly in gamma; lib/growth.py has the proof.
+             grows linearly in gamma; lib/reports/growth.py has the proof.
 
 The last line of stdout names optimality.json. The plots are
 optimality_rounds.png, optimality_pairs.png, optimality_two_rounds.png,
@@ -67,9 +67,9 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import flags as shared
-from lib import growth
-from lib import several_rounds
-from lib import style
+from lib.figures import style
+from lib.reports import growth
+from lib.reports import several_rounds
 import numpy as np
 import optax
 import tqdm

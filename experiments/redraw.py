@@ -17,10 +17,10 @@ import pathlib
 from absl import flags
 from lib import common
 from lib import progress
-from lib import self_drafting_report
-from lib import tree_report
-from lib import verification_cells
-from lib import verification_report
+from lib.reports import self_drafting_report
+from lib.reports import tree_report
+from lib.reports import verification_cells
+from lib.reports import verification_report
 
 import specjax as sj
 

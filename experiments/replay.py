@@ -35,7 +35,7 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
-from lib import prompts
+from lib.prompts import reading as prompts
 import numpy as np
 
 import specjax as sj

@@ -4,7 +4,7 @@
 
 The target writes a text for every prompt, up to --max_new_tokens or an eos. Its
 tokens' ratios p/q then give the distribution of the number of rounds exactly,
-for every draft length (`lib.text_rounds.given_text`). All rules have the same
+for every draft length (`text_rounds.given_text`). All rules have the same
 texts, so a comparison has no noise from sampling or accept and reject
 decisions; intervals are over the texts alone. All lossless rules write texts of
 the same distribution, so the mean over texts estimates the expected rounds of a
@@ -17,7 +17,7 @@ formula. Writes rounds.csv to --output_dir.
 --token_cost also compares rules for the draft length with block verification,
 at these prices of a drafted token in target calls: the best fixed length, a
 threshold on the confidence, and optimal stopping by estimates
-(`lib.draft_stopping`). They are tuned on one half of the prompts and judged on
+(`draft_stopping`). They are tuned on one half of the prompts and judged on
 the other. This draws one draft of the largest --gamma at every position, and
 writes lengths.csv:
 
@@ -32,11 +32,11 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 import jax.numpy as jnp
-from lib import draft_stopping
 from lib import flags as shared
 from lib import models
-from lib import prompts as prompts_lib
-from lib import text_rounds
+from lib.prompts import reading as prompts_lib
+from lib.reports import draft_stopping
+from lib.reports import text_rounds
 import numpy as np
 import tqdm
 

@@ -49,10 +49,10 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
-from lib import prompts as prompts_lib
-from lib import rollouts
-from lib import self_drafting_report as report
-from lib import timing
+from lib.prompts import reading as prompts_lib
+from lib.reports import self_drafting_report as report
+from lib.rollouts import resumable
+from lib.rollouts import timing
 import numpy as np
 
 import specjax as sj
@@ -229,7 +229,7 @@ def _pass_seconds(sources, capacity, longest):
 
 
 def _arms(source, temperature, capacity, eos):
-  """{(draft, rule): `rollouts.Arm`} of a source, and its baseline.
+  """{(draft, rule): `resumable.Arm`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
   Greedy block is not judged on another rule's drafts: its gain in a round is
@@ -239,7 +239,7 @@ def _arms(source, temperature, capacity, eos):
     decoder = strategy.decoder(
         source.target.model, observers=observers, eos=eos,
         transform=sj.LogitsTransform(temperature=temperature))
-    return rollouts.Arm(decoder, params, _NEW_TOKENS.value, capacity)
+    return resumable.Arm(decoder, params, _NEW_TOKENS.value, capacity)
 
   # Without the drafter's parameters one program serves all sources.
   arms = {_BASELINE: arm(strategies.autoregressive(), params={
@@ -331,16 +331,16 @@ def main():
   capacity = _capacity(sources, longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  prints = [rollouts.fingerprint(
+  prints = [resumable.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
       _NEW_TOKENS.value, _SEED.value, eos) for source in sources]
   groups = {(one, t): (source, t, _arms(source, t, capacity, eos))
             for t in temperatures for one, source in zip(prints, sources)}
-  units = {group: [(*group, i, rollouts.digest(row))
+  units = {group: [(*group, i, resumable.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
   progress.say("timing passes")
   pass_seconds = _pass_seconds(sources, capacity, longest)
-  runs = rollouts.run(
+  runs = resumable.run(
       [unit for mine in units.values() for unit in mine],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
       lambda group: groups[group][2], output_dir / "runs.jsonl",

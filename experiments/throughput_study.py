@@ -26,13 +26,13 @@ import sys
 
 from absl import flags
 from lib import common
-from lib import compositions
 from lib import flags as shared
 from lib import models
-from lib import prompts as prompts_lib
-from lib import rollouts
-from lib import serving_arms
-from lib import style
+from lib.configurations import compositions
+from lib.configurations import serving
+from lib.figures import style
+from lib.prompts import reading as prompts_lib
+from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
@@ -105,11 +105,11 @@ class _Arms:
     arms = {}
     for name, (decoder, params) in self._decoders.items():
       serve = lambda decoder=decoder, params=params, **options: (
-          serving_arms.Refilled(
+          serving.Refilled(
               decoder, params, sizes, self._longest, _ROUNDS.value, **options))
       arms[name] = serve()
       if not at_random:
-        arms[name + _WAITING] = serving_arms.Waiting(
+        arms[name + _WAITING] = serving.Waiting(
             decoder, params, group, self._longest + decoder.num_nodes)
       elif name == _ALONE:
         arms[name + _WAITING] = serve(held=True)
@@ -257,14 +257,14 @@ def main():
   prompts_lib.check_room(longest - 4 * _NEW_TOKENS.value,
                          4 * _NEW_TOKENS.value, target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  fingerprint = rollouts.fingerprint(
+  fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], names, _GAMMA.value,
       _CONTROLLER.value, sizes, _ROUNDS.value,
       [dataclasses.astuple(one) for one in requests])
   arms, path = _Arms(target, drafters, longest), output_dir / "runs.jsonl"
 
   at_once = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
-  runs = rollouts.run(
+  runs = resumable.run(
       at_once, lambda unit: (requests, [0.0] * len(requests), 0), arms, path)
   alone = {name.removesuffix(_WAITING): record["texts"]
            for name, record in runs[at_once[0]].items()
@@ -275,7 +275,7 @@ def main():
   mean = np.mean([one.max_new_tokens for one in some])
   gaps = np.random.default_rng(_SEED.value).exponential(size=len(some))
   arrivals = np.cumsum(gaps) - gaps[0]
-  load = _rows(rollouts.run(
+  load = _rows(resumable.run(
       [(fingerprint, _AT_RANDOM, share) for share in loads],
       lambda unit: (some, (arrivals * mean / (unit[2] * most)).tolist(), 0),
       arms, path), requests, alone) if loads else []

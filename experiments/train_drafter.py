@@ -79,17 +79,17 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
-from lib import drafter_heads
-from lib import drafter_report
-from lib import drafter_rows
-from lib import drafter_saves
-from lib import exports
 from lib import flags as shared
 from lib import meshes
-from lib import method_options
 from lib import models
 from lib import progress
-from lib import sweep
+from lib.training import drafter_heads
+from lib.training import drafter_report
+from lib.training import drafter_rows
+from lib.training import drafter_saves
+from lib.training import exports
+from lib.training import method_options
+from lib.training import sweep
 import numpy as np
 
 from specjax import methods

@@ -49,12 +49,12 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
-from lib import curves
 from lib import flags as shared
 from lib import meshes
 from lib import models
 from lib import progress
-from lib import token_cache
+from lib.figures import curves
+from lib.training import token_cache
 import numpy as np
 
 from specjax import methods

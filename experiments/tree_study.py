@@ -67,11 +67,11 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
-from lib import prompts as prompts_lib
-from lib import rollouts
-from lib import timing
-from lib import tree_bounds
-from lib import tree_report as report
+from lib.prompts import reading as prompts_lib
+from lib.reports import tree_bounds
+from lib.reports import tree_report as report
+from lib.rollouts import resumable
+from lib.rollouts import timing
 import numpy as np
 
 import specjax as sj
@@ -213,7 +213,7 @@ class _Setting:
 
   def round_seconds(self, temperature, name, parents):
     """Returns the seconds of a round, without its passes."""
-    arm = rollouts.Arm(self.decoder(temperature, name, parents), self.params,
+    arm = resumable.Arm(self.decoder(temperature, name, parents), self.params,
                        _NEW_TOKENS.value, self.capacity)
     first, *others = self._calibration
     arm.decode(first, 0, 0)
@@ -264,7 +264,7 @@ def _plans(setting, temperatures, budgets, path):
 
 
 def _arms(setting, plans, temperature, budget):
-  """Returns `{configuration: rollouts.Arm}` of a node budget.
+  """Returns `{configuration: resumable.Arm}` of a node budget.
 
   The baseline and the dynamic program's choice are part of every budget.
   """
@@ -272,7 +272,7 @@ def _arms(setting, plans, temperature, budget):
   arms = {}
   for arm, (parents, name) in plans[f"{temperature:g}"].items():
     if arm in (_BASELINE, _FASTEST) or arm.split()[1] == str(budget):
-      arms[arm] = rollouts.Arm(
+      arms[arm] = resumable.Arm(
           setting.decoder(temperature, name, tuple(parents),
                           observers.get(name, ())),
           setting.params, _NEW_TOKENS.value, setting.capacity)
@@ -350,20 +350,20 @@ def main():
     setting.decoder(temperature, "chain_token", (-1, 0))
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  fingerprint = rollouts.fingerprint(
+  fingerprint = resumable.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
       _NEW_TOKENS.value, _SEED.value, eos, read.extra, read.longest)
-  units = [(fingerprint, t, n, i, rollouts.digest(row)) for t in temperatures
+  units = [(fingerprint, t, n, i, resumable.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
-  runs = rollouts.run(
+  runs = resumable.run(
       units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
       group_of=lambda unit: unit[1:3])
   bounds = _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
-      f"bounds-{rollouts.fingerprint(fingerprint, prompts)}.json")
+      f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")
   rows = _rows(runs, len(prompts), plans, bounds, temperatures, budgets,
                read.clusters)
   report.print_table(rows)

@@ -74,12 +74,12 @@ from absl import flags
 from lib import common
 from lib import flags as shared
 from lib import models
-from lib import one_of
-from lib import prompts as prompts_lib
-from lib import rollouts
-from lib import timing
-from lib import verification_cells as cells
-from lib import verification_report as report
+from lib.configurations import one_of
+from lib.prompts import reading as prompts_lib
+from lib.reports import verification_cells as cells
+from lib.reports import verification_report as report
+from lib.rollouts import resumable
+from lib.rollouts import timing
 
 import specjax as sj
 from specjax.data import prompt_sets
@@ -117,7 +117,7 @@ _PILOT = 12  # prompts that say how many are needed
 
 
 def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
-  """Returns `{name: rollouts.Arm}`: the baseline and all configurations.
+  """Returns `{name: resumable.Arm}`: the baseline and all configurations.
 
   There is one configuration per drafter, gamma and verifier. One more per
   drafter produces the shared drafts for the evaluation of all verifiers. All
@@ -142,11 +142,11 @@ def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
     params = {"target": target.params, "drafter": drafter_params}
     draft = lambda gamma, chain=chain: chain(gamma).drafter
     # The prefill depends neither on the draft length nor on the rule.
-    reader = rollouts.Reader(
+    reader = resumable.Reader(
         decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
         params, capacity)
     arm = functools.partial(
-        rollouts.Arm, params=params, new_tokens=_NEW_TOKENS.value,
+        resumable.Arm, params=params, new_tokens=_NEW_TOKENS.value,
         capacity=capacity, reader=reader)
     if not arms:
       arms[cells.BASELINE] = arm(
@@ -202,7 +202,7 @@ def _units(fingerprint, temperatures, prompts):
   each. At temperature 0 there is one seed, because all give the same rollout.
   """
   longest = max(map(len, prompts.values()))
-  return [(fingerprint, t, _SEED.value + s, name, i, rollouts.digest(rows[i]))
+  return [(fingerprint, t, _SEED.value + s, name, i, resumable.digest(rows[i]))
           for t in temperatures for i in range(longest)
           for name, rows in prompts.items() if i < len(rows)
           for s in range(_SEEDS.value if t > 0 else 1)]
@@ -212,7 +212,7 @@ def _turns(needed, read):
   """The prompts of `read` without the turns beyond `needed` clusters."""
   found = set()
   for turn in range(max(map(len, read.sets.values()))):
-    found |= {read.cluster(rollouts.digest(rows[turn]))
+    found |= {read.cluster(resumable.digest(rows[turn]))
               for rows in read.sets.values() if turn < len(rows)}
     if len(found) >= needed:
       break
@@ -235,7 +235,7 @@ def _needed(read, decode, study_of):
   """
   measured = set(read.clusters)
   pilot = [row for row in read.extra
-           if read.cluster(rollouts.digest(row)) not in measured]
+           if read.cluster(resumable.digest(row)) not in measured]
   found = pilot and study_of(decode(pilot)).clusters_needed(
       "block", _ERROR.value / 100)
   if not found:
@@ -297,7 +297,7 @@ def main():
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
-  fingerprint = rollouts.fingerprint(
+  fingerprint = resumable.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
       gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos)
   costs = _Costs(target, drafters, gammas, capacity, read.longest)
@@ -305,7 +305,7 @@ def main():
       runs, list(drafters), gammas, verifiers, seconds, read.cluster)
 
   def decoded(prompts, file, arms_of, **options):
-    return rollouts.run(
+    return resumable.run(
         _units(fingerprint, temperatures, prompts),
         lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), arms_of,
         output_dir / file, **options)

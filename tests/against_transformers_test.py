@@ -12,8 +12,8 @@ import tiny_llama
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import generation_arms  # noqa: E402
 from lib import models  # noqa: E402
+from lib.configurations import generation  # noqa: E402
 
 _MISSING = [name for name in ("torch", "transformers")
             if importlib.util.find_spec(name) is None]
@@ -23,7 +23,7 @@ def test_a_missing_package_is_named(monkeypatch):
   # Broken: who has not installed the extra gets a traceback.
   monkeypatch.setitem(sys.modules, "torch", None)
   with pytest.raises(ValueError, match=r"torch is missing.*\[transformers\]"):
-    generation_arms.prepare_torch()
+    generation.prepare_torch()
 
 
 @pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}")
@@ -33,9 +33,9 @@ def test_why_a_model_is_not_compared():
     raise ValueError("the layers differ")
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(generation_arms.published, "export_pretrained", export)
+    patch.setattr(generation.published, "export_pretrained", export)
     with pytest.raises(ValueError, match="small cannot be.*the layers differ"):
-      generation_arms.load_torch("small", models.Pretrained(*[None] * 4))
+      generation.load_torch("small", models.Pretrained(*[None] * 4))
 
 
 @pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}")

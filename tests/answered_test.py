@@ -10,7 +10,7 @@ from scripts import ROOT
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import answered  # noqa: E402
+from lib.training import answered  # noqa: E402
 
 
 class _Letters:

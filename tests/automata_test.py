@@ -24,7 +24,7 @@ from specjax.constraints import token_tables
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import constrained  # noqa: E402
+from lib.configurations import constrained  # noqa: E402
 
 _WORDS = testing.ListTokenizer(
     (b"a", b"b", b"ab", b"ba", b"", b"\xc3", b"\xa9b", "\xe9".encode()))

@@ -17,7 +17,7 @@ from specjax.types import Draft
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import tree_bounds  # noqa: E402
+from lib.reports import tree_bounds  # noqa: E402
 
 _TREE = (-1, 0, 0, 1, 1, 2)
 _terms = jax.jit(jax.vmap(analysis.bound_terms))

@@ -27,7 +27,7 @@ from specjax.drafters import Merge
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import compositions  # noqa: E402
+from lib.configurations import compositions  # noqa: E402
 
 _GAMMA, _ROUNDS, _COLUMNS = 3, 7, 64
 _LENGTHS, _TEMPERATURES = (1, 2, 9, 18), (0.0, 0.6, 1.0)

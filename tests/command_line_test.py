@@ -30,11 +30,11 @@ from specjax.utils import processes
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
-from lib import compositions  # noqa: E402
 from lib import models  # noqa: E402
-from lib import prompts  # noqa: E402
-from lib import streaming  # noqa: E402
-from lib import style  # noqa: E402, F401
+from lib.configurations import compositions  # noqa: E402
+from lib.figures import style  # noqa: E402, F401
+from lib.prompts import reading as prompts  # noqa: E402
+from lib.prompts import streaming  # noqa: E402
 
 _SCRIPTS = sorted(path.name for path in (ROOT / "experiments").glob("*.py")
                   if path.name != "__init__.py")
@@ -79,7 +79,8 @@ def test_figures_need_matplotlib_before_anything_is_computed(monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   line = _ended(lambda: pytest.fail("computed"))
   assert "matplotlib" in line and "pip install 'specjax[experiments]'" in line
-  monkeypatch.delitem(sys.modules, "lib.style")  # a script without figures
+  # A script without figures.
+  monkeypatch.delitem(sys.modules, "lib.figures.style")
   assert not _ended(lambda: None)
 
 

@@ -39,7 +39,7 @@ from specjax.testing import recording
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib.one_of import OneOf  # noqa: E402
+from lib.configurations.one_of import OneOf  # noqa: E402
 
 _ROWS, _CALLS, _ROUNDS = 160, 8, 6
 _CALLS_MORE, _ROUNDS_MORE = 3, 4  # of every other rule

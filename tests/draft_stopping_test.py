@@ -13,8 +13,8 @@ from specjax.verifiers import Block
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import draft_stopping  # noqa: E402
-from lib import text_rounds  # noqa: E402
+from lib.reports import draft_stopping  # noqa: E402
+from lib.reports import text_rounds  # noqa: E402
 
 
 def _recorded(pair, length, gamma, rng):

@@ -16,7 +16,7 @@ from specjax.training import runs
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import drafter_report  # noqa: E402
+from lib.training import drafter_report  # noqa: E402
 
 _RECORDED = pathlib.Path(__file__).parent / "golden/acceptance.csv"
 _ROUNDS = {"greedy": 379, "sampled": 379, "decoded": 16}

@@ -11,8 +11,8 @@ from scripts import ROOT
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import answered  # noqa: E402
-from lib import drafter_rows  # noqa: E402
+from lib.training import answered  # noqa: E402
+from lib.training import drafter_rows  # noqa: E402
 
 from specjax.data import tokenizers  # noqa: E402
 

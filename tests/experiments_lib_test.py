@@ -20,10 +20,10 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import compilation  # noqa: E402
-from lib import compositions  # noqa: E402
-from lib import generation_arms  # noqa: E402
-from lib import one_of  # noqa: E402
-from lib import rollouts  # noqa: E402
+from lib.configurations import compositions  # noqa: E402
+from lib.configurations import generation  # noqa: E402
+from lib.configurations import one_of  # noqa: E402
+from lib.rollouts import resumable  # noqa: E402
 import redraw  # noqa: E402
 
 
@@ -90,7 +90,7 @@ def test_rollouts_go_on_when_killed(tmp_path):
   """
   units = [("print", 1.0, i) for i in range(11)]
   arm = _Arm(_decoder(sj.verifiers.Token()))
-  study = lambda path, number: rollouts.run(
+  study = lambda path, number: resumable.run(
       units[:number], lambda unit: ([unit[2]], 5, unit[2]),
       lambda group: {"arm": arm}, path)
 
@@ -120,20 +120,20 @@ def test_a_limit_cuts_no_accepted_tokens():
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=3))
-  arm = generation_arms.Ours(
+  arm = generation.Ours(
       decoder, {"target": table, "drafter": table}, 6, 16, [[1, 2]])
   run = arm.decode([1, 2], 0, 0)  # the drafter is the target: all is accepted
   assert len(run["tokens"]) == 6 and run["rounds"] == 2
-  assert generation_arms.accepted(run) / run["rounds"] == pytest.approx(3)
+  assert generation.accepted(run) / run["rounds"] == pytest.approx(3)
   theirs = {"tokens": [1] * 6, "rounds": 2}
-  assert generation_arms.accepted(theirs) == 4
+  assert generation.accepted(theirs) == 4
 
 
 def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
   """A file of the user's own is neither a traceback nor emptied."""
   path = tmp_path / "runs.jsonl"
   arm = _Arm(_decoder(sj.verifiers.Token()))
-  study = lambda: rollouts.run(
+  study = lambda: resumable.run(
       [("print", 1.0, 0)], lambda unit: ([1], 0, 0), lambda group: {"arm": arm},
       path)
   for text in ("3\n", "{}\n", '{"unit": 3, "arms": {}}\n', "mine\n\n"):
@@ -143,7 +143,7 @@ def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
     assert path.read_text() == text
   path.unlink()
   full = lambda path, mode: open("/dev/full", mode)
-  monkeypatch.setattr(rollouts, "open", full, raising=False)
+  monkeypatch.setattr(resumable, "open", full, raising=False)
   with pytest.raises(OSError, match="No space left on device: .*runs.jsonl"):
     study()  # the file is named
 

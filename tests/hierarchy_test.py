@@ -25,7 +25,7 @@ from specjax.verifiers import Token
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import long_context  # noqa: E402
+from lib.compiler import long_context  # noqa: E402
 
 _VOCAB = 5
 _PAIR = testing.tiny_pair(_VOCAB, layers=2, heads=4, kv_heads=2)

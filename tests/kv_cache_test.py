@@ -18,7 +18,7 @@ from specjax.trees import topology
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import hlo  # noqa: E402
+from lib.compiler import hlo  # noqa: E402
 
 _HEADS, _GROUP, _DIM = 2, 3, 4
 

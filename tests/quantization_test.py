@@ -19,7 +19,7 @@ from specjax.models.quantization import QuantizedMatrix
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import copies  # noqa: E402
+from lib.configurations import copies  # noqa: E402
 
 _SHAPES = {"tied": dict(tie_embeddings=True, layers=1),
            "untied": dict(tie_embeddings=False, kv_heads=2, qkv_bias=True)}

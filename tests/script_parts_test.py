@@ -27,11 +27,11 @@ from specjax.utils.fingerprints import fingerprint
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
-from lib import conversation  # noqa: E402
 from lib import models  # noqa: E402
-from lib import prompts  # noqa: E402
-from lib import stops  # noqa: E402
-from lib import streaming  # noqa: E402
+from lib.configurations import stops  # noqa: E402
+from lib.prompts import conversation  # noqa: E402
+from lib.prompts import reading as prompts  # noqa: E402
+from lib.prompts import streaming  # noqa: E402
 
 
 class _Words:

@@ -14,12 +14,12 @@ from scripts import ROOT
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
-from lib import growth  # noqa: E402
 from lib import models  # noqa: E402
-from lib import prompts as prompts_lib  # noqa: E402
-from lib import self_drafting_report as report  # noqa: E402
-from lib import style  # noqa: E402
-from lib import verification_cells as cells  # noqa: E402
+from lib.figures import style  # noqa: E402
+from lib.prompts import reading as prompts_lib  # noqa: E402
+from lib.reports import growth  # noqa: E402
+from lib.reports import self_drafting_report as report  # noqa: E402
+from lib.reports import verification_cells as cells  # noqa: E402
 
 import specjax as sj  # noqa: E402
 from specjax import methods  # noqa: E402
@@ -89,8 +89,8 @@ def test_heads_that_were_trained_again_are_measured_again(
   heads = tmp_path / "heads"
   shutil.copytree(sj.zoo.heads_path("medusa"), heads)
   with imported("free_drafts_study.py") as study:
-    monkeypatch.setattr(study.rollouts, "run", run)
-    monkeypatch.setattr(study.generation_arms, "prepare_torch",
+    monkeypatch.setattr(study.resumable, "run", run)
+    monkeypatch.setattr(study.generation, "prepare_torch",
                         lambda: {"torch": "9.9"})
     fingerprint = lambda compared: _error(
         study, f"--drafter={heads}", f"--prompts={tmp_path / 'mine.txt'}",
@@ -113,7 +113,7 @@ def test_passes_are_timed_over_the_cache_that_is_decoded(tmp_path, monkeypatch):
   (tmp_path / "mine.txt").write_text("a = 1\n\nimport os")
   with imported("verification_study.py") as study:
     monkeypatch.setattr(study.timing, "passes", passes)
-    monkeypatch.setattr(study.rollouts, "run",
+    monkeypatch.setattr(study.resumable, "run",
                         lambda *_, beside, **__: beside[0]())
     found = _error(study, f"--prompts={tmp_path / 'mine.txt'}", "--gamma=3",
                    "--max_new_tokens=16", "--drafter=tiny",

@@ -16,7 +16,7 @@ from specjax.utils import files
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import conversation  # noqa: E402
+from lib.prompts import conversation  # noqa: E402
 
 _LINE = '{"prompt": "one", "question": "one", "text": "one"}\n'
 _ROWS = 'act,prompt\n"a","one"\n'

@@ -12,7 +12,7 @@ import specjax as sj
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import text_rounds  # noqa: E402
+from lib.reports import text_rounds  # noqa: E402
 
 _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block()}
 

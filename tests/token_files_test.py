@@ -17,7 +17,7 @@ from specjax.utils.fingerprints import fingerprint
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import token_cache  # noqa: E402
+from lib.training import token_cache  # noqa: E402
 
 
 @functools.cache

@@ -109,8 +109,8 @@ def _report(compiled, stable, arguments, state):
     arguments: shapes of the matrices and caches that are to stay in place.
     state: shapes of what is updated.
   """
-  from lib import hlo as hlo_lib
-  from lib import tpu_rounds
+  from lib.compiler import hlo as hlo_lib
+  from lib.compiler import tpu_rounds
   hlo, held = compiled.as_text(), _shapes(arguments)
   program = hlo_lib.Program(hlo)
   moved, offending = {}, []
@@ -150,7 +150,7 @@ def _compile(name):
   from jax.experimental import topologies
   import jax.numpy as jnp
   from jax.sharding import Mesh
-  from lib import llama
+  from lib.compiler import llama
   import numpy as np
 
   import specjax as sj
@@ -218,8 +218,8 @@ def _compile(name):
 
 def _round(capacity):
   """Compiles the round of two layers each; prints what it moves and holds."""
-  from lib import llama
-  from lib import tpu_rounds
+  from lib.compiler import llama
+  from lib.compiler import tpu_rounds
 
   setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=int(capacity))
@@ -240,8 +240,8 @@ def _round(capacity):
 
 def _replicated():
   """Compiles a round whose drafter every chip has; prints what travels."""
-  from lib import llama
-  from lib import tpu_rounds
+  from lib.compiler import llama
+  from lib.compiler import tpu_rounds
 
   setting = llama.Setting(
       layers=(_LAYERS, _LAYERS), capacity=_CAPACITY, drafter="replicate")

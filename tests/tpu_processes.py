@@ -16,7 +16,7 @@ import pytest
 _ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(_ROOT / "experiments"))
 
-from lib import tpu_compiler  # noqa: E402
+from lib.compiler import tpu_compiler  # noqa: E402
 
 
 def answer(script: str, *question: str, **environment: str):

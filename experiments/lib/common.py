@@ -139,7 +139,7 @@ def run(main, argv=None) -> None:
 
 def _check_figures():
   """Raises `ValueError` if a script that draws figures lacks matplotlib."""
-  if "lib.style" not in sys.modules:
+  if "lib.figures.style" not in sys.modules:
     return
   try:
     import matplotlib  # noqa: F401  # pylint: disable=g-import-not-at-top

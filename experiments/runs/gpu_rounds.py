@@ -22,8 +22,8 @@ import jax.numpy as jnp
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import common  # noqa: E402
 from lib import flags as shared  # noqa: E402
-from lib import llama  # noqa: E402
-from lib import timing  # noqa: E402
+from lib.compiler import llama  # noqa: E402
+from lib.rollouts import timing  # noqa: E402
 
 _LAYERS = [
     flags.DEFINE_integer(f"{name}_layers", layers, f"of the {name}", 1)

@@ -17,15 +17,15 @@ import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-from lib import tpu_compiler  # noqa: E402
+from lib.compiler import tpu_compiler  # noqa: E402
 
 if "tpu" in sys.argv:
   os.environ.update(tpu_compiler.ENVIRONMENT)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from lib import hlo  # noqa: E402
-from lib.timing import fresh_times  # noqa: E402
+from lib.compiler import hlo  # noqa: E402
+from lib.rollouts.timing import fresh_times  # noqa: E402
 
 from specjax.models import quantization  # noqa: E402
 

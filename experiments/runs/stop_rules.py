@@ -17,7 +17,7 @@ import tempfile
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import jax  # noqa: E402
 from lib import common  # noqa: E402
-from lib import prompts as prompts_lib  # noqa: E402
+from lib.prompts import reading as prompts_lib  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402

@@ -41,12 +41,12 @@ if __name__ == "__main__":  # before jax, which takes seconds, is loaded
   asked = layers_of(sys.argv[1:])
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-from lib import tpu_compiler  # noqa: E402
+from lib.compiler import tpu_compiler  # noqa: E402
 
 os.environ.update(tpu_compiler.ENVIRONMENT)
 
-from lib import llama  # noqa: E402
-from lib import tpu_rounds  # noqa: E402
+from lib.compiler import llama  # noqa: E402
+from lib.compiler import tpu_rounds  # noqa: E402
 
 import specjax as sj  # noqa: E402
 

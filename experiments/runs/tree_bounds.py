@@ -18,8 +18,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from lib import common  # noqa: E402
 from lib import models  # noqa: E402
-from lib import prompts as prompts_lib  # noqa: E402
-from lib import tree_bounds  # noqa: E402
+from lib.prompts import reading as prompts_lib  # noqa: E402
+from lib.reports import tree_bounds  # noqa: E402
 
 import specjax as sj  # noqa: E402
 from specjax import strategies  # noqa: E402

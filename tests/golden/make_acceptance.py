@@ -25,7 +25,7 @@ from specjax.training import evaluation
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 
-from lib import drafter_report  # noqa: E402
+from lib.training import drafter_report  # noqa: E402
 
 _ROWS, _SIZE = 192, 384
 _SHARES = (1.0, 0.9, 0.8)

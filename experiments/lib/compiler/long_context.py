@@ -1,9 +1,9 @@
 """What a drafted token reads of a long context, by the compiler's text.
 
-The pass of a target over one token is compiled with its whole cache and with a
-view of it, for the machine or for a TPU that is not there, and the bytes that
-the programs move are counted (`lib.hlo`). What a pass moves of the cache is
-what it moves beyond the same pass with a cache of few slots.
+The pass of a target over one token is compiled with its full cache and with a
+view of it, for this machine or for a TPU. The bytes that the programs move are
+counted (`hlo`). Traffic of the cache is the traffic of a pass minus that of the
+same pass with a cache of few slots.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lib import hlo
-from lib import tpu_rounds
+from lib.compiler import hlo
+from lib.compiler import tpu_rounds
 import specjax as sj
 from specjax import interfaces
 

@@ -5,8 +5,8 @@ import statistics
 import numpy as np
 
 from lib import common
-from lib import style
-from lib import text_rounds
+from lib.figures import style
+from lib.reports import text_rounds
 from specjax import analysis
 from specjax.analysis import Estimate
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
 
-from lib import style
+from lib.figures import style
 
 _POINTS = 400  # values of s in `walk`
 GAMMAS = (16, 64, 256, 1024, 4096)

@@ -7,7 +7,7 @@ from absl import flags
 import jax
 
 from lib import common
-from lib import drafter_report
+from lib.training import drafter_report
 from specjax.analysis import estimate
 from specjax.training import evaluation
 from specjax.utils.files import read_json

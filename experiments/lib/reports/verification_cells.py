@@ -16,7 +16,7 @@ import statistics
 import numpy as np
 
 from lib import common
-from lib import text_rounds
+from lib.reports import text_rounds
 from specjax import analysis
 from specjax import interfaces
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lib import common
 from lib import models
-from lib import prompts as prompts_lib
+from lib.prompts import reading as prompts_lib
 from specjax.data import conversations
 from specjax.data import Tokenizer
 from specjax.models import Pretrained

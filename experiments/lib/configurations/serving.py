@@ -1,6 +1,6 @@
 """Requests served from a queue or batch by batch, as arms of a study.
 
-Arms are what `rollouts.run` takes. A prompt is there a list of `Request`s, a
+Arms are what `resumable.run` takes. A prompt is there a list of `Request`s, a
 seed the seconds at which they arrive, and a request id is not needed.
 """
 

@@ -6,7 +6,7 @@ or with an eos.
 
 import numpy as np
 
-from lib import style
+from lib.figures import style
 from specjax import analysis
 
 LEVEL = 0.9  # the quantile beside the mean

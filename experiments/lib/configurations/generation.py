@@ -1,7 +1,7 @@
 """Whole calls that continue a prompt, ours and transformers', as study arms.
 
 A time is that of one call, from the ids of the prompt to the last token. Arms
-are what `rollouts.run` takes; torch and transformers are imported by those who
+are what `resumable.run` takes; torch and transformers are imported by those who
 need them.
 """
 

@@ -1,9 +1,9 @@
 """Tables and figures of verification_study.py, from its rows."""
 
 from lib import common
-from lib import style
-from lib import text_rounds
-from lib import verification_cells as cells
+from lib.figures import style
+from lib.reports import text_rounds
+from lib.reports import verification_cells as cells
 from specjax import analysis
 from specjax import interfaces
 

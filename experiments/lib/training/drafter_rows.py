@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from lib import answered
 from lib import common
 from lib import meshes
-from lib import prompts as prompts_lib
-from lib import token_cache
-from lib.answered import Rows
+from lib.prompts import reading as prompts_lib
+from lib.training import answered
+from lib.training import token_cache
+from lib.training.answered import Rows
 from specjax.data import batches
 from specjax.data import conversations
 from specjax.data import corpora

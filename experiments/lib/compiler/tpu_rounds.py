@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from lib import hlo
-from lib import llama
+from lib.compiler import hlo
+from lib.compiler import llama
 import specjax as sj
 from specjax.attention import tpu
 from specjax.caches import dense

@@ -4,7 +4,7 @@ import dataclasses
 
 from absl import flags
 
-from lib import compositions
+from lib.configurations import compositions
 from specjax.methods import stop_rules
 from specjax.strategies import Strategy
 

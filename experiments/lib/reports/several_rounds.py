@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import tqdm
 
-from lib import style
+from lib.figures import style
 import specjax as sj
 from specjax.exact import stopping
 from specjax.methods import stop_rules

@@ -2,8 +2,8 @@
 
 import sys
 
-from lib import prompts
-from lib import streaming
+from lib.prompts import reading as prompts
+from lib.prompts import streaming
 
 _SLOTS = 1024  # of a chat; doubled when it has outgrown them
 _FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"

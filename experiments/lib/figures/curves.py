@@ -31,7 +31,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
       "optimiser": ["learning_rate", "gradient_norm"]}
   panels = {title: names for title, names in panels.items() if names}
   try:
-    from lib import style  # pylint: disable=g-import-not-at-top
+    from lib.figures import style  # pylint: disable=g-import-not-at-top
     figure, [axes] = style.panels(1, len(panels), width=3.2)
   except ImportError:
     print(f"{_FILE} needs the package matplotlib: pip install "

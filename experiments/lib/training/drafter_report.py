@@ -5,7 +5,7 @@ import math
 import pathlib
 
 from lib import common
-from lib import curves
+from lib.figures import curves
 import specjax as sj
 from specjax.analysis import Estimate
 from specjax.training import evaluation

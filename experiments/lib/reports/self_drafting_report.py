@@ -6,7 +6,7 @@
 
 import numpy as np
 
-from lib import style
+from lib.figures import style
 from specjax.analysis import Estimate
 
 _SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from lib import drafter_report
+from lib.training import drafter_report
 from specjax import methods
 from specjax.data import Tokenizer
 from specjax.methods import Method

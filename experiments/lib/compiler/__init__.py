@@ -1,0 +1,1 @@
+"""Programs and their memory traffic, from the text of the compiler."""

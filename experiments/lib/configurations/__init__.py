@@ -1,0 +1,1 @@
+"""Decoders and other generators that studies compare."""

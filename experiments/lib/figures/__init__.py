@@ -1,0 +1,1 @@
+"""Plots: colors, panels and learning curves."""

@@ -1,0 +1,1 @@
+"""Prompts of the scripts, and their output as it is generated."""
