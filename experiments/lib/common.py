@@ -77,7 +77,7 @@ def run(main, argv=None) -> None:
     # Orbax narrates every checkpoint, and also what it raises.
     logging.set_verbosity(logging.FATAL)
     _print_any_text()
-    compilation.keep()
+    compilation.keep(flags.FLAGS.compilation_cache)
     # Tracing makes millions of small objects that stay; looking for garbage
     # among them over and over takes an eighth of its time.
     gc.set_threshold(200_000, 20, 50)
@@ -123,9 +123,11 @@ def run(main, argv=None) -> None:
       sys.stdout.flush()
     os._exit(code)
 
+  if "compilation_cache" not in flags.FLAGS:
+    shared.compilation_cache()
   # Beside the script's own flags in --help.
   flags.FLAGS.register_key_flag_for_module(
-      sys.argv[0], flags.FLAGS[compilation.CACHE.name])
+      sys.argv[0], flags.FLAGS["compilation_cache"])
   try:
     app.run(guarded, argv, flags_parser=_parsed)
   except BrokenPipeError:  # `--help | head`

@@ -9,19 +9,14 @@ import os
 import pathlib
 import sys
 
-from absl import flags
 import jax
 
-CACHE = flags.DEFINE_bool(
-    "compilation_cache", True, "Keep compiled code for the next run, in "
-    "~/.cache/specjax or in the directory that the environment variable "
-    "JAX_COMPILATION_CACHE_DIR names")
 _LARGEST = 2**30  # bytes of the directory at the start of a script
 
 
-def keep() -> None:
-  """Turns the persistent cache on, unless the flag or the user forbids it."""
-  if not CACHE.value:
+def keep(enabled: bool) -> None:
+  """Turns the persistent cache on or off, or keeps the user's own setting."""
+  if not enabled:
     jax.config.update("jax_enable_compilation_cache", False)
     return
   if "JAX_COMPILATION_CACHE_DIR" in os.environ:

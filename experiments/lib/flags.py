@@ -300,6 +300,14 @@ def save_dtype():
       "Precision of the final weights on disk")
 
 
+def compilation_cache():
+  """Persistent cache of compiled code; `common.run` defines the flag."""
+  return flags.DEFINE_bool(
+      "compilation_cache", True, "Keep compiled code for the next run, in "
+      "~/.cache/specjax or in the directory that the environment variable "
+      "JAX_COMPILATION_CACHE_DIR names")
+
+
 class MeshFlags(NamedTuple):
   """Flags for several devices and processes; see `meshes.join`."""
 
