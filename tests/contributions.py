@@ -192,6 +192,23 @@ DRAFTERS = {
     "your model": examples.bigram,
 }
 
+# Each of these takes a code path that no other one takes; the others are slow.
+QUICK = {
+    "Empty", "LanguageModel", "LanguageModel with a stop rule",
+    "LanguageModel with a controller", "TreeLanguageModel iid",
+    "TreeLanguageModel hybrid", "Paths of one model", "DynamicTree",
+    "Medusa top_k", "Hydra without_replacement",
+    "EAGLE-3 chain with a stop rule", "EAGLE tree expanded by score",
+    "MTP modules", "PaSS folded",
+    "Parallel chain with a stop rule and a controller", "ParallelTree",
+    "TokenIntersection", "StringMatch", "NGram", "Recycling", "Online",
+    "Suffix sampled", "Retrieval tree", "Cascade", "Merge", "EarlyExitTree",
+    "Kangaroo"}
+# A chain, a tree of independent draws, and a tree whose shape is known at run
+# time. They are decoded with all rules that are exact for them. The others have
+# their own rule alone, because rules are proved for any q by enumeration.
+CROSSED = {"LanguageModel", "TreeLanguageModel iid", "Paths of one model"}
+
 RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),
     sj.verifiers.Recursive(), sj.verifiers.KSeq(), sj.verifiers.TargetWalk(),
