@@ -15,6 +15,8 @@ sys.path.append(str(ROOT / "experiments"))
 from lib import models  # noqa: E402
 from lib.configurations import generation  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 _MISSING = [name for name in ("torch", "transformers")
             if importlib.util.find_spec(name) is None]
 

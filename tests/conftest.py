@@ -1,4 +1,4 @@
-"""What the whole suite shares: one backend, and compiled code."""
+"""Settings of the whole suite: one backend, and a cache of programs."""
 
 import functools
 import gc
@@ -85,36 +85,48 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Run whole scripts and notebooks, start processes, or ask a TPU's compiler. The
-# slowest files come first, so that no worker is left with one at the end.
-_WHOLE = ("studies_test", "notebooks_test", "experiments_test",
-          "training_scripts_test", "tpu_aot_test", "processes_test",
-          "against_transformers_test")
-_SLOWEST = ("studies_test", "notebooks_test", "contribution_test",
-            *_WHOLE[2:], "lossless_test", "smollm2_test", "tree_laws_test",
-            "free_drafters_test", "constrained_law_test", "tree_drafters_test",
-            "self_drafters_test", "joint_law_test", "rounds_by_length_test",
-            "greedy_test", "rounds_test", "vocabularies_test",
-            "train_drafter_test", "published_test")
+# The files with the most work, which come first so that no worker is left with
+# one of them at the end. A file that marks itself slow comes before them.
+_LONGEST = ("contribution_test", "lossless_test", "tree_laws_test",
+            "smollm2_test", "free_drafters_test", "constrained_law_test",
+            "tree_drafters_test", "self_drafters_test", "joint_law_test",
+            "rounds_by_length_test", "greedy_test", "rounds_test",
+            "vocabularies_test", "train_drafter_test", "published_test")
+# A process has at most 65,530 memory maps, and every compiled program needs
+# some of them.
+_MAPS = 30_000
 
 
 def pytest_collection_modifyitems(items):
-  """Marks what runs whole scripts, and puts the slowest files first."""
+  """Puts the files with the most work first."""
   def place(item):
     name = item.path.stem
-    return _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
+    if name in _LONGEST:
+      return 1 + _LONGEST.index(name)
+    marks = item.getparent(pytest.Module).own_markers
+    return 0 if "slow" in [mark.name for mark in marks] else 1 + len(_LONGEST)
 
   items.sort(key=place)  # stable
-  for item in items:
-    if item.path.stem in _WHOLE:
-      item.add_marker(pytest.mark.slow)
+
+
+def _count_maps():
+  """Returns the number of memory maps of this process, 0 if it is unknown."""
+  try:
+    with open("/proc/self/maps", "rb") as f:
+      return sum(1 for _ in f)
+  except OSError:
+    return 0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_compiled_code():
-  """Every program that is kept maps memory, and a process has 65,530 maps."""
+def _bound_maps():
+  """Forgets all compiled programs when they need too many memory maps.
+
+  Programs that several files use are otherwise compiled once per process.
+  """
   yield
-  jax.clear_caches()
+  if not 0 < _count_maps() < _MAPS:
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True, scope="module")

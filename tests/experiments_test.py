@@ -12,6 +12,8 @@ from tiny_llama import write_llama
 
 from specjax.utils import files
 
+pytestmark = pytest.mark.slow
+
 
 def test_verification_study(tmp_path):
   """The main job: its table, files and JSON; a killed study goes on.

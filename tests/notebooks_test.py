@@ -12,6 +12,8 @@ import nbformat
 import pytest
 import scripts
 
+pytestmark = pytest.mark.slow
+
 _NOTEBOOKS = sorted(
     (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 

@@ -28,6 +28,8 @@ from specjax.decoding import placement as sharding
 from specjax.models import save_model
 from specjax.training import checkpoints
 
+pytestmark = pytest.mark.slow
+
 _MESH = "--mesh=data:2,model:2"
 _REFUSED = [  # of eight devices
     (["--mesh=data:4,model:4"], ["is of 16 devices and there are 8"]),

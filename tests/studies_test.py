@@ -5,6 +5,8 @@ from scripts import last_line
 from scripts import run
 from scripts import run_all
 
+pytestmark = pytest.mark.slow
+
 
 def test_tree_study(tmp_path):
   """Every method has its row, and the tree that was chosen is reported."""

@@ -23,6 +23,8 @@ import tempfile
 import pytest
 import tpu_processes
 
+pytestmark = pytest.mark.slow
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HBM = 16e9  # bytes of one v5e chip
 _BATCH = 8

@@ -19,6 +19,8 @@ from specjax.training import metrics
 from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
+pytestmark = pytest.mark.slow
+
 _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
     (["--learning_rate=0.01"],
      ["whole holds another run: learning_rate is 0.02 there and 0.01 here"]),
