@@ -38,6 +38,7 @@ setuptools.setup(
         "chat": ["jinja2>=3.1.6"],
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
+        "docs": [*_EXPERIMENTS, "furo", "myst-nb", "sphinx>=8"],
         "gguf": ["gguf"],
         "hub": ["huggingface_hub"],
         "test": [*_EXPERIMENTS, "gguf", "ipykernel", "jinja2>=3.1.6",

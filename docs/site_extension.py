@@ -1,0 +1,164 @@
+"""Sphinx extension: API pages from `__all__`, notebooks, links to the sources.
+
+Nothing is listed by hand. A module of specjax is public if it is in
+`specjax.__all__`, and a name is public if it is in the `__all__` of its
+module. The build fails if a public name is on no API page.
+"""
+
+import importlib
+import inspect
+import itertools
+import pathlib
+import re
+import shutil
+import types
+
+import docutils.core
+from sphinx.util import logging
+
+import specjax
+
+_DOCS = pathlib.Path(__file__).parent
+_ROOT = _DOCS.parent
+_LOG = logging.getLogger(__name__)
+_SOURCES = "https://github.com/specjax/specjax/blob/main/"
+_MORE = ("training",)  # public, but not imported by `import specjax`
+
+
+def public_modules():
+  """Yields `(name, module)` of specjax and of its public modules."""
+  yield "specjax", specjax
+  for name in [*specjax.__all__, *_MORE]:
+    if name not in _MORE and not isinstance(
+        getattr(specjax, name), types.ModuleType):
+      continue
+    module = (importlib.import_module(f"specjax.{name}") if name in _MORE
+              else getattr(specjax, name))
+    yield f"specjax.{name}", module
+
+
+def public_names(module):
+  """Returns the sorted public names of a module that are not modules."""
+  names = getattr(module, "__all__", None)
+  if names is None:
+    names = [name for name, value in vars(module).items()
+             if not name.startswith("_")
+             and getattr(value, "__module__", None) == module.__name__]
+  return sorted(name for name in names if not name.startswith("__")
+                and not isinstance(getattr(module, name), types.ModuleType))
+
+
+def _directive(value):
+  if inspect.isclass(value):
+    return "autoclass"
+  return "autofunction" if callable(value) else "autodata"
+
+
+def _page(name, module, documented):
+  """Returns the page of a module in reStructuredText."""
+  lines = [name, "=" * len(name), "", f".. automodule:: {name}", "", ""]
+  for public in public_names(module):
+    value = getattr(module, public)
+    key = id(value) if callable(value) else f"{name}.{public}"
+    if key in documented:
+      lines += [f"- ``{public}``: see :py:obj:`{documented[key]}`.", ""]
+      continue
+    documented[key] = f"{name}.{public}"
+    kind = _directive(value)
+    lines += [f".. {kind}:: {name}.{public}"]
+    if kind == "autoclass":
+      lines += ["   :members:", "   :member-order: bysource"]
+    lines += [""]
+  return "\n".join(lines)
+
+
+def _write(path, text):
+  """Writes only what changed, so that a second build is incremental."""
+  path.parent.mkdir(exist_ok=True)
+  if not path.exists() or path.read_text("utf-8") != text:
+    path.write_text(text, "utf-8")
+
+
+def _generate(app):
+  """Writes `docs/api/` and copies the notebooks to `docs/notebooks/`."""
+  documented = {}
+  modules = dict(public_modules())
+  for name, module in modules.items():
+    _write(_DOCS / "api" / f"{name}.rst", _page(name, module, documented))
+  _write(_DOCS / "api" / "index.rst", "\n".join([
+      "API", "===", "", ".. toctree::", "   :maxdepth: 1", "",
+      *(f"   {name}" for name in modules), ""]))
+  (_DOCS / "notebooks").mkdir(exist_ok=True)
+  for path in (_ROOT / "notebooks").glob("*.ipynb"):
+    copy = _DOCS / "notebooks" / path.name
+    if not copy.exists() or copy.read_bytes() != path.read_bytes():
+      shutil.copyfile(path, copy)
+
+
+def _link_sources(app, name, source):
+  """Links to files outside of docs/ go to the repository."""
+  folder = (_DOCS / name).parent
+
+  def replace(match):
+    target = (folder / match[1]).resolve()
+    if target.is_relative_to(_DOCS) or not target.is_relative_to(_ROOT):
+      return match[0]
+    return match[0].replace(
+        f"({match[1]})", f"({_SOURCES}{target.relative_to(_ROOT)})")
+
+  source[0] = re.sub(
+      r"(?<!!)\[[^\]\[]*\]\((\.\./[^)#:]+)\)", replace, source[0])
+
+
+def _is_clean(lines):
+  """Returns True if docutils reads these lines without a complaint."""
+  text = re.sub(r":[\w:]+:`", "`", "\n".join(lines))  # Sphinx's own roles
+  if text.startswith(".. "):  # a directive of napoleon
+    return True
+  document = docutils.core.publish_doctree(
+      text, settings_overrides={"report_level": 5, "halt_level": 5})
+  return not document.parse_messages + document.transform_messages
+
+
+def _readable(block):
+  """Returns a paragraph of a docstring in a form that docutils accepts.
+
+  Docstrings are plain text first. A paragraph that is no reStructuredText has
+  its symbols escaped or, if that does not help, is shown as it is.
+  """
+  escaped = [re.sub(r"([*|`])", r"\\\1", line) for line in block]
+  if block[0].startswith(":"):  # a field of napoleon
+    last = [" ".join(line.strip() for line in escaped), ""]
+  else:
+    last = ["::", "", *("  " + line for line in block), ""]
+  return next((form for form in (block, escaped) if _is_clean(form)), last)
+
+
+def _process_docstring(app, what, name, value, options, lines):
+  """Replaces paragraphs that are no reStructuredText."""
+  starts = [0, *(i for i, (before, line) in enumerate(
+      itertools.pairwise(lines), 1)
+      if line.startswith(":") or not before and line[:1].strip())]
+  blocks = [lines[i:j] for i, j in zip(starts, [*starts[1:], len(lines)])]
+  lines[:] = [line for block in blocks if block for line in _readable(block)]
+
+
+def _check_coverage(app, env):
+  """Fails the build if a public name has no entry on an API page."""
+  objects = env.get_domain("py").objects
+  documented = {}
+  for module_name, module in public_modules():
+    for name in public_names(module):
+      documented.setdefault(id(getattr(module, name)), []).append(
+          f"{module_name}.{name}")
+  for names in documented.values():
+    if not any(name in objects for name in names):
+      _LOG.warning("no API page has %s", names[0])
+
+
+def setup(app):
+  app.connect("builder-inited", _generate)
+  app.connect("autodoc-process-docstring", _process_docstring, priority=900)
+  app.connect("source-read", _link_sources)
+  app.connect("env-check-consistency", _check_coverage)
+  return {"parallel_read_safe": True}

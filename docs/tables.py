@@ -1,0 +1,140 @@
+"""Writes the tables and numbers of the documents from the committed CSVs.
+
+  python docs/tables.py
+
+A table is between `<!-- table: ... -->` and `<!-- /table -->`, a number between
+`<!-- value: ... -->` and `<!-- /value -->`. The comment names a CSV in
+experiments/results/ and, as `key="..."`:
+
+  where: `column=value` pairs; `a|b` allows several values and their order.
+  rows: columns of the CSV that name a row, as `column` or `column:title`.
+  columns: column of the CSV whose values become columns, as `column:{} nodes`.
+  cells: numbers to show, as `column:format` or `column:format:title`. An
+    interval is added if the CSV has `column_low` and `column_high` and the
+    format does not end in `!`.
+  sort: column of the CSV by which rows are sorted, largest first.
+"""
+
+import csv
+import pathlib
+import re
+import shlex
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_RESULTS = _ROOT / "experiments/results"
+_TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+_VALUE = re.compile(r"(<!-- value: ([^>]*?) -->)[^<]*(<!-- /value -->)")
+_WORDS = {
+    "greedy_block": "greedy block", "k_seq": "K-SEQ",
+    "target_walk": "target walk", "chain_token": "chain, token",
+    "chain_block": "chain, block", "specinfer": "i.i.d., recursive (SpecInfer)",
+    "iid_traversal": "i.i.d., traversal",
+    "without_replacement": "without replacement, recursive",
+    "method=traversal": "without replacement, traversal",
+    "hybrid": "hybrid, recursive",
+    "top_k": "top-k, target walk", "typical": "typical (lossy)",
+    "jensen_shannon": "Jensen-Shannon", "total_variation": "total variation",
+    "forward_kl": "forward KL", "lk_alpha": "LK (alpha)",
+    "mt_bench": "MT-bench", "gsm8k": "GSM8K", "humaneval": "HumanEval",
+}
+
+
+def documents():
+  """Returns the paths of all documents that may have tables."""
+  return [_ROOT / "README.md", *sorted(
+      path for path in (_ROOT / "docs").rglob("*.md")
+      if "_build" not in path.parts)]
+
+
+def _read(name):
+  with open(_RESULTS / name, newline="", encoding="utf-8") as file:
+    return list(csv.DictReader(file))
+
+
+def _options(spec):
+  """Returns the file name and the options of a comment."""
+  name, *parts = shlex.split(spec)
+  return name, dict(part.split("=", 1) for part in parts)
+
+
+def _selected(rows, where):
+  """Returns the rows with the wanted values, in the order of the values."""
+  for part in reversed(shlex.split(where)):
+    column, values = part.split("=", 1)
+    order = values.split("|")
+    rows = sorted((row for row in rows if row[column] in order),
+                  key=lambda row: order.index(row[column]))
+  return rows
+
+
+def _fields(text, count):
+  """Splits `a:b:c, ...` into tuples, of which missing parts are empty."""
+  for part in re.split(r",\s+", text):
+    yield (part.split(":") + [""] * count)[:count]
+
+
+def _word(column, text):
+  """Returns the name of a value in tables."""
+  word = _WORDS.get(f"{column}={text}") or _WORDS.get(text, text)
+  return word.replace("|", "\\|")
+
+
+def _number(row, column, form):
+  """Returns one formatted number, with its interval if the CSV has one."""
+  if row[column] == "":
+    return ""
+  bare = form.removesuffix("!")
+  text = format(float(row[column]), bare)
+  if bare == form and f"{column}_low" in row:
+    low, high = (format(float(row[column + end]), bare)
+                 for end in ("_low", "_high"))
+    text += f" [{low}, {high}]"
+  return text
+
+
+def table(spec):
+  """Returns the Markdown table of a comment."""
+  name, options = _options(spec)
+  rows = _selected(_read(name), options.get("where", ""))
+  if "sort" in options:
+    rows = sorted(rows, key=lambda row: -float(row[options["sort"]]))
+  names = list(_fields(options["rows"], 2))
+  cells = list(_fields(options["cells"], 3))
+  pivot, title = next(_fields(options.get("columns", ""), 2))
+  lines, heads = {}, {}
+  for row in rows:
+    key = tuple(_word(column, row[column]) for column, _ in names)
+    for column, form, text in cells:
+      head = (title or "{}").format(_word(pivot, row[pivot])) if pivot else ""
+      head = ", ".join(filter(None, [head, text if pivot else text or column]))
+      heads[head] = None
+      lines.setdefault(key, {})[head] = _number(row, column, form)
+  table_rows = [
+      [title or column for column, title in names] + list(heads),
+      ["---"] * (len(names) + len(heads)),
+      *([*key, *(line.get(head, "") for head in heads)]
+        for key, line in lines.items())]
+  return "".join(f"| {' | '.join(row)} |\n" for row in table_rows)
+
+
+def value(spec):
+  """Returns the number of a comment."""
+  name, options = _options(spec)
+  [row] = _selected(_read(name), options["where"])
+  [(column, form, _)] = _fields(options["cells"], 3)
+  return _number(row, column, form)
+
+
+def rendered(text):
+  """Returns a document with its tables and numbers written again."""
+  text = _TABLE.sub(lambda m: m[1] + table(m[2]) + m[3], text)
+  return _VALUE.sub(lambda m: m[1] + value(m[2]) + m[3], text)
+
+
+if __name__ == "__main__":
+  for path in documents():
+    before = path.read_text("utf-8")
+    after = rendered(before)
+    if after != before:
+      path.write_text(after, "utf-8")
+      print(f"wrote {path.relative_to(_ROOT)}")
