@@ -47,7 +47,7 @@ from lib import progress
 from lib.training import exports
 
 import specjax as sj
-from specjax.methods import published
+from specjax.methods import export as drafter_export
 from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
@@ -58,7 +58,7 @@ _MODEL = flags.DEFINE_string(
     "published drafter")
 _LAYOUT = flags.DEFINE_string(
     "layout", None, "Heads only: layout of the exported files, one of "
-    f"{', '.join(published.WRITTEN)}, or the name after 'of', such as "
+    f"{', '.join(drafter_export.WRITTEN)}, or the name after 'of', such as "
     "speculators. Required to export the heads of a directory that also holds "
     "a target. Default: the first one that can hold the heads")
 _TARGET = shared.target()

@@ -20,7 +20,7 @@ import specjax as sj
 from specjax.data import tokenizers
 from specjax.methods import load_drafter
 from specjax.models import load_pretrained
-from specjax.models.published import readers
+from specjax.models import model_files
 
 _TARGET = sj.models.Transformer(sj.models.TransformerConfig(
     vocab_size=48, width=16, layers=12, heads=4, kv_heads=2, head_dim=8,
@@ -203,7 +203,7 @@ def _copy(tmp_path):
     (target / "config.json").write_text(json.dumps(
         settings_of(name) | settings))
     held = {key: np.asarray(x.read()) for key, x in
-            readers.open_directory(GOLDEN / name).items()}
+            model_files.open_directory(GOLDEN / name).items()}
     (target / "model.safetensors").write_bytes(
         safetensors.numpy.save(change(held) if change else held))
     return target

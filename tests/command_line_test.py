@@ -21,8 +21,8 @@ from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
+from specjax.models import gguf
 from specjax.models import safetensors_files
-from specjax.models.published import gguf
 from specjax.training import metrics
 from specjax.utils import files
 from specjax.utils import processes

@@ -20,11 +20,11 @@ from scripts import run_all
 import tokenizers
 
 import specjax as sj
+from specjax.models import export_pretrained
+from specjax.models import gguf as published_gguf
 from specjax.models import load_pretrained
-from specjax.models.published import export_pretrained
-from specjax.models.published import gguf as published_gguf
-from specjax.models.published import load as published_load
-from specjax.models.published import readers
+from specjax.models import model_files
+from specjax.models import pretrained as published_load
 
 
 def _write_safetensors(path, tensors):
@@ -43,7 +43,7 @@ def _copy(tmp_path):
         settings_of(name) | settings))
     if tensors is not None:
       held = {key: tensor.read() for key, tensor in
-              readers.open_directory(target).items()}
+              model_files.open_directory(target).items()}
       _write_safetensors(target / "model.safetensors", tensors(held))
     return target
 
@@ -81,7 +81,7 @@ def test_names_without_prefix_and_of_a_model_with_images(tmp_path):
     found, target = loaded(name), tmp_path / directory
     shutil.copytree(GOLDEN / name, target)
     tensors = {key: np.asarray(tensor.read()) for key, tensor in
-               readers.open_directory(target).items()}
+               model_files.open_directory(target).items()}
     settings = settings_of(name)
     new = ""
     if name == "gemma3":
@@ -132,10 +132,10 @@ def test_generation_defaults(tmp_path):
   path = tmp_path / "m" / "generation_config.json"
   path.write_text(json.dumps(dict(
       eos_token_id=[3, 5], do_sample=True, temperature=0.6, top_p=0.9)))
-  assert load() == sj.models.published.GenerationDefaults(
+  assert load() == sj.models.GenerationDefaults(
       eos=(3, 5), temperature=0.6, top_p=0.9)
   path.write_text(json.dumps(dict(eos_token_id=3, temperature=0.6)))
-  assert load() == sj.models.published.GenerationDefaults(eos=(3,))
+  assert load() == sj.models.GenerationDefaults(eos=(3,))
 
 
 def test_own_directories_and_shorter_contexts(tmp_path):
@@ -359,7 +359,7 @@ def test_ends_of_a_gguf(tmp_path):
 
   path = _edited_gguf(tmp_path / "m.gguf", "llama_tied", change)
   found = load_pretrained(path)
-  assert found.generation == sj.models.published.GenerationDefaults(
+  assert found.generation == sj.models.GenerationDefaults(
       eos=(2, 3, 4, 5), temperature=0.5, top_k=20)
   assert sj.models.load_tokenizer(path).same_tokens(found.tokenizer)
 

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax.models import export
+from specjax.models import export_pretrained
+from specjax.models import gguf as published_gguf
 from specjax.models import load_pretrained
 from specjax.models import rotary
-from specjax.models.published import export
-from specjax.models.published import export_pretrained
-from specjax.models.published import gguf as published_gguf
 
 # One of each.
 _ARCHITECTURES = ["gemma", "gemma2", "gemma3", "gpt2", "gpt_neox", "llama",

@@ -9,18 +9,17 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import safetensors.numpy
 
 from specjax.methods.networks import Heads
 from specjax.methods.networks import Params
 from specjax.models.safetensors_files import check_arrays
-from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.models.weights import fill
 from specjax.utils.files import atomically
 
 _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
@@ -91,20 +90,12 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
         f"the heads in {directory} were trained for a target of {trained_for}; "
         f"this one has {_described(_sizes(target))}: give the target that they "
         "were trained for, or train others with train_drafter.py")
-  tensors = open_safetensors(weights_path)
-  expected = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
-                            jax.random.key(0))
-  shapes = lambda tree: {name: x.shape for name, x in sorted(tree.items())}
-  expected = _flat(expected)
-  if shapes(tensors) != shapes(expected):
-    raise ValueError(
-        f"{weights_path} holds {shapes(tensors)} where {config_path.name} asks "
-        f"for {shapes(expected)}; the two files do not belong together")
-  for name, tensor in tensors.items():
-    check_float(str(weights_path), name, tensor)
-  dtype = float_dtype(dtype or default_dtype())
-  params = {name: jnp.array(x.read(), dtype) for name, x in tensors.items()}
-  return heads, flax.traverse_util.unflatten_dict(params, sep=".")
+  shapes = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
+                          jax.random.key(0))
+  return heads, fill(
+      shapes, None, open_safetensors(weights_path),
+      float_dtype(dtype or default_dtype()), source=str(weights_path),
+      kind=f"the {type(heads).__name__} of {config_path.name}")
 
 
 def _flat(params):

@@ -2,17 +2,16 @@
 
 from specjax.models import adapters
 from specjax.models import cache_views
-from specjax.models import published
 from specjax.models import quantization
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.contrastive import Contrastive
-from specjax.models.published import export_pretrained
-from specjax.models.published import GenerationDefaults
-from specjax.models.published import load_pretrained
-from specjax.models.published import load_tokenizer
-from specjax.models.published import Pretrained
+from specjax.models.export import export_pretrained
+from specjax.models.pretrained import GenerationDefaults
+from specjax.models.pretrained import load_pretrained
+from specjax.models.pretrained import load_tokenizer
+from specjax.models.pretrained import Pretrained
 from specjax.models.quantization import quantize
 from specjax.models.quantization import QuantizedMatrix
 from specjax.models.rotary import RopeScaling
@@ -44,7 +43,6 @@ __all__ = [
     "load_model",
     "load_pretrained",
     "load_tokenizer",
-    "published",
     "quantization",
     "quantize",
     "save_model",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models import load_pretrained
-from specjax.models.published.architectures import ARCHITECTURES
-from specjax.models.published.keys import Keys
+from specjax.models.architectures import ARCHITECTURES
+from specjax.models.configuration_keys import Keys
 
 GOLDEN = pathlib.Path(__file__).parent
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))

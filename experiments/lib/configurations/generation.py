@@ -16,9 +16,9 @@ import numpy as np
 from lib import models
 import specjax as sj
 from specjax.decoding import prefill
+from specjax.models import export_pretrained
+from specjax.models import model_files
 from specjax.models import Pretrained
-from specjax.models import published
-from specjax.models.published import places
 from specjax.utils import files
 
 _WARM_TOKENS = 8  # of the call that is not timed
@@ -230,7 +230,7 @@ def load_torch(name: str, member: Pretrained):
   read = functools.partial(
       transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
   own = name == "bundled" or name in models.DRAFTERS
-  place = None if own else places.find(name)
+  place = None if own else model_files.find(name)
   try:
     if place is not None and place.is_file():
       return read(str(place.parent), gguf_file=place.name).eval()
@@ -239,7 +239,7 @@ def load_torch(name: str, member: Pretrained):
       return read(str(place)).eval()
     with tempfile.TemporaryDirectory() as directory:
       try:
-        published.export_pretrained(directory, member.model, member.params)
+        export_pretrained(directory, member.model, member.params)
       except ValueError as e:
         raise ValueError(f"{name} cannot be written for transformers: {e}"
                          ) from None

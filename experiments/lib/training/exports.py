@@ -3,7 +3,7 @@
 import pathlib
 
 from lib import models
-from specjax.methods import published as drafters
+from specjax.methods.export import layouts_for
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
@@ -20,7 +20,7 @@ def advice(directory, heads, model, target: str) -> str:
     model: their target.
     target: the value of --target.
   """
-  layouts = drafters.layouts_for(heads, model)
+  layouts = layouts_for(heads, model)
   if not layouts:
     return (f"No layout of a server holds these {type(heads).__name__}; "
             "generate.py and load_heads read them as they are")

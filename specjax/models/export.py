@@ -12,22 +12,22 @@ import numpy as np
 
 from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
+from specjax.models import model_files
+from specjax.models.architectures import ARCHITECTURES
+from specjax.models.architectures import without_idle_windows
 from specjax.models.configuration import TransformerConfig
-from specjax.models.published import names
-from specjax.models.published import readers
-from specjax.models.published import rope
-from specjax.models.published.architectures import ARCHITECTURES
-from specjax.models.published.architectures import without_idle_windows
-from specjax.models.published.keys import Keys
-from specjax.models.published.load import GenerationDefaults
-from specjax.models.published.settings import ACTIVATIONS
-from specjax.models.published.settings import FULL
-from specjax.models.published.settings import SLIDING
+from specjax.models.configuration_keys import Keys
+from specjax.models.pretrained import GenerationDefaults
+from specjax.models.rope_settings import write_rope
 from specjax.models.safetensors_files import check_arrays
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import write_safetensors
+from specjax.models.settings import ACTIVATIONS
+from specjax.models.settings import FULL
+from specjax.models.settings import SLIDING
 from specjax.models.transformer import Transformer
+from specjax.models.weights import places
 from specjax.utils.files import write_json
 
 
@@ -74,8 +74,8 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
     ends = [tokenizer.eos]
   ids = {"bos_token_id": None if tokenizer is None else tokenizer.bos,
          "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-  _write_weights(directory / readers.WEIGHTS, architecture, model.config, flat,
-                 dtype)
+  _write_weights(directory / model_files.WEIGHTS, architecture, model.config,
+                 flat, dtype)
   if tokenizer is not None:
     _write_tokenizer(directory, tokenizer, model.context_length)
   sampling = {name: getattr(generation, name, None)
@@ -122,7 +122,7 @@ def _keys(c):
   """What the keys of all architectures would be."""
   activation = next(name for name in ("silu", "gelu", "gelu_pytorch_tanh")
                     if ACTIVATIONS[name] == c.activation)
-  scaling = rope.write(c)
+  scaling = write_rope(c)
   keys = dict(
       vocab_size=c.vocab_size, hidden_size=c.width, n_embd=c.width,
       num_hidden_layers=c.layers, n_layer=c.layers,
@@ -156,16 +156,15 @@ def _keys(c):
 
 def _write_weights(path, architecture, config, params, dtype):
   [head] = architecture.names["head"].names
-  kinds, places = {}, []
-  for parameter, x in params.items():
-    stored, parts = names.locate(architecture.names, parameter)
-    for name, shape in zip(parts, stored.shapes(config, x.shape)):
+  stored, kinds = places(params, architecture.names), {}
+  for place in stored:
+    for name, shape in zip(place.names,
+                           place.stored.shapes(config, place.shape)):
       prefix = "" if name == f"{head}.weight" else architecture.prefix
       kinds[prefix + name] = shape, dtype
-    places.append((stored, x))
   write_safetensors(path, kinds, (
-      tensor for stored, x in places
-      for tensor in stored.split(config, converted(np.asarray(x), dtype))))
+      tensor for place in stored for tensor in place.stored.split(
+          config, converted(np.asarray(params[place.path]), dtype))))
 
 
 def _write_tokenizer(directory, tokenizer, length):

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from specjax.models.published import rope
-from specjax.models.published.keys import Keys
+from specjax.models.configuration_keys import Keys
+from specjax.models.rope_settings import read_rope
+from specjax.models.rope_settings import read_two_ropes
 
 Fields = dict[str, Any]
 ACTIVATIONS = {
@@ -68,26 +69,26 @@ def _upper_windows(keys):
 
 
 def llama(keys: Keys) -> Fields:
-  return (_sizes(keys) | rope.read(keys) | _biases(keys)
+  return (_sizes(keys) | read_rope(keys) | _biases(keys)
           | dict(mlp_bias=bool(keys("mlp_bias"))))
 
 
 def mistral(keys: Keys) -> Fields:
-  return _sizes(keys) | rope.read(keys) | _same_window(keys)
+  return _sizes(keys) | read_rope(keys) | _same_window(keys)
 
 
 def qwen2(keys: Keys) -> Fields:
-  return (_sizes(keys) | rope.read(keys) | _upper_windows(keys)
+  return (_sizes(keys) | read_rope(keys) | _upper_windows(keys)
           | dict(qkv_bias=True))
 
 
 def qwen3(keys: Keys) -> Fields:
-  return (_sizes(keys) | rope.read(keys) | _upper_windows(keys) | _biases(keys)
+  return (_sizes(keys) | read_rope(keys) | _upper_windows(keys) | _biases(keys)
           | dict(qk_norm="head"))
 
 
 def olmo2(keys: Keys) -> Fields:
-  return (_sizes(keys) | rope.read(keys) | _biases(keys)
+  return (_sizes(keys) | read_rope(keys) | _biases(keys)
           | dict(qk_norm="all", pre_norm=False, post_norm=True))
 
 
@@ -95,7 +96,7 @@ def phi3(keys: Keys) -> Fields:
   for name in ("interpolate_factor", "full_attn_mod"):  # of Phi-4-mini
     if keys(name, 1) != 1:
       keys.refuse(name, keys(name))
-  return (_sizes(keys) | rope.read(keys, fraction="partial_rotary_factor")
+  return (_sizes(keys) | read_rope(keys, fraction="partial_rotary_factor")
           | _same_window(keys))
 
 
@@ -110,7 +111,7 @@ def gemma(keys: Keys) -> Fields:
   fields = _sizes(keys, activation=name)
   if fields["activation"] == "gelu":
     fields["activation"] = "gelu_tanh"
-  return fields | rope.read(keys) | _biases(keys) | _norms(keys)
+  return fields | read_rope(keys) | _biases(keys) | _norms(keys)
 
 
 def _softcap(keys, name):
@@ -131,14 +132,14 @@ def _parts(keys):
 def gemma2(keys: Keys) -> Fields:
   types = [(SLIDING, FULL)[i % 2]
            for i in range(keys.size("num_hidden_layers"))]
-  return _parts(keys) | rope.read(keys) | _windows(keys, types)
+  return _parts(keys) | read_rope(keys) | _windows(keys, types)
 
 
 def gemma3(keys: Keys) -> Fields:
   period = keys.size("sliding_window_pattern", 6)
   types = [SLIDING if (i + 1) % period else FULL
            for i in range(keys.size("num_hidden_layers"))]
-  return (_parts(keys) | rope.read_two(keys) | _windows(keys, types)
+  return (_parts(keys) | read_two_ropes(keys) | _windows(keys, types)
           | dict(qk_norm="head"))
 
 
@@ -160,7 +161,7 @@ def gpt2(keys: Keys) -> Fields:
 
 def gpt_neox(keys: Keys) -> Fields:
   return (_sizes(keys, epsilon="layer_norm_eps")
-          | rope.read(keys, theta="rotary_emb_base", fraction="rotary_pct")
+          | read_rope(keys, theta="rotary_emb_base", fraction="rotary_pct")
           | _biases(keys) | dict(
               norm="layer", gated=False, mlp_bias=True,
               parallel_residual=keys.switch("use_parallel_residual", True)))

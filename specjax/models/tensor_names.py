@@ -5,83 +5,60 @@ layer, to a `Stored`. Hugging Face's names are those without the prefix of the
 base model (`model.`, `transformer.`, `gpt_neox.`), which not all files have.
 """
 
-from collections.abc import Mapping
 import dataclasses
-import re
 
-from specjax.models.published.layouts import apart
-from specjax.models.published.layouts import by_head
-from specjax.models.published.layouts import gate_apart
-from specjax.models.published.layouts import gate_stacked
-from specjax.models.published.layouts import interleaved
-from specjax.models.published.layouts import stacked
-from specjax.models.published.layouts import Stored
-from specjax.models.published.layouts import turned
+from specjax.models.tensor_layouts import apart
+from specjax.models.tensor_layouts import by_head
+from specjax.models.tensor_layouts import gate_apart
+from specjax.models.tensor_layouts import gate_stacked
+from specjax.models.tensor_layouts import interleaved
+from specjax.models.tensor_layouts import stacked
+from specjax.models.tensor_layouts import Stored
+from specjax.models.tensor_layouts import Table
+from specjax.models.tensor_layouts import table
+from specjax.models.tensor_layouts import turned
 
-Table = Mapping[str, Stored]
 
-
-def locate(table: Table, path: str) -> tuple[Stored, list[str]]:
-  """Where a parameter is stored, and the names of the tensors.
+def decoder_layer(layer: str, before: str = "", number: str = "{i}") -> Table:
+  """Returns the table of a decoder layer as Llama's files name its tensors.
 
   Args:
-    table: of an architecture.
-    path: of the parameter, such as `attention_3.qkv.kernel`.
-
-  Raises:
-    KeyError: the architecture has no such parameter.
+    layer: name of the layer in files, such as "layers.{i}".
+    before: beginning of the paths of its parameters.
+    number: number of the layer in the paths of its parameters.
   """
-  module, _, leaf = path.rpartition(".")
-  module = module if leaf in ("kernel", "bias", "scale") else path
-  layer = re.search(r"_(\d+)", module)
-  stored = table[re.sub(r"_\d+", "_{i}", module)]
-  suffix = "bias" if leaf == "bias" else "weight"
-  return stored, [f"{name.format(i=layer and layer[1])}.{suffix}"
-                  for name in stored.names]
+  attention, mlp = f"{before}attention_{number}", f"{before}mlp_{number}"
+  parts = lambda *names: tuple(f"{layer}.{name}" for name in names)
+  return table({
+      f"{before}attention_norm_{number}": f"{layer}.input_layernorm",
+      f"{before}mlp_norm_{number}": f"{layer}.post_attention_layernorm",
+      f"{attention}.qkv": Stored(parts(
+          "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), apart),
+      f"{attention}.out": f"{layer}.self_attn.o_proj",
+      f"{attention}.query_norm": f"{layer}.self_attn.q_norm",
+      f"{attention}.key_norm": f"{layer}.self_attn.k_norm",
+      f"{mlp}.gate_up": Stored(parts("mlp.gate_proj", "mlp.up_proj"),
+                               gate_apart),
+      f"{mlp}.down": f"{layer}.mlp.down_proj",
+  })
 
 
-def _table(names):
-  """Plain names are stored as they are, or turned where they are matrices."""
-  matrices = ("head", "out", "up", "down")
-  return {
-      path: name if isinstance(name, Stored) else Stored(
-          (name,), *([turned] if path.split(".")[-1] in matrices else []))
-      for path, name in names.items()}
-
-
-def _attention(layout, *parts):
-  return Stored(tuple(f"layers.{{i}}.self_attn.{part}" for part in parts),
-                layout)
-
-
-LLAMA = _table({
-    "embedding": "embed_tokens",
-    "final_norm": "norm",
-    "head": "lm_head",
-    "attention_norm_{i}": "layers.{i}.input_layernorm",
-    "mlp_norm_{i}": "layers.{i}.post_attention_layernorm",
-    "attention_{i}.qkv": _attention(apart, "q_proj", "k_proj", "v_proj"),
-    "attention_{i}.out": "layers.{i}.self_attn.o_proj",
-    "attention_{i}.query_norm": "layers.{i}.self_attn.q_norm",
-    "attention_{i}.key_norm": "layers.{i}.self_attn.k_norm",
-    "mlp_{i}.gate_up": Stored(
-        ("layers.{i}.mlp.gate_proj", "layers.{i}.mlp.up_proj"), gate_apart),
-    "mlp_{i}.down": "layers.{i}.mlp.down_proj",
-})
-GEMMA_2 = LLAMA | _table({
+LLAMA = decoder_layer("layers.{i}") | table({
+    "embedding": "embed_tokens", "final_norm": "norm", "head": "lm_head"})
+GEMMA_2 = LLAMA | table({
     "attention_post_norm_{i}": "layers.{i}.post_attention_layernorm",
     "mlp_norm_{i}": "layers.{i}.pre_feedforward_layernorm",
     "mlp_post_norm_{i}": "layers.{i}.post_feedforward_layernorm",
 })
-OLMO_2 = LLAMA | _table({
+OLMO_2 = LLAMA | table({
     "attention_post_norm_{i}": "layers.{i}.post_attention_layernorm",
     "mlp_post_norm_{i}": "layers.{i}.post_feedforward_layernorm",
 })
-PHI_3 = LLAMA | _table({
-    "attention_{i}.qkv": _attention(stacked, "qkv_proj"),
+PHI_3 = LLAMA | table({
+    "attention_{i}.qkv": Stored(("layers.{i}.self_attn.qkv_proj",), stacked),
     "mlp_{i}.gate_up": Stored(("layers.{i}.mlp.gate_up_proj",), gate_stacked),
 })
-GPT_2 = _table({
+GPT_2 = table({
     "embedding": "wte",
     "positions": "wpe",
     "final_norm": "ln_f",
@@ -93,7 +70,7 @@ GPT_2 = _table({
     "mlp_{i}.up": Stored(("h.{i}.mlp.c_fc",), turned, True),
     "mlp_{i}.down": Stored(("h.{i}.mlp.c_proj",), turned, True),
 })
-GPT_NEOX = _table({
+GPT_NEOX = table({
     "embedding": "embed_in",
     "final_norm": "final_layer_norm",
     "head": "embed_out",
@@ -107,7 +84,7 @@ GPT_NEOX = _table({
 })
 
 _BLOCK = ("blk.{i}.attn_q", "blk.{i}.attn_k", "blk.{i}.attn_v")
-GGUF = _table({
+GGUF = table({
     "embedding": "token_embd",
     "positions": "position_embd",
     "final_norm": "output_norm",

@@ -13,23 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.published import names
-from specjax.models.published.keys import Keys
-from specjax.models.published.settings import FULL
-from specjax.models.published.settings import SLIDING
+from specjax.models import tensor_names
+from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import mapped
 from specjax.models.safetensors_files import StoredTensor
+from specjax.models.settings import FULL
+from specjax.models.settings import SLIDING
+from specjax.models.tensor_layouts import Table
 from specjax.utils.files import check_downloaded
 
 _CHUNK = 1 << 20  # numbers that are dequantised at once: 4 MB
 _TYPES = {
-    "llama": ("llama", names.GGUF_LLAMA), "qwen2": ("qwen2", names.GGUF),
-    "qwen3": ("qwen3", names.GGUF), "olmo2": ("olmo2", names.GGUF),
-    "gemma": ("gemma", names.GGUF_GEMMA),
-    "gemma2": ("gemma2", names.GGUF_GEMMA),
-    "gemma3": ("gemma3_text", names.GGUF_GEMMA),
-    "gpt2": ("gpt2", names.GGUF_FUSED), "phi3": ("phi3", names.GGUF_FUSED),
-    "gptneox": ("gpt_neox", names.GGUF_FUSED),
+    "llama": ("llama", tensor_names.GGUF_LLAMA),
+    "qwen2": ("qwen2", tensor_names.GGUF),
+    "qwen3": ("qwen3", tensor_names.GGUF),
+    "olmo2": ("olmo2", tensor_names.GGUF),
+    "gemma": ("gemma", tensor_names.GGUF_GEMMA),
+    "gemma2": ("gemma2", tensor_names.GGUF_GEMMA),
+    "gemma3": ("gemma3_text", tensor_names.GGUF_GEMMA),
+    "gpt2": ("gpt2", tensor_names.GGUF_FUSED),
+    "phi3": ("phi3", tensor_names.GGUF_FUSED),
+    "gptneox": ("gpt_neox", tensor_names.GGUF_FUSED),
 }
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -80,7 +84,7 @@ class GGUFFile:
   """
 
   model_type: str
-  table: names.Table
+  table: Table
   config: dict[str, Any]
   metadata: Mapping[str, Any]
   tensors: Mapping[str, StoredTensor]

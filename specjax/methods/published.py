@@ -7,25 +7,25 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from specjax.methods._published import Found
+from specjax.methods._published import WEIGHTS
+from specjax.methods.blocks import published as blocks
+from specjax.methods.features import published as features
+from specjax.methods.heads import published as heads
 from specjax.methods.networks import Heads
-from specjax.methods.published import tables
-from specjax.methods.published.found import Found
-from specjax.methods.published.layouts import Layout
-from specjax.methods.published.layouts import LAYOUTS
-from specjax.methods.published.layouts import WEIGHTS
-from specjax.models.published import readers
-from specjax.models.published.layouts import Stored
-from specjax.models.published.places import find
-from specjax.models.safetensors_files import check_float
+from specjax.models import model_files
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import open_safetensors
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.models.weights import fill
 from specjax.utils.files import read_json
 
+# By the names that `load_drafter` accepts. If two match, the first is taken.
+LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _OLD = "logit_head."  # before the names of heads in early files of SpecForge
@@ -64,7 +64,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
     raise ValueError(f"the target is a {type(target).__name__}; give a "
                      "models.Transformer, such as the model of what "
                      "load_pretrained returns")
-  directory = find(os.fspath(path))
+  directory = model_files.find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
   if layout is not None and layout not in LAYOUTS:
@@ -78,9 +78,20 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   found = Found(source=str(directory), config=config, target=target,
                 tensors=_own(record, tensors, target),
                 target_params=target_params, layout=layout)
-  heads = record.read(found)
-  return heads, _fill(found, record, heads, float_dtype(
-      dtype or default_dtype()))
+  drafter = record.read(found)
+  return drafter, fill(
+      shapes(drafter, target), record.names, found.tensors,
+      float_dtype(dtype or default_dtype()), source=found.source,
+      kind=f"the layout {layout!r}", config=drafter,
+      sizes=record.sizes(drafter, target), used=found.used)
+
+
+def shapes(drafter: Heads, target: Transformer) -> Any:
+  """Returns the tree of shapes of a drafter's parameters."""
+  size = target.vocab_size, target.config.width
+  read = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in (
+      ("embedding", size), ("head", size[::-1]))}
+  return jax.eval_shape(drafter.init, jax.random.key(0), read)
 
 
 def drafter_layout(path: str | os.PathLike[str]) -> str | None:
@@ -104,11 +115,11 @@ def _open(directory) -> Mapping[str, StoredTensor]:
     if path.is_file() and layout.file != WEIGHTS:
       return open_safetensors(path)
   if not any((directory / name).is_file()
-             for name in (WEIGHTS, readers.INDEX)):
+             for name in (WEIGHTS, model_files.INDEX)):
     for pattern in ("*.pt", "*.pth", "*.bin"):
       for path in sorted(directory.glob(pattern)):
         raise ValueError(_pickled(path))
-  return readers.open_directory(directory)
+  return model_files.open_directory(directory)
 
 
 def _pickled(path):
@@ -140,56 +151,3 @@ def _own(layout, tensors, target):
   return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
           for name in tensors if name.startswith(layout.prefix)
           and re.match(within, name) and not _COMPUTED.search(name)}
-
-
-def places(layout: Layout, heads: Heads, target: Transformer) -> tuple[
-    Any, list[tuple[tuple[int, ...], Stored, list[str]]]]:
-  """Where the files of a layout hold the parameters of heads.
-
-  Returns:
-    The tree of the parameters, and for each leaf its shape, how it is stored
-    and the names of its tensors.
-
-  Raises:
-    ValueError: the layout has no place for one.
-  """
-  size = target.vocab_size, target.config.width
-  read = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (
-      ("embedding", size), ("head", size[::-1]))}
-  leaves, tree = jax.tree_util.tree_flatten_with_path(
-      jax.eval_shape(heads.init, jax.random.key(0), read))
-  sizes = {"blocks": getattr(heads, "blocks", 0)}
-  if layout.names is tables.MTP_DEEPSEEK:
-    sizes["first"] = target.config.layers
-  found = []
-  for path, leaf in leaves:
-    name = "/".join(entry.key for entry in path)
-    try:
-      found.append((leaf.shape, *tables.locate(
-          layout.names, name, leaf.shape, sizes)))
-    except KeyError:
-      raise ValueError(f"the layout has no tensor for the parameter {name} of "
-                       "these heads") from None
-  return tree, found
-
-
-def _fill(found, layout, heads, dtype):
-  """The parameters, from tensors that are all used."""
-  tree, stored = places(layout, heads, found.target)
-  used = set(found.used)
-  for shape, how, names in stored:
-    for name, wanted in zip(names, how.shapes(heads, shape)):
-      if found.shape(name) != tuple(wanted):
-        found.fail(f"has the tensor {name} {found.shape(name)} where "
-                   f"{tuple(wanted)} is asked for; it was made for another "
-                   "target, or its files do not belong together")
-      check_float(found.source, name, found.tensors[name])
-      used.add(name)
-  for name in sorted(found.tensors.keys() - used):
-    found.fail(f"has the tensor {name} {found.tensors[name].shape}, which "
-               "specjax does not know in this layout; the drafter computes "
-               "something else")
-  return jax.tree.unflatten(tree, [
-      jnp.array(how.join(heads, shape, [found.tensors[name] for name in names],
-                         dtype)).block_until_ready()
-      for shape, how, names in stored])

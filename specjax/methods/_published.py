@@ -1,5 +1,6 @@
-"""What a directory holds, and what a reading has looked at of it."""
+"""Files of published drafters, and the records of their layouts."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -8,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
+from specjax.models.architectures import ARCHITECTURES
 from specjax.models.configuration import TransformerConfig
-from specjax.models.published.architectures import ARCHITECTURES
-from specjax.models.published.keys import Keys
+from specjax.models.configuration_keys import Keys
+from specjax.models.export import express
 from specjax.models.safetensors_files import StoredTensor
+from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
 _LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that drafters are made of
@@ -25,6 +29,10 @@ _NOTES = """
     step_loss_decay target_model_name_or_path target_model_type
     target_vocab_size ttt_length
 """.split()
+DEPTH = 5  # tokens of a draft unless a file has the number
+# Copies of the target's tensors, which only training reads.
+OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
+WEIGHTS = "model.safetensors"
 _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # what bfloat16 leaves of a number
 
 
@@ -198,3 +206,173 @@ class Found:
       self.fail(f"has a tensor {name} that is not the target's; the drafter "
                 "is for other weights: give the target that it was made for")
     self.used.add(name)
+
+
+def _same(heads: Heads) -> Heads:
+  return heads
+
+
+def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
+                 ) -> Any:
+  del form, heads, target_params
+  return params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Writer:
+  """The way from heads to a layout that servers read.
+
+  Nothing is checked here: `export_drafter` reads every configuration again and
+  refuses a layout that loses a field of the heads.
+
+  Attributes:
+    config: from heads, in their form, to the keys of config.json.
+    form: from heads to the same heads as the layout stores them. Fields that
+      they do not use have their defaults.
+    params: `(form, heads, params, target_params)` -> parameters of `form`.
+    ids: from heads to the ids of a reduced vocabulary, or ().
+    input_size: from heads to the number of tokens in the tensor `t2d`.
+    stores_head: whether a reduced vocabulary needs its columns of the target's
+      head. vLLM takes only a complete head from the target.
+  """
+
+  config: Callable[[Any], dict[str, Any]]
+  form: Callable[[Any], Any] = _same
+  params: Callable[[Any, Any, Any, Any], Any] = _same_params
+  ids: Callable[[Any], Sequence[int]] = lambda heads: ()
+  input_size: Callable[[Any], int] = lambda heads: heads.vocab_size
+  stores_head: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """How the files of a published drafter store it.
+
+  Attributes:
+    kind: kind of the heads.
+    read: from the files to the heads.
+    names: names of the tensors.
+    write: the reverse of `read`. None: specjax only reads this layout.
+    sizes: `(heads, target)` -> values of the words in `names`.
+    file: name of the file with the weights.
+    algorithm: `speculators_model_type` of its configurations.
+    architectures: names of which configurations give one first.
+    sign: pattern at the beginning of a tensor's name. No other layout has it.
+    prefix: beginning of the names of its tensors, which `names` leaves out.
+      Tensors without it are the target's.
+    within: pattern at the beginning of the names of its tensors, which `names`
+      includes. Tensors without it are the target's.
+  """
+
+  kind: str
+  read: Callable[[Found], Heads]
+  names: Table
+  write: Writer | None = None
+  sizes: Callable[[Any, Transformer], dict[str, int]] = (
+      lambda heads, target: {})
+  file: str = WEIGHTS
+  algorithm: str = ""
+  architectures: tuple[str, ...] = ()
+  sign: str = ""
+  prefix: str = ""
+  within: str = ""
+
+  @property
+  def in_target(self) -> bool:
+    """Whether the drafter is in the files of its target."""
+    return bool(self.prefix or self.within)
+
+  def known_by(self, config: Mapping[str, Any], tensors: Mapping[str, Any]
+               ) -> bool:
+    """Whether a configuration or the names of tensors are of this layout."""
+    algorithm = config.get("speculators_model_type")
+    if algorithm or self.algorithm:
+      return algorithm == self.algorithm
+    names = config.get("architectures") or [""]
+    if isinstance(names, list) and names[0] in self.architectures:
+      return True
+    return bool(self.sign) and any(re.match(self.sign, x) for x in tensors)
+
+
+def check_target(found: Found, heads: Any) -> None:
+  """Raises `ValueError` unless heads have the target's width and vocabulary."""
+  found.check("width", heads.width, found.target.config.width)
+  found.check("vocab_size", heads.vocab_size, found.target.vocab_size)
+
+
+def reduced_vocabulary(found: Found, keys: Keys, size: int
+                       ) -> tuple[int, ...]:
+  """The target's ids of a vocabulary of `size`; () where it is the whole."""
+  whole = found.target.vocab_size
+  if keys.size("draft_vocab_size", size) != size:
+    found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
+               "rows in lm_head.weight; the two do not belong together")
+  found.used.update({"d2t", "t2d"})
+  if size == whole:
+    _check_whole(found)
+    return ()
+  if "d2t" not in found.tensors:
+    found.fail(f"has no tensor d2t; without it nobody knows which {size} of "
+               f"the target's {whole} tokens it drafts: download it again")
+  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
+  ids = np.arange(len(offsets)) + offsets
+  if "t2d" in found.tensors:
+    known = found.tensors["t2d"].read()
+    # One project writes the number of the row there, and -1.
+    known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
+    if not np.array_equal(known, ids):
+      # Some tools write the ids themselves.
+      if not np.array_equal(known, offsets):
+        found.fail("has tensors d2t and t2d that name different tokens; the "
+                   "two do not belong together")
+      ids = known
+  if len(ids) != size or (np.diff(ids) < 1).any() or not (
+      0 <= ids[0] and ids[-1] < whole):
+    found.fail(f"has in d2t the ids from {ids.min()} to {ids.max()} once row "
+               f"numbers are added; {size} of 0 to {whole - 1} in order are "
+               "needed: if it holds the ids themselves, subtract the row "
+               "numbers")
+  return tuple(ids.tolist())
+
+
+def _check_whole(found):
+  """Refuses a map of a whole vocabulary that changes tokens."""
+  if "d2t" not in found.tensors:
+    return
+  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
+  if offsets.any() and not np.array_equal(offsets, np.arange(len(offsets))):
+    found.fail("has a tensor d2t that gives the tokens of a whole vocabulary "
+               "other numbers; specjax reads those in the target's order")
+
+
+def num_steps(keys: Keys) -> int:
+  """Tokens that speculators notes to be drafted."""
+  name = "proposal_methods"
+  methods = keys.mapping("speculators_config").get(name) or [{}]
+  if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
+    raise ValueError(f"{keys.source} has {methods!r} for {name}; a list of "
+                     "objects is needed")
+  return Keys(methods[0], f"{keys.source}, in {name},").size(
+      "speculative_tokens", DEPTH)
+
+
+def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
+  """Returns the keys of the draft layers."""
+  fields = {field.name: getattr(heads, field.name)
+            for field in dataclasses.fields(TransformerConfig)}
+  model_type, keys = express(TransformerConfig(**fields | dict(
+      tie_embeddings=False) | changed))
+  return {"model_type": model_type, **keys}
+
+
+def speculators_keys(heads: Heads, algorithm: str, architecture: str,
+                     layers: dict[str, Any], **keys: Any) -> dict[str, Any]:
+  """Returns a configuration of speculators; `export_drafter` adds the target.
+  """
+  return {
+      "speculators_model_type": algorithm, "architectures": [architecture],
+      "transformer_layer_config": layers, **keys,
+      "speculators_config": {
+          "algorithm": algorithm, "default_proposal_method": "greedy",
+          "proposal_methods": [{"proposal_type": "greedy",
+                                "speculative_tokens": heads.num_forecasts}]}}

@@ -11,8 +11,11 @@ or `[in, out]`; files have outputs along the rows, `[out, in]`.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 import dataclasses
 import math
+import re
+from typing import ClassVar
 
 import numpy as np
 
@@ -100,6 +103,7 @@ class Stored:
   layout: Callable[[TransformerConfig, np.ndarray], Views] = as_it_is
   inputs_first: bool = False
   offset: float = 0.0
+  axes: ClassVar[int] = 0
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
              ) -> list[tuple[int, ...]]:
@@ -148,3 +152,74 @@ class Stored:
         data = (data.astype(np.float32) + self.offset).astype(x.dtype)
       tensors.append(np.ascontiguousarray(data))
     return tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Each(Stored):
+  """One matrix `[out, in]` for each index of a parameter's first axes.
+
+  Attributes:
+    axes: the number of these axes. Their indices replace `{}` in the names.
+  """
+
+  axes: int = 1
+
+  def shapes(self, config, shape):
+    return [shape[self.axes:][::-1]] * math.prod(shape[:self.axes])
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    out = np.empty(shape, dtype)
+    for index, tensor in zip(np.ndindex(shape[:self.axes]), tensors):
+      out[index] = tensor.read(dtype).T
+    return out
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(x[index].T)
+            for index in np.ndindex(x.shape[:self.axes])]
+
+
+Table = Mapping[str, Stored]
+# Modules whose kernels files store as `[out, in]`.
+_TURNED = ("head", "out", "up", "down", "entry", "fc", "fusion", "gate",
+           "joint", "w2", "skip", "inner", "block_{j}", "output")
+
+
+def table(names: Mapping[str, str | Stored]) -> Table:
+  """Returns a table from names; kernels among them are stored as `[out, in]`.
+
+  Args:
+    names: name of the tensor, or its `Stored`, for each path of a module.
+  """
+  return {
+      path: name if isinstance(name, Stored) else Stored(
+          (name,), *([turned] if path.split(".")[-1] in _TURNED else []))
+      for path, name in names.items()}
+
+
+def locate(table: Table, path: str, shape: tuple[int, ...],
+           sizes: Mapping[str, int]) -> tuple[Stored, list[str]]:
+  """Returns how a parameter is stored, and the names of its tensors.
+
+  Args:
+    table: from the path of a module, with `{i}` and `{j}` for the numbers in
+      it, to its `Stored`.
+    path: path of the parameter, such as "attention_3.qkv.kernel".
+    shape: shape of the parameter.
+    sizes: values of other words in braces; `first` is added to `{i}`.
+
+  Raises:
+    KeyError: the table has no such parameter.
+  """
+  module, _, leaf = path.rpartition(".")
+  if leaf not in ("kernel", "bias", "scale"):
+    module = path
+  numbers = dict(zip("ij", map(int, re.findall(r"_(\d+)", module))))
+  for letter in numbers:
+    module = re.sub(r"_\d+", f"_{{{letter}}}", module, count=1)
+  stored = table[module]
+  suffix = "bias" if path.endswith("bias") else "weight"
+  if "i" in numbers:
+    numbers["i"] += sizes.get("first", 0)
+  return stored, [
+      f"{name.format(*index, **sizes, **numbers)}.{suffix}"
+      for name in stored.names for index in np.ndindex(shape[:stored.axes])]

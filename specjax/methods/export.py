@@ -1,5 +1,7 @@
 """Writes drafters in published layouts: the tables of the readers backwards."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence
 import dataclasses
 import itertools
 import os
@@ -10,22 +12,22 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.methods.blocks.parallel_network import ParallelHeads
-from specjax.methods.heads.medusa import MedusaHeads
+from specjax.methods._published import Found
+from specjax.methods._published import Writer
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
-from specjax.methods.published.found import Found
-from specjax.methods.published.layouts import LAYOUTS
-from specjax.methods.published.load import drafter_layout
-from specjax.methods.published.load import places
-from specjax.methods.published.tables import input_size
-from specjax.models.published.architectures import ARCHITECTURES
-from specjax.models.published.export import express
+from specjax.methods.published import drafter_layout
+from specjax.methods.published import LAYOUTS
+from specjax.methods.published import shapes
+from specjax.models.architectures import ARCHITECTURES
+from specjax.models.export import express
 from specjax.models.safetensors_files import converted
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.safetensors_files import write_safetensors
 from specjax.models.transformer import Transformer
+from specjax.models.weights import Place
+from specjax.models.weights import places
 from specjax.utils.files import write_json
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
@@ -39,13 +41,14 @@ class _Plan(NamedTuple):
   Attributes:
     heads: the same heads in the form that the layout holds, see `_form`.
     config: the keys of config.json.
-    stored: of every parameter of `heads` its shape, how it is stored, and the
-      names of its tensors.
+    stored: places of the parameters of `heads`.
+    writer: writer of the layout.
   """
 
   heads: Heads
   config: dict[str, Any]
-  stored: list[tuple[Any, ...]]
+  stored: list[Place]
+  writer: Writer
 
 
 def layouts_for(heads: Heads, target: Transformer) -> tuple[str, ...]:
@@ -97,21 +100,23 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
     raise ValueError(f"{directory} holds another model, whose files would be "
                      f"read with a drafter in the layout {name!r}; choose "
                      "another directory")
-  leaves = jax.tree.leaves(_parameters(plan.heads, heads, params,
-                                       target_params))
+  leaves = jax.tree.leaves(record.write.params(
+      plan.heads, heads, params, target_params))
   dtype = float_dtype(dtype or leaves[0].dtype)
   config = plan.config
   if "speculators_config" in config:
     config["speculators_config"]["verifier"] = {
         "name_or_path": verifier, "architectures": _architectures(target)}
   config.get("transformer_layer_config", config)["torch_dtype"] = dtype.name
-  shared = {name: converted(np.asarray(x.T), dtype) for name, x in _shared(
-      plan.heads, target_params).items()} | _vocabulary(plan.heads)
+  extra = _vocabulary(plan)
+  if extra and record.write.stores_head:
+    head = lm_head(target_params)[:, np.array(plan.heads.ids)]
+    extra = {"lm_head.weight": converted(np.asarray(head.T), dtype)} | extra
   kinds = {name: (x.shape, dtype) for name, x in _tensors(plan).items()}
-  kinds |= {name: (x.shape, x.dtype) for name, x in shared.items()}
+  kinds |= {name: (x.shape, x.dtype) for name, x in extra.items()}
   directory.mkdir(parents=True, exist_ok=True)
   write_safetensors(directory / record.file, kinds, itertools.chain(
-      _arrays(plan, leaves, dtype), shared.values()))
+      _arrays(plan, leaves, dtype), extra.values()))
   write_json(directory / "config.json", config, indent=2)
   return name
 
@@ -148,12 +153,12 @@ def _planned(name, heads, target) -> _Plan | str:
   record = LAYOUTS[name]
   if record.kind != heads.kind:
     return "it holds heads of another kind"
-  heads = _form(record, heads)
+  heads = record.write.form(heads)
   try:
-    config = record.write(heads)
-    if record.counts_target_layers:
-      config["num_target_layers"] = target.config.layers
-    plan = _Plan(heads, config, places(record, heads, target)[1])
+    config = record.write.config(heads)
+    plan = _Plan(heads, config, places(
+        shapes(heads, target), record.names, record.sizes(heads, target)),
+                 record.write)
     back = record.read(Found(
         source=name, config=config, target=target, tensors=_tensors(plan)))
   except ValueError as e:
@@ -165,73 +170,34 @@ def _planned(name, heads, target) -> _Plan | str:
   return plan
 
 
-def _form(record, heads):
-  """Returns the same heads as a layout holds them.
-
-  Fields that the heads do not use have their default values.
-  """
-  if isinstance(heads, MedusaHeads):
-    return dataclasses.replace(heads, output="own", rank=MedusaHeads.rank)
-  if isinstance(heads, ParallelHeads):
-    return (heads if heads.markov != "none" else dataclasses.replace(
-        heads, markov_rank=ParallelHeads.markov_rank))
-  if heads.narrow_head and "head" in record.names:
-    return dataclasses.replace(heads, narrow_head=False, own_head=True)
-  return heads
-
-
-def _parameters(form, heads, params, target_params):
-  """Returns the parameters of `form`, the same heads in another form."""
-  if isinstance(heads, MedusaHeads):
-    return heads.merged(params, target_params)[1]
-  if isinstance(heads, ParallelHeads):
-    if heads.mask_token is None:
-      table = np.asarray(target_params["embedding"], np.float32)
-      mask = np.asarray(params["mask"], np.float32)
-      return {**params, "mask": np.concatenate([table, mask[None]])}
-  elif form.own_head and not heads.own_head:
-    return {**params, "head": heads.columns(target_params)}
-  return params
-
-
-def _shared(heads, target_params):
-  """Returns what servers read of the target from the drafter's own files.
-
-  vLLM takes the target's LM head only for a drafter of its whole vocabulary.
-  """
-  if isinstance(heads, ParallelHeads) and heads.ids:
-    head = lm_head(target_params)
-    return {"lm_head.weight": head[:, np.array(heads.ids)]}
-  return {}
-
-
-def _tensors(plan):
+def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
   """Returns all tensors by name, as reading sees them; only ids are read."""
-  tensors = {name: StoredTensor(tuple(part), np.dtype(np.float32), load=None)
-             for shape, how, names in plan.stored
-             for name, part in zip(names, how.shapes(plan.heads, shape))}
-  if isinstance(plan.heads, ParallelHeads) and plan.heads.ids:
+  tensors = {
+      name: StoredTensor(tuple(shape), np.dtype(np.float32), load=None)
+      for place in plan.stored
+      for name, shape in zip(place.names,
+                             place.stored.shapes(plan.heads, place.shape))}
+  if plan.writer.stores_head and plan.writer.ids(plan.heads):
     tensors["lm_head.weight"] = StoredTensor(
         (len(plan.heads.ids), plan.heads.width), np.dtype(np.float32), None)
   return tensors | {
       name: StoredTensor(x.shape, x.dtype, lambda _, x=x: x)
-      for name, x in _vocabulary(plan.heads).items()}
+      for name, x in _vocabulary(plan).items()}
 
 
-def _arrays(plan, leaves, dtype):
+def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
+            ) -> Iterator[np.ndarray]:
   """Yields the tensors; one parameter at a time is copied from the device."""
-  for (_, how, _), x in zip(plan.stored, leaves, strict=True):
-    yield from how.split(plan.heads, converted(np.asarray(x), dtype))
+  for place, x in zip(plan.stored, leaves, strict=True):
+    yield from place.stored.split(plan.heads, converted(np.asarray(x), dtype))
 
 
-def _vocabulary(heads):
+def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
   """Returns `d2t` and `t2d` of a reduced vocabulary."""
-  ids = np.array(getattr(heads, "ids", ()), np.int64)
+  ids = np.array(plan.writer.ids(plan.heads), np.int64)
   if not ids.size:
     return {}
-  size = (input_size(heads) if isinstance(heads, ParallelHeads)
-          else heads.vocab_size)
-  used = np.zeros(size, np.bool_)
+  used = np.zeros(plan.writer.input_size(plan.heads), np.bool_)
   used[ids] = True
   return {"d2t": ids - np.arange(ids.size), "t2d": used}
 

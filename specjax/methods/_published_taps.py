@@ -1,12 +1,10 @@
 """The states of the target that a drafter reads, from its configuration."""
 
 from collections.abc import Sequence
-import sys
 
-from specjax.methods.features import eagle
-from specjax.methods.published.found import Found
-from specjax.models.published.keys import Keys
-from specjax.models.published.keys import whole_numbers
+from specjax.methods._published import Found
+from specjax.models.configuration_keys import Keys
+from specjax.models.configuration_keys import whole_numbers
 
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
@@ -20,43 +18,7 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (False, "target_layer_ids", 1))
 
 
-def of_eagle3(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
-  """The states of the target that EAGLE-3 reads, in our numbers.
-
-  If the files name none, the defaults of the authors' code are assumed and
-  printed on stderr.
-
-  Args:
-    found: the files.
-    keys: the keys of the configuration.
-    count: the number of states that the tensors require.
-
-  Raises:
-    ValueError: the files contradict each other, or name none of other than
-      three states.
-  """
-  inner = found.keys(keys, "eagle_config")
-  for name in ("use_aux_hidden_state", "use_last_layernorm",
-               "use_input_layernorm_in_first_layer"):
-    if not inner(name, True):
-      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
-                 "it: take another drafter")
-  taps = named(found, keys, inner, "eagle_config")
-  inner.refuse_others()
-  if taps:
-    return taps
-  if count != 3:
-    found.fail(f"does not name the {count} states of the target that it reads; "
-               f"{NAME_THEM}")
-  taps = eagle.Eagle3Heads.default_taps(found.target.config.layers)
-  print(f"{found.source} does not name the target's layers whose input it "
-        f"reads; {taps[0]}, {taps[1]} and {taps[2]} are assumed, as in the "
-        f"authors' code. If it was trained on others, {NAME_THEM}",
-        file=sys.stderr)
-  return taps
-
-
-def named(found: Found, keys: Keys, inner: Keys, place: str
+def named_taps(found: Found, keys: Keys, inner: Keys, place: str
           ) -> tuple[int, ...] | None:
   """The states that a configuration names, in our numbers, or None.
 
@@ -90,7 +52,7 @@ def named(found: Found, keys: Keys, inner: Keys, place: str
   return taps[0]
 
 
-def check(found: Found, taps: Sequence[int], normed: bool = False) -> None:
+def check_taps(found: Found, taps: Sequence[int], normed: bool = False) -> None:
   """Refuses states that the target does not have, or has in another form."""
   layers = found.target.config.layers
   for tap in taps:

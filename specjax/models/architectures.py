@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+from specjax.models import settings
+from specjax.models import tensor_names
 from specjax.models.configuration import TransformerConfig
-from specjax.models.published import names
-from specjax.models.published import settings
-from specjax.models.published.keys import Keys
+from specjax.models.configuration_keys import Keys
+from specjax.models.tensor_layouts import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Architecture:
   """
 
   read: Callable[[Keys], dict[str, Any]]
-  names: names.Table
+  names: Table
   transformers: str
   prefix: str = "model."
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -81,39 +82,39 @@ _QWEN = _SILU | dict(max_position_embeddings=32768, max_window_layers=28,
 
 ARCHITECTURES = {
     "llama": Architecture(
-        read=settings.llama, names=names.LLAMA,
+        read=settings.llama, names=tensor_names.LLAMA,
         transformers="LlamaForCausalLM", even_width=True,
         defaults=_SILU | dict(max_position_embeddings=2048)),
     "mistral": Architecture(
-        read=settings.mistral, names=names.LLAMA,
+        read=settings.mistral, names=tensor_names.LLAMA,
         transformers="MistralForCausalLM",
         defaults=_SILU | dict(max_position_embeddings=131_072,
                               sliding_window=4096, num_key_value_heads=8)),
     "qwen2": Architecture(
-        read=settings.qwen2, names=names.LLAMA,
+        read=settings.qwen2, names=tensor_names.LLAMA,
         transformers="Qwen2ForCausalLM", defaults=_QWEN),
     "qwen3": Architecture(
-        read=settings.qwen3, names=names.LLAMA,
+        read=settings.qwen3, names=tensor_names.LLAMA,
         transformers="Qwen3ForCausalLM", defaults=_QWEN | dict(head_dim=128)),
     "olmo2": Architecture(
-        read=settings.olmo2, names=names.OLMO_2,
+        read=settings.olmo2, names=tensor_names.OLMO_2,
         transformers="Olmo2ForCausalLM", defaults=_SILU | dict(
             rms_norm_eps=1e-5, max_position_embeddings=2048)),
     "phi3": Architecture(
-        read=settings.phi3, names=names.PHI_3,
+        read=settings.phi3, names=tensor_names.PHI_3,
         transformers="Phi3ForCausalLM", defaults=_SILU | dict(
             rms_norm_eps=1e-5, max_position_embeddings=4096,
             original_max_position_embeddings=4096)),
     "gemma": Architecture(
-        read=settings.gemma, names=names.LLAMA,
+        read=settings.gemma, names=tensor_names.LLAMA,
         transformers="GemmaForCausalLM", defaults=_GEMMA, tied=True),
     "gemma2": Architecture(
-        read=settings.gemma2, names=names.GEMMA_2,
+        read=settings.gemma2, names=tensor_names.GEMMA_2,
         transformers="Gemma2ForCausalLM", defaults=_GEMMA_2, tied=True,
         even_width=True),
     # Configurations of the models with images leave out even the sizes.
     "gemma3_text": Architecture(
-        read=settings.gemma3, names=names.GEMMA_2,
+        read=settings.gemma3, names=tensor_names.GEMMA_2,
         transformers="Gemma3ForCausalLM", tied=True, even_width=True,
         defaults=_GEMMA_2 | dict(
             attn_logit_softcapping=None, final_logit_softcapping=None,
@@ -121,12 +122,12 @@ ARCHITECTURES = {
             max_position_embeddings=131_072, rope_theta=1e6,
             rope_local_base_freq=1e4)),
     "gpt2": Architecture(
-        read=settings.gpt2, names=names.GPT_2, prefix="transformer.",
+        read=settings.gpt2, names=tensor_names.GPT_2, prefix="transformer.",
         transformers="GPT2LMHeadModel", tied=True, defaults=dict(
             activation_function="gelu_new", layer_norm_epsilon=1e-5,
             scale_attn_weights=True, n_positions=1024)),
     "gpt_neox": Architecture(
-        read=settings.gpt_neox, names=names.GPT_NEOX, prefix="gpt_neox.",
+        read=settings.gpt_neox, names=tensor_names.GPT_NEOX, prefix="gpt_neox.",
         transformers="GPTNeoXForCausalLM", even_width=True, defaults=dict(
             hidden_act="gelu", layer_norm_eps=1e-5, rotary_emb_base=1e4,
             rotary_pct=0.25, attention_bias=True, use_parallel_residual=True,

@@ -5,21 +5,21 @@ import os
 import re
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.data.tokenizer_files import check_not_ordinary
 from specjax.data.tokenizers import Tokenizer
+from specjax.models import gguf
+from specjax.models import model_files
+from specjax.models.architectures import ARCHITECTURES
+from specjax.models.architectures import without_idle_windows
 from specjax.models.checkpoint import load_model
-from specjax.models.published import gguf
-from specjax.models.published import readers
-from specjax.models.published.architectures import ARCHITECTURES
-from specjax.models.published.architectures import without_idle_windows
-from specjax.models.published.keys import Keys
-from specjax.models.published.parameters import fill
-from specjax.models.published.places import find
+from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
+from specjax.models.weights import fill
 from specjax.utils.files import read_json
 
 # What old files keep beside the weights: masks and frequencies.
@@ -92,7 +92,7 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
     ValueError: there is no such model, a file of it is missing or damaged, or
       it says something that is not understood.
   """
-  place = find(os.fspath(path))
+  place = model_files.find(os.fspath(path))
   dtype = float_dtype(dtype or default_dtype())
   if place.is_file():
     found = _from_gguf(place, dtype, context_length)
@@ -113,7 +113,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
   Raises:
     ValueError: there is no such model, or its tokenizer is broken.
   """
-  place = find(os.fspath(path), weights=False)
+  place = model_files.find(os.fspath(path), weights=False)
   meta = gguf.open_gguf(place).metadata if place.is_file() else None
   return _tokenizer(place, meta)
 
@@ -133,8 +133,8 @@ def _from_gguf(path, dtype, context_length):
   keys = Keys(file.config, str(path), architecture.defaults, context_length)
   model = Transformer(architecture.config(
       keys, "output.weight" in file.tensors))
-  params = fill(model, file.table, file.tensors, dtype, str(path),
-                architecture.transformers)
+  params = _params(model, file.table, file.tensors, dtype, str(path),
+                   architecture)
   meta = file.metadata
   tokenizer = _tokenizer(path, meta)
   ends = gguf.ends(meta, tokenizer.control_tokens if tokenizer else {})
@@ -158,7 +158,7 @@ def _from_directory(directory, dtype, context_length):
   tokenizer = _tokenizer(directory)
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
-  tensors = readers.open_directory(directory)
+  tensors = model_files.open_directory(directory)
   text, model_type, outer = config, config.get("model_type"), None
   if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
     text, model_type = dict(config["text_config"]), "gemma3_text"
@@ -179,7 +179,7 @@ def _from_directory(directory, dtype, context_length):
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
   keys = Keys(text, str(config_path), architecture.defaults, context_length,
               "text_config" if outer else "", outer)
-  source = readers.weights_file(directory)
+  source = model_files.weights_file(directory)
   has_head = f"{head}.weight" in tensors
   # A model without a head that is made for another task is not tied.
   model = Transformer(architecture.config(
@@ -190,10 +190,17 @@ def _from_directory(directory, dtype, context_length):
     [embedding] = architecture.names["embedding"].names
     _check_copy(directory, tensors.pop(f"{head}.weight"),
                 tensors.get(f"{embedding}.weight"))
-  params = fill(model, architecture.names, tensors, dtype, source,
-                architecture.transformers)
+  params = _params(model, architecture.names, tensors, dtype, source,
+                   architecture)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
+
+
+def _params(model, table, tensors, dtype, source, architecture):
+  """Returns the parameters of a model, from the tensors of its file."""
+  return fill(jax.eval_shape(model.init, jax.random.key(0)), table, tensors,
+              dtype, source=source, kind=f"a {architecture.transformers}",
+              config=model.config)
 
 
 def _classes(config):

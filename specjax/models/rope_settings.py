@@ -9,15 +9,15 @@ import math
 from typing import Any
 
 from specjax.models.configuration import TransformerConfig
-from specjax.models.published.keys import is_number
-from specjax.models.published.keys import Keys
+from specjax.models.configuration_keys import is_number
+from specjax.models.configuration_keys import Keys
 from specjax.models.rotary import RopeScaling
 
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def read(keys: Keys, theta: str = "rope_theta",
-         fraction: str | None = None) -> dict[str, Any]:
+def read_rope(keys: Keys, theta: str = "rope_theta",
+              fraction: str | None = None) -> dict[str, Any]:
   """The fields of `TransformerConfig` about positions.
 
   Args:
@@ -44,8 +44,8 @@ def read(keys: Keys, theta: str = "rope_theta",
               rope_fraction=share or 1.0, context_length=length)
 
 
-def read_two(keys: Keys) -> dict[str, Any]:
-  """Like `read`, of a model whose layers with a window have their own base."""
+def read_two_ropes(keys: Keys) -> dict[str, Any]:
+  """Like `read_rope`, if layers with a window have a base of their own."""
   place, local_place = (f"rope_parameters.{name}" for name in (
       "full_attention", "sliding_attention"))
   given = keys.mapping("rope_parameters")
@@ -172,8 +172,8 @@ _KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
           "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
 
 
-def write(c: TransformerConfig) -> dict[str, Any] | None:
-  """`rope_scaling` of a configuration: `read` backwards."""
+def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
+  """`rope_scaling` of a configuration: `read_rope` backwards."""
   s = c.rope_scaling
   if s is None:
     return None

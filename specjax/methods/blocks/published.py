@@ -1,0 +1,241 @@
+"""Published DFlash and DSpark drafters: tables, readers and writers."""
+
+from collections.abc import Iterable
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from specjax.methods._published import Found
+from specjax.methods._published import layer_keys
+from specjax.methods._published import Layout
+from specjax.methods._published import OF_VERIFIER
+from specjax.methods._published import reduced_vocabulary
+from specjax.methods._published import speculators_keys
+from specjax.methods._published import Writer
+from specjax.methods._published_taps import check_taps
+from specjax.methods._published_taps import NAME_THEM
+from specjax.methods._published_taps import named_taps
+from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.tensor_layouts import Stored
+from specjax.models.tensor_layouts import table
+from specjax.models.tensor_names import decoder_layer
+
+_MARKOV_READ = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
+_MARKOV_WRITTEN = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
+           "rnn": "rnn"}
+
+
+class Row(Stored):
+  """A parameter that a file holds as the only row of a matrix."""
+
+  def shapes(self, config, shape):
+    return [(1, *shape)]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype).astype(dtype, copy=False).reshape(shape)
+
+  def split(self, config, x):
+    return [np.asarray(x)[None]]
+
+
+def input_size(heads: ParallelHeads) -> int:
+  """Returns how many tokens heads read: the vocabulary and a learned mask."""
+  return heads.vocab_size + (heads.mask_token is None)
+
+
+class MaskRow(Stored):
+  """A learned mask, which a file holds as the row after an embedding.
+
+  `split` takes the embedding with this row.
+  """
+
+  def shapes(self, config, shape):
+    return [(input_size(config), *shape)]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype)[-1].astype(dtype)
+
+  def split(self, config, x):
+    return [x]
+
+
+class InputRows(Stored):
+  """Rows of tokens, and in a file one of zeros for a learned mask.
+
+  No token comes after a mask, so that nothing reads this row.
+  """
+
+  def shapes(self, config, shape):
+    return [(input_size(config), *shape[1:])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype)[:shape[0]].astype(dtype)
+
+  def split(self, config, x):
+    return [np.pad(x, ((0, input_size(config) - len(x)), (0, 0)))]
+
+
+_PARALLEL = decoder_layer("layers.{i}") | table({
+    "fc": "fc", "hidden_norm": "hidden_norm", "final_norm": "norm",
+    "markov.w1": "markov_head.markov_w1", "markov.w2": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence": Row(("confidence_head.proj",)),
+})
+_PARALLEL_SPECULATORS = _PARALLEL | {
+    "mask": MaskRow(("embed_tokens",)),
+    "markov.w1": InputRows(("markov_head.markov_w1",)),
+}
+
+
+def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
+  """DFlash of z-lab and SpecForge, DSpark of SpecForge and DeepSpec.
+
+  Their layer ids are those of outputs; `from_anchor` is their convention. Keys
+  lie in `dflash_config`, beside it, or in both places.
+  """
+  keys = found.keys()
+  own = found.keys(keys, "dflash_config")
+  for name, plain in (("projector_type", "dspark" if from_anchor else "dflash"),
+                      ("sample_from_anchor", from_anchor)):
+    if own(name, plain) != plain:
+      found.fail(f"has {own(name)!r} for {name}, and drafters of this layout "
+                 f"{plain!r}; specjax does not know what is meant")
+  taps = named_taps(found, keys, own, "dflash_config")
+  heads = _parallel(found, keys, own, taps, own("block_size"), from_anchor,
+                    True)
+  for given in (keys, own):
+    given.refuse_others()
+  return heads
+
+
+def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
+  """DFlash and DSpark of speculators.
+
+  A mask that is the token after the target's vocabulary is a learned one.
+  """
+  outer = found.keys()
+  keys = found.keys(outer, "transformer_layer_config")
+  found.used.update(OF_VERIFIER)
+  outer("sliding_window_non_causal")  # there are no windows
+  size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
+          else outer.size("draft_vocab_size"))
+  from_anchor = outer.switch("sample_from_anchor", from_anchor)
+  part = found.keys(outer, "dflash_config")
+  heads = _parallel(
+      found, keys, outer, named_taps(found, outer, part, "dflash_config"),
+      outer("block_size"), from_anchor, False,
+      reduced_vocabulary(found, outer, size))
+  if heads.markov == "rnn" and not from_anchor:
+    found.fail("has markov_head_type 'rnn' and sample_from_anchor False; there "
+               "the recurrence begins at the anchor's slot, and here after it: "
+               "take another drafter")
+  for given in (keys, outer, part):
+    given.refuse_others()
+  return heads
+
+
+def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
+  mask, whole = own("mask_token_id"), found.target.vocab_size
+  learned = mask == whole and keys("vocab_size") == whole + 1
+  if learned:
+    keys.trust("vocab_size", whole)
+  fields = found.layer(keys, max(1, found.count(r"layers\.(\d+)\.")))
+  config = found.target.config
+  found.check("width", fields["width"], config.width)
+  found.copy("embed_tokens.weight", "embedding", more=learned)
+  found.copy("lm_head.weight", "head", ids)
+  if not taps:
+    found.fail("does not name the target's layers whose input it reads; "
+               f"{NAME_THEM}")
+  check_taps(found, taps, normed)
+  rank = own("markov_rank", 0)
+  kind = own("markov_head_type", "vanilla")
+  if kind not in _MARKOV_READ:
+    found.fail(f"has markov_head_type {kind!r}; specjax knows "
+               f"{', '.join(_MARKOV_READ)}")
+  with_markov = own("confidence_head_with_markov")
+  confident = own("enable_confidence_head")
+  if confident is None:
+    confident = "confidence_head.proj.weight" in found.tensors
+  return ParallelHeads(**fields | dict(
+      block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
+      markov=_MARKOV_READ[kind] if rank else "none", **(
+          dict(markov_rank=rank) if rank else {}),
+      confidence=("markov" if with_markov else "hidden") if confident
+      else "none", mask_token=None if learned else mask,
+      logit_softcap=config.logit_softcap,
+      embedding_scale=config.embedding_scale))
+
+
+def _parallel_speculators(heads, algorithm, architecture, **keys):
+  """A learned mask is the token after the target's vocabulary."""
+  mask = heads.mask_token
+  return speculators_keys(
+      heads, algorithm, architecture, layer_keys(
+          heads, vocab_size=input_size(heads), logit_softcap=None,
+          embedding_scale=1.0),
+      block_size=heads.block_size, draft_vocab_size=heads.draft_size,
+      mask_token_id=heads.vocab_size if mask is None else mask,
+      aux_hidden_state_layer_ids=list(heads.taps), **keys)
+
+
+def _write_dflash_speculators(heads: ParallelHeads) -> dict[str, Any]:
+  return _parallel_speculators(heads, "dflash", "DFlashSpeculator")
+
+
+def _write_dspark_speculators(heads: ParallelHeads) -> dict[str, Any]:
+  return _parallel_speculators(
+      heads, "dspark", "DSparkSpeculator", sample_from_anchor=heads.from_anchor,
+      markov_rank=heads.markov_rank if heads.markov != "none" else 0,
+      markov_head_type=_MARKOV_WRITTEN[heads.markov],
+      enable_confidence_head=heads.confidence != "none",
+      confidence_head_with_markov=heads.confidence == "markov")
+
+
+def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
+  return (heads if heads.markov != "none" else dataclasses.replace(
+      heads, markov_rank=ParallelHeads.markov_rank))
+
+
+def _with_mask_row(form: ParallelHeads, heads: ParallelHeads, params: Any,
+                   target_params: Any) -> Any:
+  """Returns parameters whose mask is the target's embedding and its row."""
+  del form
+  if heads.mask_token is not None:
+    return params
+  table = np.asarray(target_params["embedding"], np.float32)
+  mask = np.asarray(params["mask"], np.float32)
+  return {**params, "mask": np.concatenate([table, mask[None]])}
+
+
+_writer = functools.partial(
+    Writer, form=_without_unused_rank, params=_with_mask_row,
+    ids=lambda heads: heads.ids, input_size=input_size, stores_head=True)
+_parallel_layout = functools.partial(
+    Layout, kind="parallel", names=_PARALLEL)
+_dspark = functools.partial(_read, from_anchor=True)
+# vLLM reads those of speculators.
+LAYOUTS = {
+    "dspark of deepspec": _parallel_layout(
+        read=_dspark, architectures=("Qwen3DSparkModel",)),
+    "dspark of specforge": _parallel_layout(
+        read=_dspark, architectures=("DSparkDraftModel",)),
+    "dflash of speculators": _parallel_layout(
+        read=functools.partial(_read_speculators, from_anchor=False),
+        names=_PARALLEL_SPECULATORS, algorithm="dflash",
+        write=_writer(config=_write_dflash_speculators)),
+    "dspark of speculators": _parallel_layout(
+        read=functools.partial(_read_speculators, from_anchor=True),
+        names=_PARALLEL_SPECULATORS, algorithm="dspark",
+        write=_writer(config=_write_dspark_speculators)),
+    "dflash": _parallel_layout(
+        read=functools.partial(_read, from_anchor=False),
+        architectures=("DFlashDraftModel",)),
+}

@@ -1,0 +1,338 @@
+"""Published EAGLE and multi-token-prediction layers: tables, readers, writers.
+
+If the configuration and the tensors differ, the tensors are trusted, unless a
+key contradicts them.
+"""
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+from specjax.methods._published import DEPTH
+from specjax.methods._published import Found
+from specjax.methods._published import layer_keys
+from specjax.methods._published import Layout
+from specjax.methods._published import num_steps
+from specjax.methods._published import OF_VERIFIER
+from specjax.methods._published import reduced_vocabulary
+from specjax.methods._published import speculators_keys
+from specjax.methods._published import Writer
+from specjax.methods._published_taps import check_taps
+from specjax.methods._published_taps import NAME_THEM
+from specjax.methods._published_taps import named_taps
+from specjax.methods.features.eagle import Eagle1Heads
+from specjax.methods.features.eagle import Eagle3Heads
+from specjax.methods.features.mtp import MTPHeads
+from specjax.methods.features.network import FeatureHeads
+from specjax.models.configuration import FINAL
+from specjax.models.configuration_keys import Keys
+from specjax.models.tensor_layouts import Table
+from specjax.models.tensor_layouts import table
+from specjax.models.tensor_names import decoder_layer
+
+_MTP_DEEPSEEK_COPIES = {
+    "model.layers.{i}.embed_tokens.weight": "embedding",
+    "model.layers.{i}.shared_head.head.weight": "head",
+}
+
+
+def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
+            final_norm: str) -> Table:
+  """A module for multi-token prediction around a decoder layer."""
+  return decoder_layer(layer, "module_{i}.", "{j}") | table({
+      "module_{i}.embedding_norm": embedding_norm,
+      "module_{i}.hidden_norm": hidden_norm,
+      "module_{i}.fusion": fusion, "module_{i}.final_norm": final_norm})
+
+
+def _eagle_3(layer: str) -> Table:
+  names = decoder_layer(layer, "module_{i}.", "{j}")
+  del names["module_{i}.attention_norm_{j}"]
+  return names | table({
+      "embedding": "embed_tokens", "head": "lm_head", "entry": "fc",
+      "entry_norm": "input_norm", "entry_norm_{i}": "fc_norm.{i}",
+      "module_{i}.embedding_norm": f"{layer}.input_layernorm",
+      "module_{i}.hidden_norm": f"{layer}.hidden_norm",
+      "module_{i}.final_norm": "norm"})
+
+
+_EAGLE_1 = decoder_layer("layers.{j}", "module_{i}.", "{j}") | table({
+    "embedding": "embed_tokens", "module_{i}.fusion": "fc"})
+_EAGLE_3 = _eagle_3("midlayer")
+_EAGLE_3_LAYERS = _eagle_3("layers.0")
+_MTP_DEEPSEEK = _module(
+    "model.layers.{i}", "model.layers.{i}.enorm", "model.layers.{i}.hnorm",
+    "model.layers.{i}.eh_proj", "model.layers.{i}.shared_head.norm")
+_MTP_QWEN = _module(
+    "mtp.layers.{i}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden",
+    "mtp.fc", "mtp.norm")
+_MTP_SPECULATORS = _module(*(f"mtp_layers.{{i}}{rest}" for rest in (
+    "", ".token_layernorm", ".hidden_layernorm", ".input_proj",
+    ".final_layernorm")))
+
+
+def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
+  """The fields of a feature layer that are its decoder layer's."""
+  layers = max(1, found.count(r"layers\.(\d+)\."))
+  if layers != 1:
+    found.fail(f"has {layers} layers; a feature layer is one here: take a "
+               "drafter of one layer")
+  return found.layer(keys, layers) | dict(
+      target_width=found.target.config.width)
+
+
+def _read_eagle1(found: Found) -> FeatureHeads:
+  """EAGLE-1 and 2: what the target's head reads, and no norm at either end."""
+  keys = found.keys()
+  fields = _one_layer(found, keys)
+  for name in ("qkv_bias", "eagle_fc_bias"):
+    keys(name)
+  bias = "fc.bias" in found.tensors
+  if keys("bias") is not None and bool(keys("bias")) != bias:
+    found.fail(f"has {keys('bias')!r} for bias and {'a' if bias else 'no'} "
+               "tensor fc.bias; correct the configuration")
+  depth = keys.size("num_lookahead_tokens", DEPTH)
+  keys.refuse_others()
+  return Eagle1Heads(
+      **fields, forecasts=depth, taps=(FINAL,), fusion_bias=bias,
+      own_embedding=found.own("embed_tokens.weight", "embedding"))
+
+
+def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
+  """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
+
+  All feed back what was before the final norm.
+
+  Args:
+    found: the files.
+    bare: whether there is a key `norm_output`, which if false says that the
+      head reads a state without the final norm.
+  """
+  keys = found.keys()
+  head_norm = keys("norm_output", True)
+  if not bare and keys("norm_output") is not None:
+    found.fail(f"has {keys('norm_output')!r} for norm_output, by which "
+               "projects mean different things; say that it is SpecForge's by "
+               "layout='eagle3 of specforge'")
+  if not head_norm:
+    found.used.add("norm.weight")
+  fields = _eagle3_fields(found, keys, keys)
+  depth = keys.size("num_lookahead_tokens", DEPTH)
+  keys.refuse_others()
+  return Eagle3Heads(
+      **fields, forecasts=depth, final_norm="own" if head_norm else None)
+
+
+def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
+  """The fields that all EAGLE-3 files have in common."""
+  fields = _one_layer(found, keys)
+  norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
+                                  ) if outer(key)]
+  if len(norms) > 1:
+    found.fail("has both fc_norm and norm_before_fc; one of them is meant")
+  target = found.target.config
+  columns = found.columns("fc.weight")
+  taps = _eagle3_taps(found, outer, columns // target.width)
+  if columns != len(taps) * target.width:
+    found.fail(f"has {columns} columns in fc.weight; {len(taps)} hidden states "
+               f"of a target of width {target.width} have "
+               f"{len(taps) * target.width}: give the target that it was made "
+               "for, or correct the number of layers in its config.json")
+  check_taps(found, taps)
+  return fields | dict(
+      taps=taps, entry_norm=norms[0] if norms else None,
+      ids=reduced_vocabulary(found, outer, found.shape("lm_head.weight")[0]),
+      own_embedding=found.own("embed_tokens.weight", "embedding"))
+
+
+def _read_eagle3_speculators(found: Found) -> FeatureHeads:
+  """EAGLE-3 and 3.1 of speculators, where `norm_output` says what is fed."""
+  outer = found.keys()
+  found.used.update(OF_VERIFIER)
+  keys = found.keys(outer, "transformer_layer_config")
+  fields = _eagle3_fields(found, keys, outer)
+  heads = Eagle3Heads(
+      **fields, forecasts=num_steps(outer),
+      norm_before_residual=outer.switch("norm_before_residual", False),
+      feed_normed=outer.switch("norm_output", False))
+  for given in (keys, outer):
+    given.refuse_others()
+  return heads
+
+
+def _read_mtp_deepseek(found: Found) -> FeatureHeads:
+  """Modules after the target's layers, each with copies of its matrices.
+
+  The first one reads what the target's head reads, after the final norm, and
+  each further step what the module's own head read, as vLLM, SGLang and
+  Megatron do. One module is used again on its own output. More of them are
+  chained, as DeepSeek trains them; where each reads the target's state
+  (MiMo-V2), set `chained=False` with `dataclasses.replace`.
+  """
+  first = found.target.config.layers
+  modules = found.count(r"model\.layers\.(\d+)\.") - first
+  for i in range(first, first + modules):
+    for name, part in _MTP_DEEPSEEK_COPIES.items():
+      found.copy(name.format(i=i), part)
+  return _mtp_of_target(found, modules)
+
+
+def _read_mtp_qwen(found: Found) -> FeatureHeads:
+  """The module in the files of a Qwen, which reads as DeepSeek's does."""
+  modules = found.count(r"mtp\.layers\.(\d+)\.")
+  if modules != 1:
+    found.fail(f"has {modules} modules with one final norm; specjax reads one "
+               "such module")
+  return _mtp_of_target(found, modules)
+
+
+def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
+  """Modules made as the target is, whose configuration has all other keys."""
+  keys, config = found.keys(), found.target.config
+  if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
+    found.fail("has attention with an output gate, which specjax does not "
+               "have; take a drafter without it")
+  fields = found.layer(keys)
+  keys.refuse_others()
+  found.check_sizes(fields)
+  return MTPHeads(**fields | dict(
+      layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
+      reuse=modules == 1, feed_normed=True))
+
+
+def _read_mtp_speculators(found: Found) -> FeatureHeads:
+  """The one module of speculators; its next step reads its normed state.
+
+  Its first one is trained on the target's state before the final norm.
+  """
+  outer = found.keys()
+  keys = found.keys(outer, "transformer_layer_config")
+  fields = found.layer(keys, 1)
+  for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
+    found.copy(f"{name}.weight", part)
+  keys.ignore("layer_types")
+  for given in (keys, outer):
+    given.refuse_others()
+  config = found.target.config
+  return MTPHeads(**fields | dict(
+      layers=1, target_width=config.width, forecasts=num_steps(outer),
+      taps=(config.layers,), reuse=True, feed_normed=True))
+
+
+def _eagle3_taps(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
+  """The states of the target that EAGLE-3 reads, in our numbers.
+
+  If the files name none, the defaults of the authors' code are assumed and
+  printed on stderr.
+
+  Args:
+    found: the files.
+    keys: the keys of the configuration.
+    count: the number of states that the tensors require.
+
+  Raises:
+    ValueError: the files contradict each other, or name none of other than
+      three states.
+  """
+  inner = found.keys(keys, "eagle_config")
+  for name in ("use_aux_hidden_state", "use_last_layernorm",
+               "use_input_layernorm_in_first_layer"):
+    if not inner(name, True):
+      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
+                 "it: take another drafter")
+  taps = named_taps(found, keys, inner, "eagle_config")
+  inner.refuse_others()
+  if taps:
+    return taps
+  if count != 3:
+    found.fail(f"does not name the {count} states of the target that it reads; "
+               f"{NAME_THEM}")
+  taps = Eagle3Heads.default_taps(found.target.config.layers)
+  print(f"{found.source} does not name the target's layers whose input it "
+        f"reads; {taps[0]}, {taps[1]} and {taps[2]} are assumed, as in the "
+        f"authors' code. If it was trained on others, {NAME_THEM}",
+        file=sys.stderr)
+  return taps
+
+
+def _write_eagle1(heads: FeatureHeads) -> dict[str, Any]:
+  return {"architectures": ["LlamaForCausalLM"], **layer_keys(heads),
+          "bias": heads.fusion_bias, "num_lookahead_tokens": heads.forecasts}
+
+
+def _eagle3_keys(heads: FeatureHeads) -> dict[str, Any]:
+  return {"draft_vocab_size": heads.draft_size,
+          "fc_norm": heads.entry_norm == "each",
+          "norm_before_fc": heads.entry_norm == "all"}
+
+
+def _write_specforge(heads: FeatureHeads) -> dict[str, Any]:
+  return {"architectures": ["LlamaForCausalLMEagle3"], **layer_keys(heads),
+          **_eagle3_keys(heads), "norm_output": heads.final_norm is not None,
+          "num_lookahead_tokens": heads.forecasts,
+          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [
+              tap - 1 for tap in heads.taps]}}
+
+
+def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
+  return speculators_keys(
+      heads, "eagle3", "Eagle3Speculator", layer_keys(heads),
+      **_eagle3_keys(heads),
+      eagle_aux_hidden_state_layer_ids=list(heads.taps),
+      norm_before_residual=heads.norm_before_residual,
+      norm_output=heads.feed_normed)
+
+
+def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
+  return speculators_keys(heads, "mtp", "MTPDraftModel", layer_keys(heads),
+                          num_nextn_predict_layers=1)
+
+
+def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
+  """Returns heads whose columns of the target's head are stored with them."""
+  return (dataclasses.replace(heads, narrow_head=False, own_head=True)
+          if heads.narrow_head else heads)
+
+
+def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
+                     params: Any, target_params: Any) -> Any:
+  if form.own_head and not heads.own_head:
+    return {**params, "head": heads.columns(target_params)}
+  return params
+
+
+_eagle3 = functools.partial(
+    Writer, form=_with_own_head, params=_own_head_params,
+    ids=lambda heads: heads.ids)
+# vLLM reads EAGLE-1 and speculators, SGLang reads SpecForge. EAGLE-1 is the
+# last of all layouts, because others have its tensor as well.
+LAYOUTS = {
+    "eagle3 of speculators": Layout(
+        kind="eagle3", read=_read_eagle3_speculators, names=_EAGLE_3_LAYERS,
+        algorithm="eagle3", write=_eagle3(config=_write_eagle3_speculators)),
+    "eagle3 of specforge": Layout(
+        kind="eagle3", read=functools.partial(_read_eagle3, bare=True),
+        names=_EAGLE_3, architectures=("LlamaForCausalLMEagle3",),
+        write=_eagle3(config=_write_specforge)),
+    "eagle3 of deepspec": Layout(
+        kind="eagle3", read=_read_eagle3, names=_EAGLE_3_LAYERS,
+        architectures=("Qwen3Eagle3Model",)),
+    "eagle3": Layout(
+        kind="eagle3", read=_read_eagle3, names=_EAGLE_3,
+        sign=r"midlayer\."),
+    "mtp of speculators": Layout(
+        kind="mtp", read=_read_mtp_speculators, names=_MTP_SPECULATORS,
+        algorithm="mtp", write=Writer(config=_write_mtp_speculators)),
+    "mtp of qwen": Layout(
+        kind="mtp", read=_read_mtp_qwen, names=_MTP_QWEN, sign=r"mtp\.fc\.",
+        within=r"mtp\."),
+    "mtp of deepseek": Layout(
+        kind="mtp", read=_read_mtp_deepseek, names=_MTP_DEEPSEEK,
+        sizes=lambda heads, target: {"first": target.config.layers},
+        sign=r"model\.layers\.\d+\.eh_proj\.",
+        within=r"model\.layers\.{modules}\."),
+    "eagle1": Layout(
+        kind="eagle1", read=_read_eagle1, names=_EAGLE_1, sign=r"fc\.weight",
+        write=Writer(config=_write_eagle1)),
+}

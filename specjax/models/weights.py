@@ -1,0 +1,114 @@
+"""The one loader of weights: parameters from named tensors of any file."""
+
+from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.safetensors_files import check_float
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.tensor_layouts import locate
+from specjax.models.tensor_layouts import Stored
+from specjax.models.tensor_layouts import Table
+
+
+class Place(NamedTuple):
+  """Where a file stores one parameter.
+
+  Attributes:
+    path: path of the parameter, its keys joined by dots.
+    shape: shape of the parameter.
+    stored: how the tensors are arranged.
+    names: names of the tensors.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  stored: Stored
+  names: list[str]
+
+
+def places(template: Any, table: Table | None,
+           sizes: Mapping[str, int] | None = None) -> list[Place]:
+  """Returns where the parameters of a tree are stored, in the tree's order.
+
+  Args:
+    template: tree of dicts whose leaves have a shape.
+    table: table of the layout, see `locate`. None: every tensor has the path
+      of its parameter as its name, as in the files of `save_model`.
+    sizes: values of the words in the table's names.
+
+  Raises:
+    ValueError: the layout has no place for a parameter.
+  """
+  result = []
+  for keys, leaf in jax.tree_util.tree_flatten_with_path(template)[0]:
+    path = ".".join(entry.key for entry in keys)
+    try:
+      stored, names = (Stored((path,)), [path]) if table is None else locate(
+          table, path, leaf.shape, sizes or {})
+    except KeyError:
+      raise ValueError(
+          f"the layout has no tensor for the parameter {path}") from None
+    result.append(Place(path, leaf.shape, stored, names))
+  return result
+
+
+def fill(template: Any, table: Table | None,
+         tensors: Mapping[str, StoredTensor], dtype: np.dtype, *, source: str,
+         kind: str, config: Any = None, sizes: Mapping[str, int] | None = None,
+         used: Collection[str] = ()) -> Any:
+  """Returns parameters from tensors, each of which must be used.
+
+  Parameters go to the device one after the other, so that host memory contains
+  the largest one at most.
+
+  Args:
+    template: tree of the parameters' shapes, such as `jax.eval_shape` returns.
+    table: table of the layout, see `places`.
+    tensors: tensors of the file, by name.
+    dtype: dtype of the parameters.
+    source: name of the file in errors.
+    kind: name of the architecture or the layout in errors.
+    config: sizes that layouts read, such as a `TransformerConfig`.
+    sizes: values of the words in the table's names.
+    used: names of further tensors that may be in the file.
+
+  Raises:
+    ValueError: a tensor is missing, unknown, of another shape or of integers.
+      No tensor has been read then. Or the layout has no place for a parameter.
+  """
+  stored = places(template, table, sizes)
+  used = set(used)
+  for place in stored:
+    for name, shape in zip(place.names,
+                           place.stored.shapes(config, place.shape)):
+      _check(tensors, name, tuple(shape), source, kind)
+      used.add(name)
+  for name in sorted(tensors.keys() - used):
+    raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
+                     f"which specjax does not know in {kind}; the model "
+                     "computes something else")
+  # Every copy is awaited: the file's pages and the host array are freed.
+  return jax.tree.unflatten(jax.tree.structure(template), [
+      jnp.array(place.stored.join(
+          config, place.shape, [tensors[name] for name in place.names], dtype)
+                ).block_until_ready() for place in stored])
+
+
+def _check(tensors: Mapping[str, StoredTensor], name: str,
+           shape: tuple[int, ...], source: str, kind: str) -> None:
+  """Raises `ValueError` unless a tensor has this shape and a float dtype."""
+  if name not in tensors:
+    raise ValueError(f"{source} has no tensor {name} {shape}, which {kind} "
+                     "requires; download the file again, or give the "
+                     "configuration that it belongs to")
+  if tensors[name].shape != shape:
+    raise ValueError(f"{source} has the tensor {name} {tensors[name].shape} "
+                     f"and its configuration requires {shape}; the two do not "
+                     "belong together")
+  check_float(source, name, tensors[name])
