@@ -23,8 +23,7 @@ Layouts of --layout, by the method that trained the heads:
                     own, so that the files are larger than low-rank heads
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
-  parallel          speculators (vLLM); dflash for heads without a Markov head,
-                    a learned mask and a draft vocabulary
+  parallel          speculators (vLLM)
   mtp               speculators, for one module that is applied again (--reuse)
   others            none: no server reads blockwise, hydra, kangaroo,
                     parallel_layers and pass heads

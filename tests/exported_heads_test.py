@@ -128,7 +128,7 @@ def test_heads_that_no_layout_holds(tmp_path):
   for heads, layout, message in (
       (methods.PaSSEmbeddings.for_target(_TARGET, 2), None,
        "PaSSEmbeddings cannot be exported: no layout of a server holds"),
-      (norms, None, "layout 'eagle1': .* parameter module_0/embedding_norm"),
+      (norms, None, "layout 'eagle1': .* parameter module_0.embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
       (medusa, "speculators", "choose among medusa, medusa of vllm"),
       (medusa, "x", "layout is 'x'; it must be one of medusa, medusa of vllm")):

@@ -355,7 +355,7 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
 # What each recorded drafter can be written as; the others have a state, a
 # module or a norm that no layout of a server has.
 _SPECULATORS = ("eagle3 of speculators", "eagle3 of specforge")
-_BLOCKS = ("dflash of speculators", "dspark of speculators", "dflash")
+_BLOCKS = ("dflash of speculators", "dspark of speculators")
 _WRITTEN = {
     "medusa": ("medusa", "medusa of vllm"),
     "medusa_shared_blocks": ("medusa", "medusa of vllm"),
@@ -365,8 +365,8 @@ _WRITTEN = {
     "eagle3_specforge": _SPECULATORS, "eagle3_specjax": _SPECULATORS,
     "eagle3_speculators": _SPECULATORS[:1],
     "dflash": _BLOCKS, "dflash_speculators": _BLOCKS,
-    "dspark": _BLOCKS[1:2], "dspark_gated": _BLOCKS[1:2],
-    "dspark_rnn": _BLOCKS[1:2], "dspark_speculators": _BLOCKS[1:2],
+    "dspark": _BLOCKS[1:], "dspark_gated": _BLOCKS[1:],
+    "dspark_rnn": _BLOCKS[1:], "dspark_speculators": _BLOCKS[1:],
     "mtp_speculators": ("mtp of speculators",)}
 
 
@@ -432,7 +432,7 @@ _REFUSED = {
         "has num_target_layers 36 and the target 12"),
     "another tensor's shape": (
         "medusa", dict(tensors={"1.0.linear.bias": np.ones(3, np.float32)}),
-        r"has the tensor 1.0.linear.bias \(3,\) where \(16,\)"),
+        r"has the tensor 1.0.linear.bias \(3,\) .* \(16,\)"),
     "two layers": (
         "eagle1", dict(tensors={
             "layers.1.mlp.up_proj.weight": np.ones((2, 2), np.float32)}),

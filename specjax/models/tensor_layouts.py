@@ -154,6 +154,20 @@ class Stored:
     return tensors
 
 
+class Same(Stored):
+  """One tensor with the shape and the order of the parameter."""
+
+  def shapes(self, config, shape):
+    return [shape]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return tensor.read(dtype).astype(dtype, copy=False)
+
+  def split(self, config, x):
+    return [x]
+
+
 @dataclasses.dataclass(frozen=True)
 class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.

@@ -12,6 +12,7 @@ import numpy as np
 from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import locate
+from specjax.models.tensor_layouts import Same
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
 
@@ -49,7 +50,7 @@ def places(template: Any, table: Table | None,
   for keys, leaf in jax.tree_util.tree_flatten_with_path(template)[0]:
     path = ".".join(entry.key for entry in keys)
     try:
-      stored, names = (Stored((path,)), [path]) if table is None else locate(
+      stored, names = (Same((path,)), [path]) if table is None else locate(
           table, path, leaf.shape, sizes or {})
     except KeyError:
       raise ValueError(
