@@ -32,7 +32,6 @@ from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
-from specjax import interfaces
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -90,7 +89,7 @@ def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
   params = {"target": target.params, "drafter": own}
   fixed = lambda gamma: dataclasses.replace(
       alone, verifier=strategy.verifier,
-      drafter=interfaces.with_gamma(strategy.drafter)(gamma))
+      drafter=strategy.drafter.with_gamma(gamma))
   decoders = {"0": alone, **{str(n): fixed(n) for n in lengths}}
   longest = decoders[str(lengths[-1])]
   print(f"measuring what rounds of {batch} rows cost, unless it is known",
@@ -151,7 +150,7 @@ def main():
   drafters = {name: compositions.strategy(name, lengths[-1], target, members)
               for name in names}
   for name, (strategy, _) in drafters.items():
-    if interfaces.with_gamma(strategy.drafter) is None:
+    if strategy.drafter.with_gamma(1) is None:
       raise ValueError(f"--drafter={name} has no length to choose; give chains "
                        "such as small, ngram or suffix")
   read = prompts_lib.read(

@@ -324,7 +324,7 @@ def main():
              for name, member in members.items()]
   prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
       [target.model.context_length, *(
-          interfaces.context_length(drafts[0].drafter) for source in sources
+          drafts[0].drafter.context_length for source in sources
           for drafts in source.drafts.values())]))
   progress.say("measuring the heads' accuracies")
   sources = _sources(target, sources, tokenizer, read.extra)

@@ -25,13 +25,10 @@ from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import Generation
 from specjax.decoding.decoder import raise_if_not_finite
 from specjax.sampling import LogitsTransform
-from specjax.types import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
 from specjax.types import Law
 from specjax.types import LawByRow
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
@@ -41,17 +38,14 @@ from specjax.types import Verifier
 from specjax.version import __version__
 
 __all__ = [
-    "Cache",
     "Controller",
     "DecodeState",
     "Decoder",
     "Draft",
-    "Drafter",
     "Generation",
     "Law",
     "LawByRow",
     "LogitsTransform",
-    "ModelFn",
     "ModelOutput",
     "Prompt",
     "RoundStats",

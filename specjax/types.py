@@ -1,8 +1,6 @@
-"""The data that flows through a round, and the protocols of its parts.
+"""Data types of a decoding round.
 
-This file is what a part must look like from outside. `specjax.interfaces` holds
-what a part may leave out, and `interfaces.checks` refuses a part that returns
-something else.
+The components that exchange them are in `specjax.interfaces`.
 
 Axis letters, used in every docstring of specjax:
 
@@ -330,108 +328,6 @@ class Trace:
 
 
 @runtime_checkable
-class Cache(Protocol):
-  """What a model remembers of the committed tokens, with a length per row.
-
-  The tokens of a pass, and of those that add to it, are a *block*, which a
-  cache keeps where it likes: in slots after `lengths`, or beside them. The
-  loop asks for `lengths`, `commit` and `rollback`; a `Transformer` also for the
-  others, so that another layout or kernel is another class with a constructor
-  like `KVCache.empty`. The cache is a pytree whose leaves have B first (one of
-  pages says otherwise), and after `commit` and `rollback` it has the structure
-  that it began with. What it may have besides is told in `specjax.interfaces`.
-  """
-
-  lengths: jax.Array
-
-  @property
-  def capacity(self) -> int:
-    """C, the slots of a row; the longest row plus N must not exceed it."""
-    ...
-
-  def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
-             ) -> "Cache":
-    """Takes `k`, `v [B, S, H, D]` of new tokens into the block.
-
-    `after` tokens of the block came with earlier passes and stay.
-    """
-    ...
-
-  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
-             ) -> jax.Array:
-    """Attention of `query [B, S, G * H, D]` over the past and the block.
-
-    `ancestors [B, S, T]` bool says which of the block's T tokens each of the
-    last S sees. A model whose layers have windows or soft-caps also gives
-    `window` and `softcap`, see `KVCache.attend`; others do not.
-    """
-    ...
-
-  def commit(self, path: jax.Array, count: jax.Array) -> "Cache":
-    """Keeps the first `count [B]` nodes of `path [B, T]` of the block."""
-    ...
-
-  def rollback(self, lengths: jax.Array) -> "Cache":
-    """Sets the committed tokens of every row to `lengths [B]`.
-
-    Where these are more than before, they are the first nodes of the block, in
-    order.
-    """
-    ...
-
-  def specs(self, axis: str, rows: str | None) -> "Cache":
-    """A `PartitionSpec` for every leaf.
-
-    `axis` is the mesh axis over which a model is split, `rows` the one over
-    which the rows B are split, or None.
-    """
-    ...
-
-
-@runtime_checkable
-class ModelFn(Protocol):
-  """A language model as the loop sees it: a hashable, static callable.
-
-  `model(params, tokens [B, S], depths [B, S], ancestors [B, S, T], cache)`
-  runs one pass over the last S of the T tokens of a block; the first T - S were
-  fed by the passes before and are in the cache, not committed, so that a
-  drafter can add a level to its tree. A whole block has T = S. A
-  token's position is `cache.lengths + depth`; it sees the committed past and
-  its ancestors in the block (`ancestors[b, i, j]`: token j is on the path to
-  new token i, i itself included).
-
-  The loop gives all five arguments. Training calls `model(params, tokens)`:
-  without a cache a pass is causal over its own tokens.
-
-  Optional: `param_specs(axis, size)`, the `PartitionSpec` of every parameter
-  where a mesh splits the model over `axis` of `size` devices. A model without
-  it runs only on meshes whose `axis` has one device. `logits_at(params, output,
-  at [B, K]) -> [B, K, V]`, some rows of the logits of an output, for a model
-  that need not compute the others.
-  """
-
-  @property
-  def vocab_size(self) -> int:
-    """V."""
-    ...
-
-  @property
-  def context_length(self) -> int:
-    """The longest sequence, in tokens, prompt included."""
-    ...
-
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
-    """An empty `Cache` for `batch` rows of `capacity` slots."""
-    ...
-
-  def __call__(self, params: Any, tokens: jax.Array,
-               depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Any = None) -> ModelOutput:
-    ...
-
-
-@runtime_checkable
 class Verifier(Protocol):
   """A verification rule: the law of its outcome, for one sequence, no uniforms.
 
@@ -441,36 +337,4 @@ class Verifier(Protocol):
   """
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    ...
-
-
-@runtime_checkable
-class Drafter(Protocol):
-  """A proposal of tokens for the whole batch.
-
-  A drafter's own state is `state.drafter` in `propose`, which returns the new
-  one; `commit` gets that one under the same name and returns the state of the
-  next round, of the same structure, shapes and dtypes. What a drafter may have
-  besides, and what holds where it does not, is told once, in
-  `specjax.interfaces`.
-  """
-
-  @property
-  def num_nodes(self) -> int:
-    """N, the nodes of every draft, the root included."""
-    ...
-
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
-    """The drafter's state after the prompts; every leaf has B first."""
-    ...
-
-  def propose(self, params: Any, keys: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
-    """The drafts, fields `[B, N]` and `[B, N, V]`, and the drafter's state."""
-    ...
-
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
-    """The drafter's state after `count [B]` tokens were committed."""
     ...

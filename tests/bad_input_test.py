@@ -105,7 +105,7 @@ def test_parts_in_the_wrong_place():
   for change, words in (
       (dict(target=record), ["target is a _Record", "`.model`"]),
       (dict(target=testing.MarkovModel), ["class MarkovModel"]),
-      (dict(target=None), ["target is a NoneType", "ModelFn"]),
+      (dict(target=None), ["target is a NoneType", "Model"]),
       (dict(drafter=record), ["drafter is a _Record", "LanguageModel"]),
       (dict(drafter=model), ["drafter is the model", "LanguageModel"]),
       (dict(drafter=draft(model=record, gamma=2)),

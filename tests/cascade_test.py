@@ -34,15 +34,12 @@ _LENGTHS, _TEMPERATURES = (1, 2, 9, 18), (0.0, 0.6, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sometimes:
+class _Sometimes(sj.interfaces.Drafter):
   """Drafts the two ids after the root's, but not at multiples of 3 tokens."""
 
   vocab_size: int
   num_nodes = 3
   chain = iid = conditional = True  # it takes keys and does not use them
-
-  def init(self, params, prompt, prefill_output):
-    return None
 
   def propose(self, params, keys, state):
     root = round_steps.roots(state)
@@ -60,7 +57,7 @@ class _CertainlySometimes(_Sometimes):
 
 
 @struct.dataclass
-class _Sums:
+class _Sums(sj.interfaces.Cache):
   """What `_Memory` keeps of every token: a number `[B, C]`."""
 
   values: jax.Array
@@ -81,7 +78,7 @@ class _Sums:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Memory:
+class _Memory(sj.interfaces.Model):
   """A model whose law depends on every token before and on its place.
 
   Its parameters are `[V, 7]`; it compiles faster than a transformer.

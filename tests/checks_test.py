@@ -19,7 +19,7 @@ _PARAMS = {"target": _TABLE, "drafter": _TABLE}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drafter:
+class _Drafter(sj.interfaces.Drafter):
   """Uniform drafts of two tokens; `spoil` changes what it returns."""
 
   spoil: Any = None

@@ -16,15 +16,12 @@ from specjax.drafters import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Repeat:
+class Repeat(sj.interfaces.Drafter):
   """Drafts the token before the root again, with certainty."""
 
   vocab_size: int
   num_nodes = 2
   chain = iid = conditional = autoregressive = True
-
-  def init(self, params, prompt, prefill_output):
-    return None  # no state of its own
 
   def propose(self, params, keys, state):
     at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)
@@ -54,7 +51,7 @@ class FirstToken:
 
 
 @struct.dataclass
-class SlotCache:
+class SlotCache(sj.interfaces.Cache):
   """A cache whose arrays have the slots before the heads: `[B, C, H, D]`."""
 
   k: tuple[jax.Array, ...]
@@ -107,7 +104,7 @@ class SlotCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bigram:
+class Bigram(sj.interfaces.Model):
   """A model whose logits are the row of a table: the last token's."""
 
   vocab_size: int = VOCAB

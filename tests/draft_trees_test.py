@@ -24,7 +24,7 @@ from specjax.testing import evidence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tree:
+class _Tree(sj.interfaces.Drafter):
   """Two children of the root and two of each of them; a subclass spoils it."""
 
   transform: Any = None
@@ -35,9 +35,6 @@ class _Tree:
 
   def bind(self, target, transform):
     return dataclasses.replace(self, transform=transform)
-
-  def init(self, params, prompt, prefill_output):
-    return None
 
   def propose(self, params, uniforms, state):
     u, table = uniforms.reshape(-1, 6, 2), params["drafter"]

@@ -26,7 +26,7 @@ def small_pair():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chain:
+class Chain(sj.interfaces.Drafter):
   """Draws a chain from a table of the last two tokens; a subclass spoils it.
 
   It has no model, so that a program of it compiles in a moment.
@@ -35,10 +35,6 @@ class Chain:
   gamma: int = _GAMMA
   transform: Any = None
   chain = iid = conditional = True
-
-  @property
-  def num_nodes(self):
-    return self.gamma + 1
 
   @property
   def num_uniforms(self):

@@ -310,10 +310,11 @@ class _KeepsRejected(EarlyExit):
 class _LateStream(EarlyExit):
   """The verifying pass begins with the stream of the node before."""
 
-  def target_pass(self, params, drafter, *rest):
+  def target_pass(self, target, params, drafter, *rest):
     begun = drafter.begun
-    return super().target_pass(params, drafter.replace(begun=begun.replace(
-        hidden=jnp.roll(begun.hidden, 1, axis=1))), *rest)
+    begun = begun.replace(hidden=jnp.roll(begun.hidden, 1, axis=1))
+    return super().target_pass(
+        target, params, drafter.replace(begun=begun), *rest)
 
 
 @pytest.mark.parametrize("defect", [_KeepsRejected, _LateStream])

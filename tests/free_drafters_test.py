@@ -321,7 +321,7 @@ def test_a_table_goes_from_text_to_text():
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dictated:
+class _Dictated(sj.interfaces.Model):
   """A model that writes `params`, a text, whatever it reads."""
 
   vocab_size: int

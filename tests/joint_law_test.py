@@ -56,7 +56,7 @@ def test_output_follows_the_joint_law():
 
 
 @dataclasses.dataclass(frozen=True)
-class _WithCache:
+class _WithCache(sj.interfaces.Model):
   """A model whose cache is of another class."""
 
   model: sj.models.Transformer

@@ -89,7 +89,7 @@ def test_a_record_fits_together(name):
   _decoder(target, chain)
   if name in ("eagle1", "eagle3"):  # of any length, which a controller chooses
     assert chain.drafter.num_nodes == _K + 1
-    assert interfaces.with_gamma(chain.drafter)(2).num_nodes == 3
+    assert chain.drafter.with_gamma(2).num_nodes == 3
     longer = method.strategy(heads, None, 9, None)
     assert longer.drafter.num_nodes == 10
   for strategies in method.compared(heads, lambda: _TREE).values():

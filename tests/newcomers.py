@@ -65,7 +65,7 @@ class FeatureTree(_trees.StaticTree):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reference:
+class Reference(sj.interfaces.Drafter):
   """Drafts what follows the root in the row's reference text (LLMA).
 
   `context["reference"]` is `[B, T]` int32, filled up with -1.
@@ -75,10 +75,6 @@ class Reference:
   vocab_size: int
   num_uniforms = 0
   chain = iid = conditional = autoregressive = True
-
-  @property
-  def num_nodes(self):
-    return self.gamma + 1
 
   def init(self, params, prompt, prefill_output):
     return None
@@ -98,16 +94,12 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(sj.interfaces.Drafter):
   """A decoder as a drafter: its output's law is that of its own target."""
 
   inner: sj.Decoder
   gamma: int
   chain = iid = conditional = autoregressive = True
-
-  @property
-  def num_nodes(self):
-    return self.gamma + 1
 
   def init(self, params, prompt, prefill_output):
     keys = jax.random.split(jax.random.key(0), prompt.lengths.shape[0])

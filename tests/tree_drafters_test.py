@@ -187,7 +187,7 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
       chain, iid, autoregressive)
   assert drafter.conditional
   assert hash(drafter) == hash(dataclasses.replace(drafter))
-  assert isinstance(drafter, sj.Drafter)
+  assert isinstance(drafter, sj.interfaces.Drafter)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

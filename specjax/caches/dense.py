@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import attention
+from specjax import interfaces
+from specjax.interfaces import Cache
 from specjax.trees import topology
 from specjax.types import DecodeState
 
@@ -60,7 +62,7 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
 
 
 @struct.dataclass
-class BlockCache:
+class BlockCache(Cache):
   """Keys and values of a block that is never committed, for training.
 
   It takes the place of a cache where a pass reads the tokens of passes before
@@ -92,7 +94,7 @@ class BlockCache:
 
 
 @struct.dataclass
-class KVCache:
+class KVCache(Cache):
   """A preallocated cache with a length per row.
 
   Between rounds there is no block, and the last three attributes are empty.
@@ -283,7 +285,11 @@ class KVCache:
     """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
     return _write_rows(slots, block, self.lengths)
 
-  def specs(self, axis: str, rows: str | None = None) -> "KVCache":
+  def undivided(self) -> "KVCache":
+    """The same cache, of which every device has all heads."""
+    return self.replace(heads_axis=None)
+
+  def specs(self, axis: str | None, rows: str | None = None) -> "KVCache":
     """How a mesh splits the cache: heads over `axis`, B over `rows`.
 
     Args:
@@ -358,10 +364,8 @@ def undivided(tree: Any) -> Any:
   Args:
     tree: the state of a drafter that is replicated, or of its shapes.
   """
-  is_cache = lambda node: hasattr(node, "heads_axis")
-  return jax.tree.map(
-      lambda x: x.replace(heads_axis=None) if is_cache(x) else x, tree,
-      is_leaf=is_cache)
+  return interfaces.map_caches(
+      lambda cache: cache.undivided(), lambda x: x, tree)
 
 
 def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:

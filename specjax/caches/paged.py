@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.caches.dense import KVCache
+from specjax.interfaces import CacheFactory
 from specjax.types import DecodeState
 from specjax.utils import fields
 
@@ -37,6 +38,8 @@ class PagedCache(KVCache):
     pooled: whether a `Pool` gives out the pages; else every row has as many as
       it can need.
   """
+
+  has_rows_first = False
 
   table: jax.Array | None = None
   pooled: bool = struct.field(pytree_node=False, default=False)
@@ -147,7 +150,7 @@ def _set(pages, ids, new):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Paged:
+class Paged(CacheFactory):
   """`PagedCache` with pages of another size, for `Transformer(cache=)`.
 
   Attributes:

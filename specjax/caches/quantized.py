@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from specjax import attention
 from specjax.attention import plain
 from specjax.caches.dense import KVCache
+from specjax.interfaces import CacheFactory
 from specjax.trees import topology
 
 _MOST = 7 * 16 + 7  # of 16 u + l, u and l from -8 to 7
@@ -198,7 +199,7 @@ def _part(query, k, v, seen, softcap):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedKV:
+class QuantizedKV(CacheFactory):
   """`QuantizedCache` of so many bits, for `Transformer(cache=)`.
 
     >>> import dataclasses

@@ -25,6 +25,7 @@ import numpy as np
 
 from specjax import attention
 from specjax.caches.dense import KVCache
+from specjax.interfaces import CacheFactory
 from specjax.trees import topology
 from specjax.utils import fields
 
@@ -159,7 +160,7 @@ class StreamingCache(KVCache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Streaming:
+class Streaming(CacheFactory):
   """`StreamingCache` of other sizes, for `Transformer(cache=)`.
 
     >>> import dataclasses

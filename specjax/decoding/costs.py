@@ -90,17 +90,17 @@ def lengths_for(drafter: Any) -> tuple[int, ...]:
   """
   longest = drafter.num_nodes - 1
   some = 1, -(-2 * longest // 5)
-  make = interfaces.with_gamma(drafter)
-  fit = make is not None and all(_is_chain_of(make, n) for n in some)
+  fit = all(_has_chain_of(drafter, n) for n in some)
   return tuple(sorted({0, *(some if fit else ()), longest}))
 
 
-def _is_chain_of(make, length):
+def _has_chain_of(drafter, length):
   """Whether with that gamma the drafts have `length` tokens."""
   try:
-    return make(length).num_nodes == length + 1
+    chain = drafter.with_gamma(length)
   except ValueError:
     return False
+  return chain is not None and chain.num_nodes == length + 1
 
 
 def measured(decoder: Decoder, params: Any, *, batch: int = 1,
@@ -178,11 +178,10 @@ def _first(decoder, params):
   it is, or whose first drafter has no drafts of the lengths.
   """
   drafter = decoder.drafter
-  if not getattr(drafter, "tells", False):
+  if not drafter.tells:
     return None, None
-  make = interfaces.with_gamma(drafter.first)
-  if make is None or not all(
-      _is_chain_of(make, n) for n in decoder.controller.lengths[1:]):
+  if not all(_has_chain_of(drafter.first, n)
+             for n in decoder.controller.lengths[1:]):
     return None, None
   return (dataclasses.replace(decoder, drafter=drafter.first),
           drafter.params_of_parts(params)[0])
@@ -260,7 +259,7 @@ def _measure(decoder, params, batch, used, capacity, context):
                  took[i, rounds] / (2 * rounds))
              for i in range(len(by_length.rungs))]
   reading = 0.0
-  if hasattr(by_length.drafter, "catch_up"):
+  if interfaces.has_model(by_length.drafter):
     known = jnp.maximum(state.lengths - 2 - _READ, 0)
     read = jax.jit(by_length.drafter.catch_up)
     long, short = _timed([lambda state: read(params, state, known),

@@ -20,10 +20,10 @@ from specjax.decoding import rounds as rounds_lib
 from specjax.decoding import rounds_by_length
 from specjax.decoding.controller import Controller
 from specjax.interfaces import checks
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
@@ -53,7 +53,7 @@ class Decoder:
   Weights and state are arguments: `params = {"target": ..., "drafter": ...}`.
 
   Attributes:
-    target: the `ModelFn` whose law the output follows.
+    target: the `Model` whose law the output follows.
     drafter: the `Drafter`.
     verifier: the `Verifier` whose verdicts are committed.
     transform: from logits to the law that is sampled from; shared with the
@@ -102,7 +102,7 @@ class Decoder:
     1.0
   """
 
-  target: ModelFn
+  target: Model
   drafter: Drafter
   verifier: Verifier
   transform: LogitsTransform = LogitsTransform()
@@ -168,7 +168,7 @@ class Decoder:
   def context_length(self) -> int:
     """Longest sequence that both models were made for, in tokens."""
     return min(self.target.context_length,
-               interfaces.context_length(self.parts.drafter))
+               self.parts.drafter.context_length)
 
   @property
   def context_owner(self) -> str:
@@ -184,7 +184,7 @@ class Decoder:
     and every constraint. The output follows autoregressive decoding with these
     parts, and not the plain model.
     """
-    parts = [self.target] if getattr(self.target, "changes_law", False) else []
+    parts = [self.target] if self.target.changes_law else []
     return tuple(type(part).__name__
                  for part in (*parts, *self.transform.constraints))
 

@@ -132,10 +132,8 @@ def grow(one: Any, params: Any, state: DecodeState, capacity: int
       state.keys, state.temperature, state.eos)
   # What a cache says of itself, such as `heads_axis`, is that of the state.
   form = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(form))
-  grows = lambda node: hasattr(node, "grow")
-  return jax.tree.map(
-      lambda x, like: x.grow(like, _longer) if grows(x) else _longer(x, like),
-      state, form, is_leaf=grows)
+  return interfaces.map_caches(
+      lambda cache, like: cache.grow(like, _longer), _longer, state, form)
 
 
 def _check_grows(one):

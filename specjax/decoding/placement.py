@@ -187,7 +187,7 @@ def _param_shardings(decoder, params, mesh, axis, drafter):
                      "the target is, or 'replicate'")
   parts = {"target": decoder.target, "drafter": decoder.drafter}
   specs = {name: PartitionSpec() if (name, drafter) == ("drafter", "replicate")
-           else interfaces.param_specs(parts[name], axis, mesh.shape[axis])
+           else parts[name].param_specs(axis, mesh.shape[axis])
            for name in params}
   shardings = named(mesh, specs, params)
   if not _of_tpus(mesh):
@@ -205,23 +205,17 @@ def _laid_out(path, sharding, x):
 
 def _place(mesh, rows, axis, tree):
   """`NamedSharding`s of a part of the state; `axis` None: not split by it."""
-  is_cache = lambda node: hasattr(node, "rollback")
+  is_cache = lambda node: isinstance(node, interfaces.Cache)
   is_spec = lambda node: isinstance(node, PartitionSpec)
+  split = None if axis is None or mesh.shape[axis] == 1 else axis
 
   def one(node):
     if not is_cache(node):
       return NamedSharding(mesh, PartitionSpec(rows))
-    if not hasattr(node, "specs"):
-      if axis is None or mesh.shape[axis] == 1:
-        return named(mesh, PartitionSpec(rows), node)
-      raise ValueError(f"the cache {type(node).__name__} does not say how it "
-                       f"is split, and mesh axis {axis!r} has "
-                       f"{mesh.shape[axis]} devices; give it `specs(axis, "
-                       "rows)`, or an axis of one device")
     return jax.tree.map(
         lambda spec, leaf: NamedSharding(
             mesh, _fitting(mesh, axis, spec, leaf)),
-        node.specs(axis, rows), node, is_leaf=is_spec)
+        node.specs(split, rows), node, is_leaf=is_spec)
 
   return jax.tree.map(one, tree, is_leaf=is_cache)
 

@@ -39,14 +39,14 @@ def empty_cache(model, params, lengths: jax.Array, capacity: int):
   """
   cache = model.init_cache(params, lengths.shape[0], capacity)
   cache = cache.rollback(jnp.minimum(lengths, 0))
-  return cache.until(lengths) if hasattr(cache, "until") else cache
+  return cache.until(lengths)
 
 
 def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
   """Runs a model over right-padded prompts, a chunk of columns at a time.
 
   Args:
-    model: a `ModelFn`.
+    model: a `Model`.
     params: its parameters.
     prompt: `padded_length` columns.
 

@@ -4,9 +4,10 @@
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 
 CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
 
@@ -36,23 +37,20 @@ def once(wanted: jax.Array, function, carry):
       lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
 
 
-def check_slack(model: ModelFn, tokens: int) -> None:
+def check_slack(part: Model | Drafter, tokens: int) -> None:
   """Checks that a ring of last tokens holds on while some are taken back.
 
   It would read less of a text after some drafts than after others, so that the
   law of a token depended on where its draft began.
 
   Args:
-    model: a `ModelFn`, or what has one as its `model`.
+    part: the model, or the drafter that has it.
     tokens: the most that a drafter takes back of its cache.
 
   Raises:
     ValueError: its cache, a `Streaming`, has less slack.
   """
-  while hasattr(model, "model"):
-    model = model.model
-  slack = getattr(getattr(model, "cache", None), "slack", tokens)
-  if slack < tokens:
+  if part.slack < tokens:
     raise ValueError(
-        f"the drafting model's cache has slack={slack}, and up to {tokens} "
-        f"tokens are taken back of it; give Streaming(slack={tokens})")
+        f"the cache of the draft model has slack={part.slack}, and up to "
+        f"{tokens} tokens are taken back; use Streaming(slack={tokens})")

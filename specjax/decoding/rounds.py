@@ -20,12 +20,12 @@ from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import prefill
 from specjax.interfaces import checks
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.sampling import LogitsTransform
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
@@ -54,7 +54,7 @@ class Round:
       own may know no token that a constraint allows, see `constraining`.
   """
 
-  target: ModelFn
+  target: Model
   drafter: Drafter
   rule: interfaces.Rule
   transform: LogitsTransform
@@ -107,7 +107,7 @@ class Round:
     """`[rounds, B, count]`, the uniforms of the next rounds, see `uniforms`."""
     numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
     count = sampling.VERDICT_UNIFORMS + (
-        interfaces.num_uniforms(self.drafter) or 0)
+        self.drafter.num_uniforms or 0)
     return sampling.uniforms(state.keys, numbers, count)
 
   def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
@@ -134,8 +134,8 @@ class Round:
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = topology.depths_of(ancestors)
-    output = interfaces.target_pass(
-        self.drafter, self.target, params, drafter, draft, depths, ancestors,
+    output = self.drafter.target_pass(
+        self.target, params, drafter, draft, depths, ancestors,
         state.target_cache)
     checks.check_output(type(self.target).__name__, output, batch, nodes,
                         self.target.vocab_size)
@@ -201,7 +201,7 @@ class Round:
 
     Of the uniforms of a round those that it needs are taken, see `__call__`.
     """
-    count = interfaces.num_uniforms(self.drafter)
+    count = self.drafter.num_uniforms
     uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]
     if count is None:
       fold_in = jax.vmap(jax.random.fold_in, (0, 0))
@@ -373,7 +373,6 @@ def start(parts: Round, params, prompt, limits, keys, temperature, eos):
 @functools.partial(jax.jit, donate_argnames="state")
 def insert(state, slots, fresh):
   """`Decoder.insert`, compiled."""
-  own = lambda node: hasattr(node, "with_rows")
-  return jax.tree.map(
-      lambda all, new: (all.with_rows(slots, new) if own(all) else
-                        all.at[slots].set(new)), state, fresh, is_leaf=own)
+  return interfaces.map_caches(
+      lambda cache, new: cache.with_rows(slots, new),
+      lambda all, new: all.at[slots].set(new), state, fresh)

@@ -17,9 +17,9 @@ from specjax.decoding import round_steps
 from specjax.decoding.controller import Controller
 from specjax.decoding.rounds import Round
 from specjax.interfaces import checks
+from specjax.interfaces import Drafter
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
@@ -28,7 +28,7 @@ from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resting:
+class Resting(Drafter):
   """A drafter in a round in which it drafts nothing.
 
   Attributes:
@@ -185,7 +185,8 @@ class RoundsByLength:
       done: `[B]` bool, rows that do not count.
       rung: the number of the one that drafted it.
     """
-    if not self.controller.cuts or interfaces.with_gamma(self.drafter) is None:
+    if not self.controller.cuts or (
+        self.drafter.with_gamma(1) is None):
       # Look-ahead positions look like padding.
       return jnp.asarray(rung, jnp.int32)
     drafted = draft.drafted & ~done[:, None]
@@ -287,8 +288,6 @@ class _Attempt:
   def _caught_up(self, state):
     """The state whose drafter has read what was committed without it."""
     drafter = self._rounds.drafter
-    if not hasattr(drafter, "catch_up"):
-      return state
     return state.replace(drafter=drafter.catch_up(
         self._params, state, state.controller.known))
 
@@ -344,22 +343,21 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
         f"{one.rule.name} has a state that is made for drafts of one length, "
         "and a controller varies it; choose a rule without, such as Block")
   name = type(one.drafter).__name__
-  if interfaces.has_model(one.drafter) and not hasattr(one.drafter, "catch_up"):
+  if interfaces.has_model(one.drafter) and not one.drafter.catches_up:
     raise ValueError(
         f"{name} has a model with a cache, which a controller leaves out of "
         "some rounds, and no method `catch_up`; leave the controller out, or "
         "see specjax.interfaces")
-  if getattr(one.drafter, "shares_pass", False):
+  if one.drafter.shares_pass:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify "
         f"another part of a draft; give {name}(shares_pass=False)")
-  if controller.first and not getattr(one.drafter, "tells", False):
+  if controller.first and not one.drafter.tells:
     raise ValueError(
         f"the controller has seconds of a first drafter, and {name} cannot "
         "tell which rounds are its own; leave `first` out")
-  if not hasattr(one.drafter, "target_pass"):
-    round_steps.check_slack(
-        one.drafter, one.drafter.num_nodes + round_steps.CATCH_UP)
+  round_steps.check_slack(
+      one.drafter, one.drafter.num_nodes + round_steps.CATCH_UP)
   rungs = [dataclasses.replace(one, drafter=Resting(
       drafter=one.drafter, vocab_size=one.target.vocab_size))]
   for length in controller.lengths[1:]:
@@ -374,13 +372,13 @@ def _of_length(one, length):
   drafter, name = one.drafter, type(one.drafter).__name__
   if drafter.num_nodes == length + 1:
     return drafter
-  make = interfaces.with_gamma(drafter)
-  if make is None:
+  drafter = drafter.with_gamma(length)
+  if drafter is None:
     raise ValueError(
-        f"{name} drafts {drafter.num_nodes - 1} tokens and has no field "
+        f"{name} drafts {one.drafter.num_nodes - 1} tokens and has no field "
         f"`gamma`, and the controller's lengths hold {length}; give "
-        f"lengths=(0, {drafter.num_nodes - 1})")
-  drafter = interfaces.bind(make(length), one.target, one.transform)
+        f"lengths=(0, {one.drafter.num_nodes - 1})")
+  drafter = interfaces.bind(drafter, one.target, one.transform)
   if drafter.num_nodes != length + 1:
     raise ValueError(
         f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "

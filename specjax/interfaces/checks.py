@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.interfaces.cache import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
@@ -113,20 +114,20 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
     found = "None" if hidden is None else hidden.shape
     raise ValueError(f"hidden of the model {name} has shape {found}; it must "
                      f"be [B, S, F] with B = {batch} and S = {size}")
-  for field in ("lengths", "commit", "rollback"):
-    if not hasattr(output.cache, field):
-      raise ValueError(
-          f"the cache of the model {name} is a {type(output.cache).__name__} "
-          f"without `{field}`; see specjax.types.Cache")
+  if not isinstance(output.cache, Cache):
+    raise ValueError(
+        f"the cache of the model {name} is a {type(output.cache).__name__}; it "
+        "must be a specjax.interfaces.Cache")
 
 
 def check_rows(name: str, tree: Any, batch: int) -> None:
   """Checks that every leaf of a state has the rows B as its first axis.
 
-  Of a cache that says by `with_rows` where its rows are, the lengths must.
+  Of a cache without `has_rows_first`, only the lengths are checked.
   """
-  own = lambda node: hasattr(node, "with_rows")
-  tree = jax.tree.map(lambda x: x.lengths if own(x) else x, tree, is_leaf=own)
+  paged = lambda node: isinstance(node, Cache) and not node.has_rows_first
+  tree = jax.tree.map(
+      lambda x: x.lengths if paged(x) else x, tree, is_leaf=paged)
   for path, x in jax.tree.leaves_with_path(tree):
     if jnp.ndim(x) < 1 or jnp.shape(x)[0] != batch:
       raise ValueError(

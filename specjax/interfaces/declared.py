@@ -1,7 +1,6 @@
-"""What a drafter can declare about its drafts, and what rules may require."""
+"""Properties of drafts that drafters declare and rules require."""
 
-
-from specjax.types import Drafter
+from specjax.interfaces.drafter import Drafter
 
 CAPABILITIES = {
     "chain": "every draft is one chain: node i + 1 is below node i, what hangs "

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -48,7 +48,7 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return tree_drafts(state, parents, jnp.where(known, tokens, 0), probs)
 
 
-class DrawnChain:
+class DrawnChain(Drafter):
   """The base of drafters that draw one chain of `gamma` tokens, in order."""
 
   gamma: int
@@ -57,10 +57,6 @@ class DrawnChain:
   iid = True
   conditional = True
   proposal = "iid"
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
 
   @property
   def num_uniforms(self) -> int:
@@ -87,7 +83,7 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
       drafter, transform=own.under(transform), **changes)
 
 
-def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
+def check_vocabulary(model: Model, target: Model) -> None:
   """Raises a `ValueError` where a drafter's model has other tokens."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(
@@ -97,7 +93,7 @@ def check_vocabulary(model: ModelFn, target: ModelFn) -> None:
         "strategies.token_intersection or strategies.string_match")
 
 
-def check_target_size(size: int, target: ModelFn) -> None:
+def check_target_size(size: int, target: Model) -> None:
   """Raises a `ValueError` where a drafter was made for another target."""
   if size != target.vocab_size:
     raise ValueError(
@@ -105,7 +101,7 @@ def check_target_size(size: int, target: ModelFn) -> None:
         f"{target.vocab_size}; make it with this target's tokenizer and size")
 
 
-def model_step(model: ModelFn, params):
+def model_step(model: Model, params):
   """A language model as a `growth` step; it carries its cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
@@ -115,7 +111,7 @@ def model_step(model: ModelFn, params):
   return step
 
 
-def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int,
+def feed_last(model: Model, params, state: DecodeState, cache, size: int,
               more: int = 0):
   """Catches up with the committed tokens by feeding the last `size` again.
 
@@ -123,14 +119,14 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int,
   a fixed size serves every row, wherever its last round stopped.
 
   Args:
-    model: a `ModelFn`.
+    model: a `Model`.
     params: its parameters.
     state: the `DecodeState`.
     cache: the model's; it may lack up to `size` of the committed tokens.
     size: tokens to feed.
     more: tokens that are fed after them in this round. If there are any, the
       cache that is returned may not have written what it was fed: give
-      `interfaces.settled` of it back.
+      the settled cache back.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -140,7 +136,7 @@ def feed_last(model: ModelFn, params, state: DecodeState, cache, size: int,
   return logits, cache
 
 
-def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
+def read_last(model: Model, params, state: DecodeState, cache, size: int,
               more: int = 0):
   """`feed_last` with the hidden state `[B, F]` of the root between the two."""
   start = jnp.maximum(state.lengths - size, 0)
@@ -148,19 +144,19 @@ def read_last(model: ModelFn, params, state: DecodeState, cache, size: int,
   # next pass overwrites.
   last = (state.lengths - 1 - start)[:, None]
   cache = cache.rollback(start)
-  cache = interfaces.reserved(cache, size + more) if more else cache
+  cache = cache.reserve(size + more) if more else cache
   out = _feed(model, params, state, cache, start, size)
-  logits = interfaces.logits_at(model, params, out, last)
+  logits = model.logits_at(params, out, last)
   hidden = jnp.take_along_axis(out.hidden, last[..., None], axis=1)
   return logits[:, 0], hidden[:, 0], out.cache.rollback(state.lengths)
 
 
-def catch_up(model: ModelFn, params, state: DecodeState, cache,
+def catch_up(model: Model, params, state: DecodeState, cache,
              since: jax.Array, size: int = round_steps.CATCH_UP):
   """Reads what rounds without a draft have added, a block at a time.
 
   Args:
-    model: a `ModelFn`.
+    model: a `Model`.
     params: its parameters.
     state: the `DecodeState`; rows that are done are not waited for.
     cache: the model's, which holds the first `since [B]` committed tokens.
@@ -211,4 +207,4 @@ def keep_path(cache, slots, path, size: int, count):
   below = path[:, 1:size + 1]
   kept = jnp.take_along_axis(slots, below, axis=1)
   kept = jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])))
-  return interfaces.settled(cache.commit(kept, count))
+  return cache.commit(kept, count).settle()

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.interfaces import Drafter
 from specjax.types import Draft
 from specjax.utils import fields
 
 
-class ExpandedTree:
+class ExpandedTree(Drafter):
   """The base of drafters whose tree `expand` grows, and which draw nothing.
 
   Classes that derive from it are frozen dataclasses that have `depth`, levels

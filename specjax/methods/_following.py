@@ -10,7 +10,6 @@ found by comparing it with the committed text, token by token, and what is
 missing is read a few tokens a pass; mostly nothing is.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -19,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -48,12 +47,12 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
   return jnp.min(jnp.where(same, columns, at), axis=1)
 
 
-def caught_up(model: ModelFn, params: Any, state: DecodeState, cache: Any,
+def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
               since: jax.Array) -> Any:
   """A cache of all committed tokens but the root, as a target's must be.
 
   Args:
-    model: a `ModelFn`.
+    model: a `Model`.
     params: its parameters.
     state: the `DecodeState`.
     cache: the model's, with the first `since` committed tokens of every row.
@@ -69,13 +68,13 @@ def check_follows(drafter: Drafter, state: Any) -> None:
   """Refuses a drafter whose state would silently be that of another text.
 
   Args:
-    drafter: what `interfaces.follow` returned.
+    drafter: what `Drafter.follow` returned.
     state: its first state.
 
   Raises:
     ValueError: it has a state and no `follow`.
   """
-  if jax.tree.leaves(state) and not hasattr(drafter, "follow"):
+  if jax.tree.leaves(state) and not drafter.can_follow:
     raise ValueError(
         f"{type(drafter).__name__} has a state and no `follow()`, so that it "
         "cannot draft inside or beside another drafter, whose tokens it has "
@@ -99,7 +98,7 @@ class Followed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Following:
+class Following(Drafter):
   """A drafter of chains with a cache, for a text that may be any.
 
   Attributes:
@@ -131,19 +130,17 @@ class Following:
 
   @property
   def num_uniforms(self) -> int | None:
-    return interfaces.num_uniforms(self.drafter)
+    return self.drafter.num_uniforms
 
   @property
   def context_length(self) -> float:
-    return interfaces.context_length(self.drafter)
+    return self.drafter.context_length
 
-  @property
-  def with_gamma(self) -> Callable[[int], "Following"] | None:
-    make = interfaces.with_gamma(self.drafter)
-    return make and (
-        lambda gamma: dataclasses.replace(self, drafter=make(gamma)))
+  def with_gamma(self, gamma: int) -> "Following | None":
+    drafter = self.drafter.with_gamma(gamma)
+    return drafter and dataclasses.replace(self, drafter=drafter)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Following":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Following":
     """The same drafter, for this target and its transform."""
     return dataclasses.replace(
         self, drafter=interfaces.bind(self.drafter, target, transform))
@@ -183,4 +180,4 @@ class Following:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The drafter's, see `specjax.interfaces`."""
-    return interfaces.param_specs(self.drafter, axis, size)
+    return self.drafter.param_specs(axis, size)

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import smallest_mass
 from specjax.trees import shapes
 from specjax.types import DecodeState
-from specjax.types import ModelFn
 
 
 class Level(NamedTuple):
@@ -78,7 +79,7 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
   return tuple(found)
 
 
-class StaticTree:
+class StaticTree(Drafter):
   """The base of drafters that draw the same tree in every round.
 
   Classes that derive from it are frozen dataclasses that have `parents`
@@ -115,7 +116,7 @@ class StaticTree:
   def _most_children(self) -> int:
     return max((max(level.counts) for level in levels(self.parents)), default=0)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
     """The same drafter, with the target's transform unless it has its own.
 

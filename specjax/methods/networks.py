@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.interfaces import Model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.models.vocabulary_subset import placed
-from specjax.types import ModelFn
 
 Params = Mapping[str, Any]
 
@@ -107,7 +107,7 @@ class HiddenStateHeads:
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
-def check_sizes_match(heads: Heads, target: ModelFn) -> TransformerConfig:
+def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
   """The target's configuration, which has the sizes of the heads.
 
   Raises:
@@ -125,7 +125,7 @@ def check_sizes_match(heads: Heads, target: ModelFn) -> TransformerConfig:
   return config
 
 
-def check_fits(heads: Heads, target: ModelFn) -> None:
+def check_fits(heads: Heads, target: Model) -> None:
   """Checks that a target has the hidden states that heads read.
 
   Raises:

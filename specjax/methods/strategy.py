@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from specjax import verifiers
 from specjax.decoding.decoder import Decoder
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import stop_rules
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Verifier
 
 TOKEN, BLOCK = verifiers.Token(), verifiers.Block()
@@ -21,7 +21,7 @@ class Strategy(NamedTuple):
   drafter: Drafter
   verifier: Verifier
 
-  def decoder(self, target: ModelFn, **options: Any) -> Decoder:
+  def decoder(self, target: Model, **options: Any) -> Decoder:
     """Returns a decoder of a target with this strategy.
 
     Args:

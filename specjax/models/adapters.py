@@ -1,4 +1,4 @@
-"""Other people's models as a `ModelFn`: JAX functions and Flax NNX modules.
+"""Other people's models as a `Model`: JAX functions and Flax NNX modules.
 
   CachedFunction   a function that reads new tokens and a cache of its own
   PlainFunction    a function from tokens to logits that remembers nothing
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.caches import dense
+from specjax.interfaces import Cache
 from specjax.interfaces import checks
+from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.utils import fields
@@ -28,7 +30,7 @@ from specjax.utils import rows as rows_lib
 
 
 @struct.dataclass
-class Slots:
+class Slots(Cache):
   """A cache of any arrays that have a slot for each token of a row.
 
   Attributes:
@@ -66,8 +68,8 @@ class Slots:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedFunction:
-  """A function with a cache as a `ModelFn`.
+class CachedFunction(Model):
+  """A function with a cache as a `Model`.
 
   The function writes what it remembers of S new tokens to the slots that it is
   told, and attends over those that it is told. Rows of several lengths, trees
@@ -113,7 +115,7 @@ class CachedFunction:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Slots | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; `hidden` is empty, `[B, S, 0]`.
+    """One pass, as in `Model`; `hidden` is empty, `[B, S, 0]`.
 
     Raises:
       ValueError: `apply` does not return logits and a cache like that given.
@@ -141,8 +143,8 @@ class CachedFunction:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainFunction:
-  """A function from tokens to logits as a `ModelFn`.
+class PlainFunction(Model):
+  """A function from tokens to logits as a `Model`.
 
   Nothing is remembered but the tokens: a pass reads the whole row again, and a
   tree once for each of its leaves. That is slow; it is for small models, for
@@ -173,7 +175,7 @@ class PlainFunction:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Slots | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; `hidden` is empty, `[B, S, 0]`."""
+    """One pass, as in `Model`; `hidden` is empty, `[B, S, 0]`."""
     if cache is None and ancestors is None:
       return _output(self.apply(params, tokens), None)
     past = self.init_cache(params, *tokens.shape) if cache is None else cache

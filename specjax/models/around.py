@@ -1,15 +1,15 @@
-"""What all models around another model share."""
+"""Base class of models around another model."""
 
-from specjax.types import ModelFn
+from specjax.interfaces import Model
 
 
-class AroundModel:
-  """The base of models with the tokens and the contexts of their `model`.
+class AroundModel(Model):
+  """Model with the vocabulary and context length of its field `model`.
 
-  Classes that derive from it are frozen dataclasses with that field.
+  Subclasses are frozen dataclasses with that field.
   """
 
-  model: ModelFn
+  model: Model
 
   @property
   def vocab_size(self) -> int:
@@ -18,3 +18,7 @@ class AroundModel:
   @property
   def context_length(self) -> int:
     return self.model.context_length
+
+  @property
+  def slack(self) -> float:
+    return self.model.slack

@@ -12,15 +12,15 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
-from specjax.types import ModelFn
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.types import ModelOutput
 
 _FAR = 1e4  # whose exponential is 0, and which leaves digits of a logit
 
 
 @struct.dataclass
-class ContrastiveCache:
+class ContrastiveCache(Cache):
   """The caches of both models, which hold the same tokens.
 
   Attributes:
@@ -36,35 +36,10 @@ class ContrastiveCache:
     """`[B]` int32, committed tokens of each row."""
     return self.expert.lengths
 
-  def commit(self, path: jax.Array, count: jax.Array) -> "ContrastiveCache":
-    """Keeps the first `count [B]` nodes of `path [B, T]` of the block."""
-    return ContrastiveCache(expert=self.expert.commit(path, count),
-                            amateur=self.amateur.commit(path, count))
-
-  def rollback(self, lengths: jax.Array) -> "ContrastiveCache":
-    """Sets the committed tokens of every row to `lengths [B]`."""
-    return ContrastiveCache(expert=self.expert.rollback(lengths),
-                            amateur=self.amateur.rollback(lengths))
-
-  def reserve(self, size: int) -> "ContrastiveCache":
-    """See `specjax.interfaces`."""
-    return ContrastiveCache(expert=interfaces.reserved(self.expert, size),
-                            amateur=interfaces.reserved(self.amateur, size))
-
-  def settle(self) -> "ContrastiveCache":
-    """See `specjax.interfaces`."""
-    return ContrastiveCache(expert=interfaces.settled(self.expert),
-                            amateur=interfaces.settled(self.amateur))
-
-  def specs(self, axis: str, rows: str | None = None) -> "ContrastiveCache":
-    """A `PartitionSpec` for every leaf, as each cache says."""
-    return ContrastiveCache(expert=self.expert.specs(axis, rows),
-                            amateur=self.amateur.specs(axis, rows))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contrastive:
-  """Two models as one, a `ModelFn` with a law that neither of them has.
+class Contrastive(Model):
+  """Two models as one, a `Model` with a law that neither of them has.
 
   With logits e of the expert and a of the amateur the logits are
 
@@ -106,8 +81,8 @@ class Contrastive:
     (9, ('Contrastive',))
   """
 
-  expert: ModelFn
-  amateur: ModelFn
+  expert: Model
+  amateur: Model
   alpha: float = 0.1
   beta: float = 0.5
 
@@ -164,6 +139,6 @@ class Contrastive:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """Those of both models, see `specjax.interfaces`."""
-    return {name: interfaces.param_specs(model, axis, size)
+    return {name: model.param_specs(axis, size)
             for name, model in (("expert", self.expert),
                                 ("amateur", self.amateur))}

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.interfaces import Cache
 from specjax.models.around import AroundModel
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
-from specjax.types import Cache
 from specjax.types import ModelOutput
 
 _HEAD = Sublayers.between(0, 0)
@@ -31,7 +31,7 @@ _HEAD = Sublayers.between(0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Shortened(AroundModel):
-  """A `Transformer` without some of its attentions and MLPs, as a `ModelFn`.
+  """A `Transformer` without some of its attentions and MLPs, as a `Model`.
 
   Attributes:
     model: the whole model.
@@ -68,7 +68,7 @@ class Shortened(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; `hidden` is the stream before the norm."""
+    """One pass, as in `Model`; `hidden` is the stream before the norm."""
     return self.model.run(
         params, self.sublayers, tokens, depths, ancestors, cache)
 
@@ -85,7 +85,7 @@ class Shortened(AroundModel):
 
 @dataclasses.dataclass(frozen=True)
 class Masked(AroundModel):
-  """A `Transformer` of which data says what is left out, as a `ModelFn`.
+  """A `Transformer` of which data says what is left out, as a `Model`.
 
   Its parameters are `{"model": the model's, "keep": [L, 2]}`, 1 for each
   attention and each MLP that counts and 0 for the others, see `mask`; or
@@ -108,7 +108,7 @@ class Masked(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; `hidden` is the stream before the norm."""
+    """One pass, as in `Model`; `hidden` is the stream before the norm."""
     return self.model.run(
         params["model"], Sublayers.between(0, self.model.config.layers), tokens,
         depths, ancestors, cache, keep=params["keep"])

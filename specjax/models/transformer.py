@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.caches.dense import KVCache
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.sublayers import Sublayers
 from specjax.trees import topology
-from specjax.types import Cache
 from specjax.types import ModelOutput
 from specjax.utils.fields import check_divisible
 
@@ -63,7 +64,7 @@ class TransformerModule(nn.Module):
       states[i + 1] = x
     last, x = x, layers.Norm(c, name="final_norm")(x)
     states[FINAL] = x
-    if hasattr(cache, "after"):
+    if cache is not None:
       cache = cache.after(x)
 
     head = (table.T if c.tie_embeddings else
@@ -97,13 +98,13 @@ class TransformerModule(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer:
-  """A decoder as a `ModelFn`: hashable by value, weights are an argument.
+class Transformer(Model):
+  """A decoder as a `Model`: hashable by value, weights are an argument.
 
   Attributes:
     config: the shape of the decoder.
     cache: the class of its cache, with a constructor like `KVCache.empty` and
-      the methods of `specjax.types.Cache`.
+      the methods of `specjax.interfaces.Cache`.
   """
 
   config: TransformerConfig
@@ -116,6 +117,10 @@ class Transformer:
   @property
   def context_length(self) -> int:
     return self.config.context_length
+
+  @property
+  def slack(self) -> float:
+    return self.cache.slack
 
   def init(self, key: jax.Array) -> dict[str, Any]:
     """Random float32 parameters."""
@@ -135,7 +140,7 @@ class Transformer:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`.
+    """One pass, as in `Model`.
 
     Without `depths` and `ancestors` the tokens are a chain; without a cache
     they have no past.
@@ -159,9 +164,9 @@ class Transformer:
       params: of the whole model.
       sublayers: what is run, `Sublayers.between(a, b)` for whole layers.
       tokens: `[B, S]` int32; None where `hidden` is given.
-      depths: as in `ModelFn`.
-      ancestors: as in `ModelFn`.
-      cache: as in `ModelFn`.
+      depths: as in `Model`.
+      ancestors: as in `Model`.
+      cache: as in `Model`.
       hidden: `[B, S, D]`, the residual stream to go on with, before any norm,
         in place of the tokens.
       keep: `[L, 2]` or `[L, 2, B]`, factors of what each attention and each MLP

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax.interfaces import Cache
 from specjax.models.around import AroundModel
 from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
-from specjax.types import Cache
 from specjax.types import ModelOutput
 
 _NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
@@ -91,7 +91,7 @@ class VocabularySubset(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`; other tokens' logits are all the same."""
+    """One pass, as in `Model`; other tokens' logits are all the same."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # The model's own logits are not used, and so not computed.

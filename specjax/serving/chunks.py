@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import interfaces
 from specjax.decoding import rounds as rounds_lib
 from specjax.types import RoundStats
 
@@ -20,9 +21,8 @@ def keys(seed):
 @jax.jit
 def moved(state, rows):
   """A state of these rows of another, in order."""
-  own = lambda node: hasattr(node, "with_rows")
-  return jax.tree.map(
-      lambda x: x.take_rows(rows) if own(x) else x[rows], state, is_leaf=own)
+  return interfaces.map_caches(
+      lambda cache: cache.take_rows(rows), lambda x: x[rows], state)
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "window"),

@@ -16,13 +16,13 @@ from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import decoder as decoder_lib
 from specjax.interfaces import checks
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.sampling import LogitsTransform
 from specjax.testing import evidence
 from specjax.testing import laws as laws_lib
 from specjax.testing import nodes as nodes_lib
 from specjax.testing import recording
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Verifier
 from specjax.utils import fields
 
@@ -50,7 +50,7 @@ class DraftReport(NamedTuple):
 
 
 def assert_drafter_exact(
-    drafter: Drafter, params: Any, target: ModelFn, *,
+    drafter: Drafter, params: Any, target: Model, *,
     verifier: Verifier | None = None, controller: Any = None,
     transform: LogitsTransform = _PLAIN,
     context: Callable[[int], Any] = lambda rows: None,
@@ -183,7 +183,7 @@ def check_drafts(name: str, declared: Collection[str],
   return deviation
 
 
-def check_texts(target: ModelFn, params: Any, transform: LogitsTransform,
+def check_texts(target: Model, params: Any, transform: LogitsTransform,
                 found: recording.Record, count: int,
                 kinds: np.ndarray | None = None
                 ) -> tuple[evidence.Deviation, float]:

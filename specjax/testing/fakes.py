@@ -17,19 +17,19 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.data.vocabularies import longest_match
+from specjax.interfaces import Cache
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
-from specjax.types import Prompt
-from specjax.types import Verdict
 
 
 @struct.dataclass
-class LengthCache:
+class LengthCache(Cache):
   """The cache of a model that needs no past.
 
   Attributes:
@@ -54,8 +54,8 @@ class LengthCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class MarkovModel:
-  """A `ModelFn` whose law depends on the current token alone.
+class MarkovModel(Model):
+  """A `Model` whose law depends on the current token alone.
 
   Its params are a table `[V, V]`: row t holds the logits of what follows
   token t. It compiles in a moment and its joint laws are products of rows.
@@ -124,7 +124,7 @@ class ListTokenizer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OracleDrafter:
+class OracleDrafter(Drafter):
   """Proposes tokens that it is given, with certainty.
 
   `params["drafter"]` is `[B, T]` int32: entry t is the token proposed for
@@ -148,20 +148,11 @@ class OracleDrafter:
   num_uniforms = 0
   proposal = "deterministic"
 
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "OracleDrafter":
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
-
-  def init(self, params: Mapping[str, Any], prompt: Prompt,
-           prefill_output: ModelOutput) -> None:
-    """Nothing: there is no state."""
-    del params, prompt, prefill_output
 
   def propose(self, params: Mapping[str, Any], uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
@@ -173,13 +164,6 @@ class OracleDrafter:
                                  mode="fill", fill_value=self.vocab_size)
     probs = jax.nn.one_hot(tokens, self.vocab_size)
     return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), state.drafter
-
-  def commit(self, params: Mapping[str, Any], drafter: Any, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Any:
-    """Nothing: there is no state."""
-    del params, draft, verdict, target_output, count
-    return drafter
 
 
 class TinyPair(NamedTuple):

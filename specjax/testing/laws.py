@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from specjax import exact
-from specjax.types import ModelFn
+from specjax.interfaces import Model
 from specjax.types import Verifier
 
 
@@ -38,7 +38,7 @@ def _logits(model, params, texts):
   return model(params, texts).logits
 
 
-def joint_law(model: ModelFn, params: Any, prompt: ArrayLike, horizon: int,
+def joint_law(model: Model, params: Any, prompt: ArrayLike, horizon: int,
               transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
   """`[V**horizon]`, the law of the tokens after a prompt.
 

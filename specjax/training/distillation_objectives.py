@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces import Model
 from specjax.training import divergences
 from specjax.training.objective import Batch
 from specjax.training.objective import check_same_tokens
@@ -17,7 +18,6 @@ from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.types import ModelFn
 from specjax.utils import fields
 
 RULES = ("token", "block")
@@ -39,8 +39,8 @@ class Distillation:
       parameters "reference", of a drafter of the same shape.
   """
 
-  model: ModelFn
-  target: ModelFn
+  model: Model
+  target: Model
   divergence: str = "forward_kl"
   keep: float = 1.0
 
@@ -114,8 +114,8 @@ class AcceptedLength:
     gamma: drafted tokens of a round.
   """
 
-  model: ModelFn
-  target: ModelFn
+  model: Model
+  target: Model
   rule: str = "block"
   gamma: int = 8
 

@@ -21,9 +21,9 @@ from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
+from specjax.interfaces import Model
 from specjax.training.objective import DrafterObjective
 from specjax.training.objective import Objective
-from specjax.types import ModelFn
 from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
@@ -52,7 +52,7 @@ def remembered(measure: Measure) -> Measure:
   return measured
 
 
-def bits_per_byte(model: ModelFn, tokens: ArrayLike, num_bytes: int,
+def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
                   length: int, stride: int) -> Measure:
   """A function that measures a model on held-out text.
 

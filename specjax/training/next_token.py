@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specjax.interfaces import Model
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.types import ModelFn
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -30,10 +30,10 @@ class NextToken:
   """-mean_t log p(x_{t+1} | x_1..x_t): the target is trained on the data.
 
   Attributes:
-    model: the `ModelFn`, called without a cache.
+    model: the `Model`, called without a cache.
   """
 
-  model: ModelFn
+  model: Model
 
   needs = ("target",)
 

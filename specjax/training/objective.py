@@ -9,8 +9,8 @@ from typing import runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces import Model
 from specjax.models.transformer import Transformer
-from specjax.types import ModelFn
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -87,7 +87,7 @@ def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
   return jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
 
 
-def check_same_tokens(model: ModelFn, target: ModelFn) -> None:
+def check_same_tokens(model: Model, target: Model) -> None:
   """Raises a `ValueError` where a drafter has not the target's tokens."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(f"the drafter has {model.vocab_size} tokens and the "

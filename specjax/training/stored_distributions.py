@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces import Model
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.types import ModelFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class StoredLaws:
     model: the student, called without a cache.
   """
 
-  model: ModelFn
+  model: Model
 
   needs = ("drafter",)
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from lib.compiler import hlo
 from lib.compiler import tpu_rounds
 import specjax as sj
-from specjax import interfaces
 
 _FEW = 128  # slots, as few as attention is compiled for
 
@@ -87,7 +86,7 @@ def figures(setting: Setting) -> dict[str, float]:
 
 def _pass(model, params, tokens, cache):
   """Logits of a pass over a token, of whose cache nothing is written."""
-  cache = interfaces.reserved(cache, 1)
+  cache = cache.reserve(1)
   out = model(params, tokens, jnp.zeros_like(tokens),
               jnp.ones((len(tokens), 1, 1), bool), cache)
   return out.logits

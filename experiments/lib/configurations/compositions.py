@@ -57,7 +57,7 @@ HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noise:
+class Noise(sj.interfaces.Drafter):
   """Drafts tokens of equal probability, of which almost none is accepted."""
 
   gamma: int
@@ -70,10 +70,6 @@ class Noise:
   proposal = "iid"
 
   @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  @property
   def num_uniforms(self) -> int:
     return self.gamma
 
@@ -81,10 +77,6 @@ class Noise:
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
-
-  def init(self, params, prompt, prefill_output):
-    """Nothing: noise remembers nothing."""
-    del params, prompt, prefill_output
 
   def propose(self, params, uniforms, state):
     """Drafts a chain for every row."""

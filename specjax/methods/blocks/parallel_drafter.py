@@ -5,7 +5,6 @@ A round costs one pass of a few layers over a block, and with a Markov head a
 product of rank r for each token, drawn from left to right.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -20,6 +19,9 @@ from specjax import verifiers
 from specjax.caches.dense import KVCache
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Cache
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
 from specjax.methods import _stopping
@@ -33,10 +35,8 @@ from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
-from specjax.types import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -59,7 +59,7 @@ class ParallelState:
   rule: Any = ()
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
   """The base of drafters with a block-parallel network.
 
   Classes that derive from it are frozen dataclasses with `heads`, `cache`,
@@ -72,7 +72,7 @@ class BlockDrafter:
   conditional = True
   autoregressive = False  # a law depends on where the block began
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -221,15 +221,13 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def deterministic(self) -> bool:
     return self.proposal == "top_k"
 
-  @property
-  def with_gamma(self) -> Callable[[int], "Parallel"] | None:
-    """A chain may have another length, see `specjax.interfaces`."""
+  def with_gamma(self, gamma: int) -> "Parallel | None":
+    """Returns a chain of `gamma` tokens; None if the drafts are trees."""
     if not self.chain:
       return None
-    return lambda gamma: dataclasses.replace(
-        self, parents=tuple(range(-1, gamma)))
+    return dataclasses.replace(self, parents=tuple(range(-1, gamma)))
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Parallel":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Parallel":
     """The same drafter, for this target and its transform.
 
     Raises:

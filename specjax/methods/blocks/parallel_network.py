@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.caches.dense import KVCache
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.methods import networks
 from specjax.methods.blocks import _coupling
 from specjax.methods.networks import Params
@@ -35,8 +37,6 @@ from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.features import check_ids
 from specjax.models.transformer import Transformer
-from specjax.types import Cache
-from specjax.types import ModelFn
 from specjax.utils import fields
 
 _CONFIDENCE = ("none", "hidden", "markov")
@@ -218,7 +218,7 @@ class ParallelHeads(TransformerConfig):
     """`(target, {"target", "drafter"})`, the target with its features."""
     return self.tapped(target), {"target": target_params, "drafter": params}
 
-  def check_fits(self, target: ModelFn) -> None:
+  def check_fits(self, target: Model) -> None:
     """Checks that a target returns the features, in the same sizes.
 
     Raises:

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _following
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
 
-class Parts:
+class Parts(Drafter):
   """The base of drafters that ask others.
 
   Classes that derive from it are frozen dataclasses that have `drafters`, a
@@ -36,26 +36,26 @@ class Parts:
 
   @property
   def num_uniforms(self) -> int | None:
-    counts = [interfaces.num_uniforms(part) for part in self.drafters]
+    counts = [part.num_uniforms for part in self.drafters]
     return None if None in counts else sum(counts)
 
   @property
   def context_length(self) -> float:
-    return min(map(interfaces.context_length, self.drafters))
+    return min(part.context_length for part in self.drafters)
 
   def all_are(self, capability: str) -> bool:
     """Whether every part declares a capability."""
     return all(capability in interfaces.capabilities(part)
                for part in self.drafters)
 
-  def bound(self, target: ModelFn, transform: LogitsTransform
+  def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:
     """The parts, for this target, following the text of all.
 
     Raises:
       ValueError: one of them does not fit the target.
     """
-    return tuple(interfaces.follow(interfaces.bind(part, target, transform))
+    return tuple(interfaces.bind(part, target, transform).follow()
                  for part in self.drafters)
 
   def follow(self) -> Any:
@@ -107,12 +107,12 @@ class Parts:
     part = self.drafters[i]
     if self.num_uniforms is None:
       uniforms = jax.vmap(jax.random.fold_in, (0, None))(uniforms, i)
-      count = interfaces.num_uniforms(part)
+      count = part.num_uniforms
       if count is not None:
         uniforms = jax.vmap(lambda key: jax.random.uniform(
             key, (count,), jnp.float32))(uniforms)
     else:
-      ends = np.cumsum([0, *map(interfaces.num_uniforms, self.drafters)])
+      ends = np.cumsum([0, *(part.num_uniforms for part in self.drafters)])
       uniforms = uniforms[:, ends[i]:ends[i + 1]]
     return part.propose(self.params_of_parts(params)[i], uniforms,
                         state.replace(drafter=state.drafter[i]))
@@ -128,5 +128,5 @@ class Parts:
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
     """Those of each part, see `specjax.interfaces`."""
-    return tuple(interfaces.param_specs(part, axis, size)
+    return tuple(part.param_specs(axis, size)
                  for part in self.drafters)

@@ -33,6 +33,8 @@ from specjax import verifiers
 from specjax.decoding import round_steps
 from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.strategy import BLOCK
@@ -40,11 +42,8 @@ from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.types import Verifier
 from specjax.utils import fields
 from specjax.utils import rows
@@ -53,7 +52,7 @@ _NO_TOKEN = -1  # no id ends an inner text: the target decides where it ends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cascade:
+class Cascade(Drafter):
   """Drafts gamma tokens of a small model, which a drafter drafts for in turn.
 
   The inner loop is the decoder's own round, run until every row has its tokens
@@ -66,7 +65,7 @@ class Cascade:
   those of the inner drafter}`. The inner drafter may be a cascade.
 
   Attributes:
-    model: the small model, a `ModelFn` over the target's vocabulary.
+    model: the small model, a `Model` over the target's vocabulary.
     drafter: what drafts for it. It needs `follow` if it has a state, see
       `specjax.interfaces`.
     gamma: drafted tokens of a round, at least 1.
@@ -78,7 +77,7 @@ class Cascade:
       has its own; None takes the decoder's. Any is sound.
   """
 
-  model: ModelFn
+  model: Model
   drafter: Drafter
   gamma: int
   verifier: Verifier = verifiers.Block()
@@ -109,14 +108,14 @@ class Cascade:
 
   @property
   def num_uniforms(self) -> int | None:
-    inner = interfaces.num_uniforms(self.drafter)
+    inner = self.drafter.num_uniforms
     return None if inner is None else (self.gamma + self.tail) * (
         sampling.VERDICT_UNIFORMS + inner)
 
   @property
   def context_length(self) -> float:
     return min(self.model.context_length,
-               interfaces.context_length(self.drafter))
+               self.drafter.context_length)
 
   @property
   def _stage(self) -> rounds.Round:
@@ -124,7 +123,7 @@ class Cascade:
         target=self.model, drafter=self.drafter, transform=self.transform,
         rule=interfaces.rule(self.verifier), drafts=True)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Cascade":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -143,8 +142,8 @@ class Cascade:
     _common.check_vocabulary(self.model, target)
     round_steps.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
-    drafter = interfaces.follow(
-        interfaces.bind(self.drafter, self.model, bound.transform))
+    drafter = interfaces.bind(
+        self.drafter, self.model, bound.transform).follow()
     interfaces.check_pair(self.verifier, drafter)
     if self.tail and "chain" not in interfaces.capabilities(drafter):
       raise ValueError(f"the cascade has a tail, and {type(drafter).__name__} "
@@ -202,10 +201,10 @@ class Cascade:
     uniforms = None if takes_keys else uniforms.reshape(
         uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
     # Its rounds commit to the caches what one write puts there in the end.
-    inner = inner.replace(target_cache=interfaces.reserved(
-        inner.target_cache, self.gamma + self.drafter.num_nodes))
+    inner = inner.replace(target_cache=inner.target_cache.reserve(
+        self.gamma + self.drafter.num_nodes))
     inner, laws = self._written(own, inner, uniforms)
-    inner = inner.replace(target_cache=interfaces.settled(inner.target_cache))
+    inner = inner.replace(target_cache=inner.target_cache.settle())
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
@@ -300,28 +299,21 @@ class Cascade:
     del params, since
     return state.drafter
 
-  def commit(self, params: Any, drafter: DecodeState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> DecodeState:
-    """Nothing: the next `propose` compares the texts."""
-    del params, draft, verdict, target_output, count
-    return drafter
-
   def param_specs(self, axis: str, size: int) -> Any:
     """Those of both stages, see `specjax.interfaces`."""
-    return {"target": interfaces.param_specs(self.model, axis, size),
-            "drafter": interfaces.param_specs(self.drafter, axis, size)}
+    return {"target": self.model.param_specs(axis, size),
+            "drafter": self.drafter.param_specs(axis, size)}
 
 
 def _reader(drafter):
   """What reads its target's cache of a drafter and its parts, or None."""
-  if getattr(drafter, "reads_cache", False):
+  if drafter.reads_cache:
     return drafter
   parts = map(_reader, getattr(drafter, "drafters", ()))
   return next((part for part in parts if part is not None), None)
 
 
-def cascade(model: ModelFn, drafter: Drafter, gamma: int,
+def cascade(model: Model, drafter: Drafter, gamma: int,
             inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
             tail: bool = False) -> Strategy:
   """A chain of a small model that is drafted for in turn, to any depth.

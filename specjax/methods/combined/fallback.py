@@ -5,7 +5,6 @@ SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
 al. 2024, arXiv:2411.10666), which fall back to a trained drafter.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -15,14 +14,14 @@ import jax.numpy as jnp
 from specjax import interfaces
 from specjax.decoding import round_steps
 from specjax.interfaces import checks
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Verifier
 from specjax.utils import fields
 
@@ -76,14 +75,12 @@ class Fallback(_parts.Parts):
   def num_nodes(self) -> int:
     return max(self.first.num_nodes, self.second.num_nodes)
 
-  @property
-  def with_gamma(self) -> Callable[[int], "Fallback"] | None:
-    makes = [interfaces.with_gamma(part) for part in self.drafters]
-    if None in makes:
+  def with_gamma(self, gamma: int) -> "Fallback | None":
+    first, second = (part.with_gamma(gamma) for part in self.drafters)
+    if first is None or second is None:
       return None
-    return lambda gamma: dataclasses.replace(
-        self, first=makes[0](gamma), second=makes[1](gamma),
-        min_tokens=min(self.min_tokens, gamma))
+    return dataclasses.replace(self, first=first, second=second,
+                               min_tokens=min(self.min_tokens, gamma))
 
   @property
   def tells(self) -> bool:
@@ -92,7 +89,7 @@ class Fallback(_parts.Parts):
 
   @property
   def _draws_nothing_first(self):
-    return getattr(self.first, "num_uniforms", None) == 0
+    return self.first.num_uniforms == 0
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
     """`[B]` bool, the rows in which the next `propose` asks the second drafter.
@@ -111,7 +108,7 @@ class Fallback(_parts.Parts):
   def _lacks(self, draft):
     return draft.drafted.sum(-1) < self.min_tokens
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Fallback":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Fallback":
     """The same drafter, for this target and its transform.
 
     Raises:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _stopping
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import Strategy
@@ -20,8 +22,6 @@ from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Verifier
 from specjax.verifiers import tree
 
@@ -72,7 +72,7 @@ class Merge(_parts.Parts):
   def num_nodes(self) -> int:
     return 1 + sum(part.num_nodes - 1 for part in self.drafters)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Merge":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Merge":
     """The same drafter, for this target and its transform.
 
     Raises:

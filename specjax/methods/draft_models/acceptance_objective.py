@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.interfaces import Model
 from specjax.methods.stop_rules import AcceptanceHead
 from specjax.models.transformer import Transformer
 from specjax.training import divergences
@@ -15,7 +16,6 @@ from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.types import ModelFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Acceptance:
   """
 
   model: Transformer
-  target: ModelFn
+  target: Model
   head: AcceptanceHead
   rejection_weight: float = 6.0
   mixing: float = 0.15

@@ -10,18 +10,17 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -51,7 +50,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
   one-hot, and the tree is a function of the context.
 
   Attributes:
-    model: a `ModelFn` over the target's vocabulary.
+    model: a `Model` over the target's vocabulary.
     depth: levels below the root, one pass each.
     top_k: nodes expanded of a level, and children of each.
     num_nodes: N, the root included.
@@ -59,7 +58,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
       decoder's, and at temperature 0 there would be no second best.
   """
 
-  model: ModelFn
+  model: Model
   depth: int = 6
   top_k: int = 10
   num_nodes: int = 60
@@ -78,7 +77,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
   def _fed(self) -> int:
     return _dynamic_trees.fed_nodes(self.depth, self.top_k)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "DynamicTree":
     """The same drafter; of the transform it takes the constraints alone.
 
@@ -134,10 +133,10 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
-    return interfaces.param_specs(self.model, axis, size)
+    return self.model.param_specs(axis, size)
 
 
-def eagle2_tree(model: ModelFn, depth: int = 6, top_k: int = 10,
+def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
                 num_nodes: int = 60) -> Strategy:
   """A tree that follows the model's confidence, and a walk of the target.
 

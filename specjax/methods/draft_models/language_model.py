@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods import _stopping
@@ -30,7 +30,6 @@ from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -64,7 +63,7 @@ class LanguageModel(_common.DrawnChain):
   passes that are left are not made.
 
   Attributes:
-    model: a `ModelFn` over the target's vocabulary.
+    model: a `Model` over the target's vocabulary.
     gamma: drafted tokens of a round, at least 0.
     transform: of the model's logits; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
@@ -73,7 +72,7 @@ class LanguageModel(_common.DrawnChain):
       the model, "stop": the rule's}`.
   """
 
-  model: ModelFn
+  model: Model
   gamma: int
   transform: LogitsTransform | None = None
   stop: stop_rules.StopRule | None = None
@@ -96,7 +95,7 @@ class LanguageModel(_common.DrawnChain):
   def context_length(self) -> int:
     return self.model.context_length
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "LanguageModel":
     """The same drafter, for this target and its transform.
 
@@ -182,7 +181,7 @@ class LanguageModel(_common.DrawnChain):
     _, tokens, probs, _ = draw(*drawn, logits, self.gamma, u[-1])
     parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
     draft = Draft(tokens=tokens, parents=parents, probs=probs)
-    return draft, interfaces.settled(cache)
+    return draft, cache.settle()
 
   def _propose_until(self, params, uniforms, state):
     """`propose` with a stop rule."""
@@ -200,7 +199,7 @@ class LanguageModel(_common.DrawnChain):
     draft, cache, kept = _stopping.draw_until(
         self.stop, own, self.transform, uniforms, state, state.drafter.rule,
         (logits, hidden), read, cache)
-    return draft, Stopping(cache=interfaces.settled(cache), rule=kept)
+    return draft, Stopping(cache=cache.settle(), rule=kept)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
     """Reads what rounds without a draft added; see `specjax.interfaces`."""
@@ -225,13 +224,13 @@ class LanguageModel(_common.DrawnChain):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`; a stop rule's are everywhere."""
-    specs = interfaces.param_specs(self.model, axis, size)
+    specs = self.model.param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs
     return {"model": specs, "stop": PartitionSpec()}
 
 
-def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
+def speculative_sampling(model: Model, gamma: int) -> Strategy:
   """A chain of a small model's tokens, each accepted or rejected in turn.
 
   Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
@@ -249,7 +248,7 @@ def speculative_sampling(model: ModelFn, gamma: int) -> Strategy:
                   verifiers.Token())
 
 
-def block_verification(model: ModelFn, gamma: int) -> Strategy:
+def block_verification(model: Model, gamma: int) -> Strategy:
   """The same chain, judged as a whole: never fewer tokens on average.
 
   Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
@@ -265,7 +264,7 @@ def block_verification(model: ModelFn, gamma: int) -> Strategy:
   return speculative_sampling(model, gamma)._replace(verifier=BLOCK)
 
 
-def early_stopping(model: ModelFn, gamma: int,
+def early_stopping(model: Model, gamma: int,
                    stop: stop_rules.StopRule = STOP,
                    verifier: Verifier = BLOCK) -> Strategy:
   """The same chain, ended early where a rule expects a rejection.
@@ -289,7 +288,7 @@ def early_stopping(model: ModelFn, gamma: int,
                   verifier)
 
 
-def greedy_block_verification(model: ModelFn, gamma: int) -> Strategy:
+def greedy_block_verification(model: Model, gamma: int) -> Strategy:
   """The same chain, judged by the rule that accepts most in a single round.
 
   Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). What it gains in a

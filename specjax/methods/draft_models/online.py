@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax import interfaces
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.strategy import BLOCK
@@ -38,7 +38,6 @@ from specjax.sampling import LogitsTransform
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -89,7 +88,7 @@ class Learner:
 class _Corrected(AroundModel):
   """A model whose parameters are `{"model": its own, "correction": ...}`."""
 
-  model: ModelFn
+  model: Model
 
   def init_cache(self, params, batch, capacity):
     return self.model.init_cache(params["model"], batch, capacity)
@@ -100,8 +99,8 @@ class _Corrected(AroundModel):
 
   def logits_at(self, params, output, at):
     hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
-    return params["correction"](interfaces.logits_at(
-        self.model, params["model"], output, at), hidden)
+    return params["correction"](
+        self.model.logits_at(params["model"], output, at), hidden)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +115,7 @@ class Online(_common.DrawnChain):
   `params["drafter"]` are those of the model, which does not change.
 
   Attributes:
-    model: a `ModelFn` over the target's vocabulary, which returns its hidden
+    model: a `Model` over the target's vocabulary, which returns its hidden
       states.
     gamma: drafted tokens of a round, at least 1.
     rank: r of the correction; 0: the bias alone.
@@ -129,7 +128,7 @@ class Online(_common.DrawnChain):
     transform: as in `LanguageModel`.
   """
 
-  model: ModelFn
+  model: Model
   gamma: int
   rank: int = 8
   learning_rate: float = 1e-3
@@ -165,7 +164,7 @@ class Online(_common.DrawnChain):
   def context_length(self) -> int:
     return self.model.context_length
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Online":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Online":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -259,7 +258,7 @@ class Online(_common.DrawnChain):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
-    return interfaces.param_specs(self.model, axis, size)
+    return self.model.param_specs(axis, size)
 
 
 def _check_alike(learned, own):
@@ -281,7 +280,7 @@ def _check_alike(learned, own):
         "give both the same `optimizer` and `every`")
 
 
-def online(model: ModelFn, gamma: int, learning_rate: float = 1e-3,
+def online(model: Model, gamma: int, learning_rate: float = 1e-3,
            positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
   """A chain of a model that learns from the target's laws as it drafts.
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.strategy import Strategy
@@ -25,14 +26,13 @@ from specjax.trees import shapes
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Paths:
+class Paths(Drafter):
   """Draws K independent chains; path k comes from model k mod len(models).
 
   The chains are packed at run time, see `topology.prefix_tree`: the draft has
@@ -47,13 +47,13 @@ class Paths:
   `params["drafter"]` is a tuple, one entry for each model.
 
   Attributes:
-    models: `ModelFn`s over the target's vocabulary.
+    models: `Model`s over the target's vocabulary.
     num_paths: K, at least one path for each model.
     length: tokens of a path.
     transform: of the models' logits; None takes the decoder's.
   """
 
-  models: tuple[ModelFn, ...]
+  models: tuple[Model, ...]
   num_paths: int
   length: int
   transform: LogitsTransform | None = None
@@ -98,7 +98,7 @@ class Paths:
   def context_length(self) -> int:
     return min(model.context_length for model in self.models)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "Paths":
     """The same drafter, for this target and its transform.
 
@@ -154,7 +154,7 @@ class Paths:
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))
       probs.append(law.reshape(*shape, -1))
-      caches.append(cache if self.iid else interfaces.settled(cache))
+      caches.append(cache if self.iid else cache.settle())
       order += paths
     order = np.argsort(order)
     tokens = jnp.concatenate(tokens, axis=2)[:, :, order]
@@ -179,11 +179,11 @@ class Paths:
 
   def param_specs(self, axis: str, size: int) -> Any:
     """Those of each model, see `specjax.interfaces`."""
-    return tuple(interfaces.param_specs(model, axis, size)
+    return tuple(model.param_specs(axis, size)
                  for model in self.models)
 
 
-def merged_specinfer(models: Sequence[ModelFn], length: int,
+def merged_specinfer(models: Sequence[Model], length: int,
                      num_paths: int | None = None) -> Strategy:
   """Paths of several models, merged into one tree of tokens.
 

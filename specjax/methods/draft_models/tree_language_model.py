@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.strategy import Strategy
@@ -25,7 +25,6 @@ from specjax.sampling import LogitsTransform
 from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -40,7 +39,7 @@ class TreeLanguageModel(_trees.StaticTree):
   path is kept, so that two tokens catch up.
 
   Attributes:
-    model: a `ModelFn` over the target's vocabulary.
+    model: a `Model` over the target's vocabulary.
     parents: the tree, see `specjax.trees`; it is put in breadth-first order.
     proposal: how the K children of a node are drawn. "iid": independently, so
       that they may be equal, and at temperature 0 all are;
@@ -53,7 +52,7 @@ class TreeLanguageModel(_trees.StaticTree):
       for q is reported as it was sampled from.
   """
 
-  model: ModelFn
+  model: Model
   parents: tuple[int, ...]
   proposal: str = "without_replacement"
   transform: LogitsTransform | None = None
@@ -67,7 +66,7 @@ class TreeLanguageModel(_trees.StaticTree):
   def context_length(self) -> int:
     return self.model.context_length
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "TreeLanguageModel":
     """The same drafter, for this target and its transform.
 
@@ -119,10 +118,10 @@ class TreeLanguageModel(_trees.StaticTree):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
-    return interfaces.param_specs(self.model, axis, size)
+    return self.model.param_specs(axis, size)
 
 
-def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
   """A tree of independent draws, whose siblings are tried one after another.
 
   Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
@@ -139,7 +138,7 @@ def specinfer(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "iid", verifiers.Recursive())
 
 
-def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def spectr(model: Model, parents: Sequence[int]) -> Strategy:
   """Independent draws, of which K-SEQ chooses.
 
   Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
@@ -156,7 +155,7 @@ def spectr(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "iid", verifiers.KSeq())
 
 
-def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
   """A static tree whose siblings differ, tried one after another.
 
   Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
@@ -175,7 +174,7 @@ def sequoia(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "without_replacement", verifiers.Recursive())
 
 
-def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
+def rsd(model: Model, branching: Sequence[int]) -> Strategy:
   """Recursive speculative decoding with constant branching (RSD-C).
 
   Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
@@ -192,7 +191,7 @@ def rsd(model: ModelFn, branching: Sequence[int]) -> Strategy:
   return sequoia(model, shapes.full_tree(branching))
 
 
-def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def traversal(model: Model, parents: Sequence[int]) -> Strategy:
   """Sequoia's drafts, whose paths are judged as wholes from the leaves up.
 
   Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
@@ -208,7 +207,7 @@ def traversal(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return sequoia(model, parents)._replace(verifier=TRAVERSAL)
 
 
-def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
   """One draw beside the likeliest children, tried one after another.
 
   Hu et al. 2025 (arXiv:2502.18779).
@@ -225,7 +224,7 @@ def hybrid_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "hybrid", verifiers.Recursive())
 
 
-def top_k_tree(model: ModelFn, parents: Sequence[int]) -> Strategy:
+def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   """The likeliest children of every node, and a walk of the target over them.
 
   Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import interfaces
 from specjax.decoding import prefill
+from specjax.interfaces import Drafter
 from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.features.network import FeatureHeads
 from specjax.trees import topology
@@ -45,7 +45,7 @@ class FeatureState:
   rule: Any = ()
 
 
-class LayerDrafter:
+class LayerDrafter(Drafter):
   """The base of drafters whose `heads` go on from the target's features.
 
   Every device holds all of the heads, and what a round commits is read by
@@ -219,7 +219,7 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
 
   hidden = state.hidden[:, None]
   return forecast(state.read[:, None], hidden), read, (
-      interfaces.reserved(state.cache, gamma), hidden)
+      state.cache.reserve(gamma), hidden)
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:

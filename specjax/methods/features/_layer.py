@@ -39,7 +39,7 @@ class Keys:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "Keys":
-    """With `k`, `v [B, S, H, D]` of a pass; see `types.Cache`."""
+    """With `k`, `v [B, S, H, D]` of a pass; see `interfaces.Cache`."""
     del layer, after
     if self.own:
       grown = lambda old, new: new[:, :, None] if old is None else (
@@ -84,7 +84,7 @@ class LayerOf:
   """One layer of a cache, to a module that counts its layers from 0.
 
   Attributes:
-    cache: with `append` and `attend` of `types.Cache`.
+    cache: with `append` and `attend` of `interfaces.Cache`.
     layer: which.
   """
 
@@ -93,13 +93,13 @@ class LayerOf:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "LayerOf":
-    """See `types.Cache`."""
+    """See `interfaces.Cache`."""
     return LayerOf(self.cache.append(self.layer + layer, k, v, after=after),
                    self.layer)
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              **options: Any) -> jax.Array:
-    """See `types.Cache`."""
+    """See `interfaces.Cache`."""
     return self.cache.attend(self.layer + layer, query, visible, **options)
 
 

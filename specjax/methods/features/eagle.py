@@ -16,6 +16,7 @@ from specjax import sampling
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
 from specjax.methods import _stopping
@@ -30,7 +31,6 @@ from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -82,7 +82,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
   conditional = True
 
-  def check_heads(self, target: ModelFn, width: int) -> None:
+  def check_heads(self, target: Model, width: int) -> None:
     """Checks a layer against its target and the width of a draft.
 
     Args:
@@ -160,7 +160,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
   def depth(self) -> int:
     return self.gamma
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "EagleChain":
+  def bind(self, target: Model, transform: LogitsTransform) -> "EagleChain":
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:
@@ -232,7 +232,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
   proposal: str = "without_replacement"
   transform: LogitsTransform | None = None
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Eagle":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Eagle":
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:
@@ -268,7 +268,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
   num_nodes: int = 60
   transform: LogitsTransform = LogitsTransform()
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "DynamicEagle":
     """The same drafter; of the transform it takes the constraints alone.
 
@@ -334,7 +334,7 @@ class SampledEagle(FeatureDrafter):
   def num_uniforms(self) -> int:
     return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "SampledEagle":
     """The same drafter, with the target's transform unless it has its own.
 

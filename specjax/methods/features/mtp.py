@@ -5,7 +5,6 @@ its defaults. A draft reads the features of the committed text, and from there
 on what the layer itself returned.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.features import _drafter
@@ -33,7 +33,6 @@ from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import Verifier
 from specjax.utils import fields
 
@@ -117,12 +116,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
   def depth(self) -> int:
     return self.gamma
 
-  @property
-  def with_gamma(self) -> Callable[[int], "MTP"]:
-    """A chain may have another length, see `specjax.interfaces`."""
-    return lambda gamma: dataclasses.replace(self, gamma=gamma)
-
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTP":
+  def bind(self, target: Model, transform: LogitsTransform) -> "MTP":
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:
@@ -219,7 +213,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   def readers(self) -> int:
     return self.depth
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "MTPTree":
+  def bind(self, target: Model, transform: LogitsTransform) -> "MTPTree":
     """The same drafter, with the target's transform unless it has its own.
 
     Raises:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.caches.dense import KVCache
+from specjax.interfaces import Model
 from specjax.methods import networks
 from specjax.methods.features import _layer
 from specjax.methods.features._layer import Keys
@@ -26,7 +27,6 @@ from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
 from specjax.models.features import FeatureConfig
 from specjax.models.transformer import Transformer
-from specjax.types import ModelFn
 
 
 @struct.dataclass
@@ -154,7 +154,7 @@ class FeatureHeads(FeatureConfig):
     whole = lm_head(target_params)
     return whole[:, np.array(self.ids)] if self.ids else whole
 
-  def check_sizes(self, target: ModelFn) -> None:
+  def check_sizes(self, target: Model) -> None:
     """Raises a `ValueError` where a target has another width or vocabulary."""
     config = getattr(target, "config", None)
     if config is None:
@@ -169,7 +169,7 @@ class FeatureHeads(FeatureConfig):
             f"has {getattr(config, name)}; both must be equal: make one for "
             "this target by for_target")
 
-  def check_target(self, target: ModelFn) -> None:
+  def check_target(self, target: Model) -> None:
     """Checks that a target returns what the layer reads.
 
     Raises:
@@ -221,7 +221,7 @@ class FeatureHeads(FeatureConfig):
         its committed tokens with one.
       visible: `[B or 1, S, S]` bool; with a cache `[B, S, T]`, over the block.
       keys: of `FeatureOutput`.
-      cache: with `append` and `attend` of `types.Cache`.
+      cache: with `append` and `attend` of `interfaces.Cache`.
       module: which one.
     """
     batch, size = hidden.shape[:2]

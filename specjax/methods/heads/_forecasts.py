@@ -17,6 +17,7 @@ import numpy as np
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.networks import check_fits
@@ -24,7 +25,6 @@ from specjax.methods.networks import lm_head
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -104,7 +104,7 @@ class HeadsDrafter(_trees.StaticTree):
     # The law of a deeper node depends on where the draft began.
     return self.iid and self.depth <= 1
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
     """The same drafter, with the target's transform unless it has its own.
 

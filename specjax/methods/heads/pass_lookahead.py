@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 from specjax.caches.dense import BlockCache
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.heads import _forecasts
 from specjax.methods.networks import check_fits
@@ -39,7 +41,6 @@ from specjax.training.objective import weights_of
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -221,7 +222,7 @@ class PaSSObjective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaSS:
+class PaSS(Drafter):
   """Drafts a chain from what the target predicts after [LA]_1..[LA]_L.
 
   Look-ahead token k, read k positions after t, has the law of token t + 1 + k
@@ -275,7 +276,7 @@ class PaSS:
   def num_nodes(self) -> int:
     return (1 + self.count)**2 if self.folded else 2 + self.count
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "PaSS":
     """The same drafter, for this target and its transform.
 

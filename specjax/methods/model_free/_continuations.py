@@ -25,6 +25,8 @@ import numpy as np
 
 from specjax.data.datastores import Datastore
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.sampling import inverse_cdf
@@ -33,7 +35,6 @@ from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Verdict
 from specjax.utils import fields
@@ -48,7 +49,7 @@ _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CountDrafter:
+class CountDrafter(Drafter):
   """The base of drafters that count what followed the last tokens.
 
   Classes that derive from it have `propose`. They keep no state: all that they
@@ -123,7 +124,7 @@ class CountDrafter:
     drawn = self.proposal == "sampled"
     return UNIFORMS_A_DRAW * (self.num_nodes - 1) if drawn else 0
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.
 
     Raises:

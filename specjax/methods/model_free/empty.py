@@ -8,18 +8,16 @@ from jax.sharding import PartitionSpec
 
 from specjax import verifiers
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
-from specjax.types import ModelOutput
-from specjax.types import Prompt
-from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Empty:
+class Empty(Drafter):
   """Proposes the root alone, so that every round emits one token.
 
   Attributes:
@@ -37,26 +35,17 @@ class Empty:
   autoregressive = True
   proposal = "deterministic"
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "Empty":
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
-
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
-    del params, prompt, prefill_output
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """A draft of N = 1 node for each of the B rows."""
     del params, uniforms
     return round_steps.root_only(state, self.vocab_size), state.drafter
-
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
-    del params, draft, verdict, target_output, count
-    return drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """There are no parameters to split."""

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.model_free._matches import NOWHERE
 from specjax.methods.strategy import Strategy
@@ -28,7 +30,6 @@ from specjax.methods.strategy import TOKEN
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -42,7 +43,7 @@ _STEP = 128  # columns of reference texts, so that few shapes are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Lookup:
+class _Lookup(Drafter):
   """What the drafters that copy have in common; fields as in `NGram`.
 
   Classes that derive from it have `_copied(state)`: tokens `[B, gamma]`, -1
@@ -74,11 +75,7 @@ class _Lookup:
       raise ValueError(f"prefer is {self.prefer!r}; it must be one of "
                        f"{', '.join(_PREFERENCES)}")
 
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """The same drafter, for this target: it needs no transform.
 
     Raises:
@@ -88,11 +85,6 @@ class _Lookup:
     if self.vocab_size is not None:
       _common.check_target_size(self.vocab_size, target)
     return dataclasses.replace(self, vocab_size=target.vocab_size)
-
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> None:
-    """Nothing: the texts are all that it knows."""
-    del params, prompt, prefill_output
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:

@@ -25,6 +25,8 @@ import numpy as np
 
 from specjax import verifiers
 from specjax.decoding import round_steps
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.strategy import Strategy
@@ -32,7 +34,6 @@ from specjax.sampling import LogitsTransform
 from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -61,7 +62,7 @@ def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recycling:
+class Recycling(Drafter):
   """Drafts a tree of the successors that the target once found likely.
 
   The table is the drafter's state, `[B, V, K]` int32 with K the most children
@@ -117,7 +118,7 @@ class Recycling:
   def iid(self) -> bool:
     return self.chain  # siblings differ
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Recycling":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
     """The same drafter, for this target: it needs no transform.
 
     Raises:

@@ -22,15 +22,12 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax.decoding.prefill import padded_length
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.trees import topology
-from specjax.types import Draft
-from specjax.types import ModelFn
-from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.utils import rows
 
 _PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
@@ -92,26 +89,15 @@ class Reading:
                         fed=length + ids.shape[1] - 1, cache=cache)
 
 
-class Reader:
+class Reader(Drafter):
   """What the drafters that keep a `Reading` share.
 
   They have a `model`, a `gamma` and an `expansion`, see `TokenIntersection`.
   """
 
-  model: ModelFn
+  model: Model
   gamma: int
   expansion: int
-
-  @property
-  def num_nodes(self) -> int:
-    return self.gamma + 1
-
-  def commit(self, params: Any, drafter: Reading, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Reading:
-    """Nothing: the next `propose` reads what was committed."""
-    del params, draft, verdict, target_output, count
-    return drafter
 
   def _room(self, capacity):
     """Draft tokens of a row's text; capacity is that of the decoder."""
@@ -128,7 +114,7 @@ def slots_needed(room: int, gamma: int) -> int:
   return room + gamma + _PASS
 
 
-def begun(model: ModelFn, params: Any, ids: jax.Array, count: jax.Array,
+def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
           seen: jax.Array, room: int, gamma: int) -> Reading:
   """Reads the first text.
 
@@ -152,7 +138,7 @@ def begun(model: ModelFn, params: Any, ids: jax.Array, count: jax.Array,
       fed=jnp.minimum(count, columns), seen=seen, cache=out.cache)
 
 
-def caught_up(model: ModelFn, params: Any, reading: Reading,
+def caught_up(model: Model, params: Any, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """Feeds all that the model has not read, and the last token in any case.
 
@@ -182,7 +168,7 @@ def caught_up(model: ModelFn, params: Any, reading: Reading,
         reading.tokens, at[:, None] + jnp.arange(_PASS), axis=1)
     out = model(params, tokens, depths, causal, cache.rollback(at))
     node = jnp.clip(length - 1 - at, 0, _PASS - 1)
-    logits = interfaces.logits_at(model, params, out, node[:, None])
+    logits = model.logits_at(params, out, node[:, None])
     return i + 1, out.cache.rollback(at + _PASS), logits[:, 0]
 
   passes = jnp.max(jnp.maximum(-(-(length - start) // _PASS), 1))

@@ -33,17 +33,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.data.retokenization import Retokenizer
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.utils import fields
@@ -60,7 +59,7 @@ class StringMatch(reading_lib.Reader):
   `TokenIntersection`.
 
   Attributes:
-    model: a `ModelFn` over the drafter's vocabulary.
+    model: a `Model` over the drafter's vocabulary.
     texts: the two tokenizers.
     gamma: tokens of the target that a chain has at most, at least 1.
     length: tokens that the drafter writes in a round; default: gamma.
@@ -68,7 +67,7 @@ class StringMatch(reading_lib.Reader):
     expansion: see `TokenIntersection`.
   """
 
-  model: ModelFn
+  model: Model
   texts: Retokenizer
   gamma: int
   length: int | None = None
@@ -93,7 +92,7 @@ class StringMatch(reading_lib.Reader):
           f"tokenizer {self.texts.draft_size}; give Retokenizer draft_size="
           f"{self.model.vocab_size}, or the model's own tokenizer")
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "StringMatch":
+  def bind(self, target: Model, transform: LogitsTransform) -> "StringMatch":
     """The same drafter: it needs no transform.
 
     Raises:
@@ -190,16 +189,16 @@ class StringMatch(reading_lib.Reader):
       return (cache, out.logits[:, 0]), (token, finite)
 
     (cache, logits), drawn = jax.lax.scan(
-        extend, (interfaces.reserved(cache, self.length), logits),
+        extend, (cache.reserve(self.length), logits),
         length=self.length - 1)
     tokens, finite = jax.tree.map(
         lambda all, last: jnp.concatenate([all, last[None]]),
         drawn, best(logits, cache))
-    return tokens.T, finite.all(0), interfaces.settled(cache)
+    return tokens.T, finite.all(0), cache.settle()
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`."""
-    return interfaces.param_specs(self.model, axis, size)
+    return self.model.param_specs(axis, size)
 
 
 def _window(tokens, start, size):
@@ -213,7 +212,7 @@ def _ids_and_counts(batch, width):
           jax.ShapeDtypeStruct((batch,), jnp.int32))
 
 
-def string_match(model: ModelFn, texts: Retokenizer, gamma: int,
+def string_match(model: Model, texts: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
   """A text that another model writes, as the target's tokens of it.
 

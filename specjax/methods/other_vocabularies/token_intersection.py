@@ -40,9 +40,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
@@ -54,7 +54,6 @@ from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verifier
@@ -74,7 +73,7 @@ class TokenIntersection(reading_lib.Reader):
   model's context: there is no `context_length`.
 
   Attributes:
-    model: a `ModelFn` over the drafter's vocabulary.
+    model: a `Model` over the drafter's vocabulary.
     gamma: drafted tokens of a round, at least 1.
     target_size: V, the target's vocabulary.
     transform: of the laws; None takes the decoder's. Any is sound, for q is
@@ -83,7 +82,7 @@ class TokenIntersection(reading_lib.Reader):
       row's capacity.
   """
 
-  model: ModelFn
+  model: Model
   gamma: int
   target_size: int
   transform: LogitsTransform | None = None
@@ -102,7 +101,7 @@ class TokenIntersection(reading_lib.Reader):
   def num_uniforms(self) -> int:
     return UNIFORMS_A_DRAW * self.gamma
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "TokenIntersection":
     """The same drafter, for this target and its transform.
 
@@ -177,12 +176,12 @@ class TokenIntersection(reading_lib.Reader):
     probs = jnp.zeros((batch, self.gamma, self.target_size),
                       jnp.promote_types(logits.dtype, jnp.float32))
     (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (interfaces.reserved(cache, self.gamma), logits, tokens, tokens,
+        extend, (cache.reserve(self.gamma), logits, tokens, tokens,
                  probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
     draft = jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
-    return draft, reading.drafted(length, fed, interfaces.settled(cache))
+    return draft, reading.drafted(length, fed, cache.settle())
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
@@ -235,7 +234,7 @@ class TokenIntersection(reading_lib.Reader):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """The model's, see `specjax.interfaces`; the tables are on every device."""
-    return {"model": interfaces.param_specs(self.model, axis, size),
+    return {"model": self.model.param_specs(axis, size),
             "vocabulary": PartitionSpec()}
 
   def _check(self, vocabulary):
@@ -259,7 +258,7 @@ def _constrained(constraints, memory, law):
       constraints, memory, jnp.log(law), drafted=True), axis=-1)
 
 
-def token_intersection(model: ModelFn, target_size: int, gamma: int,
+def token_intersection(model: Model, target_size: int, gamma: int,
                        verifier: Verifier = BLOCK) -> Strategy:
   """A chain of a model with another vocabulary, of the tokens both know.
 

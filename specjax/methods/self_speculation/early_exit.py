@@ -19,6 +19,7 @@ autoregressive.
 from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from flax import struct
@@ -26,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax import interfaces
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _stopping
 from specjax.methods import stop_rules
@@ -43,7 +45,6 @@ from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -81,7 +82,7 @@ class ExitState:
 
 
 @struct.dataclass
-class _Settling:
+class _Settling(Cache):
   """A cache with a reserved block, written when it is told what to keep."""
 
   cache: Any
@@ -91,10 +92,10 @@ class _Settling:
     return self.cache.lengths
 
   def commit(self, path, count):
-    return interfaces.settled(self.cache.commit(path, count))
+    return self.cache.commit(path, count).settle()
 
   def rollback(self, lengths):
-    return interfaces.settled(self.cache.rollback(lengths))
+    return self.cache.rollback(lengths).settle()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,12 +127,14 @@ class Exit(_common.DrawnChain):
   def __post_init__(self):
     fields.check_fields(self, "exit", "gamma")
 
+  slack = math.inf  # it reads the target's cache
+
   @property
   def autoregressive(self) -> bool:
     # With a stop rule the tokens before it decide whether a row is padding.
     return self.stop is None
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> Any:
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -245,8 +248,8 @@ class Exit(_common.DrawnChain):
   def _begin(self, params, state):
     """The pass before the root, in a block that has room for all nodes."""
     cache = state.target_cache
-    if getattr(cache, "held", None) is None:  # a cascade has reserved one
-      cache = interfaces.reserved(cache, self.num_nodes)
+    if cache.held is None:  # a cascade has reserved one
+      cache = cache.reserve(self.num_nodes)
     c = self.model.config
     return Begun(cache=cache, hidden=jnp.zeros(
         (state.lengths.shape[0], self.num_nodes, c.width),
@@ -261,9 +264,9 @@ class Exit(_common.DrawnChain):
     del before
     return own
 
-  def target_pass(self, params: Any, drafter: ExitState, draft: Draft,
-                  depths: jax.Array, ancestors: jax.Array, cache: Any
-                  ) -> ModelOutput:
+  def target_pass(self, target: Model, params: Any, drafter: ExitState,
+                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                  cache: Any) -> ModelOutput:
     """The rest of the target's pass, see `specjax.interfaces`."""
     if drafter.begun is None:
       return self.model(
@@ -272,7 +275,7 @@ class Exit(_common.DrawnChain):
         params["target"],
         Sublayers.between(self.exit, self.model.config.layers), None, depths,
         ancestors, drafter.begun.cache, hidden=drafter.begun.hidden)
-    if getattr(cache, "held", None) is None:
+    if cache.held is None:
       out = out.replace(cache=_Settling(cache=out.cache))
     return out
 

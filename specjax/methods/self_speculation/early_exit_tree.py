@@ -7,6 +7,7 @@ verifying pass keeps to it, and what it returns is put in the draft's.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from flax import struct
@@ -17,6 +18,8 @@ import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.self_speculation.early_exit import Begun
@@ -28,7 +31,6 @@ from specjax.trees import shapes
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -36,7 +38,7 @@ from specjax.utils import fields
 
 
 @struct.dataclass
-class _Reordered:
+class _Reordered(Cache):
   """A cache whose block has the nodes of a draft in another order.
 
   Attributes:
@@ -89,7 +91,7 @@ class EarlyExitTree(_trees.StaticTree):
     # Otherwise a row depends on the earlier siblings as well.
     return self.iid
 
-  def bind(self, target: ModelFn, transform: LogitsTransform
+  def bind(self, target: Model, transform: LogitsTransform
            ) -> "EarlyExitTree":
     """The same drafter, for this target and its transform.
 
@@ -99,6 +101,8 @@ class EarlyExitTree(_trees.StaticTree):
     """
     check_exit(self.exit, target)
     return dataclasses.replace(super().bind(target, transform), model=target)
+
+  slack = math.inf  # it reads the target's cache
 
   def follow(self) -> "EarlyExitTree":
     """The same drafts, for others' verification, see `specjax.interfaces`."""
@@ -173,9 +177,9 @@ class EarlyExitTree(_trees.StaticTree):
     return draft, Begun(cache=rest.cache, hidden=jnp.concatenate(
         [*states, rest.hidden], axis=1))
 
-  def target_pass(self, params: Any, drafter: Any, draft: Draft,
-                  depths: jax.Array, ancestors: jax.Array, cache: Any
-                  ) -> ModelOutput:
+  def target_pass(self, target: Model, params: Any, drafter: Any,
+                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                  cache: Any) -> ModelOutput:
     """The rest of the target's pass, see `specjax.interfaces`."""
     if drafter is None:
       return self.model(

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.caches.dense import KVCache
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
 from specjax.methods.combined.cascade import Cascade
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
@@ -25,8 +27,6 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Drafter
-from specjax.types import ModelFn
 from specjax.types import Verifier
 
 
@@ -51,7 +51,7 @@ class Hierarchy(Cascade):
   """
 
   view: CacheView
-  model: ModelFn | None = None
+  model: Model | None = None
 
   reads_cache = True  # of the target, which must have written all of the text
 
@@ -59,7 +59,7 @@ class Hierarchy(Cascade):
   def autoregressive(self) -> bool:
     return False  # what is seen depends on where a round began
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Hierarchy":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
     """The same drafter, for this target and its transform.
 
     Raises:

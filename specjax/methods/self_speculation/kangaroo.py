@@ -13,9 +13,10 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Cache
+from specjax.interfaces import Model
 from specjax.methods import stop_rules
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
@@ -37,7 +38,6 @@ from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
@@ -132,7 +132,7 @@ class KangarooAdapter:
 
 
 @struct.dataclass
-class Caches:
+class Caches(Cache):
   """The caches of the exit's layers and of the adapter, of one text."""
 
   exit: Any
@@ -142,20 +142,10 @@ class Caches:
   def lengths(self) -> jax.Array:
     return self.adapter.lengths
 
-  def commit(self, path: jax.Array, count: jax.Array) -> "Caches":
-    """See `specjax.types.Cache`."""
-    return Caches(exit=self.exit.commit(path, count),
-                  adapter=self.adapter.commit(path, count))
-
-  def rollback(self, lengths: jax.Array) -> "Caches":
-    """See `specjax.types.Cache`."""
-    return Caches(exit=self.exit.rollback(lengths),
-                  adapter=self.adapter.rollback(lengths))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptedExit:
-  """The exit and its adapter as a `ModelFn` with caches of its own.
+class AdaptedExit(Model):
+  """The exit and its adapter as a `Model` with caches of its own.
 
   Its parameters are `{"target": ..., "drafter": the adapter's}`.
 
@@ -186,7 +176,7 @@ class AdaptedExit:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Caches | None = None) -> ModelOutput:
-    """One pass, as in `ModelFn`."""
+    """One pass, as in `Model`."""
     exit = self.target.run(
         params["target"], Sublayers.between(0, self.adapter.exit), tokens,
         depths, ancestors, cache and cache.exit)
@@ -202,8 +192,8 @@ class AdaptedExit:
     Args:
       params: see above.
       exit: of a pass through the first layers.
-      depths: as in `ModelFn`.
-      ancestors: as in `ModelFn`.
+      depths: as in `Model`.
+      ancestors: as in `Model`.
       cache: None: the tokens have no past.
     """
     out = self.adapter.model(self.target).run(
@@ -236,7 +226,7 @@ class Kangaroo(Exit):
                        "parameters, and params['drafter'] are the adapter's; "
                        "choose a rule without, such as Confidence")
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Kangaroo":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -257,7 +247,7 @@ class Kangaroo(Exit):
     return state.replace(own=cache.adapter)
 
   def _reserved(self, own):
-    return interfaces.reserved(own, self.num_nodes)
+    return own.reserve(self.num_nodes)
 
   def _rewound(self, own, before):
     return own.rollback(before.lengths)
@@ -278,8 +268,8 @@ class Kangaroo(Exit):
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
     # Its block begins with the root, and all nodes lie in order.
-    return state.replace(own=interfaces.settled(
-        drafter.own.rollback(drafter.own.lengths + count)))
+    return state.replace(
+        own=drafter.own.rollback(drafter.own.lengths + count).settle())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.decoding import round_steps
+from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.strategy import BLOCK
@@ -33,10 +34,8 @@ from specjax.sampling import LogitsTransform
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelFn
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.types import Verifier
 from specjax.utils import fields
 
@@ -111,7 +110,7 @@ class Swift(_common.DrawnChain):
     fields.check_at_least("window", self.window, self.gamma)
     fields.check_at_least("tries", self.tries, 0)
 
-  def bind(self, target: ModelFn, transform: LogitsTransform) -> "Swift":
+  def bind(self, target: Model, transform: LogitsTransform) -> "Swift":
     """The same drafter, for this target and its transform.
 
     Raises:
@@ -219,13 +218,6 @@ class Swift(_common.DrawnChain):
     flat = flat - one_of(draws[0], inner & (flat == 1)) + one_of(
         draws[1], flat == 0)
     return flat.reshape(keep.shape)
-
-  def commit(self, params: Any, drafter: Skipped, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Skipped:
-    """Nothing: the next `propose` reads the text."""
-    del params, draft, verdict, target_output, count
-    return drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Of what it has itself: nothing."""

@@ -1,0 +1,192 @@
+"""Base class of key-value caches."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+from typing import TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+_Cache = TypeVar("_Cache", bound="Cache")
+
+
+class Cache:
+  """Keys and values of the committed tokens, with a length per row.
+
+  A cache is a pytree. The tokens of a pass, and of further passes that extend
+  it, form a *block*. The cache stores the block after `lengths` or beside it
+  until `commit` or `rollback`; these return the structure that the cache had
+  before the pass.
+
+  A subclass has `lengths` and implements `commit` and `rollback`. A cache for
+  `models.Transformer` also implements `append` and `attend`, and a constructor
+  like `KVCache.empty`. The other methods have defaults. If the cache consists
+  of other caches, the defaults apply each method to these.
+
+  Attributes:
+    lengths: `[B]` int32, committed tokens of each row.
+    has_rows_first: True if the first axis of every leaf is the batch. If not,
+      implement `with_rows`, `take_rows` and `grow`.
+    slack: number of tokens that can be taken back without loss.
+    held: `[B]` int32, committed tokens outside of a reserved block; None if no
+      block is reserved.
+  """
+
+  lengths: jax.Array
+  held: jax.Array | None = None
+  has_rows_first = True
+  slack = math.inf
+
+  @property
+  def capacity(self) -> int:
+    """C, the slots of a row; the longest row plus N must not exceed it."""
+    raise NotImplementedError
+
+  def append(self: _Cache, layer: int, k: jax.Array, v: jax.Array,
+             after: int = 0) -> _Cache:
+    """Adds new tokens of one layer to the block.
+
+    Args:
+      layer: index of the layer.
+      k: `[B, S, H, D]` keys.
+      v: `[B, S, H, D]` values.
+      after: number of block tokens from earlier passes, which are retained.
+    """
+    raise NotImplementedError
+
+  def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
+             ) -> jax.Array:
+    """Returns attention `[B, S, G * H, D]` over the past and the block.
+
+    Models whose layers have windows or soft-caps also pass `window` and
+    `softcap`, see `KVCache.attend`.
+
+    Args:
+      layer: index of the layer.
+      query: `[B, S, G * H, D]`, of the last S tokens of the block.
+      ancestors: `[B, S, T]` bool, visible tokens of the block.
+    """
+    raise NotImplementedError
+
+  def commit(self: _Cache, path: jax.Array, count: jax.Array) -> _Cache:
+    """Commits the first `count [B]` nodes of `path [B, T]` of the block."""
+    return self._each(lambda cache: cache.commit(path, count), _missing(
+        self, "commit"))
+
+  def rollback(self: _Cache, lengths: jax.Array) -> _Cache:
+    """Sets the committed tokens of every row to `lengths [B]`.
+
+    If a length increases, the first nodes of the block are committed in order.
+    """
+    return self._each(lambda cache: cache.rollback(lengths), _missing(
+        self, "rollback"))
+
+  def reserve(self: _Cache, size: int) -> _Cache:
+    """Returns a cache that may postpone writing its next `size` tokens.
+
+    `commit` and `rollback` count these tokens as usual.
+    """
+    return self._each(lambda cache: cache.reserve(size))
+
+  def settle(self: _Cache) -> _Cache:
+    """Writes all postponed tokens and restores the structure."""
+    return self._each(lambda cache: cache.settle())
+
+  def until(self: _Cache, lengths: jax.Array) -> _Cache:
+    """Announces prompts of `lengths [B]`; tokens after these are padding.
+
+    It holds until tokens are taken back.
+    """
+    return self._each(lambda cache: cache.until(lengths))
+
+  def after(self: _Cache, x: jax.Array) -> _Cache:
+    """Adds a data dependency on `x`, the last hidden states of a pass."""
+    return self._each(lambda cache: cache.after(x))
+
+  def undivided(self: _Cache) -> _Cache:
+    """Returns a cache whose attention does not divide heads over a mesh."""
+    return self._each(lambda cache: cache.undivided())
+
+  def with_rows(self: _Cache, slots: jax.Array, fresh: _Cache) -> _Cache:
+    """Replaces the rows `slots [R]` by the R rows of another cache."""
+    return self._each(
+        lambda cache, new: cache.with_rows(slots, new),
+        lambda all, new: all.at[slots].set(new), fresh)
+
+  def take_rows(self: _Cache, rows: jax.Array) -> _Cache:
+    """Returns a copy of the rows `rows [R]`, in this order."""
+    return self._each(lambda cache: cache.take_rows(rows), lambda x: x[rows])
+
+  def grow(self: _Cache, form: Any,
+           longer: Callable[[jax.Array, Any], jax.Array]) -> _Cache:
+    """Adds slots to every row.
+
+    Args:
+      form: shapes of an empty cache of the new capacity.
+      longer: function `(array, form) -> array` that appends zeros.
+    """
+    return self._each(
+        lambda cache, form: cache.grow(form, longer), longer, form)
+
+  def specs(self, axis: str | None, rows: str | None) -> Any:
+    """Returns a `PartitionSpec` for every leaf.
+
+    Args:
+      axis: mesh axis over which the model is split; None if it is not.
+      rows: mesh axis over which the rows are split, or None.
+
+    Raises:
+      ValueError: the cache does not implement it, and `axis` is a name.
+    """
+    def of_leaf(x):
+      del x
+      if axis is not None:
+        raise ValueError(
+            f"the cache {type(self).__name__} has no `specs(axis, rows)`, and "
+            f"mesh axis {axis!r} has several devices; implement it, or use an "
+            "axis of one device")
+      return PartitionSpec(rows)
+
+    return self._each(lambda cache: cache.specs(axis, rows), of_leaf)
+
+  def _each(self, of_cache, of_leaf=lambda x: x, *rest):
+    return map_caches(of_cache, of_leaf, self, *rest, root=self)
+
+
+class CacheFactory:
+  """Base class of cache configurations, for `Transformer(cache=)`.
+
+  Attributes:
+    slack: number of tokens that can be taken back of its caches without loss.
+  """
+
+  slack = math.inf
+
+  def empty(self, **sizes: Any) -> Cache:
+    """Returns an empty cache; the arguments are those of `KVCache.empty`."""
+    raise NotImplementedError
+
+
+def map_caches(of_cache: Callable[..., Any], of_leaf: Callable[..., Any],
+               tree: Any, *rest: Any, root: Any = None) -> Any:
+  """Maps the caches of a tree and the leaves outside of them.
+
+  Args:
+    of_cache: function of a `Cache` and its counterparts in `rest`.
+    of_leaf: function of every other leaf and its counterparts.
+    tree: pytree.
+    *rest: trees of the same structure.
+    root: cache that is not mapped itself; its parts are.
+  """
+  return jax.tree.map(
+      lambda x, *others: (of_cache if isinstance(x, Cache) else of_leaf)(
+          x, *others),
+      tree, *rest, is_leaf=lambda x: isinstance(x, Cache) and x is not root)
+
+
+def _missing(cache, method):
+  def of_leaf(x):
+    raise NotImplementedError(f"{type(cache).__name__} has no `{method}`")
+
+  return of_leaf

@@ -1,0 +1,209 @@
+"""Base class of drafters."""
+
+import dataclasses
+import math
+from typing import Any
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from specjax.interfaces.model import Model
+from specjax.interfaces.model import unsplit
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+if TYPE_CHECKING:
+  from specjax.sampling import LogitsTransform
+
+
+class Drafter:
+  """Proposes tokens for the whole batch: a hashable object.
+
+  A subclass implements `propose`, and `init` and `commit` if it has a state. A
+  chain has a field `gamma`; any other drafter defines `num_nodes`. The other
+  members have defaults.
+
+  The state of a drafter is `state.drafter` in `propose`, which returns the new
+  one. `commit` receives that and returns the state of the next round, whose
+  structure, shapes and dtypes are those of `init`. Only a drafter that a
+  controller or a `Fallback` may leave out of a round must also return this
+  structure from `propose`.
+
+  Attributes:
+    chain, iid, conditional, autoregressive, deterministic, full: capabilities,
+      see `interfaces.CAPABILITIES`.
+    num_uniforms: number of uniforms per row and round. `propose` then receives
+      `[B, num_uniforms]` float32 in [0, 1) in place of keys, which is much
+      cheaper: the loop draws the uniforms of many rounds at once. If None,
+      `propose` receives one PRNG key per row.
+    context_length: longest sequence that it can draft for.
+    grows: True if zeros at the end of the state's arrays are equivalent to a
+      larger capacity, see `Decoder.grow`.
+    shares_pass: True if the verifying pass continues from the target's cache
+      after `propose`, and so cannot read a part of a draft alone. A controller
+      refuses it.
+    reads_cache: True if it reads the target's cache, which must have written
+      all committed tokens.
+    tells: True if `lacking` is known before anything is drawn. A controller
+      then has separate costs for the two kinds of round.
+    proposal: name of the sampling method of its tokens, for tables.
+  """
+
+  chain = False
+  iid = False
+  conditional = False
+  autoregressive = False
+  deterministic = False
+  full = False
+  num_uniforms: int | None = None
+  context_length: float = math.inf
+  grows = True
+  shares_pass = False
+  reads_cache = False
+  tells = False
+  proposal = ""
+
+  @property
+  def num_nodes(self) -> int:
+    """N, the nodes of every draft, the root included."""
+    return self.gamma + 1
+
+  @property
+  def slack(self) -> float:
+    """Number of tokens that can be taken back of its cache without loss."""
+    model = getattr(self, "model", None)
+    return math.inf if model is None else model.slack
+
+  def bind(self, target: Model, transform: "LogitsTransform") -> "Drafter":
+    """Returns the drafter specialised to a target.
+
+    Args:
+      target: target model.
+      transform: transform of the decoder without a temperature: rows have their
+        own, `transform(logits, state.temperature[:, None])`. A drafter that
+        applies `transform.constraints` and `state.constraints`
+        (`decoding.constraining`) drafts no token that these forbid.
+
+    Raises:
+      ValueError: the drafter does not fit the target.
+    """
+    del target, transform
+    return self
+
+  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+           ) -> Any:
+    """Returns the state after the prompts; every leaf has B first."""
+    del params, prompt, prefill_output
+
+  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+              ) -> tuple[Draft, Any]:
+    """Returns the drafts, fields `[B, N]` and `[B, N, V]`, and its state.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      uniforms: `[B, num_uniforms]`, or `[B]` PRNG keys.
+      state: decoding state.
+    """
+    raise NotImplementedError
+
+  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+             target_output: ModelOutput, count: jax.Array) -> Any:
+    """Returns its state after `count [B]` tokens were committed.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      drafter: its state, as `propose` returned it.
+      draft: verified drafts; those of the root alone in a round without drafts.
+      verdict: verdicts.
+      target_output: output of the verifying pass.
+      count: `[B]` int32.
+    """
+    del params, draft, verdict, target_output, count
+    return drafter
+
+  def with_gamma(self, gamma: int) -> "Drafter | None":
+    """Returns the drafter with chains of `gamma` tokens, or None.
+
+    None means that there is no such length. The state must have the same form
+    for every length. The default replaces the field `gamma`.
+    """
+    if dataclasses.is_dataclass(self) and any(
+        field.name == "gamma" for field in dataclasses.fields(self)):
+      return dataclasses.replace(self, gamma=gamma)
+    return None
+
+  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+    """Returns its state after reading tokens of rounds without drafts.
+
+    A drafter that has a model must implement it for use with a controller.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: decoding state.
+      since: `[B]` int32, tokens that it has read before.
+    """
+    del params, since
+    return state.drafter
+
+  def lacking(self, params: Any, state: DecodeState) -> jax.Array:
+    """Returns `[B]` bool, rows in which its second drafter will be asked.
+
+    Only for a drafter that `tells`, such as `Fallback`.
+    """
+    del params
+    return jnp.zeros_like(state.done)
+
+  def follow(self) -> "Drafter":
+    """Returns the drafter for sequences that others extend.
+
+    It is used inside and beside other drafters (`Cascade`, `Fallback`,
+    `Merge`): tokens are taken back, tokens of other drafts are committed, it is
+    not asked in every round, and `commit` receives drafts of others. A drafter
+    with a state must implement it.
+    """
+    return self
+
+  def target_pass(self, target: Model, params: Any, drafter: Any, draft: Draft,
+                  depths: jax.Array, ancestors: jax.Array, cache: Any
+                  ) -> ModelOutput:
+    """Returns the output of the target's pass over the draft.
+
+    A drafter that has run a part of the target overrides it.
+
+    Args:
+      target: target model.
+      params: `{"target": ..., "drafter": ...}`.
+      drafter: its state, as `propose` returned it.
+      draft: drafts with N nodes per row.
+      depths: `[B, N]` int32.
+      ancestors: `[B, N, N]` bool.
+      cache: the target's cache before the round.
+    """
+    del drafter
+    return target(params["target"], draft.tokens, depths, ancestors, cache)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """Returns the `PartitionSpec` of `params["drafter"]`, or of branches of it.
+
+    Args:
+      axis: mesh axis over which the models are split.
+      size: number of devices of the axis.
+
+    Raises:
+      ValueError: the default supports one device only.
+    """
+    return unsplit(self, axis, size)
+
+  @property
+  def catches_up(self) -> bool:
+    """True if it implements `catch_up`."""
+    return type(self).catch_up is not Drafter.catch_up
+
+  @property
+  def can_follow(self) -> bool:
+    """True if it implements `follow`."""
+    return type(self).follow is not Drafter.follow
