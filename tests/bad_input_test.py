@@ -107,7 +107,7 @@ def test_parts_in_the_wrong_place():
       (dict(target=testing.MarkovModel), ["class MarkovModel"]),
       (dict(target=None), ["target is a NoneType", "Model"]),
       (dict(drafter=record), ["drafter is a _Record", "LanguageModel"]),
-      (dict(drafter=model), ["drafter is the model", "LanguageModel"]),
+      (dict(drafter=model), ["drafter is a _NeverRuns", "LanguageModel"]),
       (dict(drafter=draft(model=record, gamma=2)),
        ["LanguageModel.model is a _Record", "`.model`"]),
       (dict(drafter=draft(model=testing.MarkovModel, gamma=2)),

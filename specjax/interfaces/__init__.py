@@ -27,8 +27,8 @@ A verification rule (`specjax.types.Verifier`) has `law`. Optional are
 from specjax.interfaces.cache import Cache
 from specjax.interfaces.cache import CacheFactory
 from specjax.interfaces.cache import map_caches
-from specjax.interfaces.declared import CAPABILITIES
-from specjax.interfaces.declared import capabilities
+from specjax.interfaces.drafter import CAPABILITIES
+from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
 from specjax.interfaces.model import Model
 from specjax.interfaces.parts import bind

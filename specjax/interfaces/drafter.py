@@ -19,6 +19,22 @@ from specjax.types import Verdict
 if TYPE_CHECKING:
   from specjax.sampling import LogitsTransform
 
+CAPABILITIES = {
+    "chain": "every draft is one chain: node i + 1 is below node i, what hangs "
+             "beside it is padding, and every row of `probs` is the law of its "
+             "token given those before it",
+    "iid": "the children of a node are independent draws from one law",
+    "conditional": "every row of `probs` is the law of its token given what "
+                   "came before it, as `Draft` asks",
+    "autoregressive": "q depends on the context alone, not on where the draft "
+                      "began; whether a row is padding may depend on its "
+                      "position, not on the tokens before it",
+    "deterministic": "every row of `probs` is one-hot or padding, so that its "
+                     "token tells the whole law",
+    "full": "no node is padding, so that nobody need look how much was "
+            "drafted",
+}
+
 
 class Drafter:
   """Proposes tokens for the whole batch: a hashable object.
@@ -207,3 +223,17 @@ class Drafter:
   def can_follow(self) -> bool:
     """True if it implements `follow`."""
     return type(self).follow is not Drafter.follow
+
+
+def capabilities(drafter: Drafter) -> frozenset[str]:
+  """Returns the names in `CAPABILITIES` that a drafter declares.
+
+  Raises:
+    ValueError: a declaration is not a bool.
+  """
+  for name in CAPABILITIES:
+    value = getattr(drafter, name)
+    if not isinstance(value, bool):
+      raise ValueError(f"{type(drafter).__name__}.{name} is {value!r}; it must "
+                       "be True or False")
+  return frozenset(name for name in CAPABILITIES if getattr(drafter, name))

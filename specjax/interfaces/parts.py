@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from specjax.interfaces.declared import capabilities
+from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
 from specjax.interfaces.model import Model
 from specjax.sampling import LogitsTransform

@@ -281,7 +281,7 @@ class Cascade(Drafter):
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
-        own, inner, self._drawn_uniforms(inner, uniforms, self.gamma))
+        own, inner, self._round_uniforms(inner, uniforms, self.gamma))
     # Nothing follows a text that the row's limit ended.
     whole = inner.lengths == state.lengths + self.gamma
     return tail.replace(probs=jnp.where(
