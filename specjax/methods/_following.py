@@ -141,17 +141,17 @@ class Following(Drafter):
     return drafter and dataclasses.replace(self, drafter=drafter)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Following":
-    """The same drafter, for this target and its transform."""
+    """Returns the drafter specialised to a target."""
     return dataclasses.replace(
         self, drafter=interfaces.bind(self.drafter, target, transform))
 
   def follow(self) -> "Following":
-    """It does already."""
+    """Returns itself."""
     return self
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Followed:
-    """The drafter's state, and the prompt."""
+    """Returns the drafter's state and the prompt."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
         tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
@@ -160,7 +160,7 @@ class Following(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Followed]:
-    """The drafter's chains; arguments are as it takes them."""
+    """Drafts the drafter's chains."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)
@@ -174,10 +174,10 @@ class Following(Drafter):
   def commit(self, params: Any, drafter: Followed, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Followed:
-    """The drafter's own; the text is compared in the next `propose`."""
+    """Commits the drafter's state; the next `propose` compares tokens."""
     return drafter.replace(drafter=self.drafter.commit(
         params, drafter.drafter, draft, verdict, target_output, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The drafter's, see `specjax.interfaces`."""
+    """Returns the specifications of the drafter."""
     return self.drafter.param_specs(axis, size)

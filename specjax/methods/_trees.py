@@ -118,11 +118,7 @@ class StaticTree(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: a node has more children than there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     if not self.iid and self._most_children > target.vocab_size:
       raise ValueError(
           f"a node has {self._most_children} children and the vocabulary "

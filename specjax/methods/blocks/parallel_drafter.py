@@ -73,12 +73,7 @@ class BlockDrafter(Drafter):
   autoregressive = False  # a law depends on where the block began
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the heads are for another width or vocabulary, the target does
-        not return their features, or the draft is deeper than a block.
-    """
+    """Returns the drafter specialised to a target."""
     self.heads.check_fits(target)
     if self.depth > self.heads.num_forecasts:
       raise ValueError(
@@ -89,7 +84,7 @@ class BlockDrafter(Drafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:
-    """The keys and values of every prompt but its last token."""
+    """Returns the keys and values of the prompts without the last token."""
     batch, columns = prompt.tokens.shape
     empty = self.heads.init_cache(
         params["drafter"], batch, prompt.capacity, self.cache)
@@ -145,7 +140,7 @@ class BlockDrafter(Drafter):
   def commit(self, params: Any, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """The keys and values of what was committed, but for the last token."""
+    """Adds the keys and values of committed tokens except the last."""
     del draft
     path = verdict.path[:, :self.depth + 1]
     hidden = jnp.take_along_axis(
@@ -157,12 +152,12 @@ class BlockDrafter(Drafter):
     return drafter.replace(cache=cache.rollback(before + count))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Nothing: what a round commits is read at once, drafted or not."""
+    """Returns the state unchanged: `commit` reads all tokens."""
     del params, since
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds the whole network, see `specjax.interfaces`."""
+    """Replicates the network."""
     check_divisible("kv_heads of the block-parallel network",
                     self.heads.kv_heads, size, axis)
     return PartitionSpec()
@@ -228,19 +223,14 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     return dataclasses.replace(self, parents=tuple(range(-1, gamma)))
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Parallel":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: as `BlockDrafter.bind`, or a node has more children than there
-        are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
     return _trees.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:
-    """The keys and values of the prompts, and what the stop rule remembers."""
+    """Returns the keys and values of the prompts and the rule's state."""
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
       return state
@@ -249,16 +239,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the heads}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, ParallelState)`, batched.
-    """
+    """Drafts the tree per row."""
     if self.num_nodes == 1:
       return (round_steps.root_only(state, self.heads.vocab_size),
               state.drafter)
@@ -287,7 +268,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def commit(self, params: Any, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """The keys and values of what was committed; the stop rule learns."""
+    """Adds the keys and values of committed tokens; updates the rule."""
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
@@ -345,7 +326,7 @@ class ParallelTree(BlockDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
-    """Drafts a tree for every row; `uniforms [B, 0]` are not drawn."""
+    """Drafts a tree per row."""
     del uniforms
     hidden, logits = self.forecast(params, state)
     if not self._expands:

@@ -59,23 +59,18 @@ class Parts(Drafter):
                  for part in self.drafters)
 
   def follow(self) -> Any:
-    """It does already, for its parts do."""
+    """Returns itself: its parts follow."""
     return self
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> tuple[Any, ...]:
-    """Nothing: its parts find out what they have missed."""
+    """Returns the state unchanged: the parts catch up themselves."""
     del params, since
     return state.drafter
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
-    """The state of each part.
-
-    Raises:
-      ValueError: `params["drafter"]` is no such tuple, or a part has a state
-        that cannot follow.
-    """
+    """Returns the state of each part."""
     states = tuple(part.init(own, prompt, prefill_output) for part, own in
                    zip(self.drafters, self.params_of_parts(params)))
     for part, state in zip(self.drafters, states):
@@ -120,13 +115,13 @@ class Parts(Drafter):
   def commit(self, params: Any, drafter: tuple[Any, ...], draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> tuple[Any, ...]:
-    """The state of each part, which sees the draft of all."""
+    """Commits each part, which receives the draft of all."""
     return tuple(
         part.commit(own, state, draft, verdict, target_output, count)
         for part, own, state in zip(
             self.drafters, self.params_of_parts(params), drafter))
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
-    """Those of each part, see `specjax.interfaces`."""
+    """Returns the specifications of each part."""
     return tuple(part.param_specs(axis, size)
                  for part in self.drafters)

@@ -124,12 +124,7 @@ class Cascade(Drafter):
         rule=interfaces.rule(self.verifier), drafts=True)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabularies differ, the inner parts do not fit each
-        other, or a cache of last tokens has too little slack.
-    """
+    """Returns the drafter specialised to a target."""
     reader = _reader(self.drafter)
     if reader is not None:
       part = "" if reader is self.drafter else (
@@ -151,17 +146,12 @@ class Cascade(Drafter):
     return dataclasses.replace(bound, drafter=drafter)
 
   def follow(self) -> "Cascade":
-    """It does already: it compares texts, see `following`."""
+    """Returns itself: it compares tokens, see `_following`."""
     return self
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> DecodeState:
-    """The inner loop's state after the prompt.
-
-    Raises:
-      ValueError: `params["drafter"]` is something else, or the inner drafter
-        has a state that cannot follow.
-    """
+    """Returns the state of the inner loop after the prompt."""
     own = params["drafter"]
     if not (isinstance(own, Mapping) and "target" in own):
       raise ValueError(
@@ -183,18 +173,7 @@ class Cascade(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row if
-        the inner drafter takes keys.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, inner state)`, batched. Rows that may grow by fewer than gamma
-      tokens get as many.
-    """
+    """Drafts a chain per row."""
     own, before = params["drafter"], state.drafter
     takes_keys = self.num_uniforms is None
     inner = self._resumed(own, state, uniforms if takes_keys else None)
@@ -295,12 +274,12 @@ class Cascade(Drafter):
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> DecodeState:
-    """Nothing: the next `propose` compares the texts."""
+    """Returns the state unchanged: `propose` compares tokens."""
     del params, since
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Those of both stages, see `specjax.interfaces`."""
+    """Returns the specifications of both stages."""
     return {"target": self.model.param_specs(axis, size),
             "drafter": self.drafter.param_specs(axis, size)}
 

@@ -109,12 +109,7 @@ class Fallback(_parts.Parts):
     return draft.drafted.sum(-1) < self.min_tokens
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Fallback":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: one of the two does not fit the target, or `min_tokens` asks
-        how many tokens were drawn.
-    """
+    """Returns the drafter specialised to a target."""
     first, second = self.bound(target, transform)
     if self.min_tokens > 1 and not self._draws_nothing_first:
       raise ValueError(
@@ -129,16 +124,7 @@ class Fallback(_parts.Parts):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, Any]]:
-    """Drafts for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, (state of the first, state of the second))`, batched.
-    """
+    """Drafts a chain or tree per row."""
     draft, first = self.asked(0, params, uniforms, state)
     lacking = self._lacks(draft)
     ask = lambda both: self.asked(

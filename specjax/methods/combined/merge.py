@@ -73,25 +73,12 @@ class Merge(_parts.Parts):
     return 1 + sum(part.num_nodes - 1 for part in self.drafters)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Merge":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: a drafter does not fit the target.
-    """
+    """Returns the drafter specialised to a target."""
     return dataclasses.replace(self, drafters=self.bound(target, transform))
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, ...]]:
-    """Drafts a tree for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1), or a key for each row.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, states)`, batched. The nodes of each drafter stand together.
-    """
+    """Drafts a tree per row."""
     drafts, states = zip(*(self.asked(i, params, uniforms, state)
                            for i in range(len(self.drafters))))
     before = np.cumsum([0, *(part.num_nodes - 1 for part in self.drafters)])

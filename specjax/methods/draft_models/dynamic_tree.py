@@ -79,18 +79,14 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "DynamicTree":
-    """The same drafter; of the transform it takes the constraints alone.
-
-    Raises:
-      ValueError: the vocabularies differ, or top_k is larger than they are.
-    """
+    """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     _dynamic_trees.check_top_k(self.top_k, target.vocab_size)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The cache after the prompt, with room for all that is expanded."""
+    """Returns the cache after the prompt, with room for all expanded nodes."""
     del prefill_output
     more = max(0, self._fed - self.num_nodes)
     prompt = prompt.replace(capacity=prompt.capacity + more)
@@ -101,16 +97,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a tree for every row.
-
-    Args:
-      params: `{"drafter": parameters of the model}`.
-      uniforms: `[B, 0]`: nothing is drawn.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, DynamicTreeState)`, batched.
-    """
+    """Drafts a tree per row."""
     del uniforms
     params = params["drafter"]
     logits, cache = _common.feed_last(
@@ -125,14 +112,14 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """The cache with the accepted path moved together."""
+    """Returns the cache with the accepted path compacted."""
     del params, draft, target_output
     cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,
                              self._fed, count)
     return drafter.replace(cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`."""
+    """Returns the specifications of the model."""
     return self.model.param_specs(axis, size)
 
 

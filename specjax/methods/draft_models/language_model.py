@@ -97,23 +97,18 @@ class LanguageModel(_common.DrawnChain):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "LanguageModel":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabularies differ, or a cache of last tokens has too
-        little slack.
-    """
+    """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     round_steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def follow(self) -> _following.Following:
-    """The same drafter for any text, see `specjax.interfaces`."""
+    """Returns a drafter that follows any sequence."""
     return _following.Following(drafter=self)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The cache after the prompt, and what the stop rule remembers."""
+    """Returns the cache after the prompt and the state of the stop rule."""
     del prefill_output
     cache = read_prompt(self.model, self._split(params)[0], prompt).cache
     if self.stop is None:
@@ -127,18 +122,7 @@ class LanguageModel(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: `{"drafter": parameters of the model}`; with a stop rule that has
-        parameters `{"drafter": {"model": ..., "stop": ...}}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, cache)`, batched; with a stop rule `Stopping` in place of the
-      cache, which holds it.
-    """
+    """Drafts a chain per row."""
     if self.gamma == 0:
       return round_steps.root_only(state, self.model.vocab_size), state.drafter
     if self.stop is not None:
@@ -202,7 +186,7 @@ class LanguageModel(_common.DrawnChain):
     return draft, Stopping(cache=cache.settle(), rule=kept)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Reads what rounds without a draft added; see `specjax.interfaces`."""
+    """Reads the tokens of rounds without drafts."""
     if self.stop is None:
       return _common.catch_up(
           self.model, params["drafter"], state, state.drafter, since)
@@ -212,7 +196,7 @@ class LanguageModel(_common.DrawnChain):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """What the stop rule learns from the round.
+    """Updates the state of the stop rule.
 
     The cache stays: the next `propose` rolls it back by itself.
     """
@@ -223,7 +207,7 @@ class LanguageModel(_common.DrawnChain):
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`; a stop rule's are everywhere."""
+    """Returns the model's specifications; replicates a stop rule's."""
     specs = self.model.param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs

@@ -165,19 +165,14 @@ class Online(_common.DrawnChain):
     return self.model.context_length
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Online":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabularies differ, or a cache of last tokens has too
-        little slack.
-    """
+    """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     round_steps.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Learner:
-    """The cache after the prompt, and a correction of nothing."""
+    """Returns the cache after the prompt and a zero correction."""
     del prefill_output
     output = read_prompt(self.model, params["drafter"], prompt)
     batch, width = len(prompt.lengths), output.hidden.shape[-1]
@@ -211,7 +206,7 @@ class Online(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Learner]:
-    """Drafts a chain for every row; see `LanguageModel.propose`."""
+    """Drafts a chain per row."""
     before = state.drafter
     own = {"model": params["drafter"], "correction": before.correction}
     draft, cache = self._drafter.propose(
@@ -221,7 +216,7 @@ class Online(_common.DrawnChain):
   def commit(self, params: Any, drafter: Learner, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Learner:
-    """A step, where the round has something to learn from."""
+    """Takes a gradient step in rows with something to learn from."""
     place = jnp.arange(self.num_nodes, dtype=jnp.int32)
     stop = verdict.num_accepted[:, None]
     weights = {"rejected": (place == stop) & (stop < self.gamma),
@@ -257,7 +252,7 @@ class Online(_common.DrawnChain):
     return optax.apply_updates(correction, updates), optimizer
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`."""
+    """Returns the specifications of the model."""
     return self.model.param_specs(axis, size)
 
 

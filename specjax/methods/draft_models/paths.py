@@ -100,18 +100,14 @@ class Paths(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "Paths":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabularies differ.
-    """
+    """Returns the drafter specialised to a target."""
     for model in self.models:
       _common.check_vocabulary(model, target)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The cache of each model after the prompt."""
+    """Returns the cache of each model after the prompt."""
     del prefill_output
     params = params["drafter"]
     if not isinstance(params, (tuple, list)) or len(params) != len(self.models):
@@ -122,16 +118,7 @@ class Paths(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the paths of every row and packs them.
-
-    Args:
-      params: `{"drafter": (parameters of each model, ...)}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, caches)`, batched. Node 1 + d * K + k is token d of path k.
-    """
+    """Drafts paths per row; node 1 + d * K + k is token d of path k."""
     draw = _trees.drawer("iid", self.transform, state.temperature)
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
     used = 0
@@ -168,7 +155,7 @@ class Paths(Drafter):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """The cache of a single model with the accepted path moved together."""
+    """Returns the caches; that of a single model has the accepted path."""
     del params, draft, target_output
     if not self.iid:
       return drafter
@@ -178,7 +165,7 @@ class Paths(Drafter):
     return (_common.keep_path(drafter[0], slots, verdict.path, size, count),)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Those of each model, see `specjax.interfaces`."""
+    """Returns the specifications of each model."""
     return tuple(model.param_specs(axis, size)
                  for model in self.models)
 

@@ -68,33 +68,19 @@ class TreeLanguageModel(_trees.StaticTree):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "TreeLanguageModel":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabularies differ, or a node has more children than
-        there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     return super().bind(target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The cache after the prompt."""
+    """Returns the cache after the prompt."""
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: `{"drafter": parameters of the model}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, cache)`, batched.
-    """
+    """Drafts the tree per row."""
     if self.num_nodes == 1:
       return round_steps.root_only(state, self.model.vocab_size), state.drafter
 
@@ -110,14 +96,14 @@ class TreeLanguageModel(_trees.StaticTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """The cache with the accepted path moved together."""
+    """Returns the cache with the accepted path compacted."""
     del params, draft, target_output
     slots, size = _trees.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
     return _common.keep_path(drafter, slots, verdict.path, size, count)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`."""
+    """Returns the specifications of the model."""
     return self.model.param_specs(axis, size)
 
 

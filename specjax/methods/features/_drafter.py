@@ -62,12 +62,12 @@ class LayerDrafter(Drafter):
     return self.heads.context_length
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Nothing, see above."""
+    """Returns the state unchanged: `commit` reads all tokens."""
     del params, since
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds the whole, see `specjax.interfaces`."""
+    """Replicates the heads."""
     del axis, size
     return PartitionSpec()
 

@@ -59,7 +59,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The modules' caches after the prompt, and its last features."""
+    """Returns the caches after the prompt and its last features."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
     chunks, causal = _drafter.chunked(prompt, prefill_output)
@@ -140,7 +140,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
   def commit(self, params: Any, drafter: ModulesState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ModulesState:
-    """The features of what was accepted after those that are kept."""
+    """Appends the features of the accepted tokens."""
     if draft.tokens.shape[1] == 1:  # a round in which nobody drafted
       drafter = self.read(params, drafter)
     heads, size = self.heads, self.window

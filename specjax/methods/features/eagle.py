@@ -102,21 +102,12 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The layer's cache after the prompt, and its output there."""
+    """Returns the layer's cache and output after the prompt."""
     return _drafter.read_prompt(self.heads, params, prompt, prefill_output)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the layer}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, FeatureState)`, batched.
-    """
+    """Drafts a chain or tree per row."""
     if self.num_nodes == 1:
       return round_steps.root_only(state, self.heads.vocab_size), state.drafter
     step, carry, logits = _drafter.growing(self.heads, params, state.drafter)
@@ -128,7 +119,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
   def commit(self, params: Any, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
-    """The layer's state with the true features of what was accepted."""
+    """Reads the target's features of the accepted tokens."""
     return _drafter.read_round(self.heads, params, drafter, draft, verdict,
                                target_output, count, self.depth)
 
@@ -161,17 +152,13 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     return self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform) -> "EagleChain":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the layer does not fit the target.
-    """
+    """Returns the drafter specialised to a target."""
     self.check_heads(target, 1)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> FeatureState:
-    """The layer after the prompt, and what the stop rule remembers."""
+    """Returns the layer's state and that of the stop rule."""
     state = super().init(self._layer(params), prompt, prefill_output)
     if self.stop is None:
       return state
@@ -184,7 +171,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """As of a `FeatureDrafter`; with a stop rule no token is drawn in vain."""
+    """Drafts a chain per row."""
     if self.stop is None or self.gamma == 0:
       return super().propose(self._layer(params), uniforms, state)
     own = state.drafter
@@ -197,7 +184,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
   def commit(self, params: Any, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
-    """The layer's state after a round, and what the stop rule learns of it."""
+    """Updates the states of the layer and of the stop rule."""
     state = super().commit(self._layer(params), drafter, draft, verdict,
                            target_output, count)
     if self.stop is None:
@@ -233,11 +220,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
   transform: LogitsTransform | None = None
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Eagle":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the layer does not fit the target or the tree.
-    """
+    """Returns the drafter specialised to a target."""
     self.check_heads(target, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
@@ -270,11 +253,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "DynamicEagle":
-    """The same drafter; of the transform it takes the constraints alone.
-
-    Raises:
-      ValueError: the layer does not fit the target, or has too few tokens.
-    """
+    """Returns the drafter specialised to a target."""
     self.check_heads(target, self.top_k)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
@@ -336,11 +315,7 @@ class SampledEagle(FeatureDrafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "SampledEagle":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the layer does not fit the target or the tree.
-    """
+    """Returns the drafter specialised to a target."""
     self.check_heads(target, 1 if self.iid else self.children)
     return _common.with_transform(self, transform)
 

@@ -117,26 +117,13 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     return self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform) -> "MTP":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the modules are for another target.
-    """
+    """Returns the drafter specialised to a target."""
     self.heads.check_target(target)
     return _common.with_transform(self, transform)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the modules}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, ModulesState)`, batched.
-    """
+    """Drafts a chain per row."""
     heads, own = self.heads, state.drafter
     u = uniforms.reshape(len(own.held), self.gamma, UNIFORMS_A_DRAW)
     last = jnp.maximum(own.held - 1, 0)[:, None]
@@ -214,27 +201,14 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     return self.depth
 
   def bind(self, target: Model, transform: LogitsTransform) -> "MTPTree":
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the modules are for another target, or know too few tokens.
-    """
+    """Returns the drafter specialised to a target."""
     self.heads.check_target(target)
     _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the modules}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, ModulesState)`, batched.
-    """
+    """Drafts a chain or tree per row."""
     own = state.drafter
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,

@@ -106,12 +106,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
-    """The same drafter, with the target's transform unless it has its own.
-
-    Raises:
-      ValueError: the heads are for another width or vocabulary, there are too
-        few of them, or a node has more children than there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     check_fits(self.heads, target)
     if self.depth > self.heads.heads:
       raise ValueError(
@@ -122,7 +117,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """The hidden state before the last token of every prompt."""
+    """Returns the hidden state before the last token of each prompt."""
     del params
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
@@ -130,16 +125,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the heads}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, Forecast)`, batched.
-    """
+    """Drafts the tree per row."""
     forecast = state.drafter
     if self.num_nodes == 1:
       return round_steps.root_only(state, self.heads.vocab_size), forecast
@@ -173,11 +159,11 @@ class HeadsDrafter(_trees.StaticTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """The hidden state before the last committed token."""
+    """Returns the hidden state before the last committed token."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds all heads, see `specjax.interfaces`."""
+    """Replicates the heads."""
     del axis, size
     return PartitionSpec()

@@ -159,16 +159,7 @@ class Hydra(_forecasts.HeadsDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: `{"target", "drafter": parameters of the heads}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, Forecast)`, batched.
-    """
+    """Drafts the tree per row."""
     forecast, roots = state.drafter, round_steps.roots(state)
     if self.num_nodes == 1:
       return round_steps.root_only(state, self.heads.vocab_size), forecast

@@ -278,11 +278,7 @@ class PaSS(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "PaSS":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the target holds no look-ahead tokens, or others.
-    """
+    """Returns the drafter specialised to a target."""
     wants = (self.embeddings.count, self.embeddings.width)
     config = getattr(target, "config", None)
     has = (getattr(config, "lookahead", 0), getattr(config, "width", 0))
@@ -296,7 +292,7 @@ class PaSS(Drafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Nothing that is known: a prompt is read without look-ahead tokens."""
+    """Returns an unknown forecast: prompts have no look-ahead tokens."""
     del params, prefill_output
     if not self.folded:
       return None
@@ -307,16 +303,7 @@ class PaSS(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: `{"target"}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`; its target cache is read as it is.
-
-    Returns:
-      `(Draft, drafter state)`, batched.
-    """
+    """Drafts a chain per row."""
     roots = round_steps.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
@@ -380,7 +367,7 @@ class PaSS(Drafter):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """What was forecast where the round stopped."""
+    """Returns the forecast at the node where the round stopped."""
     del params, draft
     if not self.folded:
       return drafter
@@ -390,7 +377,7 @@ class PaSS(Drafter):
     return drafter.advance(logits, verdict, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """There are no parameters beside the target's."""
+    """Returns one specification: there are no parameters."""
     del axis, size
     return PartitionSpec()
 

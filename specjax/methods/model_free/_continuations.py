@@ -125,12 +125,7 @@ class CountDrafter(Drafter):
     return UNIFORMS_A_DRAW * (self.num_nodes - 1) if drawn else 0
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: it was made for another vocabulary, or a node of its tree has
-        more children than there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     if self.vocab_size is not None:
       _common.check_target_size(self.vocab_size, target)
     if self.parents is not None and self._most_children > target.vocab_size:
@@ -143,11 +138,11 @@ class CountDrafter(Drafter):
 
   def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> None:
-    """Nothing: there is no state."""
+    """Does nothing: there is no state."""
     del params, drafter, draft, verdict, target_output, count
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds a whole datastore, see `specjax.interfaces`."""
+    """Replicates the datastore."""
     del axis, size
     return PartitionSpec()
 

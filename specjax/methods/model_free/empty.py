@@ -37,18 +37,18 @@ class Empty(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "Empty":
-    """The same drafter, for this target."""
+    """Returns the drafter specialised to a target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """A draft of N = 1 node for each of the B rows."""
+    """Returns the root alone."""
     del params, uniforms
     return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """There are no parameters to split."""
+    """Returns one specification: there are no parameters."""
     del axis, size
     return PartitionSpec()
 

@@ -76,11 +76,7 @@ class _Lookup(Drafter):
                        f"{', '.join(_PREFERENCES)}")
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """The same drafter, for this target: it needs no transform.
-
-    Raises:
-      ValueError: it was made for another vocabulary.
-    """
+    """Returns the drafter specialised to a target."""
     del transform
     if self.vocab_size is not None:
       _common.check_target_size(self.vocab_size, target)
@@ -88,16 +84,7 @@ class _Lookup(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts a chain for every row; one without a match is padding.
-
-    Args:
-      params: unused: there are none.
-      uniforms: `[B, 0]`.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, None)`, batched.
-    """
+    """Drafts a chain per row, padding in rows without a match."""
     del params, uniforms
     tokens, _ = self._copied(state)
     return _common.deterministic(
@@ -105,11 +92,11 @@ class _Lookup(Drafter):
 
   def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> None:
-    """Nothing: there is no state."""
+    """Does nothing: there is no state."""
     del params, drafter, draft, verdict, target_output, count
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """There are no parameters to split."""
+    """Returns one specification: there are no parameters."""
     del axis, size
     return PartitionSpec()
 
@@ -168,11 +155,7 @@ class Reference(_Lookup):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Nothing: the texts are in the context.
-
-    Raises:
-      ValueError: the context has no such texts.
-    """
+    """Checks that the context has reference texts."""
     super().init(params, prompt, prefill_output)
     _references(prompt.context)
 

@@ -119,12 +119,7 @@ class Recycling(Drafter):
     return self.chain  # siblings differ
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
-    """The same drafter, for this target: it needs no transform.
-
-    Raises:
-      ValueError: it was made for another vocabulary, or a node has more
-        children than there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     del transform
     if self.vocab_size is not None:
       _common.check_target_size(self.vocab_size, target)
@@ -136,16 +131,12 @@ class Recycling(Drafter):
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
   def follow(self) -> "Recycling":
-    """It learns from any draft, see `specjax.interfaces`."""
+    """Returns itself: it learns from any draft."""
     return self
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
-    """The table of every row, `[B, V, K]`.
-
-    Raises:
-      ValueError: `params["drafter"]` is no table of this size.
-    """
+    """Returns the table of each row, `[B, V, K]`."""
     del prefill_output
     shape = (self.vocab_size, self.num_successors)
     known = params.get("drafter")
@@ -162,16 +153,7 @@ class Recycling(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, jax.Array]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, 0]`.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, table)`, batched.
-    """
+    """Drafts the tree per row."""
     del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
     tokens = round_steps.roots(state)[:, None]
@@ -187,7 +169,7 @@ class Recycling(Drafter):
   def commit(self, params: Any, drafter: jax.Array, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> jax.Array:
-    """The table with what the target found likely at the nodes of the round.
+    """Enters the target's likeliest tokens at all nodes of the round.
 
     Rows that committed nothing, such as those that are done, keep theirs.
     """
@@ -210,7 +192,7 @@ class Recycling(Drafter):
         likeliest.astype(drafter.dtype), mode="drop")
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Every device holds the whole first table, see `specjax.interfaces`."""
+    """Replicates the first table."""
     del axis, size
     return PartitionSpec()
 

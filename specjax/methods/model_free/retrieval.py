@@ -97,11 +97,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Nothing: there is no state.
-
-    Raises:
-      ValueError: there is no datastore, or it does not fit.
-    """
+    """Does nothing: there is no state."""
     del prompt, prefill_output
     store = params.get("drafter")
     if not isinstance(store, Datastore):
@@ -117,16 +113,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts for every row; one without a match is padding.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, None)`, batched.
-    """
+    """Drafts a chain or tree per row, padding in rows without a match."""
     following, alive = self._matches(params["drafter"], state)
     batch = alive.shape[0]
     if self.nodes is not None:

@@ -138,11 +138,7 @@ class Suffix(_continuations.CountDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Nothing: there is no state.
-
-    Raises:
-      ValueError: the datastore is none, or of other tokens than the target's.
-    """
+    """Does nothing: there is no state."""
     del prompt, prefill_output
     store = _store(params)
     if store is not None:
@@ -150,16 +146,7 @@ class Suffix(_continuations.CountDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts for every row; one without a match is padding.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, None)`, batched.
-    """
+    """Drafts a chain or tree per row, padding in rows without a match."""
     found, store = self._own(state), _store(params)
     if store is not None:
       other = self._stored(store, state)

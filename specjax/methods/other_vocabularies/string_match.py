@@ -93,18 +93,14 @@ class StringMatch(reading_lib.Reader):
           f"{self.model.vocab_size}, or the model's own tokenizer")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "StringMatch":
-    """The same drafter: it needs no transform.
-
-    Raises:
-      ValueError: the tokenizer is that of another target.
-    """
+    """Returns the drafter specialised to a target."""
     del transform
     _common.check_target_size(self.texts.target_size, target)
     return self
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
-    """The prompt in the drafter's tokens, read."""
+    """Reads the prompts in the drafter's tokens."""
     del prefill_output
     width = self._columns(prompt)
     ids, count = jax.pure_callback(
@@ -117,16 +113,7 @@ class StringMatch(reading_lib.Reader):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, 0]`.
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, reading)`, batched.
-    """
+    """Drafts a chain per row."""
     del uniforms
     model, room = params["drafter"], self._room(state.tokens.shape[1])
     reading = self._read(state, room)
@@ -197,7 +184,7 @@ class StringMatch(reading_lib.Reader):
     return tokens.T, finite.all(0), cache.settle()
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`."""
+    """Returns the specifications of the model."""
     return self.model.param_specs(axis, size)
 
 

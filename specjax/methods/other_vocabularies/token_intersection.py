@@ -103,17 +103,13 @@ class TokenIntersection(reading_lib.Reader):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "TokenIntersection":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the vocabulary is that of another target.
-    """
+    """Returns the drafter specialised to a target."""
     _common.check_target_size(self.target_size, target)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
-    """The prompt in the drafter's tokens, read."""
+    """Reads the prompts in the drafter's tokens."""
     del prefill_output
     own = params["drafter"]
     vocabulary = own["vocabulary"]
@@ -126,16 +122,7 @@ class TokenIntersection(reading_lib.Reader):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: see above.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, reading)`, batched.
-    """
+    """Drafts a chain per row."""
     model, vocabulary = (
         params["drafter"][name] for name in ("model", "vocabulary"))
     room = self._room(state.tokens.shape[1])
@@ -185,7 +172,7 @@ class TokenIntersection(reading_lib.Reader):
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
-    """The committed text in the drafter's tokens; see `specjax.interfaces`.
+    """Spells the committed tokens in the drafter's vocabulary.
 
     All of it is spelled anew, whatever was read before: the cache is kept as
     far as it is the same, and `propose` reads the rest. A row that was lost
@@ -200,7 +187,7 @@ class TokenIntersection(reading_lib.Reader):
         none, ids, count, state.lengths, room)
 
   def follow(self) -> _following.Following:
-    """The same, beside or inside of other drafters; see `interfaces`."""
+    """Returns a drafter that follows any sequence."""
     return _following.Following(drafter=self)
 
   def _spelled(self, vocabulary, tokens, lengths, width):
@@ -233,7 +220,7 @@ class TokenIntersection(reading_lib.Reader):
     return reading.amended(reading.lengths, ids, count, state.lengths, room)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """The model's, see `specjax.interfaces`; the tables are on every device."""
+    """Returns the model's specifications; replicates the tables."""
     return {"model": self.model.param_specs(axis, size),
             "vocabulary": PartitionSpec()}
 

@@ -135,17 +135,13 @@ class Exit(_common.DrawnChain):
     return self.stop is None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the target's layers are not known, or it has too few.
-    """
+    """Returns the drafter specialised to a target."""
     check_exit(self.exit, target)
     return _common.with_transform(self, transform, model=target)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ExitState:
-    """Nothing but what the stop rule remembers."""
+    """Returns the state of the stop rule."""
     del params, prefill_output
     return ExitState(rule=() if self.stop is None else _stopping.first(
         self.stop, len(prompt.lengths)))
@@ -165,16 +161,7 @@ class Exit(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ExitState]:
-    """Drafts a chain for every row.
-
-    Args:
-      params: `{"target": ...}`, and what an exit or a stop rule has.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, ExitState)`, batched.
-    """
+    """Drafts a chain per row."""
     rows, before = state.lengths.shape[0], state.drafter
     u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
     stop_params = self._stop_params(params)
@@ -267,7 +254,7 @@ class Exit(_common.DrawnChain):
   def target_pass(self, target: Model, params: Any, drafter: ExitState,
                   draft: Draft, depths: jax.Array, ancestors: jax.Array,
                   cache: Any) -> ModelOutput:
-    """The rest of the target's pass, see `specjax.interfaces`."""
+    """Runs the rest of the target's pass."""
     if drafter.begun is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)
@@ -282,14 +269,14 @@ class Exit(_common.DrawnChain):
   def commit(self, params: Any, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """What the stop rule learns; the target's cache holds the rest."""
+    """Updates the stop rule; the target's cache has all else."""
     del params, target_output
     rule = drafter.rule if self.stop is None else _stopping.learned(
         self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Of what it has itself, which every device holds."""
+    """Replicates its own parameters."""
     del axis, size
     return PartitionSpec()
 
@@ -301,11 +288,11 @@ class EarlyExit(Exit):
   """
 
   def follow(self) -> "EarlyExit":
-    """The same drafts, for others' verification, see `specjax.interfaces`."""
+    """Returns the drafter without a shared verifying pass."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """The state: the target has read what others drafted."""
+    """Returns the state unchanged: the target has read the tokens."""
     del params, since
     return state.drafter
 

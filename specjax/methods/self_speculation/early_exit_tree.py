@@ -93,29 +93,24 @@ class EarlyExitTree(_trees.StaticTree):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "EarlyExitTree":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the target's layers are not known, it has too few, or a node
-        has more children than there are tokens.
-    """
+    """Returns the drafter specialised to a target."""
     check_exit(self.exit, target)
     return dataclasses.replace(super().bind(target, transform), model=target)
 
   slack = math.inf  # it reads the target's cache
 
   def follow(self) -> "EarlyExitTree":
-    """The same drafts, for others' verification, see `specjax.interfaces`."""
+    """Returns the drafter without a shared verifying pass."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """The state: the target has read what others drafted."""
+    """Returns the state unchanged: the target has read the tokens."""
     del params, since
     return state.drafter
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Nothing: all that it reads is in the target's cache."""
+    """Returns None: it reads the target's cache."""
     del params, prompt, prefill_output
     return None
 
@@ -130,16 +125,7 @@ class EarlyExitTree(_trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree for every row.
-
-    Args:
-      params: `{"target": ...}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, Begun)`, batched.
-    """
+    """Drafts the tree per row."""
     target, rows = params["target"], state.lengths.shape[0]
 
     def read(tokens, depths, ancestors, cache):
@@ -180,7 +166,7 @@ class EarlyExitTree(_trees.StaticTree):
   def target_pass(self, target: Model, params: Any, drafter: Any,
                   draft: Draft, depths: jax.Array, ancestors: jax.Array,
                   cache: Any) -> ModelOutput:
-    """The rest of the target's pass, see `specjax.interfaces`."""
+    """Runs the rest of the target's pass."""
     if drafter is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)
@@ -198,11 +184,11 @@ class EarlyExitTree(_trees.StaticTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Nothing."""
+    """Does nothing: there is no state."""
     del params, drafter, draft, verdict, target_output, count
     return None
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """It has none."""
+    """Returns one specification: there are no parameters."""
     del axis, size
     return PartitionSpec()

@@ -60,12 +60,7 @@ class Hierarchy(Cascade):
     return False  # what is seen depends on where a round began
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the target has no cache of which a part can be read, or the
-        inner parts do not fit each other.
-    """
+    """Returns the drafter specialised to a target."""
     interfaces.bind(self.drafter, target, transform)  # of the same tokens
     name = type(target).__name__
     if not isinstance(target, Transformer) or target.cache is not KVCache:
@@ -93,7 +88,7 @@ class Hierarchy(Cascade):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
-    """Drafts a chain for every row; see `Cascade.propose`."""
+    """Drafts a chain per row."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)
 

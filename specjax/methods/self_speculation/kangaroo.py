@@ -227,11 +227,7 @@ class Kangaroo(Exit):
                        "choose a rule without, such as Confidence")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the adapter is for another target.
-    """
+    """Returns the drafter specialised to a target."""
     check_fits(self.adapter, target)
     return super().bind(target, transform)
 
@@ -241,7 +237,7 @@ class Kangaroo(Exit):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ExitState:
-    """The adapter's cache after the prompt."""
+    """Returns the adapter's cache after the prompt."""
     state = super().init(params, prompt, prefill_output)
     cache = read_prompt(self._adapted, params, prompt).cache
     return state.replace(own=cache.adapter)
@@ -264,7 +260,7 @@ class Kangaroo(Exit):
   def commit(self, params: Any, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """The adapter's cache with the accepted tokens."""
+    """Adds the accepted tokens to the adapter's cache."""
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
     # Its block begins with the root, and all nodes lie in order.

@@ -111,12 +111,7 @@ class Swift(_common.DrawnChain):
     fields.check_at_least("tries", self.tries, 0)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Swift":
-    """The same drafter, for this target and its transform.
-
-    Raises:
-      ValueError: the target's layers are not known, so many parts cannot be
-        left out, or a cache of last tokens has too little slack.
-    """
+    """Returns the drafter specialised to a target."""
     check_whole(target)
     most = max(0, 2 * (target.config.layers - 2) - 1)
     if self.count > most:
@@ -135,7 +130,7 @@ class Swift(_common.DrawnChain):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Skipped:
-    """The first set, of which nothing is known."""
+    """Returns the first set of skipped parts, with score 0."""
     del params, prefill_output
     keep, free = np.ones((self._layers, 2)), 2 * (self._layers - 2)
     spread = np.arange(self.count) * free // self.count
@@ -148,16 +143,7 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
-    """Tries a set where it is time, and drafts a chain for every row.
-
-    Args:
-      params: `{"target": ...}`.
-      uniforms: `[B, num_uniforms]`, uniform in [0, 1).
-      state: the `DecodeState`.
-
-    Returns:
-      `(Draft, Skipped)`, batched.
-    """
+    """Tries a set in rows where one is due, then drafts a chain per row."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
@@ -220,7 +206,7 @@ class Swift(_common.DrawnChain):
     return flat.reshape(keep.shape)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Of what it has itself: nothing."""
+    """Returns one specification: there are no parameters."""
     del axis, size
     return PartitionSpec()
 
