@@ -19,11 +19,11 @@ from specjax.types import Draft
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                 probs: jax.Array) -> Draft:
-  """The batch of drafts that are one tree, below the root of every row.
+  """Returns drafts of one static tree below the root of every row.
 
   Args:
-    state: the `DecodeState`.
-    parents: N entries.
+    state: decoding state.
+    parents: N entries of the tree.
     tokens: `[B, N - 1]` int32 of the nodes below the root.
     probs: `[B, N - 1, V]`, the laws that they were drawn from.
   """
@@ -34,14 +34,14 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
             vocab_size: int) -> Draft:
-  """The batch of drafts that propose what they are given with certainty.
+  """Returns deterministic drafts of given tokens.
 
   Args:
-    state: the `DecodeState`.
+    state: decoding state.
     parents: N entries, of every row's tree.
     tokens: `[B, N - 1]` int32 of the nodes below the root; an id outside of
       [0, V) is padding.
-    vocab_size: V.
+    vocab_size: vocabulary size V.
   """
   known = (tokens >= 0) & (tokens < vocab_size)
   probs = jax.nn.one_hot(jnp.where(known, tokens, -1), vocab_size)
@@ -49,7 +49,7 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 
 class DrawnChain(Drafter):
-  """The base of drafters that draw one chain of `gamma` tokens, in order."""
+  """Base of drafters that sample a chain of `gamma` tokens in order."""
 
   gamma: int
 
@@ -65,7 +65,7 @@ class DrawnChain(Drafter):
 
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
-  """The drafter with the transform that it drafts with, as `bind` returns it.
+  """Returns the drafter with the transform for its draft distributions.
 
   A drafter keeps a transform of its own, with its temperature, truncation and
   bans; one that has None takes the target's. Either way its constraints are the
@@ -75,7 +75,7 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
 
   Args:
     drafter: a frozen dataclass that has `transform`.
-    transform: the target's.
+    transform: transform of the target.
     **changes: other fields that `bind` fills in.
   """
   own = drafter.transform or transform
@@ -84,7 +84,7 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
 
 
 def check_vocabulary(model: Model, target: Model) -> None:
-  """Raises a `ValueError` where a drafter's model has other tokens."""
+  """Raises `ValueError` if a model has another vocabulary than the target."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(
         f"the drafter has {model.vocab_size} tokens and the target "
@@ -94,7 +94,7 @@ def check_vocabulary(model: Model, target: Model) -> None:
 
 
 def check_target_size(size: int, target: Model) -> None:
-  """Raises a `ValueError` where a drafter was made for another target."""
+  """Raises `ValueError` if `size` is not the target's vocabulary size."""
   if size != target.vocab_size:
     raise ValueError(
         f"the drafter was made for a target of {size} tokens and this one has "
@@ -102,7 +102,7 @@ def check_target_size(size: int, target: Model) -> None:
 
 
 def model_step(model: Model, params):
-  """A language model as a `growth` step; it carries its cache."""
+  """Returns a language model as a step of `_trees`; it carries its cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
     out = model(params, tokens, depths, ancestors, cache)
@@ -120,8 +120,8 @@ def feed_last(model: Model, params, state: DecodeState, cache, size: int,
 
   Args:
     model: a `Model`.
-    params: its parameters.
-    state: the `DecodeState`.
+    params: parameters of the model.
+    state: decoding state.
     cache: the model's; it may lack up to `size` of the committed tokens.
     size: tokens to feed.
     more: tokens that are fed after them in this round. If there are any, the
@@ -138,7 +138,7 @@ def feed_last(model: Model, params, state: DecodeState, cache, size: int,
 
 def read_last(model: Model, params, state: DecodeState, cache, size: int,
               more: int = 0):
-  """`feed_last` with the hidden state `[B, F]` of the root between the two."""
+  """Returns `feed_last` with the hidden state `[B, F]` of the root."""
   start = jnp.maximum(state.lengths - size, 0)
   # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
@@ -153,12 +153,12 @@ def read_last(model: Model, params, state: DecodeState, cache, size: int,
 
 def catch_up(model: Model, params, state: DecodeState, cache,
              since: jax.Array, size: int = round_steps.CATCH_UP):
-  """Reads what rounds without a draft have added, a block at a time.
+  """Reads the tokens of rounds without drafts, a block at a time.
 
   Args:
     model: a `Model`.
-    params: its parameters.
-    state: the `DecodeState`; rows that are done are not waited for.
+    params: parameters of the model.
+    state: decoding state; rows that are done are ignored.
     cache: the model's, which holds the first `since [B]` committed tokens.
     since: see above.
     size: tokens of a block.
@@ -183,7 +183,7 @@ def catch_up(model: Model, params, state: DecodeState, cache,
 
 
 def _feed(model, params, state, cache, start, size):
-  """A pass over `size` tokens of the text from `start [B]` on, the cache's."""
+  """Runs the model on `size` committed tokens from `start [B]`."""
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
@@ -191,7 +191,7 @@ def _feed(model, params, state, cache, start, size):
 
 
 def keep_path(cache, slots, path, size: int, count):
-  """Keeps what a drafter computed of the accepted path.
+  """Keeps the keys and values of the accepted path.
 
   The deepest accepted token may never have been fed; `feed_last` of two
   tokens makes up for it and for the extra token.
@@ -202,7 +202,7 @@ def keep_path(cache, slots, path, size: int, count):
       anything for the root and for nodes that were not fed.
     path: `[B, N]` int32, of the verdict.
     size: tokens of the block.
-    count: `[B]` int32, tokens committed.
+    count: number `[B]` int32 of committed tokens.
   """
   below = path[:, 1:size + 1]
   kept = jnp.take_along_axis(slots, below, axis=1)

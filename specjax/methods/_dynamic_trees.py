@@ -1,4 +1,4 @@
-"""Growing a tree whose shape follows the confidence of what predicts it.
+"""Trees whose shape follows the confidence of the draft model.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any `growth` step.
 The value of a node is the product of the probabilities on its path. Every
@@ -17,7 +17,7 @@ from specjax.utils import fields
 
 
 class ExpandedTree(Drafter):
-  """The base of drafters whose tree `expand` grows, and which draw nothing.
+  """Base of deterministic drafters whose tree `expand` grows.
 
   Classes that derive from it are frozen dataclasses that have `depth`, levels
   below the root, `top_k`, nodes expanded of a level and children of each, and
@@ -43,7 +43,7 @@ class ExpandedTree(Drafter):
 
 @struct.dataclass
 class _Frontier:
-  """The `top_k` nodes of a level that are expanded; K = `top_k`.
+  """The K = `top_k` expanded nodes of a level.
 
   Attributes:
     candidates: `[B, K]` int32, their numbers among all candidates.
@@ -62,12 +62,12 @@ class _Frontier:
 
 
 def most_nodes(depth: int, top_k: int) -> int:
-  """Candidates of so many levels, the root included."""
+  """Returns the number of candidates of `depth` levels, with the root."""
   return 1 + top_k + (depth - 1) * top_k**2
 
 
 def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
-  """Raises a `ValueError` where `expand` finds no such tree."""
+  """Raises `ValueError` if `expand` cannot grow such a tree."""
   for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
                              ("num_nodes", num_nodes, 2)):
     fields.check_at_least(name, value, least)
@@ -78,30 +78,30 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
 
 
 def check_top_k(top_k: int, vocab_size: int) -> None:
-  """Raises a `ValueError` where a node cannot have that many children."""
+  """Raises `ValueError` if `top_k` exceeds the vocabulary."""
   if top_k > vocab_size:
     raise ValueError(f"top_k is {top_k}; the vocabulary has {vocab_size} "
                      "tokens: choose at most that")
 
 
 def fed_nodes(depth: int, top_k: int) -> int:
-  """Nodes that `expand` feeds to its step, of all levels together."""
+  """Returns the number of nodes that `expand` feeds to its step."""
   return top_k * (depth - 1)
 
 
 def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
            num_nodes: int):
-  """Grows a tree for every row.
+  """Grows a deterministic tree per row.
 
   Args:
-    step: reads the nodes of a level, see `growth`.
-    carry: of the step.
-    logits: `[B, V]` of the token after the root.
-    roots: `[B]` int32.
-    transform: from logits to confidences.
-    depth: levels below the root, one step each but for the last.
-    top_k: nodes expanded of a level, and children of each.
-    num_nodes: N.
+    step: function that reads the nodes of a level, see `_trees`.
+    carry: initial carry of the step.
+    logits: logits `[B, V]` of the token after the root.
+    roots: last committed tokens `[B]` int32.
+    transform: transform of logits to confidences.
+    depth: number of levels below the root, one step each except the last.
+    top_k: number of expanded nodes per level, and of children of each.
+    num_nodes: number of nodes N.
 
   Returns:
     The batched `Draft`; `[B, N]` int32, where each node lies in the block that
@@ -110,7 +110,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
   batch, vocab_size = logits.shape
 
   def children(logits, values):
-    """Tokens and values `[B, F * top_k]` of the children of F nodes."""
+    """Returns tokens and values `[B, F * top_k]` of the children of F nodes."""
     probs, tokens = jax.lax.top_k(transform(logits), top_k)
     values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
     return tokens.reshape(batch, -1), values.reshape(batch, -1)
@@ -141,7 +141,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
 
 
 def _best(frontier, tokens, values, first):
-  """The next frontier out of the children of this one."""
+  """Returns the next frontier, from the children of this one."""
   top_k = frontier.tokens.shape[1]
   values, chosen = jax.lax.top_k(values, top_k)
   above = (chosen // top_k).astype(jnp.int32)
@@ -155,7 +155,7 @@ def _best(frontier, tokens, values, first):
 
 
 def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
-  """The best candidates of one row as a draft, and their slots `[N]`."""
+  """Returns the best candidates of a row as a draft, and slots `[N]`."""
   # Equal values go to the lower number, hence to the parent.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
@@ -173,7 +173,7 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
 
 
 def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
-  """Nodes of a level that are expanded: the root, then those of each level."""
+  """Returns the number of expanded nodes of each level, the root first."""
   found = [1]
   for _ in range(depth - 1):
     found.append(min(expanded, found[-1] * children))
@@ -181,12 +181,12 @@ def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
 
 
 def num_nodes(depth: int, expanded: int, children: int) -> int:
-  """N, the nodes of the tree, the root included."""
+  """Returns N, the number of nodes, the root included."""
   return 1 + children * sum(level_sizes(depth, expanded, children))
 
 
 def most_expanded(nodes: int, depth: int, children: int) -> int:
-  """The most nodes of a level to expand in a tree of at most `nodes`.
+  """Returns the largest `expanded` for which a tree has at most `nodes` nodes.
 
   At least 1, though such a tree may have more.
   """
@@ -197,20 +197,20 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
 
 def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
-  """Draws a tree for every row.
+  """Samples a tree per row.
 
   Args:
-    step: reads the nodes of a level, see `growth`.
-    carry: of the step.
-    logits: `[B, V]` of the token after the root.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
-    roots: `[B]` int32.
+    step: function that reads the nodes of a level, see `_trees`.
+    carry: initial carry of the step.
+    logits: logits `[B, V]` of the token after the root.
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
+    roots: last committed tokens `[B]` int32.
     draw: see `growth.grow`.
-    confidence: from logits to the probabilities whose product on its path is
-      the score of a node.
-    depth: levels below the root.
-    expanded: nodes of a level that get children: those with the best scores.
-    children: of each.
+    confidence: transform of logits to the probabilities whose product along the
+      path is the score of a node.
+    depth: number of levels below the root.
+    expanded: number of nodes per level that get children, by score.
+    children: number of children of each.
 
   Returns:
     The batched `Draft` and the carry after the last step.

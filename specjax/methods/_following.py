@@ -1,4 +1,4 @@
-"""Drafters whose text does not go on as they drafted it.
+"""Drafters for sequences that others extend.
 
 A drafter that drafts alone knows what was committed since its last draft: a
 part of that draft and one token more. Inside of another drafter it cannot know.
@@ -33,12 +33,13 @@ PASS = 4  # tokens of a pass that catches up
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
-  """`[B]` int32, how many tokens of a text the committed one begins with.
+  """Returns `[B]` int32, the length of the common prefix with the committed
+  tokens.
 
   Args:
     tokens: `[B, T]` int32, T at least the columns of the state's tokens.
     fed: `[B]` int32, how many of them count.
-    state: the `DecodeState`.
+    state: decoding state.
   """
   columns = state.tokens.shape[1]
   at = jnp.arange(columns, dtype=jnp.int32)
@@ -49,14 +50,14 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
 
 def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
               since: jax.Array) -> Any:
-  """A cache of all committed tokens but the root, as a target's must be.
+  """Returns the cache of all committed tokens except the root.
 
   Args:
     model: a `Model`.
-    params: its parameters.
-    state: the `DecodeState`.
+    params: parameters of the model.
+    state: decoding state.
     cache: the model's, with the first `since` committed tokens of every row.
-    since: `[B]` int32.
+    since: number `[B]` int32 of cached tokens.
   """
   # `catch_up` leaves out the last two tokens, and here it must be one.
   longer = state.replace(lengths=state.lengths + 1)
@@ -65,7 +66,7 @@ def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
 
 
 def check_follows(drafter: Drafter, state: Any) -> None:
-  """Refuses a drafter whose state would silently be that of another text.
+  """Raises `ValueError` if a drafter has a state and cannot follow.
 
   Args:
     drafter: what `Drafter.follow` returned.
@@ -84,7 +85,7 @@ def check_follows(drafter: Drafter, state: Any) -> None:
 
 @struct.dataclass
 class Followed:
-  """The state of a `Following`; every leaf has the rows B first.
+  """State of a `Following`; every leaf has the rows B first.
 
   Attributes:
     tokens: `[B, C]` int32, the text that the drafter's cache holds.
@@ -99,7 +100,7 @@ class Followed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Following(Drafter):
-  """A drafter of chains with a cache, for a text that may be any.
+  """Adapter that lets a chain drafter with a cache follow any sequence.
 
   Attributes:
     drafter: it has `catch_up`, see `interfaces`. Its `propose` feeds the

@@ -1,4 +1,4 @@
-"""How drafters ask a rule, and tell it what became of its chains."""
+"""Stop rules inside drafters: chains, memory and updates."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class Learning:
-  """What a drafter keeps for a rule that remembers something over rounds.
+  """State of a rule that learns over rounds.
 
   Attributes:
     memory: the rule's, leaves `[B, ...]`.
@@ -42,7 +42,7 @@ class Learning:
 
 
 def first(rule: StopRule, rows: int) -> Any:
-  """What a drafter keeps for a rule before its first round, of so many rows."""
+  """Returns the state of a rule before its first round."""
   memory = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), rule.init())
   if not jax.tree.leaves(memory):
@@ -52,22 +52,22 @@ def first(rule: StopRule, rows: int) -> Any:
 
 
 def learns(rule: StopRule | None) -> bool:
-  """Whether a rule remembers something over rounds."""
+  """Returns whether a rule has memory over rounds."""
   return rule is not None and bool(jax.tree.leaves(rule.init()))
 
 
 def memory_of(state: Any) -> Any:
-  """What the rule itself remembers of what is kept for it."""
+  """Returns the rule's own memory."""
   return state.memory if isinstance(state, Learning) else state
 
 
 def noted(state: Any, draft: Draft, gamma: int) -> Any:
-  """What is kept for a rule, once its chains are drafted.
+  """Returns the state of a rule after its chains are drafted.
 
   Args:
     state: what was kept.
     draft: the chains, batched.
-    gamma: the most tokens that each of them could have.
+    gamma: maximal length of a chain.
   """
   if not isinstance(state, Learning):
     return state
@@ -76,7 +76,7 @@ def noted(state: Any, draft: Draft, gamma: int) -> Any:
 
 
 def _hashed(draft):
-  """`[B]` uint32, of the tokens below the root; 0 if there are none."""
+  """Returns `[B]` uint32, a hash of the drafted tokens; 0 if there are none."""
   real = draft.drafted[:, 1:]
   place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
   tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
@@ -86,12 +86,12 @@ def _hashed(draft):
 
 
 def begun(rule: StopRule, state: Any, rows: jax.Array) -> tuple[Any, Any]:
-  """`(going, memory)` of all rows at the beginning of a round.
+  """Returns `(going, memory)` of all rows at the start of a round.
 
   Args:
-    rule: a `StopRule`.
+    rule: stop rule.
     state: what is kept for it, see `first`.
-    rows: `[B]` bool, those that draft at all.
+    rows: rows `[B]` bool that draft.
   """
   if isinstance(state, Learning):
     return rows, jax.vmap(rule.start)(state.memory)
@@ -102,21 +102,21 @@ def begun(rule: StopRule, state: Any, rows: jax.Array) -> tuple[Any, Any]:
 
 def ask(rule: StopRule, params: Any, seen: Seen, going: jax.Array, memory: Any
         ) -> tuple[jax.Array, Any]:
-  """The rows whose chains go on `[B]`, and the memory; batched."""
+  """Returns the rows `[B]` whose chains continue, and the memory."""
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
   return going & ~stop, memory
 
 
 def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
             count: jax.Array) -> Any:
-  """What is kept for a rule after a round; batched.
+  """Returns the state of a rule after a round.
 
   Args:
-    rule: a `StopRule`.
+    rule: stop rule.
     state: what `noted` returned.
     draft: of the round, perhaps another drafter's.
-    verdict: of the round.
-    count: `[B]` int32, tokens committed; rows without any learn nothing.
+    verdict: verdicts of the round.
+    count: number `[B]` int32 of committed tokens; rows with 0 learn nothing.
   """
   if not isinstance(state, Learning):
     return state
@@ -139,7 +139,7 @@ Forecast = tuple[jax.Array, jax.Array]
 
 
 def own_params(rule: stop_rules.StopRule | None, own: Any) -> tuple[Any, Any]:
-  """The parameters of what predicts the tokens, and those of the rule.
+  """Returns the parameters of the model and of the rule.
 
   Args:
     rule: a stop rule, or None.
@@ -162,14 +162,14 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
                state: DecodeState, kept: Any, first: Forecast,
                read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
                carry: Any) -> tuple[Draft, Any, Any]:
-  """Draws a chain for every row, in a loop that ends when all rows have.
+  """Samples a chain per row, in a loop that ends when all rows have stopped.
 
   Args:
     rule: that ends them.
-    params: the rule's.
-    transform: of the logits.
+    params: parameters of the rule.
+    transform: transform of the logits.
     uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
-    state: the `DecodeState`.
+    state: decoding state.
     kept: for the rule, see `first`.
     first: of the first token.
     read: `(tokens [B, 1], carry) -> (forecast, carry)`, the token after those.

@@ -1,4 +1,4 @@
-"""Static trees, and growing one level by level, whatever predicts the tokens.
+"""Static trees, sampled level by level, and the sampling of children.
 
 What predicts them is a *step*, a function that reads the nodes of one level
 
@@ -34,7 +34,7 @@ from specjax.types import DecodeState
 
 
 class Level(NamedTuple):
-  """The nodes of one depth that have children.
+  """Nodes of one depth that have children.
 
   Attributes:
     nodes: `[S]` their numbers.
@@ -53,13 +53,14 @@ class Level(NamedTuple):
 
   @property
   def below(self) -> slice:
-    """Where its children are among the N - 1 nodes below the root."""
+    """Slice of its children among the N - 1 nodes below the root."""
     return slice(self.first - 1, self.first - 1 + sum(self.counts))
 
 
 @functools.cache
 def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
-  """The levels of a breadth-first tree that have children, the root first."""
+  """Returns the levels with children of a breadth-first tree, the root
+  first."""
   size = len(parents)
   counts = np.bincount(np.array(parents[1:], np.int64), minlength=size)
   reach, depths = np.eye(size, dtype=bool), np.array(shapes.depths(parents))
@@ -80,7 +81,7 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
 
 
 class StaticTree(Drafter):
-  """The base of drafters that draw the same tree in every round.
+  """Base of drafters with the same tree in every round.
 
   Classes that derive from it are frozen dataclasses that have `parents`
   (breadth-first), `proposal` and `transform`.
@@ -127,13 +128,13 @@ class StaticTree(Drafter):
     return _common.with_transform(self, transform)
 
   def draw(self, step, carry, logits, uniforms, state: DecodeState):
-    """`grow` of this tree, at the temperatures of the rows."""
+    """Samples this tree at the temperatures of the rows."""
     return grow(step, carry, logits, uniforms, self.parents, drawer(
         self.proposal, self.transform, state.temperature))
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
-  """Where each node lies in the block that `grow` feeds, and its size.
+  """Returns the slot of each node in the block that `grow` feeds, and its size.
 
   Returns:
     `[N]` int32, 0 for the root and for leaves, which are not fed.
@@ -145,13 +146,13 @@ def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
 
 
 def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
-  """Draws a tree of N nodes, level by level.
+  """Samples a tree of N nodes level by level.
 
   Args:
-    step: reads the nodes of a level, see above.
-    carry: of the step, such as a model's cache with all committed tokens.
-    logits: `[B, V]` of the token after the root.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    step: function that reads the nodes of a level, see `_trees`.
+    carry: initial carry of the step, such as a cache with all committed tokens.
+    logits: logits `[B, V]` of the token after the root.
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
     parents: of the tree, breadth-first, N at least 2.
     draw: `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW]) ->
       (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
@@ -180,13 +181,13 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
 
 def iid(logits, counts, uniforms, transform):
-  """Independent draws from q; equal siblings happen and must be kept."""
+  """Samples children independently; equal siblings are kept."""
   probs = transform(logits)[_parents(counts)]
   return _drawn(probs, uniforms), probs
 
 
 def without_replacement(logits, counts, uniforms, transform):
-  """Draws from q renormalised without the earlier siblings, in that order.
+  """Samples children without replacement, each from the renormalised rest.
 
   Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
   arXiv:2402.12374). One inverse CDF a draw costs less than Gumbel noise over
@@ -211,7 +212,7 @@ def without_replacement(logits, counts, uniforms, transform):
 
 
 def top_k(logits, counts, uniforms, transform):
-  """The likeliest tokens, with certainty; the temperature does not matter."""
+  """Returns the most likely tokens as deterministic children."""
   del uniforms
   best, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   nodes = _parents(counts)
@@ -223,7 +224,7 @@ def top_k(logits, counts, uniforms, transform):
 
 
 def hybrid(logits, counts, uniforms, transform):
-  """One draw from q outside the K - 1 likeliest tokens S, and then S.
+  """Samples one child outside the K - 1 most likely tokens S, and adds S.
 
   Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The drawn token is tried
   first; then acceptance is p(S) + sum_{x not in S} min(p, q'), the most that
@@ -246,29 +247,29 @@ _drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
-  """`[M]`, the node above each child."""
+  """Returns `[M]`, the parent of each child."""
   return np.repeat(np.arange(len(counts)), counts)
 
 
 def _first_children(counts):
-  """`[n]`, the place of each node's first child."""
+  """Returns `[n]`, the index of each node's first child."""
   return np.cumsum([0, *counts[:-1]])
 
 
 def _ranks(counts):
-  """`[M]`, how many earlier siblings a child has."""
+  """Returns `[M]`, the number of earlier siblings of each child."""
   return np.arange(sum(counts)) - _first_children(counts)[_parents(counts)]
 
 
 def allowed(logits: jax.Array, transform: LogitsTransform) -> jax.Array:
-  """The logits by which tokens are ranked: those of banned ones are -inf."""
+  """Returns logits for ranking, with -inf at banned tokens."""
   if not transform.banned:
     return logits
   return logits.at[..., np.array(transform.banned)].set(-jnp.inf)
 
 
 def _law(weights, otherwise):
-  """`weights [n, V]` as laws; certainty of `otherwise [n]` without mass."""
+  """Normalises `weights [n, V]`; rows without mass become `otherwise [n]`."""
   total = jnp.sum(weights, axis=-1, keepdims=True)
   empty = total <= smallest_mass(weights.dtype)
   one_hot = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
@@ -281,18 +282,18 @@ DRAWS = {"iid": iid, "without_replacement": without_replacement,
 
 
 def check_proposal(proposal: str) -> None:
-  """Raises a `ValueError` where no children are drawn in such a way."""
+  """Raises `ValueError` unless `proposal` is a key of `DRAWS`."""
   if proposal not in DRAWS:
     raise ValueError(f"proposal is {proposal!r}; it must be one of "
                      f"{', '.join(DRAWS)}")
 
 
 def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
-  """A function that draws the children of a level for a whole batch.
+  """Returns a function that samples the children of a level for a batch.
 
   Args:
     proposal: a key of `DRAWS`.
-    transform: from logits to laws.
+    transform: transform of logits to probabilities.
     temperature: `[B]`, used where the transform has none of its own.
 
   Returns:

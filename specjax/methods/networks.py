@@ -1,4 +1,4 @@
-"""What heads of every kind share: their protocol, sizes and the LM head."""
+"""Protocol of heads, sizes and the LM head."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Params = Mapping[str, Any]
 
 @runtime_checkable
 class Heads(Protocol):
-  """What a target drafts for itself with; its parameters are kept apart.
+  """Networks with which a target drafts for itself.
 
   A frozen dataclass of sizes that JSON can hold, so that files keep it.
 
@@ -39,23 +39,23 @@ class Heads(Protocol):
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """Heads of the target's sizes that forecast `count` tokens."""
+    """Returns heads of the target's sizes that predict `count` tokens."""
 
   def init(self, key: jax.Array, target_params: Params) -> Params:
-    """Float32 parameters to begin with, for a target's parameters."""
+    """Returns initial float32 parameters for a target's parameters."""
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`, what a decoder drafts with them."""
+    """Returns `(target, {"target", "drafter"})` for a decoder."""
 
 
 def lm_head(params: Params) -> jax.Array:
-  """`[D, V]`, the output head of a `Transformer`'s parameters."""
+  """Returns `[D, V]`, the output head of a `Transformer`'s parameters."""
   return params["head"] if "head" in params else params["embedding"].T
 
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-  """`[..., D]`, `[D, V]` -> `[..., V]`, summed in float32 at least."""
+  """Multiplies `[..., D]` by `[D, V]`, with sums in at least float32."""
   return jnp.einsum("...d,dv->...v", hidden, matrix,
                     preferred_element_type=(
                         jnp.promote_types(hidden.dtype, jnp.float32)))
@@ -63,7 +63,8 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
           ) -> jax.Array:
-  """`[..., V]` of `[..., Vd]`, the logits of the tokens `ids`; others: q = 0.
+  """Expands logits `[..., Vd]` of tokens `ids` to `[..., V]`; others have q =
+  0.
 
   Without ids they are whole already.
   """
@@ -73,7 +74,7 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 
 
 class HiddenStateHeads:
-  """The base of K heads on one hidden state, stacked along their first axis.
+  """Base of K heads on one hidden state, stacked along their first axis.
 
   Classes that derive from it are frozen dataclasses with `width`,
   `vocab_size`, `heads` and `head`, the function of one of them.
@@ -81,34 +82,34 @@ class HiddenStateHeads:
 
   @property
   def num_forecasts(self) -> int:
-    """K, tokens after the next one that are forecast."""
+    """K, the number of tokens predicted after the next one."""
     return self.heads
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """`count` heads of the target's width and vocabulary.
+    """Returns `count` heads of the target's width and vocabulary.
 
     Args:
-      target: that is to draft with them.
-      count: K.
-      **options: the other fields of the class.
+      target: model that will draft with them.
+      count: number of heads K.
+      **options: other fields of the class.
     """
     return cls(width=target.config.width, vocab_size=target.vocab_size,
                heads=count, **options)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    """Returns `(target, {"target", "drafter"})`."""
     return target, {"target": target_params, "drafter": params}
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Logits `[..., K, V]` of all heads; arguments as in `head`."""
+    """Returns logits `[..., K, V]` of all heads; arguments as in `head`."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
 def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
-  """The target's configuration, which has the sizes of the heads.
+  """Returns the target's configuration after a check of width and vocabulary.
 
   Raises:
     ValueError: it is no `Transformer`, or width or vocabulary differ.
@@ -126,7 +127,7 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
 
 
 def check_fits(heads: Heads, target: Model) -> None:
-  """Checks that a target has the hidden states that heads read.
+  """Checks that a target has the hidden states of the heads.
 
   Raises:
     ValueError: width or vocabulary differ, or the target returns other

@@ -24,14 +24,14 @@ _BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """A setting of a method, which a script offers as a flag.
+  """Setting of a method, offered by scripts as a flag.
 
   Attributes:
-    name: of the keyword argument.
-    default: of its type; None is a bool that follows the data: whether the
-      target wrote it itself.
-    help: what it sets, after the method's name.
-    choices: the values that it may take; empty: any.
+    name: name of the keyword argument.
+    default: default value. None is a bool that is True if the target wrote the
+      data.
+    help: description that begins with the method's name.
+    choices: allowed values; empty: any.
   """
 
   name: str
@@ -93,16 +93,15 @@ class LearningRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-  """A way to train and to use what a target drafts for itself with.
+  """Record of a method whose heads are trained.
 
   Attributes:
-    name: what flags and files call it.
-    heads: the class of the heads.
+    name: name in flags and files.
+    heads: class of the heads.
     learning_rate: default peak learning rates of the heads.
-    objective: `(target, heads, **options) -> DrafterObjective`, what is
-      minimised.
-    measure: `(target, heads) -> DrafterObjective`, whose `score` measures the
-      forecasts.
+    objective: training loss, `(target, heads, **options) -> DrafterObjective`.
+    measure: objective whose `score` measures the predictions, `(target, heads)
+      -> DrafterObjective`.
     chain: `heads -> Strategy`, exact on the likeliest chain: by which greedy
       decoding is measured while the heads train.
     strategy: `(heads, verifier, gamma, tree) -> Strategy`, for a rule or None
@@ -110,9 +109,9 @@ class Method:
       parents of a tree.
     compared: `(heads, tree) -> {name: strategies of one drafter}`, what a study
       compares; the first one's rollouts are those that the others share.
-    head_options: of `heads.for_target`.
-    options: of `objective`.
-    tunes_target: whether the target is always trained with its heads. A method
+    head_options: options of `heads.for_target`.
+    options: options of `objective`.
+    tunes_target: True if the target is always trained with its heads. A method
       with the option `train_target` leaves that to its user.
   """
 
@@ -130,7 +129,7 @@ class Method:
   tunes_target: bool = False
 
   def trains_target(self, options: Mapping[str, Any]) -> bool:
-    """Whether the target is trained too, with these values of the options."""
+    """Returns whether the target is trained too, with these options."""
     return self.tunes_target or bool(options.get("train_target", False))
 
 
@@ -151,14 +150,14 @@ class Family(NamedTuple):
 
 
 def chain_of(heads: Heads, gamma: int) -> tuple[int, ...]:
-  """The parents of a chain of gamma tokens, or of all that heads forecast."""
+  """Returns the parents of a chain of min(gamma, K) tokens."""
   return tuple(range(-1, min(gamma, heads.num_forecasts)))
 
 
 def suited(rule: Verifier, chain: Callable[[], Strategy],
            ranked: Callable[[], Strategy], drawn: Callable[[str], Strategy]
            ) -> Strategy:
-  """The pair with drafts of the form that a rule asks for.
+  """Returns the strategy whose drafts have the form that a rule requires.
 
   Args:
     rule: a verifier.

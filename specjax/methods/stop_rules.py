@@ -13,13 +13,13 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Seen:
-  """What a rule may look at, of one row and at one place of its chain.
+  """Inputs of a rule at one position of one row's chain.
 
   Attributes:
-    place: `[]` int32, k - 1: drafted tokens before x_k.
-    probs: `[V]`, q_k, the law of x_k.
-    hidden: `[F]`, the drafter's hidden state that q_k was computed from.
-    token: `[]` int32, x_k for a rule that `keeps`, else the token before it.
+    place: number k - 1 of drafted tokens before x_k, `[]` int32.
+    probs: distribution q_k `[V]` of x_k.
+    hidden: hidden state `[F]` from which q_k was computed.
+    token: x_k `[]` int32 for a rule that `keeps`, else the token before it.
   """
 
   place: jax.Array
@@ -29,12 +29,12 @@ class Seen:
 
 
 class StopRule:
-  """The base of stop rules: what they may leave out.
+  """Base of stop rules.
 
   Attributes:
-    keeps: True: asked after x_k was drawn, which stays whatever the answer;
-      False: asked before, and if the answer is yes x_k is not drawn.
-    has_params: whether it reads `params["drafter"]["stop"]`.
+    keeps: True if the rule is asked after x_k was sampled, which then stays;
+      False if it is asked before, and then x_k is not sampled.
+    has_params: True if it reads `params["drafter"]["stop"]`.
   """
 
   keeps = True
@@ -60,22 +60,22 @@ class StopRule:
     return kept(self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
   def init(self) -> Any:
-    """What it remembers over rounds, for one row; nothing by default."""
+    """Returns its initial memory over rounds for one row; () by default."""
     return ()
 
   def start(self, state: Any) -> Any:
-    """What it remembers within a round, at its beginning."""
+    """Returns its memory at the start of a round."""
     del state
     return ()
 
   def stops(self, params: Any, seen: Seen, memory: Any
             ) -> tuple[jax.Array, Any]:
-    """Whether the chain ends here, `[]` bool, and the memory; for one row."""
+    """Returns whether the chain of one row ends, `[]` bool, and the memory."""
     raise NotImplementedError
 
   def commit(self, state: Any, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
-    """What it remembers after a round in which its own chain was judged.
+    """Returns its memory after a round in which its own chain was verified.
 
     Args:
       state: what it remembered before.
@@ -90,18 +90,18 @@ class StopRule:
 
 
 def check_share(name: str, value: float) -> None:
-  """Raises a `ValueError` where a number is no share."""
+  """Raises `ValueError` unless a number is in [0, 1]."""
   if not 0 <= value <= 1:
     raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
 
 
 def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
          root: jax.Array, tokens: jax.Array, state: Any = None) -> jax.Array:
-  """How many of a row's tokens a rule lets it draft, `[]` int32.
+  """Returns the number of tokens that a rule lets a row draft, `[]` int32.
 
   Args:
-    rule: a `StopRule`.
-    params: its parameters.
+    rule: stop rule.
+    params: parameters of the model.
     probs: `[gamma, V]`, q_1..q_gamma along the chain.
     hidden: `[gamma, F]`, the hidden states that they were computed from.
     root: `[]` int32.
@@ -126,7 +126,7 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confidence(StopRule):
-  """Ends the chain after a token that the drafter was not sure of.
+  """Ends the chain after a token of low draft probability.
 
   With the drawn token it is the confidence threshold of Hugging Face's assisted
   generation (0.4), with the likeliest that of Kangaroo (Liu et al. 2024,
@@ -134,8 +134,8 @@ class Confidence(StopRule):
   At temperature 0 it never ends a chain, for q_k is one-hot.
 
   Attributes:
-    threshold: the chain ends below it, in [0, 1].
-    likeliest: whether the largest entry of q_k counts, or the drawn token's.
+    threshold: probability below which the chain ends, in [0, 1].
+    likeliest: True to test the largest entry of q_k, False the sampled token's.
   """
 
   threshold: float = 0.4
@@ -151,7 +151,7 @@ class Confidence(StopRule):
 
 @struct.dataclass
 class Adapted:
-  """What an adaptive rule remembers of a row.
+  """Memory of an adaptive rule for a row.
 
   Attributes:
     threshold: `[]` float32.
@@ -164,7 +164,7 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adaptive(StopRule):
-  """Draft & Verify's threshold, which keeps a share of the drafts accepted.
+  """Draft & Verify's threshold, adapted to a target acceptance share.
 
   Zhang et al. 2023 (arXiv:2309.08168); the defaults are their code's. The chain
   ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
@@ -175,7 +175,7 @@ class Adaptive(StopRule):
 
   Attributes:
     threshold: th of the first round, in [0, 1].
-    target: the share of drafted tokens that is to be accepted.
+    target: target share of accepted tokens.
     step: of th' in a round.
   """
 
@@ -211,7 +211,7 @@ class Adaptive(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entropy(Adaptive):
-  """AdaEDL: ends the chain before a token of too high an entropy.
+  """AdaEDL: ends the chain before a token of high entropy.
 
   Agrawal et al. 2024 (arXiv:2410.18351): 1 - sqrt(factor H(q_k)) is a lower
   bound of the acceptance rate, H in nats; x_k is not drawn where it is below a
@@ -221,7 +221,7 @@ class Entropy(Adaptive):
   chain, for q_k is one-hot.
 
   Attributes:
-    factor: of the entropy.
+    factor: factor of the entropy.
   """
 
   keeps = False
@@ -255,8 +255,8 @@ class AcceptanceHead(StopRule):
 
   Attributes:
     threshold: the chain ends where a rejection is likelier, in [0, 1].
-    least: tokens of the shortest chain.
-    depth: residual blocks of the head.
+    least: minimal length of a chain.
+    depth: number of residual blocks of the head.
   """
 
   threshold: float = 0.7
@@ -269,7 +269,7 @@ class AcceptanceHead(StopRule):
     fields.check_fields(self, "least", "depth", least=0)
 
   def init_params(self, key: jax.Array, width: int) -> Any:
-    """A head for hidden states of `width`, which knows nothing yet."""
+    """Returns an untrained head for hidden states of `width`."""
     weights = lambda key, out: {
         "kernel": jax.random.normal(key, (width, out)) * width**-0.5,
         "bias": jnp.zeros((out,))}
@@ -281,7 +281,7 @@ class AcceptanceHead(StopRule):
     return jnp.float32(1)
 
   def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-    """`[..., 2]` of (reject, accept), for `hidden [..., F]`."""
+    """Returns logits `[..., 2]` of (reject, accept), for `hidden [..., F]`."""
     x = hidden.astype(jnp.float32)
     for block in params["blocks"]:
       x = x + jax.nn.silu(x @ block["kernel"] + block["bias"])
@@ -296,7 +296,7 @@ class AcceptanceHead(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler(StopRule):
-  """DSpark's scheduler for one row: drafts while tokens a second increase.
+  """DSpark's scheduler for one row: drafts while tokens per second increase.
 
   arXiv:2607.05147 (Algorithm 1). With confidences c_j, a_k = prod_{j<=k} c_j
   and Theta_k = (1 + a_1 + ... + a_k) speeds[k], the first Theta_k that does not
@@ -336,7 +336,7 @@ class Scheduler(StopRule):
     return self.learned
 
   def confidence(self, params: Any, seen: Seen) -> jax.Array:
-    """c_k `[]`, of q_k, the hidden state and the token before x_k."""
+    """Returns c_k `[]`, from q_k, the hidden state and the token before x_k."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
@@ -390,7 +390,7 @@ def _check_temperatures(temperatures):
 
 
 def _accepted(params, seen, temperatures):
-  """The chance that x_k is accepted, by a head on the hidden state."""
+  """Returns the probability that x_k is accepted, by a head."""
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
     by_place = jnp.array([*temperatures, 1], jnp.float32)

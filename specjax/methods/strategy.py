@@ -1,4 +1,4 @@
-"""The pair that a strategy is, and the rules that methods share."""
+"""Strategies, and the rules that several methods share."""
 
 from typing import Any
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How a slot of a block knows the token before it: DSpark's Markov heads.
+"""Markov heads of DSpark, which condition a slot on the token before it.
 
 arXiv:2607.05147. The slots of a block are computed in one pass, so that their
 laws are a product. A *Markov head* adds to the logits of slot k a bias of low
@@ -28,12 +28,12 @@ KINDS = ("none", "plain", "gated", "rnn")
 
 def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
          draft_size: int | None = None) -> dict[str, Any]:
-  """Float32 parameters of a Markov head, whose bias is 0.
+  """Returns float32 parameters of a Markov head, whose bias is 0.
 
   Args:
-    key: a PRNG key.
-    kind: one of `KINDS` but "none".
-    vocab_size: V.
+    key: PRNG key.
+    kind: type, one of `KINDS` except "none".
+    vocab_size: vocabulary size V.
     width: D, of the slots' hidden states.
     rank: r.
     draft_size: tokens that are forecast; None: V, all.
@@ -54,7 +54,7 @@ def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
 
 
 def first_state(kind: str, params: Params, shape: tuple[int, ...]) -> Any:
-  """What a Markov head remembers before the first slot, `[*shape, r]` or ()."""
+  """Returns the initial state of a Markov head, `[*shape, r]` or ()."""
   if kind != "rnn":
     return ()
   return jnp.zeros((*shape, params["w1"].shape[1]), params["w1"].dtype)
@@ -62,10 +62,10 @@ def first_state(kind: str, params: Params, shape: tuple[int, ...]) -> Any:
 
 def step(kind: str, params: Params, state: Any, hidden: jax.Array,
          before: jax.Array) -> tuple[jax.Array, Any]:
-  """The bias of a slot, given the token before it.
+  """Returns the bias of a slot, given the token before it.
 
   Args:
-    kind: one of `KINDS` but "none".
+    kind: type, one of `KINDS` except "none".
     params: see `init`.
     state: of the slot before, `[..., r]`; () where there is none.
     hidden: `[..., D]`, of the slot.
@@ -87,7 +87,7 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
 
 def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
           ) -> jax.Array:
-  """The biases of the K slots of blocks whose tokens are known.
+  """Returns the biases of the K slots of blocks with known tokens.
 
   Args:
     kind: see `step`.
@@ -111,7 +111,7 @@ def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
 
 
 def _linear(params, *parts):
-  """`[..., sum of inputs] -> [..., outputs]`, in the dtype of the kernel."""
+  """Applies a linear layer to the concatenated parts."""
   kernel = params["kernel"]
   x = jnp.concatenate([part.astype(kernel.dtype) for part in parts], axis=-1)
   return (project(x, kernel) + params["bias"]).astype(kernel.dtype)

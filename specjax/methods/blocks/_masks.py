@@ -1,4 +1,4 @@
-"""Who sees whom where a drafter learns several positions ahead in one pass.
+"""Attention masks for training drafters that predict several positions.
 
 Every query and key is an *element*: it has read the true text up to its
 *anchor* and lies *depth* positions after it. One rule then holds for all:
@@ -45,17 +45,17 @@ class Elements:
 
   @property
   def position(self) -> jax.Array:
-    """`[N]` int32, the place in the row, for rotary positions."""
+    """Position in the row `[N]` int32, for rotary embeddings."""
     return self.anchor + self.depth
 
 
 def text(documents: ArrayLike) -> Elements:
-  """The true tokens of a row, of which `documents [T]` says whose they are."""
+  """Returns the true tokens of a row with documents `[T]`."""
   return steps(documents, 0)
 
 
 def steps(documents: ArrayLike, depth: int) -> Elements:
-  """An element for every token of a row, `depth` positions after it.
+  """Returns an element `depth` positions after every token of a row.
 
   Args:
     documents: `[T]` int32.
@@ -68,12 +68,12 @@ def steps(documents: ArrayLike, depth: int) -> Elements:
 
 
 def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
-  """The slots of blocks, block by block.
+  """Returns the slots of blocks, block by block.
 
   Args:
     first: `[n]` int32, where each block begins: slot 0 is the token there. No
       two are equal, for slots see all that have their anchor.
-    size: slots of a block.
+    size: number of slots of a block.
     documents: `[T]` int32, of the row's tokens.
 
   Returns:
@@ -88,13 +88,13 @@ def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
 
 
 def joined(*parts: Elements) -> Elements:
-  """The elements of all parts, one after the other."""
+  """Concatenates elements."""
   return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def visible(queries: Elements, keys: Elements, causal: bool = True
             ) -> jax.Array:
-  """`[Q, K]` bool: which keys a query sees.
+  """Returns `[Q, K]` bool, the keys that each query attends to.
 
   Args:
     queries: Q elements.

@@ -19,12 +19,12 @@ from specjax.utils import fields
 
 
 def most_nodes(depth: int, vocab_size: int) -> int:
-  """N of the whole tree of all paths of at most `depth` tokens."""
+  """Returns N of the complete tree of paths of at most `depth` tokens."""
   return sum(vocab_size**d for d in range(depth + 1))
 
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises a `ValueError` where `best_tree` finds no such tree."""
+  """Raises `ValueError` if `best_tree` cannot find such a tree."""
   fields.check_at_least("depth", depth, 1)
   fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)
@@ -35,7 +35,8 @@ def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
 
 @functools.cache
 def _pairs(above: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Places above and ranks that can be among the best `size` of a level."""
+  """Returns pairs of parent index and rank that can be among the best
+  `size`."""
   place, rank = np.divmod(np.arange(above * ranks), ranks)
   few = (place + 1) * (rank + 1) <= size
   return place[few], rank[few]
@@ -43,7 +44,7 @@ def _pairs(above: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def best_tree(log_probs: jax.Array, num_nodes: int
               ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The likeliest paths of one sequence, as a tree.
+  """Returns the most likely paths of one sequence as a tree.
 
   Of equal ones that nearest to the root comes first, then that below the
   likelier node, then that of the lower token.

@@ -1,4 +1,4 @@
-"""Drafting from the laws of a block that one pass computes: DFlash, DSpark.
+"""Drafting from the distributions of a block: DFlash, DSpark, DDTree.
 
 DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
 A round costs one pass of a few layers over a block, and with a Markov head a
@@ -47,12 +47,12 @@ from specjax.utils.fields import check_divisible
 
 @struct.dataclass
 class ParallelState:
-  """What a block-parallel drafter keeps between rounds.
+  """State of a block-parallel drafter.
 
   Attributes:
     cache: keys and values of the draft layers, of all committed tokens but the
       root: they are made of the target's features, which the root has not yet.
-    rule: what is kept for a stop rule, see `_stopping.first`; () without one.
+    rule: state of the stop rule; () without one.
   """
 
   cache: Any
@@ -60,7 +60,7 @@ class ParallelState:
 
 
 class BlockDrafter(Drafter):
-  """The base of drafters with a block-parallel network.
+  """Base of drafters with a block-parallel network.
 
   Classes that derive from it are frozen dataclasses with `heads`, `cache`,
   `transform`, `target` (which `bind` fills in), `depth` and `num_nodes`.
@@ -95,13 +95,14 @@ class BlockDrafter(Drafter):
     return ParallelState(cache=cache.rollback(prompt.lengths - 1))
 
   def _extended(self, params, cache, hidden, positions):
-    """The cache with a block of tokens that the target read."""
+    """Returns the cache with a block of tokens that the target read."""
     heads = self.heads
     context = heads.context(params, heads.tap(self.target, hidden))
     return heads.with_context(params, cache, context, positions)
 
   def forecast(self, params: Any, state: DecodeState):
-    """The hidden states `[B, K, D]` and logits `[B, K, Vd]` of every block."""
+    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of every
+    block."""
     hidden = self.heads.block(params["drafter"], params["target"],
                               round_steps.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
@@ -109,7 +110,8 @@ class BlockDrafter(Drafter):
 
   def steps(self, params: Any, state: DecodeState, hidden: jax.Array,
             logits: jax.Array):
-    """A `growth` step, its carry and the logits `[B, V]` after the root.
+    """Returns a step of `_trees`, its carry and the logits `[B, V]` after the
+    root.
 
     The carry are the states of the Markov head at the nodes of a level.
     """
@@ -165,7 +167,7 @@ class BlockDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(BlockDrafter, _trees.StaticTree):
-  """Draws a static tree, or a chain, from the laws of a block.
+  """Samples a static tree or a chain from the distributions of a block.
 
   Without a Markov head all nodes of a depth follow one law (DFlash). With one
   the law of a node depends on the token above it (DSpark), so that q is a true
@@ -176,15 +178,15 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   confidence head, and as `hidden` what that head reads.
 
   Attributes:
-    heads: of the target.
+    heads: heads of the target.
     parents: the tree, at most K deep, see `specjax.trees`; it is put in
       breadth-first order. `range(-1, K)` is a chain of K tokens.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the logits; None takes the decoder's. Any is sound, for q is
-      reported as it was sampled from.
-    stop: one of `methods.stop_rules`, for chains; None: all have K tokens.
+    proposal: sampling method of children, see `TreeLanguageModel`.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
+    stop: stop rule for chains; None: all have K tokens.
     cache: the class of the draft layers' cache.
-    target: the decoder fills it in.
+    target: target model; `bind` sets it.
   """
 
   heads: ParallelHeads
@@ -253,7 +255,8 @@ class Parallel(BlockDrafter, _trees.StaticTree):
         rule=_stopping.noted(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
-    """The laws `[B, K, V]` of chains, 0 from where the rule ends one."""
+    """Returns the distributions `[B, K, V]` of chains, 0 after a rule's
+    stop."""
     own, roots = params["drafter"], round_steps.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
@@ -278,7 +281,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelTree(BlockDrafter):
-  """Drafts the likeliest paths of a block with certainty.
+  """Drafts the most likely paths of a block deterministically.
 
   Of K laws without a Markov head it is DDTree's tree, the best that N nodes
   allow (`slot_trees`). With one, or under constraints, a law depends on the
@@ -287,14 +290,14 @@ class ParallelTree(BlockDrafter):
   target is exact.
 
   Attributes:
-    heads: of the target.
-    num_nodes: N, the root included.
+    heads: heads of the target.
+    num_nodes: number of nodes N, the root included.
     depth: tokens of the longest path, at most K; None: K.
-    top_k: nodes of a level that are expanded, and children of each.
-    transform: from logits to the probabilities of paths; it need not be the
-      decoder's, and at temperature 0 there would be no second best.
+    top_k: number of expanded nodes per level, and of children of each.
+    transform: transform of logits to the probabilities of paths. It is not the
+      decoder's, because at temperature 0 there would be no second best token.
     cache: the class of the draft layers' cache.
-    target: the decoder fills it in.
+    target: target model; `bind` sets it.
   """
 
   heads: ParallelHeads
@@ -352,7 +355,7 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
              parents: Sequence[int] | None = None, proposal: str = "iid",
              verifier: Verifier = BLOCK,
              stop: stop_rules.StopRule | None = None) -> Strategy:
-  """A chain or a tree drawn from the laws of one block.
+  """Samples a chain or a tree from the distributions of a block.
 
   DSpark (arXiv:2607.05147) has a Markov head, by which the laws are conditional
   ones, and DFlash (arXiv:2602.06036) none. They are published with chains and
@@ -366,12 +369,12 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
   ((-1, 0, 1, 2), Block())
 
   Args:
-    heads: of the target.
+    heads: heads of the target.
     gamma: drafted tokens of a chain, at most K; None: K.
-    parents: N entries, a tree with its root, in place of the chain.
-    proposal: how the children of a node are drawn, see `drafters.Parallel`.
-    verifier: a rule for these drafts.
-    stop: one of `methods.stop_rules`, for a chain.
+    parents: draft tree of N nodes, in place of the chain.
+    proposal: sampling method of children, see `drafters.Parallel`.
+    verifier: rule for these drafts.
+    stop: stop rule of a chain.
   """
   if parents is None:
     most = heads.num_forecasts
@@ -382,7 +385,7 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 
 
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
-  """The likeliest paths of one block, and a walk of the target over them.
+  """Drafts the most likely paths of a block for the target's walk.
 
   DDTree (arXiv:2604.12989): without a Markov head, the best tree of the laws.
 
@@ -394,8 +397,8 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   TargetWalk()
 
   Args:
-    heads: of the target.
-    num_nodes: N, the root included.
+    heads: heads of the target.
+    num_nodes: number of nodes N, the root included.
   """
   drafter = ParallelTree(
       heads=heads, num_nodes=num_nodes, top_k=min(10, heads.draft_size))

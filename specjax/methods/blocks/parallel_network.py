@@ -50,15 +50,14 @@ _SHARED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelHeads(TransformerConfig):
-  """The block-parallel network of a target.
+  """Block-parallel network of a target.
 
   An untrained one predicts nothing yet: its masks are as good as equal.
 
   Attributes:
     block_size: slots of a block, the anchor's included.
-    taps: the target's hidden states that are fused, see
-      `TransformerConfig.features`; a "target layer id" i of published files is
-      i + 1 here.
+    taps: fused hidden states of the target, see `TransformerConfig.features`; a
+      "target layer id" i of published files is i + 1 here.
     from_anchor: whether the slot of the anchor predicts the token after it, so
       that K = block_size (DSpark), or only the masks predict, each the token at
       its own place, so that K = block_size - 1 (DFlash).
@@ -121,28 +120,28 @@ class ParallelHeads(TransformerConfig):
 
   @property
   def draft_size(self) -> int:
-    """Vd, how many tokens can be drafted."""
+    """Vd, the number of tokens that can be drafted."""
     return len(self.ids) or self.vocab_size
 
   @property
   def num_forecasts(self) -> int:
-    """K, tokens after the anchor that are forecast."""
+    """K, the number of tokens predicted after the anchor."""
     return self.block_size - (not self.from_anchor)
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, layers: int = 1,
                  mlp_width: int | None = None,
                  taps: str | Sequence[int | str] = (), **options: Any) -> Self:
-    """Heads of the target's sizes that forecast `count` tokens.
+    """Returns heads of the target's sizes that predict `count` tokens.
 
     Args:
-      target: that is to draft with them.
-      count: K.
-      layers: draft layers.
+      target: model that will draft with them.
+      count: number of heads K.
+      layers: number of draft layers.
       mlp_width: of their MLPs; None: the target's.
       taps: the target's hidden states, or a text like "2,4,final";
         nothing: three, evenly from 1 to those before the last layer.
-      **options: the other fields of the class.
+      **options: other fields of the class.
     """
     config = target.config
     if isinstance(taps, str):
@@ -160,7 +159,7 @@ class ParallelHeads(TransformerConfig):
     return heads
 
   def check_taps(self, target: Transformer) -> None:
-    """Raises a `ValueError` where the target has no such hidden states."""
+    """Raises `ValueError` unless the target has the tapped hidden states."""
     for tap in self.taps:
       if tap != FINAL and tap not in range(target.config.layers + 1):
         raise ValueError(
@@ -171,8 +170,8 @@ class ParallelHeads(TransformerConfig):
     """Float32 parameters, by the names of a `Transformer`'s and these.
 
     Args:
-      key: a PRNG key.
-      target_params: of the `Transformer` that the network is for.
+      key: PRNG key.
+      target_params: parameters of the target.
 
     Returns:
       The draft layers and `final_norm`; `fc` and `hidden_norm`, which make H;
@@ -203,7 +202,7 @@ class ParallelHeads(TransformerConfig):
     return params
 
   def tapped(self, target: Transformer) -> Transformer:
-    """The target that returns the hidden states that are fused.
+    """Returns the target with the tapped hidden states as features.
 
     What it returned before, it still does.
     """
@@ -215,7 +214,7 @@ class ParallelHeads(TransformerConfig):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`, the target with its features."""
+    """Returns `(target with features, {"target", "drafter"})`."""
     return self.tapped(target), {"target": target_params, "drafter": params}
 
   def check_fits(self, target: Model) -> None:
@@ -231,12 +230,12 @@ class ParallelHeads(TransformerConfig):
           f"{self.taps}; take the target that heads.attach returns")
 
   def tap(self, target: Transformer, hidden: jax.Array) -> jax.Array:
-    """`[..., m D]`, the taps out of what the target returned."""
+    """Returns the taps `[..., m D]` in the target's features."""
     return jnp.concatenate(
         [target.feature(hidden, tap) for tap in self.taps], axis=-1)
 
   def context(self, params: Params, features: jax.Array) -> jax.Array:
-    """H of tokens: `[B, S, m D] -> [B, S, D]`."""
+    """Fuses features: `[B, S, m D] -> [B, S, D]`."""
     kernel = params["fc"]["kernel"]
     fused = layers_lib.product(features.astype(kernel.dtype), kernel)
     return layers_lib.Norm(self).apply(
@@ -244,7 +243,7 @@ class ParallelHeads(TransformerConfig):
 
   def init_cache(self, params: Params, batch: int, capacity: int,
                  cache: type[Cache] = KVCache) -> Cache:
-    """An empty cache of the draft layers, in the parameters' dtype."""
+    """Returns an empty cache of the draft layers in the parameters' dtype."""
     return cache.empty(
         layers=self.layers, batch=batch, heads=self.kv_heads,
         capacity=capacity, head_dim=self.head_dim,
@@ -252,14 +251,14 @@ class ParallelHeads(TransformerConfig):
 
   def with_context(self, params: Params, cache: Cache, context: jax.Array,
                    positions: jax.Array) -> Cache:
-    """The cache with the keys and values of committed tokens as its block.
+    """Returns the cache with keys and values of committed tokens as its block.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       cache: of the draft layers; `rollback` or `commit` of what is returned
         says how many of the tokens are kept.
       context: H `[B, S, D]`.
-      positions: `[B, S]` int32.
+      positions: positions `[B, S]` int32.
     """
     alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
     tables = layers_lib.RotaryTables.of(self, positions, context.dtype)
@@ -272,7 +271,8 @@ class ParallelHeads(TransformerConfig):
 
   def slots(self, params: Params, target_params: Params, anchors: jax.Array
             ) -> jax.Array:
-    """`[..., block_size, D]`, what blocks read after `anchors [...]`."""
+    """Returns the inputs `[..., block_size, D]` of blocks after `anchors
+    [...]`."""
     table = target_params["embedding"]
     dtype = params["fc"]["kernel"].dtype
     mask = (params["mask"] if self.mask_token is None
@@ -286,12 +286,12 @@ class ParallelHeads(TransformerConfig):
 
   def read(self, params: Params, slots: jax.Array, positions: jax.Array,
            visible: jax.Array, cache: Cache) -> jax.Array:
-    """The hidden states of slots, after the last norm.
+    """Returns the hidden states of slots after the last norm.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       slots: `[B, S, D]`, of one block or of several.
-      positions: `[B, S]` int32.
+      positions: positions `[B, S]` int32.
       visible: `[B, S, T]` bool, as `ancestors` of `Cache.attend`; the cache's
         committed tokens are seen by all.
       cache: of the draft layers; it stays as it is.
@@ -304,10 +304,10 @@ class ParallelHeads(TransformerConfig):
 
   def block(self, params: Params, target_params: Params, anchors: jax.Array,
             cache: Cache) -> jax.Array:
-    """`[B, K, D]`, the slots that predict in the block of each row.
+    """Returns the predicting slots `[B, K, D]` of the block of each row.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       target_params: whose embedding is read.
       anchors: `[B]` int32, the last committed tokens.
       cache: with all committed tokens but these.
@@ -320,11 +320,12 @@ class ParallelHeads(TransformerConfig):
     return self.predicting(hidden)
 
   def predicting(self, hidden: jax.Array) -> jax.Array:
-    """The slots `[..., K, D]` that predict out of `[..., block_size, D]`."""
+    """Selects the predicting slots `[..., K, D]` of `[..., block_size, D]`."""
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
-    """`[..., K, Vd]` without the Markov head, float32 at least."""
+    """Returns logits `[..., K, Vd]` without the Markov head, at least
+    float32."""
     head = networks.lm_head(target_params)
     if self.ids:
       head = head[:, np.array(self.ids)]
@@ -334,22 +335,22 @@ class ParallelHeads(TransformerConfig):
 
   def coupled(self, params: Params, hidden: jax.Array, before: jax.Array
               ) -> jax.Array:
-    """The Markov head's biases `[..., K, Vd]` along tokens that are known.
+    """Returns the Markov head's biases `[..., K, Vd]` along known tokens.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       hidden: `[..., K, D]`, of the predicting slots.
       before: `[..., K]` int32, the token before each forecast one.
     """
     return _coupling.along(self.markov, params["markov"], hidden, before)
 
   def whole(self, logits: jax.Array) -> jax.Array:
-    """`[..., V]` of `[..., Vd]`: tokens that are not drafted have q = 0."""
+    """Expands `[..., Vd]` to `[..., V]`; other tokens have q = 0."""
     return networks.whole(logits, self.ids, self.vocab_size)
 
   def evidence(self, params: Params, hidden: jax.Array, before: jax.Array
                ) -> jax.Array:
-    """What the confidence head reads of a slot: `[..., D]` or `[..., D + r]`.
+    """Returns the input of the confidence head, `[..., D]` or `[..., D + r]`.
 
     Arguments are those of `coupled`.
     """
@@ -360,7 +361,7 @@ class ParallelHeads(TransformerConfig):
 
   def confidences(self, params: Params, hidden: jax.Array, before: jax.Array
                   ) -> jax.Array:
-    """`[..., K]`, the logits that a token is accepted; see `coupled`."""
+    """Returns the acceptance logits `[..., K]`; see `coupled`."""
     own = params["confidence"]
     evidence = self.evidence(params, hidden, before).astype(jnp.float32)
     return evidence @ own["kernel"] + own["bias"]
@@ -376,7 +377,7 @@ def _states(text):
 
 
 class _Layers(nn.Module):
-  """The draft layers and the norm after them."""
+  """Draft layers and the norm after them."""
 
   config: TransformerConfig
 
@@ -390,7 +391,7 @@ class _Layers(nn.Module):
 
 
 class _Kept(NamedTuple):
-  """A cache for a pass of which nothing but keys and values is wanted."""
+  """Cache that records the keys and values of a pass."""
 
   cache: Any
 

@@ -1,4 +1,4 @@
-"""What a block-parallel network learns: DFlash, D-PACE and DSpark.
+"""Training objective of block-parallel networks: DFlash, D-PACE and DSpark.
 
 DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). Of every row some
 positions are drawn as anchors. The target reads the row once; the blocks of all
@@ -52,7 +52,7 @@ POSITION_WEIGHTS = ("decay", "dpace")
 
 @struct.dataclass
 class Blocks:
-  """The n blocks of every row, along the text itself.
+  """The n blocks of every row, with the tokens of the row.
 
   Attributes:
     hidden: `[B, n, K, D]`, of the slots that predict.
@@ -81,8 +81,8 @@ class ParallelObjective:
   cannot draft have q_k = 0 and no cross-entropy.
 
   Attributes:
-    model: the target.
-    heads: of the target.
+    model: target model.
+    heads: heads of the target.
     anchors: blocks of a row, at most.
     position_weights: "decay": w_k = exp(-(k - 1) / gamma), over the sum of all
       weights; "dpace": w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, over
@@ -122,7 +122,8 @@ class ParallelObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, each slot's cross-entropy as `head_<k>/train_loss`, and more.
+    """Returns the loss, and the cross-entropy of slots as
+    `head_<k>/train_loss`.
 
     The cross-entropy is a mean over the tokens that the heads can draft.
     `acceptance` is the mean of 1 - TV, and `accepted` what token verification
@@ -156,13 +157,14 @@ class ParallelObjective:
     return loss, metrics
 
   def _known(self, labels):
-    """Whether each token can be drafted, bool."""
+    """Returns whether each token can be drafted, bool."""
     ids = self.heads.ids or range(self.heads.vocab_size)
     known = np.isin(np.arange(self.heads.vocab_size), ids)
     return jnp.asarray(known)[labels]
 
   def weights(self, nats: jax.Array) -> jax.Array:
-    """w_k of every slot, `[..., K]` for `-log q_k(x_k) [..., K]`."""
+    """Returns the weights w_k `[..., K]` of slots with `-log q_k(x_k) [...,
+    K]`."""
     if self.position_weights == "dpace":
       reach = jnp.cumprod(
           (jnp.exp(-jax.lax.stop_gradient(nats)) + 1) / 2, axis=-1)
@@ -172,7 +174,7 @@ class ParallelObjective:
         jnp.exp(-place / self.position_decay), nats.shape)
 
   def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
-    """`[B, n]` int32, different anchors whose block lies in the row.
+    """Samples different anchors `[B, n]` int32 whose block is within the row.
 
     The first token of a row is none: nothing lies before it.
     """
@@ -187,11 +189,11 @@ class ParallelObjective:
 
   def blocks(self, params: Params, tokens: jax.Array, anchors: jax.Array
              ) -> Blocks:
-    """What the blocks of some anchors forecast.
+    """Returns the predictions of blocks at given anchors.
 
     Args:
-      params: `{"target", "drafter"}`; the target gets no gradient.
-      tokens: `[B, S + 1]` int32.
+      params: parameters `{"target", "drafter"}`; the target gets no gradient.
+      tokens: token ids `[B, S + 1]` int32.
       anchors: `[B, n]` int32, positions in the row, those of a row different.
     """
     heads, own = self.heads, params["drafter"]
@@ -215,7 +217,8 @@ class ParallelObjective:
         target=target.reshape(batch, count, size, -1))
 
   def _hidden(self, own, target_params, features, tokens, anchors):
-    """`[B, n, block_size, D]`: all blocks in one pass over the features."""
+    """Runs all blocks in one pass over the features, `[B, n, block_size,
+    D]`."""
     heads = self.heads
     batch, length, _ = features.shape
     size, count = heads.block_size, anchors.shape[1]
@@ -235,7 +238,7 @@ class ParallelObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits [B, n, V], positions [B, n])`, stacked along K.
+    """Returns `score(k, logits [B, n, V], positions [B, n])` stacked along K.
 
     A Markov head is given the row's own tokens. `positions` are those before
     the anchors, so that slot k predicts the token at `positions + 1 + k`.
@@ -252,14 +255,14 @@ class ParallelObjective:
 
 
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
-  """What the slots of one row's blocks see, `[n size, length + n size]` bool.
+  """Returns the mask of one row's blocks, `[n size, length + n size]` bool.
 
   A slot sees the text before its anchor, for the anchor itself is in slot 0,
   and its own block.
 
   Args:
     anchors: `[n]` int32.
-    size: slots of a block.
+    size: number of slots of a block.
     length: tokens of the row.
   """
   one_document = jnp.zeros((length,), jnp.int32)
@@ -269,7 +272,7 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
 
 
 def _at(x, anchors, size):
-  """`[B, n, size]`: of each row of `x [B, S]` what is there from anchors on."""
+  """Gathers `[B, n, size]` of `x [B, S]` from the anchors on."""
   at = anchors[..., None] + jnp.arange(size)
   return jnp.take_along_axis(
       x, at.reshape(len(x), -1), axis=1).reshape(at.shape)
@@ -280,7 +283,7 @@ _SHORT = 4  # tokens of a shorter chain, as many as other methods draft
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
                        ) -> Strategy:
-  """A sampled chain or tree, or the likeliest paths: what the rule asks for."""
+  """Returns a sampled chain or tree, or the most likely paths, for a rule."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: parallel(heads, gamma, verifier=rule),

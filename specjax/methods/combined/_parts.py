@@ -1,4 +1,4 @@
-"""What drafters that are made of several others share."""
+"""Base of drafters that consist of other drafters."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from specjax.types import Verdict
 
 
 class Parts(Drafter):
-  """The base of drafters that ask others.
+  """Base of drafters that consist of other drafters.
 
   Classes that derive from it are frozen dataclasses that have `drafters`, a
   tuple. `params["drafter"]` is a tuple with the parameters of each, and may be
@@ -44,13 +44,13 @@ class Parts(Drafter):
     return min(part.context_length for part in self.drafters)
 
   def all_are(self, capability: str) -> bool:
-    """Whether every part declares a capability."""
+    """Returns whether every part declares a capability."""
     return all(capability in interfaces.capabilities(part)
                for part in self.drafters)
 
   def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:
-    """The parts, for this target, following the text of all.
+    """Returns the parts bound to this target, each following the sequence.
 
     Raises:
       ValueError: one of them does not fit the target.
@@ -78,7 +78,7 @@ class Parts(Drafter):
     return states
 
   def params_of_parts(self, params: Any) -> list[dict[str, Any]]:
-    """The parameters that each part is called with."""
+    """Returns the parameters of each part."""
     own = params.get("drafter")
     if own is None:
       own = (None,) * len(self.drafters)
@@ -91,13 +91,13 @@ class Parts(Drafter):
 
   def asked(self, i: int, params: Any, uniforms: jax.Array, state: DecodeState
             ) -> tuple[Draft, Any]:
-    """What part i drafts, and its state.
+    """Returns the draft and the state of part i.
 
     Args:
       i: the part.
-      params: of all.
+      params: parameters of all parts.
       uniforms: of all, or a key for each row. No uniform is given to two parts.
-      state: the `DecodeState`.
+      state: decoding state.
     """
     part = self.drafters[i]
     if self.num_uniforms is None:

@@ -1,4 +1,4 @@
-"""A drafter that speculates itself: a small model with a drafter of its own.
+"""Cascades: a small model drafts, and is drafted for in turn.
 
 Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
 vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
@@ -53,7 +53,7 @@ _NO_TOKEN = -1  # no id ends an inner text: the target decides where it ends
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cascade(Drafter):
-  """Drafts gamma tokens of a small model, which a drafter drafts for in turn.
+  """Drafts gamma tokens of a small model that has a drafter of its own.
 
   The inner loop is the decoder's own round, run until every row has its tokens
   or is as long as it may become: at most gamma rounds, each with a pass of the
@@ -65,11 +65,10 @@ class Cascade(Drafter):
   those of the inner drafter}`. The inner drafter may be a cascade.
 
   Attributes:
-    model: the small model, a `Model` over the target's vocabulary.
-    drafter: what drafts for it. It needs `follow` if it has a state, see
-      `specjax.interfaces`.
-    gamma: drafted tokens of a round, at least 1.
-    verifier: the rule between the two, lossless and fit for the inner drafter.
+    model: draft model over the target's vocabulary.
+    drafter: drafter of the small model. It needs `follow` if it has a state.
+    gamma: draft length, at least 1.
+    verifier: lossless rule between the two models.
     tail: whether the inner drafter's own chain follows the gamma tokens. It
       costs no pass of the small model. Its law is the inner drafter's, so that
       q depends on where the draft began.
@@ -167,7 +166,7 @@ class Cascade(Drafter):
     return state.replace(context=None)
 
   def _read(self, own, prompt, prefill_output):
-    """What the small model makes of the prompt."""
+    """Reads the prompt with the small model."""
     del prefill_output
     return read_prompt(self.model, own["target"], prompt)
 
@@ -204,7 +203,8 @@ class Cascade(Drafter):
         constraints=before.constraints)
 
   def _resumed(self, own, state, keys):
-    """The inner loop's state, at the end of the committed text."""
+    """Returns the state of the inner loop at the end of the committed
+    tokens."""
     before = state.drafter
     room = before.tokens.shape[1] - state.tokens.shape[1]
     return before.replace(
@@ -216,7 +216,7 @@ class Cascade(Drafter):
         constraints=state.constraints, target_cache=self._cache(own, state))
 
   def _cache(self, own, state):
-    """The small model's cache of the committed text but for its root."""
+    """Returns the small model's cache of committed tokens without the root."""
     before = state.drafter
     since = _following.agreed(before.tokens, before.lengths - 1, state)
     return _following.caught_up(
@@ -248,14 +248,16 @@ class Cascade(Drafter):
     return inner, laws[:, :self.gamma]
 
   def _on_path(self, trace):
-    """`[B, N, V]`, the laws of the tokens that a round wrote, in order."""
+    """Returns `[B, N, V]`, the distributions of the tokens of a round in
+    order."""
     if "chain" in interfaces.capabilities(self.drafter):
       return trace.target_probs
     return jnp.take_along_axis(
         trace.target_probs, trace.verdict.path[..., None], axis=1)
 
   def _tail(self, own, state, inner, uniforms):
-    """The inner drafter's chain after the inner text, and its state."""
+    """Returns the inner drafter's chain after the inner sequence, and its
+    state."""
     # No round of the inner loop has this number, whatever other rows need.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
@@ -267,7 +269,7 @@ class Cascade(Drafter):
         whole[:, None, None], tail.probs, 0)), drafter
 
   def _round_uniforms(self, inner, uniforms, i):
-    """`[B, count]`, the uniforms of round i of the inner loop."""
+    """Returns `[B, count]`, the uniforms of round i of the inner loop."""
     if uniforms is None:
       return self._stage.draw_uniforms(inner, 1)[0]
     return uniforms[i]
@@ -285,7 +287,7 @@ class Cascade(Drafter):
 
 
 def _reader(drafter):
-  """What reads its target's cache of a drafter and its parts, or None."""
+  """Returns the part that reads its target's cache, or None."""
   if drafter.reads_cache:
     return drafter
   parts = map(_reader, getattr(drafter, "drafters", ()))
@@ -295,7 +297,7 @@ def _reader(drafter):
 def cascade(model: Model, drafter: Drafter, gamma: int,
             inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
             tail: bool = False) -> Strategy:
-  """A chain of a small model that is drafted for in turn, to any depth.
+  """Drafts a chain of a small model that has a drafter of its own.
 
   Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
   cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
@@ -317,11 +319,11 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
   (9, 2)
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    drafter: what drafts for it; it may be a cascade.
-    gamma: drafted tokens of a round.
-    inner: the rule between the two, lossless.
-    verifier: a rule for chains.
+    model: draft model over the target's vocabulary.
+    drafter: drafter of the small model; it may be a cascade.
+    gamma: draft length.
+    inner: lossless rule between the two models.
+    verifier: rule for chains.
     tail: whether the inner drafter drafts on after these tokens, as in the
       horizontal cascade of CS Drafting.
   """

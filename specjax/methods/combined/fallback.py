@@ -1,4 +1,4 @@
-"""A drafter, and another one for the rows where the first has nothing.
+"""Fallback to a second drafter in rows where the first has no draft.
 
 Such as n-grams where they match and a language model where not, as in
 SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
@@ -28,7 +28,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fallback(_parts.Parts):
-  """Takes the first drafter's draft, or else the second's, row by row.
+  """Uses the first drafter's draft in each row, or else the second's.
 
   The law stays right because the choice gives no drafted token away: whether
   the first drafter has a draft at all is decided before it draws a token, as
@@ -84,7 +84,7 @@ class Fallback(_parts.Parts):
 
   @property
   def tells(self) -> bool:
-    """Whether `lacking` is known before uniforms are drawn, and at no cost."""
+    """True if `lacking` is known before uniforms are drawn, at no cost."""
     return self._draws_nothing_first and not interfaces.has_model(self.first)
 
   @property
@@ -92,7 +92,7 @@ class Fallback(_parts.Parts):
     return self.first.num_uniforms == 0
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
-    """`[B]` bool, the rows in which the next `propose` asks the second drafter.
+    """Returns `[B]` bool, the rows in which `propose` asks the second drafter.
 
     For a `Controller`, and only of a first drafter that draws nothing and has
     no model, for it is asked twice; rows that are done lack nothing. Where the
@@ -145,7 +145,7 @@ class Fallback(_parts.Parts):
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
   def _padded(self, draft):
-    """The draft with padding after its last node, as long as the longer."""
+    """Pads the draft to the size of the larger one."""
     nodes = draft.tokens.shape[1]
     more = self.num_nodes - nodes
     below = jnp.arange(nodes - 1, self.num_nodes - 1, dtype=jnp.int32)
@@ -158,7 +158,7 @@ class Fallback(_parts.Parts):
 
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """The drafts of one drafter, and of another one where that has none.
+  """Drafts with one drafter, and with another in rows where it has no draft.
 
   As SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu
   et al. 2024, arXiv:2411.10666) fall back to a trained drafter.
@@ -173,6 +173,6 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
   Args:
     first: the drafter that is preferred, row by row.
     second: the other one.
-    verifier: a rule that is exact for both.
+    verifier: rule that is exact for both.
   """
   return Strategy(Fallback(first=first, second=second), verifier)

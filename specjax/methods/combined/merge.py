@@ -1,4 +1,4 @@
-"""The drafts of several drafters as one tree.
+"""Merges the drafts of several drafters into one tree.
 
 The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for drafters of any
 kind: language models, cascades, n-grams, trees of likely tokens.
@@ -28,7 +28,7 @@ from specjax.verifiers import tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(_parts.Parts):
-  """Puts all drafts below one root; equal beginnings are one path.
+  """Merges drafts below one root; equal prefixes share nodes.
 
   What several drafters draft below the same text hangs below the first node
   that spells it, in the order of the drafters, and is tried in that order.
@@ -95,7 +95,7 @@ class Merge(_parts.Parts):
 
 
 def _stop_rules(drafters):
-  """The stop rules of drafters, and of those that they fall back to."""
+  """Returns the stop rules of drafters and of their fallbacks."""
   for part in drafters:
     yield getattr(part, "stop", None)
     if isinstance(part, _parts.Parts):
@@ -103,7 +103,7 @@ def _stop_rules(drafters):
 
 
 def _merged(draft):
-  """The draft with what is below equal texts below the first of them."""
+  """Moves the children of equal prefixes below the first of them."""
   same = tree.same_text(draft)
   first = jnp.where(jnp.diagonal(same), jnp.argmax(same, axis=-1),
                     jnp.arange(same.shape[0])).astype(jnp.int32)
@@ -113,7 +113,7 @@ def _merged(draft):
 
 def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
            ) -> Strategy:
-  """The drafts of several drafters in one tree, equal beginnings once.
+  """Merges the drafts of several drafters; equal prefixes share nodes.
 
   The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781) for drafters of
   any kind.
@@ -127,6 +127,6 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
 
   Args:
     members: the drafters, in the order in which their drafts are tried.
-    verifier: a rule for trees.
+    verifier: rule for trees.
   """
   return Strategy(Merge(drafters=tuple(members)), verifier)

@@ -32,7 +32,7 @@ class Acceptance:
   read the mixed row.
 
   Attributes:
-    model: the drafter.
+    model: draft model.
     target: the target, with the drafter's tokens.
     head: the stop rule whose parameters are trained, under the name "stop".
     rejection_weight: w, 6 in the paper.

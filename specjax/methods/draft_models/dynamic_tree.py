@@ -31,7 +31,7 @@ class DynamicTreeState:
   """What a `DynamicTree` keeps between propose and commit.
 
   Attributes:
-    cache: the model's.
+    cache: cache of the model.
     slots: `[B, N]` int32, where each node lies in the block that was fed.
   """
 
@@ -50,12 +50,12 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
   one-hot, and the tree is a function of the context.
 
   Attributes:
-    model: a `Model` over the target's vocabulary.
-    depth: levels below the root, one pass each.
-    top_k: nodes expanded of a level, and children of each.
-    num_nodes: N, the root included.
-    transform: from the model's logits to its confidences; it need not be the
-      decoder's, and at temperature 0 there would be no second best.
+    model: draft model over the target's vocabulary.
+    depth: number of levels below the root, one pass each.
+    top_k: number of expanded nodes per level, and of children of each.
+    num_nodes: number of nodes N, the root included.
+    transform: transform of logits to confidences. It is not the decoder's,
+      because at temperature 0 there would be no second best token.
   """
 
   model: Model
@@ -135,10 +135,10 @@ def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
   6
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    depth: levels below the root, a pass of the model each.
-    top_k: nodes of a level that are expanded, and children of each.
-    num_nodes: N, the root included.
+    model: draft model over the target's vocabulary.
+    depth: number of levels below the root, one pass of the model each.
+    top_k: number of expanded nodes per level, and of children of each.
+    num_nodes: number of nodes N, the root included.
   """
   return Strategy(
       DynamicTree(model=model, depth=depth, top_k=top_k,

@@ -42,8 +42,8 @@ class Stopping:
   """The state of a `LanguageModel` with a stop rule.
 
   Attributes:
-    cache: the model's.
-    rule: what is kept for the rule, see `_stopping.first`.
+    cache: cache of the model.
+    rule: state of the stop rule.
   """
 
   cache: Any
@@ -63,10 +63,10 @@ class LanguageModel(_common.DrawnChain):
   passes that are left are not made.
 
   Attributes:
-    model: a `Model` over the target's vocabulary.
-    gamma: drafted tokens of a round, at least 0.
-    transform: of the model's logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    model: draft model over the target's vocabulary.
+    gamma: draft length, at least 0.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
     stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters, `params["drafter"]` is `{"model": parameters of
       the model, "stop": the rule's}`.
@@ -225,8 +225,8 @@ def speculative_sampling(model: Model, gamma: int) -> Strategy:
   Token()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    gamma: drafted tokens of a round; 0 drafts nothing.
+    model: draft model over the target's vocabulary.
+    gamma: draft length; 0 drafts nothing.
   """
   return Strategy(LanguageModel(model=model, gamma=gamma),
                   verifiers.Token())
@@ -242,8 +242,8 @@ def block_verification(model: Model, gamma: int) -> Strategy:
   Block()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    gamma: drafted tokens of a round.
+    model: draft model over the target's vocabulary.
+    gamma: draft length.
   """
   return speculative_sampling(model, gamma)._replace(verifier=BLOCK)
 
@@ -263,10 +263,10 @@ def early_stopping(model: Model, gamma: int,
   (0.4, False)
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    gamma: drafted tokens of a round, at most.
-    stop: the rule.
-    verifier: a rule for chains whose drafter need not be autoregressive.
+    model: draft model over the target's vocabulary.
+    gamma: maximal draft length.
+    stop: stop rule.
+    verifier: rule for chains of drafters that are not autoregressive.
   """
   return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
                   verifier)
@@ -283,8 +283,8 @@ def greedy_block_verification(model: Model, gamma: int) -> Strategy:
   GreedyBlock()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    gamma: drafted tokens of a round.
+    model: draft model over the target's vocabulary.
+    gamma: draft length.
   """
   return speculative_sampling(model, gamma)._replace(
       verifier=verifiers.GreedyBlock())

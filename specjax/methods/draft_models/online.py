@@ -72,7 +72,7 @@ class Learner:
   """The state of an `Online` drafter; every leaf has the rows B first.
 
   Attributes:
-    cache: the model's.
+    cache: cache of the model.
     correction: a `Correction` for every row.
     optimizer: optax's state of each row.
     since: `[B]` int32, committed tokens when the last draft was made.
@@ -115,17 +115,16 @@ class Online(_common.DrawnChain):
   `params["drafter"]` are those of the model, which does not change.
 
   Attributes:
-    model: a `Model` over the target's vocabulary, which returns its hidden
-      states.
-    gamma: drafted tokens of a round, at least 1.
+    model: draft model over the target's vocabulary that returns hidden states.
+    gamma: draft length, at least 1.
     rank: r of the correction; 0: the bias alone.
-    learning_rate: of the optimizer.
+    learning_rate: learning rate of the optimizer.
     optimizer: from a learning rate to an optax transformation.
     positions: where it learns: "rejected", the one token of a round that the
       target replaced (OSD); "path", the accepted tokens and that one; "all",
       every drafted token and the one after the last.
     every: rounds whose gradients are averaged before a step is taken.
-    transform: as in `LanguageModel`.
+    transform: transform of the draft logits, see `LanguageModel`.
   """
 
   model: Model
@@ -288,11 +287,11 @@ def online(model: Model, gamma: int, learning_rate: float = 1e-3,
   0.001
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    gamma: drafted tokens of a round.
-    learning_rate: of Adam.
+    model: draft model over the target's vocabulary.
+    gamma: draft length.
+    learning_rate: learning rate of Adam.
     positions: where it learns, see `drafters.Online`.
-    verifier: a rule for chains whose drafter need not be autoregressive.
+    verifier: rule for chains of drafters that are not autoregressive.
   """
   return Strategy(Online(
       model=model, gamma=gamma, learning_rate=learning_rate,

@@ -47,10 +47,10 @@ class Paths(Drafter):
   `params["drafter"]` is a tuple, one entry for each model.
 
   Attributes:
-    models: `Model`s over the target's vocabulary.
+    models: draft models over the target's vocabulary.
     num_paths: K, at least one path for each model.
     length: tokens of a path.
-    transform: of the models' logits; None takes the decoder's.
+    transform: transform of the draft logits; None: the decoder's.
   """
 
   models: tuple[Model, ...]
@@ -183,7 +183,7 @@ def merged_specinfer(models: Sequence[Model], length: int,
   7
 
   Args:
-    models: the small language models; `params["drafter"]` is a tuple.
+    models: draft models; `params["drafter"]` is a tuple.
     length: tokens of a path.
     num_paths: of all models together, which take turns; None: one each.
   """

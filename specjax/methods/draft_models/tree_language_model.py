@@ -39,8 +39,8 @@ class TreeLanguageModel(_trees.StaticTree):
   path is kept, so that two tokens catch up.
 
   Attributes:
-    model: a `Model` over the target's vocabulary.
-    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+    model: draft model over the target's vocabulary.
+    parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
     proposal: how the K children of a node are drawn. "iid": independently, so
       that they may be equal, and at temperature 0 all are;
       "without_replacement": in turn, each from what is left; "top_k": the
@@ -48,8 +48,8 @@ class TreeLanguageModel(_trees.StaticTree):
       likeliest, which is the first child, and then those. At temperature 0
       the last three have the same children, the K likeliest; only hybrid has
       the least likely one first, which matters where subtrees are unequal.
-    transform: of the model's logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   model: Model
@@ -118,8 +118,8 @@ def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
   (5, True)
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root, see `specjax.trees`.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes, see `specjax.trees`.
   """
   return _tree(model, parents, "iid", verifiers.Recursive())
 
@@ -135,8 +135,8 @@ def spectr(model: Model, parents: Sequence[int]) -> Strategy:
   KSeq()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes.
   """
   return _tree(model, parents, "iid", verifiers.KSeq())
 
@@ -154,8 +154,8 @@ def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
   ((-1, 0, 0, 1), Recursive())
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes.
   """
   return _tree(model, parents, "without_replacement", verifiers.Recursive())
 
@@ -171,7 +171,7 @@ def rsd(model: Model, branching: Sequence[int]) -> Strategy:
   11
 
   Args:
-    model: the small language model, over the target's vocabulary.
+    model: draft model over the target's vocabulary.
     branching: children of a node at depth 0, 1, ...
   """
   return sequoia(model, shapes.full_tree(branching))
@@ -187,8 +187,8 @@ def traversal(model: Model, parents: Sequence[int]) -> Strategy:
   Traversal()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes.
   """
   return sequoia(model, parents)._replace(verifier=TRAVERSAL)
 
@@ -204,8 +204,8 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
   'hybrid'
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes.
   """
   return _tree(model, parents, "hybrid", verifiers.Recursive())
 
@@ -221,8 +221,8 @@ def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   TargetWalk()
 
   Args:
-    model: the small language model, over the target's vocabulary.
-    parents: N entries, the tree with its root.
+    model: draft model over the target's vocabulary.
+    parents: draft tree of N nodes.
   """
   return _tree(model, parents, "top_k", verifiers.TargetWalk())
 

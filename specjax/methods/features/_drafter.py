@@ -35,7 +35,7 @@ class FeatureState:
     read: `[B, D]` there, what the head reads: its logits are those of the token
       after the root.
     known: `[B]` bool; False: the text has one token, and no position is known.
-    rule: what is kept for a stop rule, see `stop_rules.first`.
+    rule: state of the stop rule; () without one.
   """
 
   cache: Any
@@ -76,7 +76,7 @@ def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
   """Raises a `ValueError` where siblings cannot all differ.
 
   Args:
-    heads: that draft.
+    heads: heads that draft.
     width: the most children of a node that must differ.
   """
   if width > heads.draft_size:
@@ -149,14 +149,14 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
   """The state after a round, of the target's features of what was accepted.
 
   Args:
-    heads: the layer.
-    params: `{"target", "drafter"}`.
-    state: before the round.
-    draft: batched.
-    verdict: batched.
-    target_output: of the pass over the draft.
-    count: `[B]` int32, tokens committed.
-    depth: of the draft's deepest node.
+    heads: feature layer.
+    params: parameters `{"target", "drafter"}`.
+    state: state before the round.
+    draft: batched drafts.
+    verdict: batched verdicts.
+    target_output: output of the verifying pass.
+    count: number `[B]` int32 of committed tokens.
+    depth: depth of the deepest node.
   """
   own, target = params["drafter"], params["target"]
   size = min(depth + 1, draft.tokens.shape[1])

@@ -94,7 +94,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
     """What a module feeds to the next, what its head reads, and the cache.
 
     Args:
-      params: `{"target", "drafter"}`.
+      params: parameters `{"target", "drafter"}`.
       module: counted from 0.
       entered: `[B, S, D]`, the target's features.
       before: `[B, S, D]`, what the module before returned.
@@ -113,7 +113,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
     """The state whose cache holds all that the modules are sure of.
 
     Args:
-      params: `{"target", "drafter"}`.
+      params: parameters `{"target", "drafter"}`.
       own: the `ModulesState`; what it keeps is read in one pass of each module.
       draw: `(module, what its head reads) -> tokens [B]`, the draft so far,
         which the modules after it read; None: there is none.

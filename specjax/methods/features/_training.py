@@ -65,9 +65,9 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
   """One pass of the target over `tokens [B, S]`.
 
   Args:
-    model: the target.
+    model: target model.
     heads: whose taps are read.
-    params: `{"target", "drafter"}`.
+    params: parameters `{"target", "drafter"}`.
     tokens: int32.
   """
   target, _ = heads.attach(model, params["target"], params["drafter"])
@@ -92,8 +92,8 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
   to their row (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
   Args:
-    heads: the feature layer.
-    params: `{"target", "drafter"}`.
+    heads: feature layer.
+    params: parameters `{"target", "drafter"}`.
     features: `[B, S, F]`, of the target; the gradient goes through them.
     tokens: `[B, >= S]` int32, the row that they are of.
     count: steps, at most `heads.num_forecasts` where each has a module.
@@ -132,10 +132,10 @@ def score(model: Transformer, heads: FeatureHeads, params: Params,
   are less likely than e^-20, count with that.
 
   Args:
-    model: the target.
-    heads: the feature layer.
-    params: `{"target", "drafter"}`.
-    tokens: `[B, S + 1]` int32.
+    model: target model.
+    heads: feature layer.
+    params: parameters `{"target", "drafter"}`.
+    tokens: token ids `[B, S + 1]` int32.
     score: see `DrafterObjective`.
   """
   check_rows(tokens, heads)

@@ -129,10 +129,10 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
   """Draws a chain, whose length a controller may choose before every round.
 
   Attributes:
-    heads: the layer, of one module.
-    gamma: drafted tokens of a round, at least 0.
-    transform: of the layer's logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    heads: feature layer with one module.
+    gamma: draft length, at least 0.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
     stop: one of `methods.stop_rules`, which is shown what the layer returned
       as hidden states; None: all chains have gamma tokens. If the rule has
       parameters, `params["drafter"]` is `{"model": parameters of the layer,
@@ -193,7 +193,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
         self.stop, drafter.rule, draft, verdict, count))
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `growth.grow` takes them."""
+    """Returns the batch of drafts; arguments as in `_trees.grow`."""
     parents = tuple(range(-1, self.gamma))
     tokens, probs, _ = _trees.grow(
         step, carry, logits, uniforms, parents,
@@ -206,12 +206,12 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
   """Draws the same tree in every round.
 
   Attributes:
-    heads: the layer, of one module.
+    heads: feature layer with one module.
     parents: the tree, see `specjax.trees`; `range(-1, gamma)` is a chain. It is
       put in breadth-first order.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the layer's logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    proposal: sampling method of children, see `TreeLanguageModel`.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   heads: FeatureHeads
@@ -225,7 +225,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
     return super().bind(target, transform)
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `growth.grow` takes them."""
+    """Returns the batch of drafts; arguments as in `_trees.grow`."""
     tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs)
 
@@ -237,12 +237,12 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
   As `DynamicTree` grows it, from a feature layer.
 
   Attributes:
-    heads: the layer, of one module.
-    depth: levels below the root, one pass each.
-    top_k: nodes expanded of a level, and children of each.
-    num_nodes: N, the root included.
-    transform: from the layer's logits to its confidences; it need not be the
-      decoder's, and at temperature 0 there would be no second best.
+    heads: feature layer with one module.
+    depth: number of levels below the root, one pass each.
+    top_k: number of expanded nodes per level, and of children of each.
+    num_nodes: number of nodes N, the root included.
+    transform: transform of logits to confidences. It is not the decoder's,
+      because at temperature 0 there would be no second best token.
   """
 
   heads: FeatureHeads
@@ -258,7 +258,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `expansion.expand` takes them."""
+    """Returns the batch of drafts; arguments as in `_dynamic_trees.expand`."""
     del uniforms
     return _dynamic_trees.expand(
         step, carry, logits, round_steps.roots(state), transform=self.transform,
@@ -275,11 +275,11 @@ class SampledEagle(FeatureDrafter):
   sampled trees are exact.
 
   Attributes:
-    heads: the layer, of one module.
-    depth: levels below the root.
+    heads: feature layer with one module.
+    depth: number of levels below the root.
     expanded: nodes of a level that get children, those with the best scores.
     children: of each, and of the root.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `TreeLanguageModel`.
     transform: of the layer's logits; None takes the decoder's.
     confidence: from the layer's logits to the probabilities whose product on
       its path is the score of a node.
@@ -320,7 +320,7 @@ class SampledEagle(FeatureDrafter):
     return _common.with_transform(self, transform)
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """The batch of drafts; arguments as `drawn_trees.grow` takes them."""
+    """Returns the batch of drafts; arguments as in `_dynamic_trees.grow`."""
     return _dynamic_trees.grow(
         step, carry, logits, uniforms, round_steps.roots(state),
         _trees.drawer(self.proposal, self.transform, state.temperature),
@@ -351,13 +351,12 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   (8, Block())
 
   Args:
-    heads: the layer, of one module.
-    parents: N entries, the tree with its root; None: a drawn chain of as many
-      tokens as the layer forecasts.
+    heads: feature layer with one module.
+    parents: draft tree of N nodes; None: a sampled chain.
     proposal: how the children of a node are drawn, see
       `drafters.TreeLanguageModel`; EAGLE's own trees are "top_k".
-    verifier: None: block verification of a chain, traversal of a drawn tree,
-      and the target's walk through a deterministic one.
+    verifier: rule; None: block verification of a chain, traversal of a sampled
+      tree, the target's walk through a deterministic tree.
   """
   if parents is None:
     drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
@@ -379,10 +378,10 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   TargetWalk()
 
   Args:
-    heads: the layer, of one module.
-    depth: levels below the root.
-    top_k: nodes expanded of a level, and children of each.
-    num_nodes: N, the root included.
+    heads: feature layer with one module.
+    depth: number of levels below the root.
+    top_k: number of expanded nodes per level, and of children of each.
+    num_nodes: number of nodes N, the root included.
   """
   return Strategy(DynamicEagle(
       heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
@@ -404,8 +403,8 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
   11
 
   Args:
-    heads: the layer, of one module.
-    depth: levels below the root.
+    heads: feature layer with one module.
+    depth: number of levels below the root.
     expanded: nodes of a level that get children.
     children: of each, and of the root.
     verifier: a rule for drawn trees.

@@ -82,7 +82,7 @@ class _Unrolled:
         **found, "final": seen.final}
 
   def _counts(self, logits):
-    """`[B, S]`: 1 where what follows counts, and 0 elsewhere."""
+    """Returns `[B, S]`, 1 at positions whose label counts, else 0."""
     return jnp.ones(logits.shape[:2], jnp.float32)
 
   def _seen(self, params, batch):
@@ -115,7 +115,7 @@ class Eagle1Objective(_Unrolled):
   rows of 512 tokens; for others as wide as the published code makes it.
 
   Attributes:
-    model: the target.
+    model: target model.
     heads: `methods.Eagle1Heads`, or others whose state is a feature.
     noise: 0.2 in the paper.
     law_weight: w, 0.1 in the paper.
@@ -166,7 +166,7 @@ class Eagle3Objective(_Unrolled):
   the tokens that it can draft.
 
   Attributes:
-    model: the target.
+    model: target model.
     heads: `methods.Eagle3Heads`, or others with one module.
     decay: of the steps' weights, 0.8 in the published code.
     normalizer: what a step's sum is divided by: "rows", the weights of all
@@ -209,8 +209,8 @@ class Eagle3Objective(_Unrolled):
     """`[K]`, of the steps.
 
     Args:
-      params: `{"target", "drafter"}`.
-      features: `[B, S, F]`, the target's.
+      params: parameters `{"target", "drafter"}`.
+      features: features `[B, S, F]` of the target.
       logits: `[B, S, V]`, the target's.
       tokens: `[B, >= S]` int32.
     """
@@ -219,7 +219,7 @@ class Eagle3Objective(_Unrolled):
                         jnp.ones_like(counts), tokens)
 
   def _counts(self, logits):
-    """`[B, S]`: 1 where what follows counts, and 0 elsewhere."""
+    """Returns `[B, S]`, 1 at positions whose label counts, else 0."""
     if not (self.heads.ids and self.drop_outside):
       return super()._counts(logits)
     drafted = np.zeros(logits.shape[-1], np.float32)

@@ -85,8 +85,8 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
   Attributes:
     heads: with a module for every token.
     gamma: drafted tokens of a round, at most as many as modules; None: so many.
-    transform: of the modules' logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
     readers: R, modules that read the text, at least gamma; None: gamma. So the
       shorter chains of a controller leave the others nothing to read later.
   """
@@ -176,9 +176,9 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   Attributes:
     heads: with a module for every depth.
     parents: the tree, see `specjax.trees`. It is put in breadth-first order.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the modules' logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    proposal: sampling method of children, see `TreeLanguageModel`.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   heads: FeatureHeads
@@ -287,11 +287,10 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     heads: its modules.
     gamma: drafted tokens of a chain, at most as many as modules unless one is
       used again; None: as many as the layer forecasts.
-    verifier: None: block verification of a chain, traversal of a drawn tree,
-      and the target's walk through a deterministic one.
-    parents: N entries, the tree with its root; None: a drawn chain.
-    proposal: how the children of a node are drawn, see
-      `drafters.TreeLanguageModel`.
+    verifier: rule; None: block verification of a chain, traversal of a sampled
+      tree, the target's walk through a deterministic tree.
+    parents: draft tree of N nodes; None: a sampled chain.
+    proposal: sampling method of children, see `drafters.TreeLanguageModel`.
 
   Raises:
     ValueError: both a tree and the length of a chain are given.

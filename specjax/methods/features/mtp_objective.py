@@ -33,7 +33,7 @@ class MTPObjective:
   used again; the same for modules of their own. The target stays as it is.
 
   Attributes:
-    model: the target.
+    model: target model.
     heads: `methods.MTPHeads`, or others that draft all of its tokens.
     decay: 0.6 in the paper.
   """
@@ -68,10 +68,10 @@ class MTPObjective:
     """`[K]` nats, of the depths.
 
     Args:
-      params: `{"target", "drafter"}`.
-      features: `[B, S, F]`, the target's.
-      tokens: `[B, S + 1]` int32.
-      weights: `[B, S]`, of the tokens after the first.
+      params: parameters `{"target", "drafter"}`.
+      features: features `[B, S, F]` of the target.
+      tokens: token ids `[B, S + 1]` int32.
+      weights: weights `[B, S]` of the tokens after the first.
     """
     found = []
     for k, out in enumerate(_training.forecasts(
@@ -86,7 +86,7 @@ class MTPObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every depth, stacked along K."""
+    """Returns `score(k, logits, positions)` of every depth, stacked along K."""
     del key
     return _training.score(self.model, self.heads, params, tokens, score)
 
@@ -130,7 +130,7 @@ class MTPJointObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every depth, stacked along K."""
+    """Returns `score(k, logits, positions)` of every depth, stacked along K."""
     return self.mtp.score(params, tokens, key, score)
 
 

@@ -74,7 +74,7 @@ class FeatureHeads(FeatureConfig):
 
     Args:
       target: that is to draft with it.
-      count: K.
+      count: number of heads K.
       **options: other fields of the class. `taps` may be a text, such as
         "2,4,final"; an empty one means `default_taps`.
 
@@ -108,7 +108,7 @@ class FeatureHeads(FeatureConfig):
     embedding; else it begins as the target's.
 
     Args:
-      key: a PRNG key.
+      key: PRNG key.
       target_params: of the `Transformer` that it is for.
     """
     entry, embedding, head, *modules = jax.random.split(key, 3 + self.modules)
@@ -214,7 +214,7 @@ class FeatureHeads(FeatureConfig):
 
     Args:
       params: of the layer.
-      target_params: of the target.
+      target_params: parameters of the target.
       hidden: `[B, S, D]`, of `enter` or what the step before returned.
       tokens: `[B, S]` int32, the token after each row's text.
       positions: `[B, S]` int32; default: 0.. without a cache, and those after
@@ -267,7 +267,7 @@ class FeatureHeads(FeatureConfig):
     return layers.logits(read.astype(head.dtype), head, self)
 
   def whole(self, logits: jax.Array) -> jax.Array:
-    """`[..., V]` of `[..., Vd]`: tokens that the head lacks have q = 0."""
+    """Expands `[..., Vd]` to `[..., V]`; other tokens have q = 0."""
     return networks.whole(logits, self.ids, self.vocab_size)
 
 

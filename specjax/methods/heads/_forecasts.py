@@ -47,7 +47,7 @@ class Forecast:
 
     Args:
       values: `[B, N, ...]`, at every node of the draft.
-      verdict: of the round.
+      verdict: verdicts of the round.
       count: `[B]` int32, tokens committed. The last one is the next root, and
         the node before it is the one that counts.
     """
@@ -65,8 +65,8 @@ def draw(logits, parents, uniforms, proposal, transform):
     logits: `[depth, V]`; all nodes of depth d follow row d - 1.
     parents: of the tree, breadth-first, N at least 2.
     uniforms: `[(N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
-    proposal: how the children of a node are drawn, one of `children.DRAWS`.
-    transform: from logits to laws.
+    proposal: sampling method of children, a key of `_trees.DRAWS`.
+    transform: transform of logits to probabilities.
 
   Returns:
     Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.

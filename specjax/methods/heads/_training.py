@@ -37,8 +37,8 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
   Args:
     logits: `[B, S, V]` of head k.
     k: `[]`, from 1.
-    tokens: `[B, S + 1]` int32.
-    weights: `[B, S]`, of the tokens after the first.
+    tokens: token ids `[B, S + 1]` int32.
+    weights: weights `[B, S]` of the tokens after the first.
 
   Returns:
     `[]` nats; 0 where no label counts.
@@ -56,13 +56,13 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
   """`forecast_loss` of one head, `[]`.
 
   Args:
-    heads: their function and sizes.
+    heads: function and sizes of the heads.
     params: of the one head.
-    hidden: `[B, S, D]`.
+    hidden: hidden states `[B, S, D]`.
     k: `[]` int32, from 1.
-    tokens: `[B, S + 1]` int32.
-    weights: `[B, S]`, of the tokens after the first.
-    lm_head: `[D, V]`.
+    tokens: token ids `[B, S + 1]` int32.
+    weights: weights `[B, S]` of the tokens after the first.
+    lm_head: LM head `[D, V]`.
   """
   return forecast_loss(heads.head(params, hidden, lm_head), k, tokens, weights)
 
@@ -77,13 +77,13 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
   twice. The LM head gets no gradient.
 
   Args:
-    heads: their function and sizes.
+    heads: function and sizes of the heads.
     params: stacked along K.
-    hidden: `[B, S, D]`.
-    tokens: `[B, S + 1]` int32.
-    weights: `[B, S]`, of the tokens after the first.
-    lm_head: `[D, V]`.
-    tuned: whether the gradient reaches `hidden`.
+    hidden: hidden states `[B, S, D]`.
+    tokens: token ids `[B, S + 1]` int32.
+    weights: weights `[B, S]` of the tokens after the first.
+    lm_head: LM head `[D, V]`.
+    tuned: True if the gradient reaches `hidden`.
   """
   return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
 
@@ -138,8 +138,8 @@ def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """The places whose K labels all exist, and what is known at these.
 
   Args:
-    hidden: `[B, S, D]`.
-    count: K.
+    hidden: hidden states `[B, S, D]`.
+    count: number of heads K.
 
   Returns:
     `hidden [B, P, D]` and positions `[B, P]`.

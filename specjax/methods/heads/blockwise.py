@@ -45,9 +45,9 @@ class BlockwiseHeads(networks.HiddenStateHeads):
   what the LM head does.
 
   Attributes:
-    width: D.
-    vocab_size: V.
-    heads: K.
+    width: hidden width D.
+    vocab_size: vocabulary size V.
+    heads: number of heads K.
     hidden_width: F, of the inner layer.
   """
 
@@ -66,7 +66,7 @@ class BlockwiseHeads(networks.HiddenStateHeads):
     """Float32 parameters: `inner [K, D, F]`, `outer [K, F, D]` and biases.
 
     Args:
-      key: a PRNG key.
+      key: PRNG key.
       target_params: unused; the LM head is no parameter of the heads.
     """
     del target_params
@@ -80,12 +80,12 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
   def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
            ) -> jax.Array:
-    """Logits `[..., V]` of one head, whose parameters have no axis K.
+    """Returns logits `[..., V]` of one head, whose parameters have no axis K.
 
     Args:
-      params: of one head.
-      hidden: `[..., D]`.
-      lm_head: `[D, V]`.
+      params: parameters of one head.
+      hidden: hidden states `[..., D]`.
+      lm_head: LM head `[D, V]`.
     """
     inner = jax.nn.relu(hidden @ params["inner"] + params["inner_bias"])
     hidden = hidden + inner @ params["outer"] + params["outer_bias"]
@@ -105,8 +105,8 @@ class Blockwise(_forecasts.HeadsDrafter):
   Attributes:
     heads: of the target; `BlockwiseHeads`, or others of that form.
     gamma: drafted tokens of a round, at most K; None: K.
-    transform: of the heads' logits; None takes the decoder's. Only the tokens
-      that it bans matter here.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   heads: Heads
@@ -134,8 +134,8 @@ class BlockwiseObjective:
   counts as head 0: its own next-token loss.
 
   Attributes:
-    model: the target.
-    heads: of the target.
+    model: target model.
+    heads: heads of the target.
     one_head: whether a batch trains one head, as in the paper, or all.
   """
 
@@ -179,7 +179,7 @@ class BlockwiseObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every head, stacked along K."""
+    """Returns `score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
     return _training.score_heads(
@@ -203,7 +203,7 @@ def blockwise(heads: Heads, gamma: int | None = None,
   False
 
   Args:
-    heads: of the target.
+    heads: heads of the target.
     gamma: drafted tokens, at most K; None: K.
     top_k: accept what is among the target's `top_k` likeliest. LOSSY.
     distance: accept ids at most so far from the target's choice. LOSSY.

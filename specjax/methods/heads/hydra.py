@@ -55,9 +55,9 @@ class HydraHeads:
   is the LM head, so that an untrained head predicts what the LM head does.
 
   Attributes:
-    width: D.
-    vocab_size: V.
-    heads: K.
+    width: hidden width D.
+    vocab_size: vocabulary size V.
+    heads: number of heads K.
     blocks: residual blocks of a head; the first joins what it reads.
   """
 
@@ -73,26 +73,26 @@ class HydraHeads:
 
   @property
   def num_forecasts(self) -> int:
-    """K, tokens after the next one that are forecast."""
+    """K, the number of tokens predicted after the next one."""
     return self.heads
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """`count` heads of the target's width and vocabulary."""
+    """Returns `count` heads of the target's width and vocabulary."""
     return cls(width=target.config.width, vocab_size=target.vocab_size,
                heads=count, **options)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    """Returns `(target, {"target", "drafter"})`."""
     return target, {"target": target_params, "drafter": params}
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Float32 parameters of heads that predict as the LM head does.
+    """Returns float32 parameters with which heads predict as the LM head does.
 
     Args:
       key: unused; nothing is drawn.
-      target_params: of the `Transformer` that the heads are for.
+      target_params: parameters of the target.
 
     Returns:
       A tree: for `head_0`..`head_<K-1>`, of which head_k reads k + 2 vectors,
@@ -144,12 +144,12 @@ class Hydra(_forecasts.HeadsDrafter):
   are the heads' parameters; the embeddings are those of `params["target"]`.
 
   Attributes:
-    heads: of the target.
-    parents: the tree, at most K deep, see `specjax.trees`; it is put in
-      breadth-first order.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the heads' logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    heads: heads of the target.
+    parents: draft tree, at most K deep, see `specjax.trees`; stored
+      breadth-first.
+    proposal: sampling method of children, see `TreeLanguageModel`.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   heads: HydraHeads
@@ -190,8 +190,8 @@ class HydraObjective:
   true tokens in training and drafted ones in decoding. The target is frozen.
 
   Attributes:
-    model: the target.
-    heads: of the target.
+    model: target model.
+    heads: heads of the target.
   """
 
   model: Transformer
@@ -204,7 +204,7 @@ class HydraObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each head's own as `head_<k>/train_loss`."""
+    """Returns the loss, and that of each head as `head_<k>/train_loss`."""
     del key
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     losses, hidden = [], self._hidden(params, tokens)
@@ -221,7 +221,7 @@ class HydraObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every head, stacked along K."""
+    """Returns `score(k, logits, positions)` of every head, stacked along K."""
     del key
     count = self.heads.heads
     hidden, positions = _training.labelled(
@@ -262,7 +262,7 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
   True
 
   Args:
-    heads: of the target.
+    heads: heads of the target.
     parents: N entries, the tree with its root, at most as deep as there are
       heads; `range(-1, K)` is a chain of K.
     proposal: how the children of a node are drawn: "top_k",

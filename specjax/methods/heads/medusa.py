@@ -50,9 +50,9 @@ class MedusaHeads(networks.HiddenStateHeads):
   head at the start, so that an untrained head predicts what the LM head does.
 
   Attributes:
-    width: D.
-    vocab_size: V.
-    heads: K.
+    width: hidden width D.
+    vocab_size: vocabulary size V.
+    heads: number of heads K.
     blocks: residual blocks `h + SiLU(W1 h)` of a head, one after the other.
     output: W2_k. "own" is a matrix per head; "low_rank" the LM head plus
       A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
@@ -80,11 +80,11 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Float32 parameters of heads that predict as the LM head does.
+    """Returns float32 parameters with which heads predict as the LM head does.
 
     Args:
-      key: a PRNG key.
-      target_params: of the `Transformer` that the heads are for.
+      key: PRNG key.
+      target_params: parameters of the target.
 
     Returns:
       `blocks [K, blocks, D, D]`, with a bias `block_bias [K, blocks, D]`, and
@@ -132,12 +132,12 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
            ) -> jax.Array:
-    """Logits `[..., V]` of one head, whose parameters have no axis K.
+    """Returns logits `[..., V]` of one head, whose parameters have no axis K.
 
     Args:
-      params: of one head.
-      hidden: `[..., D]`.
-      lm_head: `[D, V]`.
+      params: parameters of one head.
+      hidden: hidden states `[..., D]`.
+      lm_head: LM head `[D, V]`.
     """
     for i in range(self.blocks):
       inner = hidden @ params["blocks"][i]
@@ -163,11 +163,11 @@ class Medusa(_forecasts.HeadsDrafter):
 
   Attributes:
     heads: of the target; `MedusaHeads`, or others of that form.
-    parents: the tree, at most K deep, see `specjax.trees`; it is put in
-      breadth-first order.
-    proposal: how the children of a node are drawn, see `TreeLanguageModel`.
-    transform: of the heads' logits; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    parents: draft tree, at most K deep, see `specjax.trees`; stored
+      breadth-first.
+    proposal: sampling method of children, see `TreeLanguageModel`.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
   """
 
   heads: MedusaHeads | BlockwiseHeads
@@ -188,8 +188,8 @@ class MedusaObjective:
   """Medusa-1: L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1).
 
   Attributes:
-    model: the target.
-    heads: of the target.
+    model: target model.
+    heads: heads of the target.
     decay: 0.8 in the paper.
   """
 
@@ -204,7 +204,7 @@ class MedusaObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each head's own as `head_<k>/train_loss`."""
+    """Returns the loss, and that of each head as `head_<k>/train_loss`."""
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -217,11 +217,11 @@ class MedusaObjective:
     """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
 
     Args:
-      params: `{"target", "drafter"}`.
+      params: parameters `{"target", "drafter"}`.
       hidden: the target's.
-      tokens: `[B, S + 1]`.
-      weights: `[B, S]`, of the tokens after the first.
-      tuned: whether the gradient reaches `hidden`.
+      tokens: token ids `[B, S + 1]` int32.
+      weights: weights `[B, S]` of the tokens after the first.
+      tuned: True if the gradient reaches `hidden`.
     """
     losses = _training.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
@@ -231,7 +231,7 @@ class MedusaObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every head, stacked along K."""
+    """Returns `score(k, logits, positions)` of every head, stacked along K."""
     del key
     hidden = self.model(params["target"], tokens[:, :-1]).hidden
     return _training.score_heads(
@@ -301,7 +301,7 @@ class MedusaJointObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every head, stacked along K."""
+    """Returns `score(k, logits, positions)` of every head, stacked along K."""
     return self.medusa.score(params, tokens, key, score)
 
 
@@ -321,7 +321,7 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   False
 
   Args:
-    heads: of the target.
+    heads: heads of the target.
     parents: N entries, the tree with its root, at most as deep as there are
       heads; `trees.medusa_tree` finds the paper's for measured accuracies.
     typical: whether to accept what the target finds plausible. LOSSY.
@@ -344,11 +344,11 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   True
 
   Args:
-    heads: of the target.
+    heads: heads of the target.
     parents: N entries, the tree with its root; `range(-1, K)` is a chain of K.
     proposal: how the children of a node are drawn, "without_replacement" or
       "iid".
-    verifier: a rule for these drafts.
+    verifier: rule for these drafts.
   """
   return Strategy(Medusa(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)

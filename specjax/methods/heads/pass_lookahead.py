@@ -56,7 +56,7 @@ class PaSSEmbeddings:
 
   Attributes:
     count: L, look-ahead tokens; their ids are V..V + L - 1.
-    width: D.
+    width: hidden width D.
   """
 
   count: int
@@ -88,7 +88,7 @@ class PaSSEmbeddings:
     """`{"embeddings": [L, D]}` float32, spread as the target's embeddings are.
 
     Args:
-      key: a PRNG key.
+      key: PRNG key.
       target_params: of the `Transformer` that the embeddings are for.
     """
     table = target_params["embedding"].astype(jnp.float32)
@@ -102,7 +102,7 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
 
   Args:
     target: the `Transformer` that the embeddings are for.
-    params: its parameters.
+    params: parameters of the model.
     embeddings: `{"embeddings": [L, D]}`, of `PaSSEmbeddings`.
 
   Returns:
@@ -134,8 +134,8 @@ class PaSSObjective:
   pass of cuts * L tokens, the only one that is differentiated.
 
   Attributes:
-    model: the target.
-    embeddings: of the target.
+    model: target model.
+    embeddings: look-ahead embeddings of the target.
     cuts: cut points of a row.
   """
 
@@ -171,8 +171,8 @@ class PaSSObjective:
     """`score(t, logits [B, cuts, V], positions [B, cuts])`, stacked along L.
 
     Args:
-      params: `{"target", "drafter"}`.
-      tokens: `[B, S + 1]`.
+      params: parameters `{"target", "drafter"}`.
+      tokens: token ids `[B, S + 1]` int32.
       key: of the cuts; `positions` are those of the last token read, m.
       score: called for t = 1..L.
     """
@@ -192,8 +192,8 @@ class PaSSObjective:
     """What [LA]_1..[LA]_L predict after each cut.
 
     Args:
-      params: `{"target", "drafter"}`.
-      tokens: `[B, S]` int32.
+      params: parameters `{"target", "drafter"}`.
+      tokens: token ids `[B, S]` int32.
       positions: `[B, n]` int32, of the last token that a cut sees.
 
     Returns:
@@ -238,12 +238,12 @@ class PaSS(Drafter):
   all others padding; the first round after a prompt drafts nothing.
 
   Attributes:
-    embeddings: of the target.
+    embeddings: look-ahead embeddings of the target.
     folded: whether a round has one pass or, as published, two.
     count: look-ahead tokens that are read, at most L; None: L.
     transform: of the look-ahead laws; None takes the decoder's. Any is sound,
       for q is reported as it was sampled from.
-    target: the decoder fills it in.
+    target: target model; `bind` sets it.
     target_transform: the decoder fills it in.
   """
 
@@ -406,7 +406,7 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
     embeddings: of the target, L of them.
     folded: whether a round has one pass or, as published, two.
     count: look-ahead tokens that are read, at most L; None: L.
-    verifier: a rule for chains.
+    verifier: rule for chains.
   """
   return Strategy(PaSS(
       embeddings=embeddings, folded=folded, count=count), verifier)

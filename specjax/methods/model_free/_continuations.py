@@ -66,7 +66,7 @@ class CountDrafter(Drafter):
     transform: of the law of the counts, whose logits are their logarithms;
       None takes the decoder's. Any is sound, for q is reported as it was drawn
       from. Deterministic drafts do not use it.
-    vocab_size: V; the decoder fills it in.
+    vocab_size: V; `bind` sets it.
   """
 
   gamma: int
@@ -196,7 +196,7 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
   tokens that of the first match is taken.
 
   Args:
-    following: `[K, S]` int32.
+    following: tokens `[K, S]` int32 after the matches.
     alive: `[M, K]` bool, the matches of each set.
     ended: `[M]` float32, places of each set after which the text ends, besides
       the matches: they count as matches of the first node.
@@ -265,8 +265,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   falls below `least`, whichever of them is drawn.
 
   Args:
-    following: `[K, S]` int32.
-    alive: `[K]` bool, the matches.
+    following: tokens `[K, S]` int32 after the matches.
+    alive: matches `[K]` bool.
     ended: `[]` float32, as in `walk`.
     steps: `[]` int32, as in `walk`.
     least: as in `walk`.
@@ -274,7 +274,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     law: from logits `[K]` to probabilities; the logits are those of counts, so
       that at temperature 1 children are drawn as often as they were counted.
     banned: token ids that are never drawn.
-    vocab_size: V.
+    vocab_size: vocabulary size V.
 
   Returns:
     tokens: `[S]` int32.
@@ -320,8 +320,8 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
 
   Args:
     following: `[K, S]` int32, -1 after an end.
-    alive: `[K]` bool, the matches.
-    nodes: N, the root included.
+    alive: matches `[K]` bool.
+    nodes: number of nodes N, the root included.
 
   Returns:
     tokens: `[N - 1]` int32 of the nodes below the root, parents first.
@@ -364,11 +364,11 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     following: `[B, K, S]` int32, what follows the matches, -1 after an end.
     alive: `[B, K]` bool, which matches count.
     steps: `[B]` int32, the longest path.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
     parents: of the tree, breadth-first, at most S deep.
     transform: of the counts' law, whose logits are their logarithms.
     temperature: `[B]`.
-    vocab_size: V.
+    vocab_size: vocabulary size V.
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root;

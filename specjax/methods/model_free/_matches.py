@@ -29,12 +29,12 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
   """Where the rows' own texts had their last tokens before.
 
   Args:
-    tokens: `[B, C]` int32.
-    lengths: `[B]` int32, how many of them count.
+    tokens: token ids `[B, C]` int32.
+    lengths: number `[B]` int32 of valid tokens.
     longest: tokens of the longest match.
     count: K, matches that are kept of each row: the longest ones, and of
       equally long ones the latest.
-    size: S, tokens after a match.
+    size: number S of tokens after a match.
 
   Returns:
     following: `[B, K, S]` int32, in that order.
@@ -75,9 +75,9 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   """Where a datastore has the rows' last tokens, by binary search.
 
   Args:
-    store: a `Datastore`.
-    tokens: `[B, C]` int32.
-    lengths: `[B]` int32, how many of them count.
+    store: datastore.
+    tokens: token ids `[B, C]` int32.
+    lengths: number `[B]` int32 of valid tokens.
     sizes: the M lengths of the patterns, each at least 1 and at most the
       store's depth.
 
@@ -131,12 +131,12 @@ def spread(store: Datastore, first: jax.Array, found: jax.Array,
   The range is sorted by what follows, so that even steps count it well.
 
   Args:
-    store: a `Datastore`.
+    store: datastore.
     first: `[...]` int32.
     found: `[...]` int32.
     after: `[...]` int32, tokens of the pattern.
-    count: K.
-    size: S, tokens after a match.
+    count: number of heads K.
+    size: number S of tokens after a match.
 
   Returns:
     following: `[..., K, S]` int32, sorted, -1 from a document's end on.

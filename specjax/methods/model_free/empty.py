@@ -21,7 +21,7 @@ class Empty(Drafter):
   """Proposes the root alone, so that every round emits one token.
 
   Attributes:
-    vocab_size: V; the decoder fills it in.
+    vocab_size: V; `bind` sets it.
   """
 
   vocab_size: int | None = None

@@ -114,13 +114,12 @@ class NGram(_Lookup):
   It has no parameters: `params["drafter"]` may be anything, or missing.
 
   Attributes:
-    gamma: tokens that are copied, at least 1.
-    max_ngram: the longest run of last tokens that is looked for.
-    min_ngram: the shortest, 1 unless given (`strategies.prompt_lookup`: 2);
-      where it is not found, nothing is drafted.
-    prefer: which one of several places is taken where the same number of
-      tokens agrees, up to `max_ngram`: the "latest" or the "first".
-    vocab_size: V; the decoder fills it in.
+    gamma: number of copied tokens, at least 1.
+    max_ngram: maximal length of the searched suffix.
+    min_ngram: minimal length of the searched suffix, 1 by default
+      (`strategies.prompt_lookup`: 2); without a match nothing is drafted.
+    prefer: choice among equally long matches, "latest" or "first".
+    vocab_size: V; `bind` sets it.
   """
 
   def _copied(self, state):
@@ -140,14 +139,14 @@ class Reference(_Lookup):
   It has no parameters: `params["drafter"]` may be anything, or missing.
 
   Attributes:
-    gamma: tokens that are copied, at least 1.
-    max_ngram: the longest run of last tokens that is looked for.
-    min_ngram: the shortest; where it is not found, nothing is drafted.
-    prefer: which one of several places is taken where the same number of
-      tokens agrees, up to `max_ngram`: the "latest" or the "first".
-    vocab_size: V; the decoder fills it in.
-    own_text: whether the row's own text is searched as well, as `NGram` does;
-      it is taken where more tokens agree there.
+    gamma: number of copied tokens, at least 1.
+    max_ngram: maximal length of the searched suffix.
+    min_ngram: minimal length of the searched suffix; without a match nothing is
+      drafted.
+    prefer: choice among equally long matches, "latest" or "first".
+    vocab_size: V; `bind` sets it.
+    own_text: True to search the row's own tokens too, as `NGram` does; the
+      longer match is used.
   """
 
   prefer: str = "first"
@@ -231,8 +230,8 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
   """What `NGram` drafts.
 
   Args:
-    state: the `DecodeState`.
-    gamma: tokens to copy.
+    state: decoding state.
+    gamma: number of copied tokens.
     max_ngram: see `NGram`.
     min_ngram: see `NGram`.
     prefer: see `NGram`.
@@ -307,11 +306,12 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
   ([1, 2, 3, 0, 1], 2)
 
   Args:
-    gamma: tokens that are copied.
-    max_ngram: last tokens that are looked for, at most.
-    min_ngram: and at least. A copy after a single token that agrees seldom
-      pays for its verification.
-    verifier: a rule for chains; all accept the same of such drafts.
+    gamma: number of copied tokens.
+    max_ngram: maximal length of the searched suffix.
+    min_ngram: minimal length of the searched suffix. A copy after one matching
+      token seldom pays for its verification.
+    verifier: rule for chains; all rules accept the same of deterministic
+      chains.
   """
   return Strategy(NGram(
       gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
@@ -331,10 +331,11 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
   9
 
   Args:
-    gamma: tokens that are copied.
-    max_ngram: last tokens that are looked for, at most.
-    own_text: whether the row's own text is searched as well.
-    verifier: a rule for chains; all accept the same of such drafts.
+    gamma: number of copied tokens.
+    max_ngram: maximal length of the searched suffix.
+    own_text: True to search the row's own tokens too.
+    verifier: rule for chains; all rules accept the same of deterministic
+      chains.
   """
   return Strategy(Reference(
       gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)

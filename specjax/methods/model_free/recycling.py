@@ -81,7 +81,7 @@ class Recycling(Drafter):
     from_prompt: whether the pairs of tokens of the prompt are entered, the
       latest successor first. The paper enters the target's likeliest tokens
       there, which the loop does not compute when it reads a prompt.
-    vocab_size: V; the decoder fills it in.
+    vocab_size: V; `bind` sets it.
   """
 
   parents: tuple[int, ...] | None = None
@@ -238,8 +238,7 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   TargetWalk()
 
   Args:
-    parents: N entries, the tree with its root; default:
-      `drafters.recycling_tree()`.
+    parents: draft tree of N nodes; default: `drafters.recycling_tree()`.
   """
   parents = None if parents is None else tuple(parents)
   return Strategy(

@@ -1,4 +1,4 @@
-"""Retrieval: what followed a row's last tokens in a corpus.
+"""REST: continuations of the last tokens, retrieved from a corpus.
 
 REST, He et al. 2023 (arXiv:2311.08252). The longest suffix of the row's text,
 of `max_match` down to `min_match` tokens, is looked up in a datastore
@@ -32,7 +32,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval(_continuations.CountDrafter):
-  """Drafts from the counts of what a datastore has after the last tokens.
+  """Drafts from counts of continuations in a datastore.
 
   `params["drafter"]` is a `data.datastores.Datastore`, on the device. A round
   needs two binary searches for each match length, all at once, and compares up
@@ -57,13 +57,13 @@ class Retrieval(_continuations.CountDrafter):
   Attributes:
     gamma: tokens of a path, at least 1.
     proposal: "deterministic" or "sampled".
-    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
+    parents: sampled tree, at most gamma deep, see `specjax.trees`.
     nodes: N, of a tree with its root, at least 2; None drafts a chain.
     min_match: tokens of the shortest match, at least 1.
     max_match: of the longest, at most the datastore's depth.
     max_matches: K, places that are counted, evenly out of all that match.
-    transform: of the counts' law; None takes the decoder's.
-    vocab_size: V; the decoder fills it in.
+    transform: transform of the log counts; None: the decoder's.
+    vocab_size: V; `bind` sets it.
   """
 
   nodes: int | None = None
@@ -129,7 +129,8 @@ class Retrieval(_continuations.CountDrafter):
     return self._deterministic(state, tokens[:, 0], probs[:, 0] > 0), None
 
   def _matches(self, store, state):
-    """`[B, K, S]` what followed the longest match, and `[B, K]` which count."""
+    """Returns continuations `[B, K, S]` of the longest match, and `[B, K]`
+    bool."""
     sizes = np.arange(self.min_match, self.max_match + 1, dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
@@ -140,7 +141,7 @@ class Retrieval(_continuations.CountDrafter):
         self.max_matches, self.gamma)
 
   def _tree(self, state, following, alive) -> Draft:
-    """The most frequent prefixes of every row."""
+    """Returns the most frequent prefixes of every row."""
     def one(root, following, alive):
       tokens, parents, real = _continuations.frequent_paths(
           following, alive, self.nodes)
@@ -151,7 +152,7 @@ class Retrieval(_continuations.CountDrafter):
 
 
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
-  """What follows the last tokens in a corpus, as a tree of frequent prefixes.
+  """Drafts the frequent continuations of the last tokens in a corpus.
 
   REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
   see `experiments/build_datastore.py`. Of the places where the tokens stand 64
@@ -161,7 +162,7 @@ def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   (64, TargetWalk())
 
   Args:
-    nodes: N, the root included.
+    nodes: number of nodes N, the root included.
     gamma: tokens of the longest path.
     max_match: last tokens that are looked for, at most the datastore's depth.
   """

@@ -1,4 +1,4 @@
-"""SuffixDecoding: what followed the longest and most frequent matches.
+"""SuffixDecoding: frequent continuations of the longest matches.
 
 Oliaro et al. 2024 (arXiv:2411.04975), with the scoring of its published code
 (ArcticInference), chain mode. For every match length m a draft is made by
@@ -48,7 +48,7 @@ from specjax.utils import fields
 
 
 class _Found(NamedTuple):
-  """The best draft of every row out of one text.
+  """Best draft of every row from one source.
 
   Attributes:
     score: `[B]` float32.
@@ -72,7 +72,7 @@ class _Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suffix(_continuations.CountDrafter):
-  """Drafts from the counts of the row's own suffixes and of a datastore's.
+  """Drafts from counts of the row's own suffixes and of a datastore's.
 
   `params["drafter"]` may be a `data.datastores.Datastore`; where it is None, ()
   or missing, the row's own text is all there is.
@@ -107,14 +107,14 @@ class Suffix(_continuations.CountDrafter):
   Attributes:
     gamma: tokens of a draft at most, at least 1.
     proposal: "deterministic" or "sampled".
-    parents: of a tree to draw, see `specjax.trees`, at most gamma deep.
+    parents: sampled tree, at most gamma deep, see `specjax.trees`.
     max_matches: K, see above.
     max_spec_factor: drafted tokens for each token of a match.
     max_spec_offset: drafted tokens besides.
     min_token_prob: see above, in [0, 1].
     max_depth: longest match and draft together, at least 2.
-    transform: of the counts' law; None takes the decoder's.
-    vocab_size: V; the decoder fills it in.
+    transform: transform of the log counts; None: the decoder's.
+    vocab_size: V; `bind` sets it.
   """
 
   max_spec_factor: float = 1.0
@@ -159,14 +159,14 @@ class Suffix(_continuations.CountDrafter):
                        found.ended, found.steps, self.min_token_prob), None
 
   def _steps(self, sizes):
-    """`[M]` int32, the most tokens that matches of these lengths draft."""
+    """Returns `[M]` int32, the maximal draft length for each match length."""
     wanted = np.trunc(
         sizes * self.max_spec_factor + self.max_spec_offset + 1e-6)
     return np.clip(np.minimum(wanted, self.max_depth - sizes), 0,
                    self.gamma).astype(np.int32)
 
   def _own(self, state) -> _Found:
-    """The best draft out of the row's own text."""
+    """Returns the best draft from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
     # The search goes on while any row matches: rows that are done must not.
     lengths = jnp.where(state.done, 0, state.lengths)
@@ -182,7 +182,7 @@ class Suffix(_continuations.CountDrafter):
     return self._best(sizes, tokens, probs, following, alive, 1.0)
 
   def _stored(self, store, state) -> _Found:
-    """The best draft out of a datastore."""
+    """Returns the best draft from a datastore."""
     sizes = np.arange(1, min(store.depth, self.max_depth - 1) + 1,
                       dtype=np.int32)
     first, found = matches_lib.find(
@@ -203,7 +203,7 @@ class Suffix(_continuations.CountDrafter):
     return self._best(sizes, tokens, probs, following, alive, 0.0)
 
   def _best(self, sizes, tokens, probs, following, alive, ended) -> _Found:
-    """The best of the drafts of all match lengths, which may share matches."""
+    """Returns the best draft over all match lengths."""
     index, score = _continuations.best_set(probs)
     take = lambda x: jax.vmap(lambda row, i: row[i])(x, index)
     return _Found(
@@ -214,7 +214,7 @@ class Suffix(_continuations.CountDrafter):
 
 
 def _store(params) -> Datastore | None:
-  """The datastore of a decoder's parameters, if there is one."""
+  """Returns the datastore in a decoder's parameters, or None."""
   store = params.get("drafter")
   if store is None or isinstance(store, tuple) and not store:
     return None
@@ -230,7 +230,8 @@ def _store(params) -> Datastore | None:
 def suffix_decoding(gamma: int, proposal: str = "deterministic",
                     verifier: Verifier | None = None,
                     parents: Sequence[int] | None = None) -> Strategy:
-  """What followed the last tokens where they stood before, by its counts.
+  """Drafts the frequent continuations of earlier occurrences of the last
+  tokens.
 
   SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
   is not in the paper: of deterministic drafts all rules accept as much, of
@@ -242,7 +243,7 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
   16
 
   Args:
-    gamma: drafted tokens of a round, at most.
+    gamma: maximal draft length.
     proposal: "deterministic" or "sampled".
     verifier: the rule; default: block for chains, traversal for trees.
     parents: of a tree to draw, for "sampled"; None: a chain.

@@ -1,4 +1,4 @@
-"""A drafter's own copy of the committed text, in its own tokens.
+"""Copy of the committed tokens in the drafter's vocabulary.
 
 For drafters whose model has another vocabulary than the target. A round is
 
@@ -36,14 +36,14 @@ _LOST = 2**30  # the length of a lost text: more than any room
 
 @struct.dataclass
 class Reading:
-  """What the drafter's model has read; every leaf has the rows B first.
+  """State of the drafter's model; every leaf has the rows B first.
 
   Attributes:
     tokens: `[B, C]` int32, the text, then what was drafted last.
     lengths: `[B]` int32, tokens of the text; 2**30 of one that is lost.
     fed: `[B]` int32, the cache holds the first `fed` of `tokens`.
     seen: `[B]` int32, target tokens that the text stands for.
-    cache: the model's.
+    cache: cache of the model.
   """
 
   tokens: jax.Array
@@ -54,7 +54,7 @@ class Reading:
 
   def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
               seen: jax.Array, room: int) -> "Reading":
-    """The text with another end.
+    """Returns the reading with another end.
 
     Args:
       start: `[B]` int32, where the new end begins, at most `lengths`.
@@ -78,19 +78,19 @@ class Reading:
         fed=jnp.minimum(self.fed, start + agree.astype(jnp.int32)), seen=seen)
 
   def drafted(self, length: jax.Array, ids: jax.Array, cache: Any) -> "Reading":
-    """The same text with what was drafted after it.
+    """Returns the reading with the drafted tokens appended.
 
     Args:
       length: `[B]` int32, of the text as `caught_up` gave it.
       ids: `[B, gamma]` int32; all but the last were read.
-      cache: the model's.
+      cache: cache of the model.
     """
     return self.replace(tokens=rows.put(self.tokens, ids, length),
                         fed=length + ids.shape[1] - 1, cache=cache)
 
 
 class Reader(Drafter):
-  """What the drafters that keep a `Reading` share.
+  """Base of drafters with a `Reading`.
 
   They have a `model`, a `gamma` and an `expansion`, see `TokenIntersection`.
   """
@@ -100,33 +100,33 @@ class Reader(Drafter):
   expansion: int
 
   def _room(self, capacity):
-    """Draft tokens of a row's text; capacity is that of the decoder."""
+    """Returns the maximal number of draft tokens of a row."""
     return min(self.expansion * capacity, self.model.context_length)
 
   def _columns(self, prompt):
-    """For `begun`; of a prompt that is lost no more than that is read."""
+    """Returns the columns for `begun`."""
     return padded_length(min(self.expansion * prompt.tokens.shape[1],
                              self._room(prompt.capacity)))
 
 
 def slots_needed(room: int, gamma: int) -> int:
-  """C for texts of up to `room` tokens and drafts of gamma."""
+  """Returns the capacity for `room` tokens and drafts of gamma."""
   return room + gamma + _PASS
 
 
 def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
           seen: jax.Array, room: int, gamma: int) -> Reading:
-  """Reads the first text.
+  """Reads the prompts.
 
   Args:
     model: the drafter's.
-    params: its parameters.
+    params: parameters of the model.
     ids: `[B, W]` int32, `prefill.padded_length` columns.
     count: `[B]` int32, tokens of each row; one that has more than W, or than
       `room`, is lost.
     seen: `[B]` int32, target tokens that they stand for.
     room: see `Reading.amended`.
-    gamma: drafted tokens of a round.
+    gamma: draft length.
   """
   columns = ids.shape[1]
   slots = max(slots_needed(room, gamma), columns)
@@ -140,14 +140,14 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
 
 def caught_up(model: Model, params: Any, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-  """Feeds all that the model has not read, and the last token in any case.
+  """Feeds all unread tokens, and the last token in any case.
 
   The number of passes depends on the row that needs most; a row that needs
   less feeds its last tokens again, which changes nothing.
 
   Args:
     model: the drafter's.
-    params: its parameters.
+    params: parameters of the model.
     reading: what was read.
     wanted: `[B]` bool, rows that draft; the others count as empty.
 

@@ -1,4 +1,4 @@
-"""Laws and texts from a drafter's vocabulary to the target's, in the loop.
+"""Translation of distributions and tokens between two vocabularies.
 
 See `token_intersection` for the formulas and `data.VocabularyMap` for the
 tables.
@@ -14,7 +14,7 @@ from specjax.sampling import LogitsTransform
 
 
 def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
-  """`[..., V]`, what `q [..., D]` gives to the target's tokens.
+  """Returns `[..., V]`, the probabilities of `q [..., D]` as target tokens.
 
   A gather of the twins and a scatter of the few doubles: a scatter of all D
   would be slow where D is large.
@@ -27,7 +27,8 @@ def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
 def common_law(logits: jax.Array, vocabulary: VocabularyMap,
                transform: LogitsTransform, temperature: jax.Array | float
                ) -> jax.Array:
-  """q' `[..., V]` of the drafter's `logits [..., D]`, always a law.
+  """Returns q' `[..., V]` of the drafter's `logits [..., D]`, always
+  normalised.
 
   Restriction commutes with the temperature. It comes before top-k, top-p and
   min-p, for which tokens with the same text are one: after them, a nucleus
@@ -62,7 +63,7 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
 
 def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
             width: int) -> tuple[jax.Array, jax.Array]:
-  """E of target tokens, and how long it is.
+  """Returns E of target tokens and its length.
 
   Args:
     tokens: `[n]` int32, target ids.

@@ -1,5 +1,5 @@
-"""A language model writes text in its own tokens; the target's tokens of it
-are the draft.
+"""Drafting by text: a model with another vocabulary writes, the target's tokens
+are drafted.
 
 String-level exact match (SLEM), Timor et al. 2025 (arXiv:2502.05202), called
 universal assisted generation elsewhere. For vocabularies with few tokens in
@@ -52,14 +52,14 @@ _PIECES = 32  # draft tokens that there is room for, for each new target token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StringMatch(reading_lib.Reader):
-  """Proposes the target's tokens of a text that another model wrote.
+  """Drafts the target's tokens of text that another model wrote.
 
   `params["drafter"]` are the parameters of the model. A row drafts nothing
   where its text, in the drafter's tokens, is empty or does not fit, see
   `TokenIntersection`.
 
   Attributes:
-    model: a `Model` over the drafter's vocabulary.
+    model: draft model over its own vocabulary.
     texts: the two tokenizers.
     gamma: tokens of the target that a chain has at most, at least 1.
     length: tokens that the drafter writes in a round; default: gamma.
@@ -137,7 +137,7 @@ class StringMatch(reading_lib.Reader):
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state, room):
-    """What was read, with the text that was committed since."""
+    """Returns the reading with the tokens committed since."""
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
     # Of a text that outgrew its room nothing is read.
@@ -154,7 +154,7 @@ class StringMatch(reading_lib.Reader):
     return reading.amended(start, ids, count, state.lengths, room)
 
   def _write(self, params, logits, cache, room):
-    """The likeliest tokens.
+    """Writes the most likely tokens.
 
     Returns:
       `[B, length]` ids; `[B]` bool, whether the logits were numbers, as far as
@@ -189,7 +189,7 @@ class StringMatch(reading_lib.Reader):
 
 
 def _window(tokens, start, size):
-  """`[B, size]`, the columns of `tokens` from `start [B]` on."""
+  """Returns `[B, size]`, the columns of `tokens` from `start [B]` on."""
   return jnp.take_along_axis(
       tokens, start[:, None] + jnp.arange(size), axis=1, mode="clip")
 
@@ -201,7 +201,7 @@ def _ids_and_counts(batch, width):
 
 def string_match(model: Model, texts: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
-  """A text that another model writes, as the target's tokens of it.
+  """Drafts the target's tokens of text that another model writes.
 
   String-level exact match, Timor et al. 2025 (arXiv:2502.05202), for
   vocabularies with few tokens in common.
@@ -222,7 +222,7 @@ def string_match(model: Model, texts: Retokenizer, gamma: int,
   8
 
   Args:
-    model: the small language model, over a vocabulary of its own.
+    model: draft model over another vocabulary.
     texts: its tokenizer and the target's.
     gamma: tokens of the target in a chain, at most.
     length: tokens that the model writes for them in a round; default: gamma.

@@ -1,4 +1,4 @@
-"""A language model with another vocabulary drafts the tokens that both know.
+"""Token-level intersection: sampling tokens that two vocabularies share.
 
 Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
 
@@ -73,13 +73,12 @@ class TokenIntersection(reading_lib.Reader):
   model's context: there is no `context_length`.
 
   Attributes:
-    model: a `Model` over the drafter's vocabulary.
-    gamma: drafted tokens of a round, at least 1.
-    target_size: V, the target's vocabulary.
-    transform: of the laws; None takes the decoder's. Any is sound, for q is
-      reported as it was sampled from.
-    expansion: draft tokens that there is room for, for each target token of a
-      row's capacity.
+    model: draft model over its own vocabulary.
+    gamma: draft length, at least 1.
+    target_size: vocabulary size V of the target.
+    transform: transform of the draft logits; None: the decoder's. Any is
+      lossless because q is reported.
+    expansion: draft tokens of room per target token of capacity.
   """
 
   model: Model
@@ -191,7 +190,8 @@ class TokenIntersection(reading_lib.Reader):
     return _following.Following(drafter=self)
 
   def _spelled(self, vocabulary, tokens, lengths, width):
-    """Texts `[B, S]` in the drafter's tokens, `[B, width]`, and their lengths.
+    """Spells tokens `[B, S]` in the drafter's vocabulary, `[B, width]`, with
+    lengths.
 
     The target's bos in front is dropped, and the drafter's put there, where
     they have one.
@@ -209,7 +209,7 @@ class TokenIntersection(reading_lib.Reader):
     return jax.vmap(one)(tokens, lengths)
 
   def _read(self, state, vocabulary, room):
-    """What was read, and the pieces of the tokens committed since."""
+    """Returns the reading with the pieces of the tokens committed since."""
     reading = state.drafter
     slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
     new = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
@@ -236,7 +236,7 @@ class TokenIntersection(reading_lib.Reader):
 
 
 def _constrained(constraints, memory, law):
-  """`law [B, V]` under the constraints.
+  """Returns the distribution `law [B, V]` under the constraints.
 
   Its logs stand for the logits: a repetition penalty of them is another one,
   which is as sound.
@@ -247,7 +247,7 @@ def _constrained(constraints, memory, law):
 
 def token_intersection(model: Model, target_size: int, gamma: int,
                        verifier: Verifier = BLOCK) -> Strategy:
-  """A chain of a model with another vocabulary, of the tokens both know.
+  """Drafts the tokens that the model's vocabulary shares with the target's.
 
   Token-level intersection, Timor et al. 2025 (arXiv:2502.05202): its law
   restricted to the common tokens, for any rule at any temperature.
@@ -270,10 +270,10 @@ def token_intersection(model: Model, target_size: int, gamma: int,
   8
 
   Args:
-    model: the small language model, over a vocabulary of its own.
-    target_size: V, `vocab_size` of the target.
-    gamma: drafted tokens of a round, at least 1.
-    verifier: a rule for chains.
+    model: draft model over another vocabulary.
+    target_size: vocabulary size V of the target.
+    gamma: draft length, at least 1.
+    verifier: rule for chains.
   """
   return Strategy(TokenIntersection(
       model=model, target_size=target_size, gamma=gamma), verifier)

@@ -1,4 +1,4 @@
-"""The target's first layers draft, and the others verify what these computed.
+"""LayerSkip: the target's first layers draft, and the other layers verify.
 
 LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
 L layers, with the target's own norm and LM head, draft token after token. They
@@ -54,7 +54,7 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Begun:
-  """The target's pass over a draft, as far as the drafter has come with it.
+  """Partial pass of the target over a draft.
 
   Attributes:
     cache: the target's; in its first E layers the block has all N nodes, in
@@ -68,11 +68,11 @@ class Begun:
 
 @struct.dataclass
 class ExitState:
-  """The state of an `EarlyExit`.
+  """State of an `EarlyExit`.
 
   Attributes:
     own: what the exit remembers of the text, for exits with a model.
-    rule: what is kept for the stop rule, see `_stopping.first`.
+    rule: state of the stop rule.
     begun: between `propose` and `commit` a `Begun`, else None.
   """
 
@@ -83,7 +83,7 @@ class ExitState:
 
 @struct.dataclass
 class _Settling(Cache):
-  """A cache with a reserved block, written when it is told what to keep."""
+  """Cache with a reserved block that is written at commit or rollback."""
 
   cache: Any
 
@@ -100,21 +100,21 @@ class _Settling(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit(_common.DrawnChain):
-  """The base of drafters that run the first layers of the target.
+  """Base of drafters that run the first layers of the target.
 
   A drafted token goes through these layers once, and the pass that verifies
   runs the rest.
 
   Attributes:
-    exit: E, layers that draft, at least 1 and fewer than the target has.
-    gamma: drafted tokens of a round, at least 1.
-    transform: of the exit's logits; None takes the decoder's.
+    exit: number E of layers that draft, at least 1 and less than all.
+    gamma: draft length, at least 1.
+    transform: transform of the exit's logits; None: the decoder's.
     stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters they are `params["drafter"]["stop"]`.
-    shares_pass: whether the verifying pass goes on from what the drafter
-      computed. Without, the target reads the whole draft, which a controller
-      and drafters that ask others need; the drafts are the same.
-    model: the target; a decoder fills it in.
+    shares_pass: True if the verifying pass continues from the drafter's
+      computation. If False, the target reads the whole draft, as a controller
+      and combined drafters require; drafts are the same.
+    model: target model; `bind` sets it.
   """
 
   exit: int
@@ -148,14 +148,14 @@ class Exit(_common.DrawnChain):
 
   def first_layers(self, params: Any, tokens: jax.Array, cache: Any
                    ) -> ModelOutput:
-    """A pass over one token a row, `tokens [B, 1]`, up to the exit."""
+    """Runs one token per row, `tokens [B, 1]`, up to the exit."""
     return self.model.run(
         params["target"], Sublayers.between(0, self.exit), tokens,
         jnp.zeros_like(tokens), _alone(tokens), cache)
 
   def predict(self, params: Any, output: ModelOutput, own: Any
               ) -> tuple[ModelOutput, Any]:
-    """What the exit says after `first_layers`, and what it remembers."""
+    """Returns the exit's output after `first_layers`, and its state."""
     del params
     return output, own
 
@@ -207,7 +207,8 @@ class Exit(_common.DrawnChain):
         begun=begun if self.shares_pass else None)
 
   def _read(self, params, node, tokens, begun, own):
-    """Reads a node; what the exit says of the next, and what it kept."""
+    """Reads a node; returns the exit's output, its state and the partial
+    pass."""
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
     out = self.first_layers(params, last, begun.cache)
     begun = Begun(
@@ -217,7 +218,7 @@ class Exit(_common.DrawnChain):
     return *self.predict(params, out, own), begun
 
   def _stop_params(self, params):
-    """Those of the stop rule, None where it has none."""
+    """Returns the parameters of the stop rule, or None."""
     if self.stop is None or not self.stop.has_params:
       return None
     own = params.get("drafter")
@@ -233,7 +234,7 @@ class Exit(_common.DrawnChain):
     return _stopping.ask(self.stop, params, seen, going, memory)
 
   def _begin(self, params, state):
-    """The pass before the root, in a block that has room for all nodes."""
+    """Returns the empty partial pass, with room for all nodes."""
     cache = state.target_cache
     if cache.held is None:  # a cascade has reserved one
       cache = cache.reserve(self.num_nodes)
@@ -243,11 +244,11 @@ class Exit(_common.DrawnChain):
         params["target"]["embedding"].dtype))
 
   def _reserved(self, own):
-    """What the exit remembers, with room for the drafted tokens."""
+    """Reserves room for the drafted tokens in the exit's state."""
     return own
 
   def _rewound(self, own, before):
-    """What the exit remembers, the drafted tokens in its block."""
+    """Rewinds the exit's state to the committed tokens."""
     del before
     return own
 
@@ -303,7 +304,7 @@ def _alone(tokens):
 
 def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                verifier: Verifier = BLOCK) -> Strategy:
-  """A chain of the target's own first layers, which verifying does not repeat.
+  """Drafts with the target's first layers; verification continues their pass.
 
   LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It pays with
   a target that was trained for it, as `train_lm.py --exit_scale` does.
@@ -313,11 +314,10 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
   (2, 5, True)
 
   Args:
-    exit: layers that draft.
-    gamma: drafted tokens of a round, at most.
-    stop: a rule that ends a chain, or None.
-    verifier: a rule for chains; with a stop rule one whose drafter need not be
-      autoregressive.
+    exit: number of layers that draft.
+    gamma: maximal draft length.
+    stop: stop rule, or None.
+    verifier: rule for chains; with a stop rule not greedy block verification.
   """
   return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
                   verifier)

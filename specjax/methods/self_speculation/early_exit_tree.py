@@ -1,4 +1,4 @@
-"""The target's first layers draft a static tree, the others verify it.
+"""LayerSkip with static trees: the first layers draft, the others verify.
 
 As `early_exit` does with chains: every node goes through the first layers once.
 They read the nodes that have children level by level and all leaves together,
@@ -39,7 +39,7 @@ from specjax.utils import fields
 
 @struct.dataclass
 class _Reordered(Cache):
-  """A cache whose block has the nodes of a draft in another order.
+  """Cache whose block has the nodes of a draft in another order.
 
   Attributes:
     cache: the cache.
@@ -62,15 +62,15 @@ class _Reordered(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExitTree(_trees.StaticTree):
-  """Draws the children of every node from the target's first layers.
+  """Samples the children of every node from the target's first layers.
 
   Attributes:
-    exit: E, layers that draft, at least 1 and fewer than the target has.
-    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+    exit: number E of layers that draft, at least 1 and less than all.
+    parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
     proposal: see `TreeLanguageModel`.
-    transform: of the exit's logits; None takes the decoder's.
+    transform: transform of the exit's logits; None: the decoder's.
     shares_pass: see `EarlyExit`.
-    model: the target; a decoder fills it in.
+    model: target model; `bind` sets it.
   """
 
   exit: int
@@ -116,7 +116,7 @@ class EarlyExitTree(_trees.StaticTree):
 
   @property
   def _order(self) -> np.ndarray:
-    """`[N]`, the nodes as the first layers read them."""
+    """Order `[N]` in which the first layers read the nodes."""
     slots, _ = _trees.fed_slots(self.parents)
     counts = np.bincount(np.array(self.parents[1:]), minlength=self.num_nodes)
     nodes = np.arange(1, self.num_nodes)

@@ -1,4 +1,4 @@
-"""The target drafts for itself from a part of its cache, and is drafted for.
+"""TriForce: the target drafts from a part of its cache, with its own drafter.
 
 TriForce, Sun et al. 2024 (arXiv:2404.11912), for long contexts, where a pass
 reads more of the cache than of the weights:
@@ -32,7 +32,7 @@ from specjax.types import Verifier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchy(Cascade):
-  """A `Cascade` whose small model is the target with a view of its cache.
+  """`Cascade` whose small model is the target with a view of its cache.
 
   Every stage is exact with respect to the next, as in any cascade: after a
   rejection the middle stage draws from its *residual* law. TriForce's released
@@ -44,9 +44,10 @@ class Hierarchy(Cascade):
 
   Attributes:
     model: the target, which is known when a decoder is made: leave it out.
-    view: what its drafts read, one of `specjax.models.cache_views`.
-    drafter: what drafts for it, such as a tiny model with a `Streaming` cache,
-      or `Empty`.
+    view: part of the cache that drafts read, one of
+      `specjax.models.cache_views`.
+    drafter: drafter of the middle stage, such as a tiny model with a
+      `Streaming` cache, or `Empty`.
     gamma: see `Cascade`, and the others, too.
   """
 
@@ -75,14 +76,14 @@ class Hierarchy(Cascade):
     return super(Hierarchy, own).bind(target, transform)
 
   def _read(self, own, prompt, prefill_output):
-    """What is chosen of the prompt, in the place of a cache."""
+    """Returns the view of the prompt in place of a cache."""
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
     return prefill_output.replace(cache=self.view.choose(
         self.model, own["target"], root, prefill_output.cache))
 
   def _cache(self, own, state):
-    """The view of the committed text but for its root."""
+    """Returns the view of the committed tokens without the root."""
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
 
@@ -96,7 +97,7 @@ class Hierarchy(Cascade):
 def triforce(view: CacheView, drafter: Drafter, gamma: int,
              inner: Verifier = BLOCK, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """The target drafts from a part of its cache, and is drafted for in turn.
+  """Drafts with the target and a part of its cache, and a drafter for it.
 
   TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts; with
   `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
@@ -109,12 +110,12 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   7
 
   Args:
-    view: what the drafts read, of `cache_views`.
-    drafter: what drafts for them, such as a tiny model with a cache
-      `Streaming()`.
-    gamma: drafted tokens of a round.
-    inner: the rule between the two, lossless.
-    verifier: a rule for chains.
+    view: part of the cache that drafts read, one of `cache_views`.
+    drafter: drafter of the middle stage, such as a tiny model with a
+      `Streaming` cache.
+    gamma: draft length.
+    inner: lossless rule between the two models.
+    verifier: rule for chains.
   """
   return Strategy(Hierarchy(
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)

@@ -50,16 +50,16 @@ _SHARED = ("embedding", "head")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooAdapter:
-  """A decoder layer and a norm on the target's stream before layer `exit`.
+  """Decoder layer and norm on the target's stream before layer `exit`.
 
   Liu et al. 2024 (arXiv:2404.18911, section 3.2). What it makes of the stream
   goes through the target's LM head. Its parameters are those of a `Transformer`
   of one layer without embedding and head, with the target's sizes.
 
   Attributes:
-    width: D.
-    vocab_size: V.
-    exit: E, layers of the target before it; 2 or 3 in the paper.
+    width: hidden width D.
+    vocab_size: vocabulary size V.
+    exit: number E of target layers before it; 2 or 3 in the paper.
     forecasts: K, tokens after the next one that are measured; it drafts as many
       as one likes.
   """
@@ -76,13 +76,13 @@ class KangarooAdapter:
 
   @property
   def num_forecasts(self) -> int:
-    """K, tokens after the next one that are forecast."""
+    """K, the number of tokens predicted after the next one."""
     return self.forecasts
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, exit: int
                  ) -> "KangarooAdapter":
-    """An adapter of the target's sizes.
+    """Returns an adapter of the target's sizes.
 
     Raises:
       ValueError: the target has no layer after the exit.
@@ -92,11 +92,11 @@ class KangarooAdapter:
                forecasts=count, exit=exit)
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Float32 parameters to begin with: the target's next layer, and its norm.
+    """Returns float32 copies of the target's next layer and its norm.
 
     Args:
       key: not used.
-      target_params: of the target.
+      target_params: parameters of the target.
 
     Returns:
       Those of layer 0 and the final norm of a `Transformer`.
@@ -110,18 +110,19 @@ class KangarooAdapter:
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`: the two sets of parameters."""
+    """Returns `(target, {"target", "drafter"})`."""
     return target, {"target": target_params, "drafter": params}
 
   def model(self, target: Transformer) -> Transformer:
-    """The adapter as a `Transformer` of one layer; `run` takes the stream."""
+    """Returns the adapter as a `Transformer` of one layer; `run` takes the
+    stream."""
     config = target.config
     windows = config.windows[self.exit:self.exit + 1]
     return dataclasses.replace(target, config=dataclasses.replace(
         config, layers=1, features=(), windows=windows))
 
   def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of `model`.
+    """Returns the parameters of `model`.
 
     Args:
       params: `{"target": ..., "drafter": the adapter's}`.
@@ -133,7 +134,7 @@ class KangarooAdapter:
 
 @struct.dataclass
 class Caches(Cache):
-  """The caches of the exit's layers and of the adapter, of one text."""
+  """Caches of the exit's layers and of the adapter."""
 
   exit: Any
   adapter: Any
@@ -145,13 +146,13 @@ class Caches(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedExit(Model):
-  """The exit and its adapter as a `Model` with caches of its own.
+  """The exit and its adapter as a `Model` with its own caches.
 
   Its parameters are `{"target": ..., "drafter": the adapter's}`.
 
   Attributes:
     target: the model.
-    adapter: of it.
+    adapter: adapter of the model.
   """
 
   target: Transformer
@@ -166,7 +167,7 @@ class AdaptedExit(Model):
     return self.target.context_length
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Caches:
-    """Empty caches."""
+    """Returns empty caches."""
     empty = lambda model, layers: model.init_cache(
         params["target"], batch, capacity, layers=layers)
     return Caches(exit=empty(self.target, self.adapter.exit),
@@ -176,7 +177,7 @@ class AdaptedExit(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Caches | None = None) -> ModelOutput:
-    """One pass, as in `Model`."""
+    """Runs one pass, as in `Model`."""
     exit = self.target.run(
         params["target"], Sublayers.between(0, self.adapter.exit), tokens,
         depths, ancestors, cache and cache.exit)
@@ -187,7 +188,7 @@ class AdaptedExit(Model):
             depths: jax.Array | None = None,
             ancestors: jax.Array | None = None, cache: Caches | None = None
             ) -> ModelOutput:
-    """What the adapter makes of the exit's output.
+    """Runs the adapter on the exit's output.
 
     Args:
       params: see above.
@@ -250,7 +251,7 @@ class Kangaroo(Exit):
 
   def predict(self, params: Any, output: ModelOutput, own: Any
               ) -> tuple[ModelOutput, Any]:
-    """What the adapter says after the exit, and its cache."""
+    """Returns the adapter's output after the exit, and its cache."""
     size = output.hidden.shape[:2]
     out = self._adapted.after(
         params, output, jnp.zeros(size, jnp.int32), jnp.ones((*size, 1), bool),
@@ -276,8 +277,8 @@ class KangarooObjective:
   adapter reads the stream on its way.
 
   Attributes:
-    model: the target.
-    adapter: of it.
+    model: target model.
+    adapter: adapter of the model.
   """
 
   model: Transformer
@@ -292,7 +293,7 @@ class KangarooObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss of `{"drafter"}`, and `acceptance`, sum_v min(p, q)."""
+    """Returns the loss of `{"drafter"}`, and `acceptance`, sum_v min(p, q)."""
     del key
     params = {**frozen, **trainable}
     p_logits, q_logits = self._logits(params, batch["tokens"][:, :-1])
@@ -304,7 +305,7 @@ class KangarooObjective:
         "acceptance": weighted_mean(jax.lax.stop_gradient(accepted), weights)}
 
   def _logits(self, params, tokens):
-    """`[B, S, V]` of the target, and of the adapter."""
+    """Returns logits `[B, S, V]` of the target and of the adapter."""
     target, at = jax.lax.stop_gradient(params["target"]), self.adapter.exit
     exit = self.model.run(target, Sublayers.between(0, at), tokens)
     rest = self.model.run(
@@ -316,7 +317,7 @@ class KangarooObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` for k = 1..K, stacked.
+    """Returns `score(k, logits, positions)` for k = 1..K, stacked.
 
     Forecast k is the law after the row's own k - 1 tokens in between, as if
     they had been drafted and accepted.
@@ -340,7 +341,7 @@ _UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
 def kangaroo(adapter: KangarooAdapter, gamma: int,
              stop: stop_rules.StopRule | None = _UNSURE,
              verifier: Verifier = BLOCK) -> Strategy:
-  """The same with a trained layer after the exit.
+  """Drafts with the target's first layers and a trained layer after them.
 
   Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
   than 0.6. At temperature 0 a law is deterministic, and none ends.
@@ -352,8 +353,8 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
 
   Args:
     adapter: its parameters are `params["drafter"]`.
-    gamma: drafted tokens of a round, at most; 6 in the paper.
-    stop: a rule that ends a chain, or None.
+    gamma: maximal draft length, 6 in the paper.
+    stop: stop rule, or None.
     verifier: as in `early_exit`.
   """
   return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),

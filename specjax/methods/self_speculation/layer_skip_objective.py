@@ -1,4 +1,4 @@
-"""LayerSkip: a target whose first layers can draft for it."""
+"""LayerSkip: training a target whose first layers can draft."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ RAMPS = ("constant", "exponential")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSkipObjective:
-  """Next-token loss at every exit, with layers dropped at random.
+  """Next-token loss at every exit, with random layer dropout.
 
   Elhoushi et al. 2024 (arXiv:2404.16710). In step t of T, layer l = 0..L-1 is
   dropped for each row alone with probability
@@ -44,7 +44,7 @@ class LayerSkipObjective:
   drop: it saves no time.
 
   Attributes:
-    model: the target.
+    model: target model.
     steps: T, of the run; its step is read from the batch's `progress`.
     dropout: p_max, of the last layer.
     ramp: of S: "constant" or "exponential".
@@ -82,7 +82,7 @@ class LayerSkipObjective:
                        f"in every step, to the {layers} layers")
 
   def dropout_rates(self, progress: jax.Array) -> jax.Array:
-    """p(l, t) `[L]` where the share `progress []` of the run is over."""
+    """Returns p(l, t) `[L]` after the share `progress []` of the run."""
     layers = self.model.config.layers
     depth = jnp.exp2(jnp.arange(layers) / (layers - 1)) - 1
     time = 1.0 if self.ramp == "constant" else jnp.exp2(
@@ -90,7 +90,7 @@ class LayerSkipObjective:
     return time * depth * self.dropout
 
   def exit_weights(self, progress: jax.Array) -> jax.Array:
-    """w(l, t) `[L]`, which sum to 1."""
+    """Returns w(l, t) `[L]`, which sum to 1."""
     layers = self.model.config.layers
     exits = jnp.arange(layers)
     weights = self.scale * exits * (exits + 1) / 2
@@ -99,7 +99,7 @@ class LayerSkipObjective:
     return weights / jnp.sum(weights)
 
   def _takes_part(self, progress):
-    """C(t, l) `[L]` bool."""
+    """Returns C(t, l) `[L]` bool."""
     layers = self.model.config.layers
     exits, last = jnp.arange(layers), jnp.arange(layers) == layers - 1
     if self.curriculum == "constant":
@@ -114,7 +114,8 @@ class LayerSkipObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss of `{"target"}`, and that of its last layer as `lm_loss`."""
+    """Returns the loss of `{"target"}`, and that of its last layer as
+    `lm_loss`."""
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
     progress = batch["progress"]
@@ -145,7 +146,7 @@ class LayerSkipObjective:
         "lm_loss": lm_loss}
 
   def _exits(self, progress):
-    """The early exits whose loss is computed, others have weight 0."""
+    """Returns the early exits whose loss is computed; others have weight 0."""
     early = self.model.config.layers - 1
     if self.curriculum != "rotational":
       return list(range(early))

@@ -1,4 +1,4 @@
-"""Which layers a target can leave out when it drafts for itself.
+"""Search for layers that a target can skip when it drafts for itself.
 
 A set of attentions and MLPs is scored by one pass over windows of the target's
 own text, with what is left out as data (`models.Masked`), so that one program
@@ -46,7 +46,7 @@ Skipped = frozenset[tuple[int, int]]  # pairs of a layer and a place in PARTS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored:
-  """What a set does on R windows.
+  """Scores of a set on R windows.
 
   Attributes:
     agreement: `[R]`, share of tokens whose argmax is the target's.
@@ -59,21 +59,21 @@ class Scored:
 
   @property
   def accepted(self) -> np.ndarray:
-    """`[R]`, the expected number of accepted tokens."""
+    """Expected number of accepted tokens `[R]`."""
     return self.survival.sum(-1)
 
 
 def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
            temperature: float = 1.0, first: int = 0
            ) -> Callable[[Sublayers], Scored]:
-  """A function that scores a set; the target itself is run once.
+  """Returns a function that scores a set; the target itself is run once.
 
   Args:
-    model: the target.
-    params: its parameters.
+    model: target model.
+    params: parameters of the model.
     tokens: `[R, S + 1]` int32, text of the target at this temperature. Its laws
       take R S V floats.
-    gamma: tokens of a draft.
+    gamma: draft length.
     temperature: 0 or 1.
     first: place of the first token that was the target's; the laws of those
       from there on count.
@@ -120,7 +120,7 @@ def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
 
 
 def _chances(p_logits, q_logits, tokens):
-  """min(1, q / p) of the text's own tokens, and sum_v min(p, q): `[S]` each."""
+  """Returns min(1, q / p) of the tokens and sum_v min(p, q), `[S]` each."""
   log_p, log_q = map(jax.nn.log_softmax, (p_logits, q_logits))
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
   return (jnp.exp(jnp.minimum(ratio, 0)),
@@ -128,14 +128,15 @@ def _chances(p_logits, q_logits, tokens):
 
 
 def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
-  """All of a model of `layers` layers but the `skipped` parts."""
+  """Returns a model of `layers` layers without the `skipped` parts."""
   left_out = [[layer for layer, part in skipped if part == i]
               for i in range(len(PARTS))]
   return Sublayers.without(layers, *left_out)
 
 
 def _free(layers, parts):
-  """What may be left out: not the first layer, nor the last (SWIFT)."""
+  """Returns the parts that may be skipped: not in the first or last layer
+  (SWIFT)."""
   return [(layer, part) for layer in range(1, layers - 1) for part in parts]
 
 
@@ -149,21 +150,21 @@ def _check(layers, count, parts):
 def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, tries: int, seed: int = 0, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """The best of some random sets, as SWIFT's first proposals are.
+  """Returns the best of random sets, like SWIFT's first proposals.
 
   Args:
-    score: what is to be large.
-    layers: L.
-    count: attentions and MLPs that are left out.
-    tries: sets that are scored.
-    seed: of the sets.
-    parts: which may be left out, of `PARTS`.
+    score: function to maximise.
+    layers: number of layers L.
+    count: number of skipped attentions and MLPs.
+    tries: number of scored sets.
+    seed: seed of the sets.
+    parts: skippable parts, of `PARTS`.
 
   Returns:
     The set and its score.
 
   Raises:
-    ValueError: so many cannot be left out.
+    ValueError: `count` is out of range.
   """
   _check(layers, count, parts)
   rng, free = np.random.default_rng(seed), _free(layers, parts)
@@ -182,7 +183,7 @@ def _best(score, layers, sets):
 def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Leaves out one part after the other, always the best of all.
+  """Skips one part after the other, the best one each time.
 
   Arguments, results and errors are those of `random_search`. A search for
   `count` parts scores about 2 L count sets.
@@ -198,15 +199,15 @@ def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
 def local_search(score: Callable[[Sublayers], float], layers: int,
                  start: Skipped, *, tries: int, seed: int = 0,
                  parts: tuple[int, ...] = (0, 1)) -> tuple[Skipped, float]:
-  """Swaps one part that is left out with one that is not, while it pays.
+  """Swaps one skipped part for another as long as the score increases.
 
   Args:
-    score: as in `random_search`.
-    layers: as there.
-    start: the set to begin with.
-    tries: swaps that are scored.
-    seed: of the swaps.
-    parts: as there.
+    score: function to maximise.
+    layers: number of layers L.
+    start: initial set.
+    tries: number of scored swaps.
+    seed: seed of the swaps.
+    parts: skippable parts, of `PARTS`.
 
   Returns:
     As there.
@@ -228,7 +229,7 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
 
 def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
           ) -> Skipped:
-  """Whole layers to leave out, by a dynamic program over hidden states.
+  """Returns whole layers to skip, by a dynamic program over hidden states.
 
   CLaSp (2025, arXiv:2505.24196). D[i][j] is the stream before layer i of the
   best way to leave out j of the layers before it. D[i + 1][j] is the one of
@@ -238,16 +239,16 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
   costs about `count` passes.
 
   Args:
-    model: the target.
-    params: its parameters.
-    tokens: `[R, S]` int32.
+    model: target model.
+    params: parameters of the model.
+    tokens: token ids `[R, S]` int32.
     count: layers to leave out; the first and the last one stay.
 
   Returns:
     Both parts of `count` layers.
 
   Raises:
-    ValueError: so many cannot be left out.
+    ValueError: `count` is out of range.
   """
   layers = model.config.layers
   _check(layers, count, (0,))
@@ -261,7 +262,7 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
 
 
 def _program(model, params, tokens, count):
-  """`[L, count + 1]` bool, whether D[i + 1][j] leaves layer i out."""
+  """Returns `[L, count + 1]` bool, True if D[i + 1][j] skips layer i."""
   layers = model.config.layers
 
   @jax.jit
@@ -287,7 +288,8 @@ def _program(model, params, tokens, count):
 
 
 def _cosine(ways, whole):
-  """`[J]`, the mean cosine of streams `[J, R, S, D]` with `[R, S, D]`."""
+  """Returns `[J]`, the mean cosine of streams `[J, R, S, D]` with `[R, S,
+  D]`."""
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
   return jnp.mean(jnp.sum(unit(ways) * unit(whole), axis=-1), axis=(1, 2))
 
@@ -303,7 +305,7 @@ LLAMA_2_13B = frozenset(
 def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
                      stop: stop_rules.StopRule | None = STOP,
                      verifier: Verifier = BLOCK) -> Strategy:
-  """A chain of the target without some of its attentions and MLPs.
+  """Drafts with the target without some of its attentions and MLPs.
 
   Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
   `skip_search`; `params["drafter"]` are the target's parameters.
@@ -315,10 +317,10 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
   (0, 2)
 
   Args:
-    target: the whole model.
-    sublayers: what is left of it.
-    gamma: drafted tokens of a round, at most.
-    stop: a rule that ends a chain; None: all have gamma tokens.
+    target: complete target model.
+    sublayers: parts that run.
+    gamma: maximal draft length.
+    stop: stop rule; None: all chains have gamma tokens.
     verifier: as in `early_exit`.
   """
   model = Shortened(target, sublayers)

@@ -1,4 +1,4 @@
-"""The target without some of its parts drafts, and finds out which these are.
+"""SWIFT: the target drafts without some parts, chosen while it decodes.
 
 SWIFT (Xia et al. 2024, arXiv:2410.06916): no training and no search before the
 text, for the text that is written says which parts it can do without. What is
@@ -42,7 +42,7 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Skipped:
-  """The state of a `Swift`; every leaf has the rows B first.
+  """State of a `Swift`; every leaf has the rows B first.
 
   Attributes:
     keep: `[B, L, 2]` float32, 0 for each attention and each MLP left out.
@@ -59,7 +59,7 @@ class Skipped:
   score: jax.Array
 
   def sublayers(self, row: int) -> Sublayers:
-    """What a row runs; `models.Shortened` of it is a model that saves time."""
+    """Returns the parts that a row runs, for a `models.Shortened`."""
     attention, mlp = np.asarray(self.keep[row]).T
     return Sublayers(attention=np.flatnonzero(attention),
                      mlp=np.flatnonzero(mlp))
@@ -67,7 +67,7 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swift(_common.DrawnChain):
-  """Drafts a chain with a part of the target that is searched meanwhile.
+  """Drafts with a part of the target that is searched while it decodes.
 
   Whenever a row has written `window` more tokens, one part that it leaves out
   is swapped for one that it runs. Both sets are scored on these tokens by the
@@ -83,14 +83,14 @@ class Swift(_common.DrawnChain):
   `params["drafter"]` is not read.
 
   Attributes:
-    gamma: drafted tokens of a round, at least 1.
+    gamma: draft length, at least 1.
     count: attentions and MLPs that are left out; at first they are spread over
       the layers. SWIFT leaves out 0.45 of those between first and last layer.
-    window: tokens between two tries, at least gamma.
-    tries: sets that a row tries; 0 keeps the first one.
-    seed: of the swaps.
-    transform: of the draft's logits; None takes the decoder's.
-    model: the target; a decoder fills it in.
+    window: number of tokens between two tries, at least gamma.
+    tries: number of sets that a row tries; 0 keeps the first one.
+    seed: seed of the swaps.
+    transform: transform of the draft logits; None: the decoder's.
+    model: target model; `bind` sets it.
     law: from the target's logits to what is sampled from; likewise.
   """
 
@@ -158,7 +158,7 @@ class Swift(_common.DrawnChain):
     return draft, skipped
 
   def _searched(self, params, state, old, due):
-    """The state after a try, in the rows in which one is due."""
+    """Returns the state after a try in rows where one is due."""
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
     at = start[:, None] + jnp.arange(self.window + 1)
     text = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
@@ -185,14 +185,14 @@ class Swift(_common.DrawnChain):
                         old.score))
 
   def _score(self, p, q, tokens):
-    """The expected number of accepted tokens, of one row."""
+    """Returns the expected number of accepted tokens of one row."""
     own = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
     passed = jnp.minimum(1, own(q) / jnp.maximum(own(p), 1e-30))
     return jnp.sum(survival(
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
   def _swapped(self, keep, tried):
-    """One row's set with one part more and another one less."""
+    """Swaps one skipped part of a row's set."""
     draws = jax.random.uniform(
         jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size),
         keep.dtype)
@@ -212,7 +212,7 @@ class Swift(_common.DrawnChain):
 
 
 def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
-  """How long drafts live on recorded text, with no draft drawn.
+  """Returns the survival of drafts on recorded tokens, without drafting.
 
   A draft that begins after token j - 1 has i tokens accepted with probability
   E[prod_(k < i) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], where x is text
@@ -222,7 +222,7 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   Args:
     passed: `[S]`, min(1, q / p) of the text's own tokens.
     last: `[S]`, sum_v min(p, q) there.
-    gamma: tokens of a draft, at most S.
+    gamma: draft length, at most S.
 
   Returns:
     `[gamma]`, the means over all places where a draft of gamma tokens fits.
@@ -237,13 +237,13 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
 
 
 def _last(keep):
-  """`[L, 2, B]`, as the model takes factors of rows."""
+  """Returns `[L, 2, B]`, the layout of the model's factors."""
   return jnp.moveaxis(keep, 0, -1)
 
 
 def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
           verifier: Verifier = BLOCK) -> Strategy:
-  """The target without some attentions and MLPs, searched while it decodes.
+  """Drafts with the target without some parts, searched while it decodes.
 
   SWIFT, Xia et al. 2024 (arXiv:2410.06916), but for its trees and its stop
   rule; sets are scored by accepted length, see `drafters.Swift`. What is left
@@ -253,11 +253,11 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
   False
 
   Args:
-    gamma: drafted tokens of a round.
-    count: attentions and MLPs that are left out.
-    window: tokens between two tries.
-    tries: sets that are tried.
-    verifier: a rule for chains.
+    gamma: draft length.
+    count: number of skipped attentions and MLPs.
+    window: number of tokens between two tries.
+    tries: number of tried sets.
+    verifier: rule for chains.
   """
   return Strategy(Swift(
       gamma=gamma, count=count, window=window, tries=tries), verifier)
