@@ -25,7 +25,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
     state: decoding state.
     parents: N entries of the tree.
     tokens: `[B, N - 1]` int32 of the nodes below the root.
-    probs: `[B, N - 1, V]`, the laws that they were drawn from.
+    probs: distributions `[B, N - 1, V]` of the tokens.
   """
   parents = jnp.array(parents, jnp.int32)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
@@ -160,7 +160,7 @@ def catch_up(model: Model, params, state: DecodeState, cache,
     params: parameters of the model.
     state: decoding state; rows that are done are ignored.
     cache: the model's, which holds the first `since [B]` committed tokens.
-    since: see above.
+    since: number `[B]` int32 of cached tokens.
     size: tokens of a block.
 
   Returns:

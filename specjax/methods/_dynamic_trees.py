@@ -48,7 +48,7 @@ class _Frontier:
   Attributes:
     candidates: `[B, K]` int32, their numbers among all candidates.
     tokens: `[B, K]` int32.
-    values: `[B, K]`, the log of the product of confidences on their path.
+    values: log of the product of confidences on the path, `[B, K]`.
     ancestors: `[B, K, T]` bool, over the T frontier nodes so far.
     above: `[B, K]` int32, the place of each node's parent in the frontier
       before.
@@ -205,7 +205,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
     logits: logits `[B, V]` of the token after the root.
     uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
     roots: last committed tokens `[B]` int32.
-    draw: see `growth.grow`.
+    draw: function that samples children, see `_trees.grow`.
     confidence: transform of logits to the probabilities whose product along the
       path is the score of a node.
     depth: number of levels below the root.

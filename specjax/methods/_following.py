@@ -69,8 +69,8 @@ def check_follows(drafter: Drafter, state: Any) -> None:
   """Raises `ValueError` if a drafter has a state and cannot follow.
 
   Args:
-    drafter: what `Drafter.follow` returned.
-    state: its first state.
+    drafter: result of `Drafter.follow`.
+    state: initial state of the drafter.
 
   Raises:
     ValueError: it has a state and no `follow`.
@@ -103,8 +103,8 @@ class Following(Drafter):
   """Adapter that lets a chain drafter with a cache follow any sequence.
 
   Attributes:
-    drafter: it has `catch_up`, see `interfaces`. Its `propose` feeds the
-      root and all drafted tokens but the last.
+    drafter: chain drafter with `catch_up`. Its `propose` feeds the root and all
+      drafted tokens except the last.
   """
 
   drafter: Drafter

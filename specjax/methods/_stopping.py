@@ -65,7 +65,7 @@ def noted(state: Any, draft: Draft, gamma: int) -> Any:
   """Returns the state of a rule after its chains are drafted.
 
   Args:
-    state: what was kept.
+    state: state of the rule.
     draft: the chains, batched.
     gamma: maximal length of a chain.
   """
@@ -90,7 +90,7 @@ def begun(rule: StopRule, state: Any, rows: jax.Array) -> tuple[Any, Any]:
 
   Args:
     rule: stop rule.
-    state: what is kept for it, see `first`.
+    state: state of the rule, see `first`.
     rows: rows `[B]` bool that draft.
   """
   if isinstance(state, Learning):
@@ -113,8 +113,8 @@ def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
 
   Args:
     rule: stop rule.
-    state: what `noted` returned.
-    draft: of the round, perhaps another drafter's.
+    state: result of `noted`.
+    draft: draft of the round, perhaps another drafter's.
     verdict: verdicts of the round.
     count: number `[B]` int32 of committed tokens; rows with 0 learn nothing.
   """
@@ -165,15 +165,16 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
   """Samples a chain per row, in a loop that ends when all rows have stopped.
 
   Args:
-    rule: that ends them.
+    rule: stop rule.
     params: parameters of the rule.
     transform: transform of the logits.
     uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
     state: decoding state.
-    kept: for the rule, see `first`.
-    first: of the first token.
-    read: `(tokens [B, 1], carry) -> (forecast, carry)`, the token after those.
-    carry: what `read` begins with.
+    kept: state of the rule, see `first`.
+    first: logits and hidden state of the first token.
+    read: function `(tokens [B, 1], carry) -> (forecast, carry)` for the next
+      token.
+    carry: initial carry of `read`.
 
   Returns:
     `(Draft, carry, kept)`, batched.

@@ -37,12 +37,12 @@ class Level(NamedTuple):
   """Nodes of one depth that have children.
 
   Attributes:
-    nodes: `[S]` their numbers.
+    nodes: numbers of the nodes `[S]`.
     counts: S numbers of children.
     first: number of the first child; the others follow.
     ancestors: `[S, T]` bool, over the T nodes fed so far, these included;
       the root is not one of them, for it is committed before.
-    above: `[S]`, the place of each node's parent in the level before.
+    above: index `[S]` of each node's parent in the level before.
   """
 
   nodes: np.ndarray
@@ -153,7 +153,7 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
     carry: initial carry of the step, such as a cache with all committed tokens.
     logits: logits `[B, V]` of the token after the root.
     uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
-    parents: of the tree, breadth-first, N at least 2.
+    parents: breadth-first tree of at least 2 nodes.
     draw: `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW]) ->
       (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
 

@@ -1,4 +1,4 @@
-"""Heads on disk; a file names the target that they were trained for."""
+"""Heads on disk, with the sizes of their target."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -27,13 +27,13 @@ _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
                target: Transformer, dtype: Any = None) -> None:
-  """Writes `heads.json` and `heads.safetensors`, each whole or not at all.
+  """Writes `heads.json` and `heads.safetensors`, each atomically.
 
   Args:
     directory: created if needed; it may hold a target's checkpoint as well.
-    heads: `Heads` of any kind.
+    heads: heads of any kind.
     params: their parameters; the names of a tree are joined by dots.
-    target: the model that they were trained for.
+    target: target of the heads.
     dtype: to store the weights in; None keeps theirs.
 
   Raises:
@@ -59,9 +59,9 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   """Reads what `save_heads` wrote.
 
   Args:
-    directory: where it was written.
-    target: the model that is to draft with it.
-    dtype: of the parameters; None is `default_dtype()`.
+    directory: directory of the files.
+    target: model that will draft with it.
+    dtype: type of the parameters; None is `default_dtype()`.
     kinds: classes of heads that the directory may hold.
 
   Returns:

@@ -27,8 +27,8 @@ class Heads(Protocol):
   A frozen dataclass of sizes that JSON can hold, so that files keep it.
 
   Attributes:
-    kind: what a file calls its class.
-    num_forecasts: K, how many tokens after the next one it forecasts.
+    kind: name of the class in files.
+    num_forecasts: number K of tokens predicted after the next one.
   """
 
   kind: ClassVar[str]

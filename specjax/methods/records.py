@@ -67,7 +67,7 @@ class LearningRate:
     bundled: rate for the bundled target.
     published: rate of a published recipe; None if there is none.
     size: parameters of the target of the published recipe.
-    source: where the recipe is published.
+    source: publication of the recipe.
   """
 
   bundled: float
@@ -102,13 +102,12 @@ class Method:
     objective: training loss, `(target, heads, **options) -> DrafterObjective`.
     measure: objective whose `score` measures the predictions, `(target, heads)
       -> DrafterObjective`.
-    chain: `heads -> Strategy`, exact on the likeliest chain: by which greedy
-      decoding is measured while the heads train.
-    strategy: `(heads, verifier, gamma, tree) -> Strategy`, for a rule or None
-      (the method's own), gamma tokens of a chain, and a function that makes the
-      parents of a tree.
-    compared: `(heads, tree) -> {name: strategies of one drafter}`, what a study
-      compares; the first one's rollouts are those that the others share.
+    chain: strategy `heads -> Strategy` with the most likely chain, by which
+      greedy decoding is measured in training.
+    strategy: default strategy, `(heads, verifier, gamma, tree) -> Strategy`,
+      for a rule or None, a draft length and a function that returns parents.
+    compared: strategies of a study, `(heads, tree) -> {name: strategies of one
+      drafter}`; the first one's rollouts are shared.
     head_options: options of `heads.for_target`.
     options: options of `objective`.
     tunes_target: True if the target is always trained with its heads. A method

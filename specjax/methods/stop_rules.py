@@ -78,7 +78,7 @@ class StopRule:
     """Returns its memory after a round in which its own chain was verified.
 
     Args:
-      state: what it remembered before.
+      state: memory before the round.
       drafted: `[]` int32, tokens of the row's chain; 0 only if a rule that
         does not keep refused the first one, and what was drafted in its place
         was none of its own.
@@ -103,10 +103,10 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
     rule: stop rule.
     params: parameters of the model.
     probs: `[gamma, V]`, q_1..q_gamma along the chain.
-    hidden: `[gamma, F]`, the hidden states that they were computed from.
+    hidden: hidden states `[gamma, F]` from which q was computed.
     root: `[]` int32.
     tokens: `[gamma]` int32, x_1..x_gamma.
-    state: what the rule remembers; None: nothing yet.
+    state: memory of the rule; None: the initial one.
   """
   before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
   seen = Seen(place=jnp.arange(tokens.shape[0], dtype=jnp.int32), probs=probs,
@@ -176,7 +176,7 @@ class Adaptive(StopRule):
   Attributes:
     threshold: th of the first round, in [0, 1].
     target: target share of accepted tokens.
-    step: of th' in a round.
+    step: change of th' in a round.
   """
 
   threshold: float = 0.6
@@ -308,8 +308,8 @@ class Scheduler(StopRule):
   Attributes:
     speeds: verifying passes a second with 0, 1, ... drafted tokens; only their
       ratios count, and for longer chains the last one does.
-    learned: whether c_k is sigmoid((w . hidden + b) / T_k), of the parameters
-      `{"kernel": [F], "bias": []}`; otherwise it is the largest entry of q_k.
+    learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
+      `{"kernel": [F], "bias": []}`; otherwise the largest entry of q_k.
     temperatures: T_1, T_2, ... where it is learned, such as
       `training.calibration.temperatures` fits; at later places, and by default
       everywhere, 1.

@@ -66,9 +66,9 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
 
   Args:
     kind: type, one of `KINDS` except "none".
-    params: see `init`.
-    state: of the slot before, `[..., r]`; () where there is none.
-    hidden: `[..., D]`, of the slot.
+    params: parameters, see `init`.
+    state: state of the slot before `[..., r]`, or ().
+    hidden: hidden state `[..., D]` of the slot.
     before: `[...]` int32, the token before it.
 
   Returns:
@@ -90,9 +90,9 @@ def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
   """Returns the biases of the K slots of blocks with known tokens.
 
   Args:
-    kind: see `step`.
-    params: see there.
-    hidden: `[..., K, D]`.
+    kind: type, see `step`.
+    params: parameters, see `init`.
+    hidden: hidden states `[..., K, D]`.
     before: `[..., K]` int32, the token before each slot.
 
   Returns:

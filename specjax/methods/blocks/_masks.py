@@ -99,8 +99,8 @@ def visible(queries: Elements, keys: Elements, causal: bool = True
   Args:
     queries: Q elements.
     keys: K elements.
-    causal: whether a drafted position sees only those that are no deeper than
-      itself, or (DFlash) all with its anchor.
+    causal: True if a drafted position attends to positions up to its own depth,
+      False (DFlash) if it attends to all with its anchor.
   """
   column = lambda x: x[:, None]
   read = (keys.depth == 0) & (keys.anchor <= column(queries.anchor))

@@ -50,8 +50,8 @@ def best_tree(log_probs: jax.Array, num_nodes: int
   likelier node, then that of the lower token.
 
   Args:
-    log_probs: `[K, V]`, of the laws of the levels; -inf excludes a token as
-      long as others are left.
+    log_probs: log probabilities `[K, V]` of the levels; -inf excludes a token
+      as long as others remain.
     num_nodes: N, at most `most_nodes(K, V)`.
 
   Returns:

@@ -58,16 +58,15 @@ class ParallelHeads(TransformerConfig):
     block_size: slots of a block, the anchor's included.
     taps: fused hidden states of the target, see `TransformerConfig.features`; a
       "target layer id" i of published files is i + 1 here.
-    from_anchor: whether the slot of the anchor predicts the token after it, so
-      that K = block_size (DSpark), or only the masks predict, each the token at
-      its own place, so that K = block_size - 1 (DFlash).
+    from_anchor: True if the anchor's slot predicts the next token, so that K =
+      block_size (DSpark). False if only the masks predict, each its own token,
+      so that K = block_size - 1 (DFlash).
     markov: one of `coupling.KINDS`; "none": the K laws are a product.
     markov_rank: r, of the Markov head.
-    confidence: what the confidence head reads, which predicts how likely a
-      token is accepted: "hidden", the slot's hidden state h; "markov", [h;
-      W1[x]] with the Markov head's embedding of the token before; or "none".
-    ids: the tokens that can be drafted, sorted; empty: all. Logits are of the
-      Vd of them, see `whole`.
+    confidence: input of the head that predicts acceptance: "hidden", the slot's
+      hidden state h; "markov", [h; W1[x]] with the Markov head's embedding of
+      the token before; "none", no such head.
+    ids: sorted draft tokens; empty: all. Logits have Vd columns, see `whole`.
     mask_token: the id whose row of the target's embedding stands for a mask;
       None: a row of its own is learned.
 
@@ -138,7 +137,7 @@ class ParallelHeads(TransformerConfig):
       target: model that will draft with them.
       count: number of heads K.
       layers: number of draft layers.
-      mlp_width: of their MLPs; None: the target's.
+      mlp_width: width of the layers' MLPs; None: the target's.
       taps: the target's hidden states, or a text like "2,4,final";
         nothing: three, evenly from 1 to those before the last layer.
       **options: other fields of the class.
@@ -255,8 +254,8 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      cache: of the draft layers; `rollback` or `commit` of what is returned
-        says how many of the tokens are kept.
+      cache: cache of the draft layers; `rollback` or `commit` of the result
+        sets the number of kept tokens.
       context: H `[B, S, D]`.
       positions: positions `[B, S]` int32.
     """
@@ -290,11 +289,11 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      slots: `[B, S, D]`, of one block or of several.
+      slots: slots `[B, S, D]` of one or several blocks.
       positions: positions `[B, S]` int32.
       visible: `[B, S, T]` bool, as `ancestors` of `Cache.attend`; the cache's
         committed tokens are seen by all.
-      cache: of the draft layers; it stays as it is.
+      cache: cache of the draft layers; it is not changed.
 
     Returns:
       `[B, S, D]`.
@@ -339,7 +338,7 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      hidden: `[..., K, D]`, of the predicting slots.
+      hidden: hidden states `[..., K, D]` of the predicting slots.
       before: `[..., K]` int32, the token before each forecast one.
     """
     return _coupling.along(self.markov, params["markov"], hidden, before)

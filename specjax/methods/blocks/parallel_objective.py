@@ -55,11 +55,11 @@ class Blocks:
   """The n blocks of every row, with the tokens of the row.
 
   Attributes:
-    hidden: `[B, n, K, D]`, of the slots that predict.
-    logits: `[B, n, K, V]`, the Markov head's bias included.
+    hidden: hidden states `[B, n, K, D]` of the predicting slots.
+    logits: logits `[B, n, K, V]` with the Markov head's bias.
     before: `[B, n, K]` int32, the true token before each forecast one.
     labels: `[B, n, K]` int32, the true tokens that are forecast.
-    target: `[B, n, K, V]`, the target's logits of the same tokens.
+    target: logits `[B, n, K, V]` of the target for the same tokens.
   """
 
   hidden: jax.Array

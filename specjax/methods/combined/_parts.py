@@ -96,7 +96,8 @@ class Parts(Drafter):
     Args:
       i: the part.
       params: parameters of all parts.
-      uniforms: of all, or a key for each row. No uniform is given to two parts.
+      uniforms: uniforms of all parts, or one key per row. No uniform is used
+        twice.
       state: decoding state.
     """
     part = self.drafters[i]

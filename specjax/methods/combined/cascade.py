@@ -69,11 +69,11 @@ class Cascade(Drafter):
     drafter: drafter of the small model. It needs `follow` if it has a state.
     gamma: draft length, at least 1.
     verifier: lossless rule between the two models.
-    tail: whether the inner drafter's own chain follows the gamma tokens. It
-      costs no pass of the small model. Its law is the inner drafter's, so that
-      q depends on where the draft began.
-    transform: of the small model's logits, and of the inner drafter's unless it
-      has its own; None takes the decoder's. Any is sound.
+    tail: True if the inner drafter's own chain follows the gamma tokens. It
+      costs no pass of the small model. Its distribution is the inner drafter's,
+      so q depends on where the draft began.
+    transform: transform of the small model's logits, and of the inner drafter's
+      unless it has one; None: the decoder's.
   """
 
   model: Model
@@ -324,7 +324,7 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
     gamma: draft length.
     inner: lossless rule between the two models.
     verifier: rule for chains.
-    tail: whether the inner drafter drafts on after these tokens, as in the
+    tail: True if the inner drafter continues after these tokens, as in the
       horizontal cascade of CS Drafting.
   """
   return Strategy(Cascade(

@@ -40,8 +40,8 @@ class Fallback(_parts.Parts):
   with a state needs `follow`, see `specjax.interfaces`.
 
   Attributes:
-    first: the drafter that is preferred, such as `NGram`.
-    second: the one for the other rows. It may be a `Fallback` too.
+    first: preferred drafter, such as `NGram`.
+    second: drafter of the other rows, possibly another `Fallback`.
     min_tokens: drafted tokens that the first must have, at least 1; more than
       1 only if it draws nothing (`num_uniforms` 0).
   """
@@ -171,8 +171,8 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
   6
 
   Args:
-    first: the drafter that is preferred, row by row.
-    second: the other one.
+    first: preferred drafter.
+    second: drafter of the other rows.
     verifier: rule that is exact for both.
   """
   return Strategy(Fallback(first=first, second=second), verifier)

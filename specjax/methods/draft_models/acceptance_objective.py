@@ -57,7 +57,7 @@ class Acceptance:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss of `{"stop"}` on `tokens [B, S + 1]`, in nats.
+    """Returns the loss of `{"stop"}` on `tokens [B, S + 1]`, in nats.
 
     Returns:
       `(loss, {"acceptance": the mean of a, "forecast": the mean of s})`.
@@ -77,7 +77,7 @@ class Acceptance:
                         "forecast": mean(jax.nn.sigmoid(sure))}
 
   def _mixed(self, drafter, tokens, key):
-    """The row, a share of whose tokens are draws given those before them."""
+    """Replaces a share of a row's tokens by samples given the tokens before."""
     which, draw = jax.random.split(key)
     laws = jax.nn.softmax(self.model(drafter, tokens).logits[:, :-1])
     keys = jax.random.split(draw, laws.shape[:2])

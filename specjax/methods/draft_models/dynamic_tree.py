@@ -1,4 +1,4 @@
-"""A small language model drafts a tree whose shape follows its confidence.
+"""Draft models with trees whose shape follows their confidence.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any language model.
 """
@@ -28,7 +28,7 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class DynamicTreeState:
-  """What a `DynamicTree` keeps between propose and commit.
+  """State of a `DynamicTree` between propose and commit.
 
   Attributes:
     cache: cache of the model.
@@ -41,7 +41,7 @@ class DynamicTreeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree(_dynamic_trees.ExpandedTree):
-  """Expands the likeliest nodes of every level, then keeps the likeliest.
+  """Expands the most likely nodes of every level, then keeps the most likely.
 
   The value of a node is the product of the model's probabilities on its path.
   Every level expands its `top_k` best nodes by `top_k` children each; of all
@@ -125,7 +125,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
 def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
                 num_nodes: int = 60) -> Strategy:
-  """A tree that follows the model's confidence, and a walk of the target.
+  """Drafts a tree that follows the model's confidence, for the target's walk.
 
   The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
   4), for any language model.

@@ -1,4 +1,4 @@
-"""A small language model drafts a chain, token by token.
+"""Draft models with chains.
 
 Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
@@ -39,7 +39,7 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Stopping:
-  """The state of a `LanguageModel` with a stop rule.
+  """State of a `LanguageModel` with a stop rule.
 
   Attributes:
     cache: cache of the model.
@@ -117,7 +117,7 @@ class LanguageModel(_common.DrawnChain):
         cache=cache, rule=_stopping.first(self.stop, len(prompt.lengths)))
 
   def _split(self, params):
-    """The parameters of the model, and those of the stop rule."""
+    """Returns the parameters of the model and of the stop rule."""
     return _stopping.own_params(self.stop, params["drafter"])
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
@@ -168,7 +168,7 @@ class LanguageModel(_common.DrawnChain):
     return draft, cache.settle()
 
   def _propose_until(self, params, uniforms, state):
-    """`propose` with a stop rule."""
+    """Drafts chains with a stop rule."""
     params, own = self._split(params)
     logits, hidden, cache = _common.read_last(
         self.model, params, state, state.drafter.cache, size=2,
@@ -215,7 +215,7 @@ class LanguageModel(_common.DrawnChain):
 
 
 def speculative_sampling(model: Model, gamma: int) -> Strategy:
-  """A chain of a small model's tokens, each accepted or rejected in turn.
+  """Drafts a chain whose tokens are accepted or rejected in turn.
 
   Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
   (arXiv:2302.01318, Algorithm 2).
@@ -233,7 +233,7 @@ def speculative_sampling(model: Model, gamma: int) -> Strategy:
 
 
 def block_verification(model: Model, gamma: int) -> Strategy:
-  """The same chain, judged as a whole: never fewer tokens on average.
+  """Drafts a chain and verifies it as a block: never fewer tokens on average.
 
   Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
 
@@ -251,7 +251,7 @@ def block_verification(model: Model, gamma: int) -> Strategy:
 def early_stopping(model: Model, gamma: int,
                    stop: stop_rules.StopRule = STOP,
                    verifier: Verifier = BLOCK) -> Strategy:
-  """The same chain, ended early where a rule expects a rejection.
+  """Drafts a chain that ends early if a rule expects a rejection.
 
   Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; the others
   are in `methods.stop_rules`.
@@ -273,7 +273,7 @@ def early_stopping(model: Model, gamma: int,
 
 
 def greedy_block_verification(model: Model, gamma: int) -> Strategy:
-  """The same chain, judged by the rule that accepts most in a single round.
+  """Drafts a chain for the rule that accepts most in a single round.
 
   Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). What it gains in a
   round it can lose in the next ones, whose target it modifies.

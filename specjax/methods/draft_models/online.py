@@ -1,4 +1,4 @@
-"""A drafter that learns while it drafts, from what verification computed.
+"""Online speculative decoding: a draft model that learns from verification.
 
 Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177): the target's
 laws at the drafted tokens are there already, so that a drafter can be distilled
@@ -49,7 +49,7 @@ POSITIONS = ("rejected", "path", "all")
 
 @struct.dataclass
 class Correction:
-  """What a drafter has learned; every leaf has the rows B first.
+  """Learned correction; every leaf has the rows B first.
 
   Attributes:
     down: `[B, F, r]`, A.
@@ -62,14 +62,14 @@ class Correction:
   bias: jax.Array
 
   def __call__(self, logits: jax.Array, hidden: jax.Array) -> jax.Array:
-    """The corrected `logits [..., S, V]`, of `hidden [..., S, F]`."""
+    """Returns the corrected `logits [..., S, V]`, for `hidden [..., S, F]`."""
     inner = hidden.astype(self.down.dtype) @ self.down
     return logits + inner @ self.up + self.bias[..., None, :]
 
 
 @struct.dataclass
 class Learner:
-  """The state of an `Online` drafter; every leaf has the rows B first.
+  """State of an `Online` drafter; every leaf has the rows B first.
 
   Attributes:
     cache: cache of the model.
@@ -86,7 +86,7 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class _Corrected(AroundModel):
-  """A model whose parameters are `{"model": its own, "correction": ...}`."""
+  """Model with parameters `{"model": its own, "correction": ...}`."""
 
   model: Model
 
@@ -105,7 +105,7 @@ class _Corrected(AroundModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online(_common.DrawnChain):
-  """A `LanguageModel` whose logits are corrected as it goes.
+  """`LanguageModel` with a correction of the logits that is learned online.
 
   After a round the model reads its draft again, in one pass, for the hidden
   states that belong to the target's laws, and the correction takes a step down
@@ -119,10 +119,10 @@ class Online(_common.DrawnChain):
     gamma: draft length, at least 1.
     rank: r of the correction; 0: the bias alone.
     learning_rate: learning rate of the optimizer.
-    optimizer: from a learning rate to an optax transformation.
-    positions: where it learns: "rejected", the one token of a round that the
-      target replaced (OSD); "path", the accepted tokens and that one; "all",
-      every drafted token and the one after the last.
+    optimizer: function from a learning rate to an optax transformation.
+    positions: training positions: "rejected", the token that the target
+      replaced (OSD); "path", also the accepted tokens; "all", every drafted
+      token and the one after the last.
     every: rounds whose gradients are averaged before a step is taken.
     transform: transform of the draft logits, see `LanguageModel`.
   """
@@ -188,12 +188,12 @@ class Online(_common.DrawnChain):
         since=jnp.zeros_like(prompt.lengths))
 
   def going_on(self, state: DecodeState, learned: Learner) -> DecodeState:
-    """The state of new texts, whose rows know what other texts have taught.
+    """Returns the state of new sequences with an earlier correction.
 
     Args:
-      state: of `Decoder.prefill`, or of any later time.
-      learned: of the rows whose texts came before, in the same order: the
-        `drafter` of their last state.
+      state: state of `Decoder.prefill`, or a later one.
+      learned: `drafter` of the last state of the earlier sequences, in the same
+        row order.
 
     Raises:
       ValueError: it is of another number of rows, of another model, or of a
@@ -233,14 +233,15 @@ class Online(_common.DrawnChain):
     return drafter.replace(correction=correction, optimizer=optimizer)
 
   def _read_again(self, params, drafter, draft):
-    """The model's own output `[B, N]` at the nodes of a draft."""
+    """Returns the model's own output `[B, N]` at the nodes of a draft."""
     batch, size = draft.tokens.shape
     return self.model(
         params, draft.tokens, *topology.causal(batch, size),
         drafter.cache.rollback(jnp.maximum(drafter.since - 1, 0)))
 
   def _step(self, correction, optimizer, logits, hidden, law, weights):
-    """The correction of one row, and its optimizer, after a step."""
+    """Returns the correction of one row and its optimizer state after a
+    step."""
     def loss(correction):
       own = jax.nn.log_softmax(correction(logits, hidden))
       losses = -jnp.sum(law * own, axis=-1)
@@ -256,7 +257,7 @@ class Online(_common.DrawnChain):
 
 
 def _check_alike(learned, own):
-  """Refuses what was learned by another drafter, or on other rows."""
+  """Raises `ValueError` if `learned` is of another drafter or batch size."""
   sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
   if sizes(learned) != sizes(own):
     said = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
@@ -276,7 +277,7 @@ def _check_alike(learned, own):
 
 def online(model: Model, gamma: int, learning_rate: float = 1e-3,
            positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
-  """A chain of a model that learns from the target's laws as it drafts.
+  """Drafts a chain of a model that learns from the target's distributions.
 
   Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), of a
   correction of the model's logits for each row.
@@ -290,7 +291,7 @@ def online(model: Model, gamma: int, learning_rate: float = 1e-3,
     model: draft model over the target's vocabulary.
     gamma: draft length.
     learning_rate: learning rate of Adam.
-    positions: where it learns, see `drafters.Online`.
+    positions: training positions, see `drafters.Online`.
     verifier: rule for chains of drafters that are not autoregressive.
   """
   return Strategy(Online(

@@ -1,4 +1,4 @@
-"""Paths of one or several language models, packed into a prefix tree.
+"""Paths of one or several draft models, packed into a prefix tree.
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 """
@@ -33,7 +33,7 @@ from specjax.types import Verdict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paths(Drafter):
-  """Draws K independent chains; path k comes from model k mod len(models).
+  """Samples K independent chains; path k is from model k mod len(models).
 
   The chains are packed at run time, see `topology.prefix_tree`: the draft has
   one node for each drafted token whatever the chains share. Given that a path
@@ -172,7 +172,7 @@ class Paths(Drafter):
 
 def merged_specinfer(models: Sequence[Model], length: int,
                      num_paths: int | None = None) -> Strategy:
-  """Paths of several models, merged into one tree of tokens.
+  """Drafts paths of several models, merged into one tree.
 
   Miao et al. 2023 (arXiv:2305.09781, merge-based speculation); their models
   are boost-tuned, see `experiments/boost_drafters.py`.
@@ -185,7 +185,7 @@ def merged_specinfer(models: Sequence[Model], length: int,
   Args:
     models: draft models; `params["drafter"]` is a tuple.
     length: tokens of a path.
-    num_paths: of all models together, which take turns; None: one each.
+    num_paths: number of paths of all models, in turns; None: one each.
   """
   models = tuple(models)
   paths = Paths(

@@ -1,4 +1,4 @@
-"""A small language model drafts a static tree, one pass a level.
+"""Draft models with static trees, one pass per level.
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
 arXiv:2402.12374), RSD (Jeon et al. 2024, arXiv:2402.14160) and the drafts of
@@ -32,7 +32,7 @@ from specjax.types import Verdict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeLanguageModel(_trees.StaticTree):
-  """Draws the children of every node from a model with a cache of its own.
+  """Samples the children of every node from a draft model.
 
   A round costs one pass over the last two committed tokens and one over each
   level that has children. Leaves are never fed; what was fed of the accepted
@@ -41,13 +41,13 @@ class TreeLanguageModel(_trees.StaticTree):
   Attributes:
     model: draft model over the target's vocabulary.
     parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
-    proposal: how the K children of a node are drawn. "iid": independently, so
-      that they may be equal, and at temperature 0 all are;
-      "without_replacement": in turn, each from what is left; "top_k": the
-      likeliest tokens with certainty; "hybrid": one draw outside the K - 1
-      likeliest, which is the first child, and then those. At temperature 0
-      the last three have the same children, the K likeliest; only hybrid has
-      the least likely one first, which matters where subtrees are unequal.
+    proposal: sampling method of the K children of a node. "iid": independently,
+      so they may be equal, and at temperature 0 all are; "without_replacement":
+      in turn, each from the renormalised rest; "top_k": the most likely tokens,
+      deterministically; "hybrid": one sample outside the K - 1 most likely
+      tokens, as first child, and then these. At temperature 0 the last three
+      have the same children, the K most likely; only hybrid has the least
+      likely one first, which matters if subtrees are unequal.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """
@@ -108,7 +108,7 @@ class TreeLanguageModel(_trees.StaticTree):
 
 
 def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
-  """A tree of independent draws, whose siblings are tried one after another.
+  """Drafts a tree of independent samples for recursive rejection.
 
   Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
 
@@ -125,7 +125,7 @@ def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def spectr(model: Model, parents: Sequence[int]) -> Strategy:
-  """Independent draws, of which K-SEQ chooses.
+  """Drafts a tree of independent samples for K-SEQ.
 
   Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
   which is the tree `trees.full_tree((K, *[1] * (L - 1)))`.
@@ -142,7 +142,7 @@ def spectr(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
-  """A static tree whose siblings differ, tried one after another.
+  """Drafts a static tree with different siblings for recursive rejection.
 
   Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
   a measured acceptance, and siblings are drawn without replacement.
@@ -161,7 +161,7 @@ def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def rsd(model: Model, branching: Sequence[int]) -> Strategy:
-  """Recursive speculative decoding with constant branching (RSD-C).
+  """Drafts a tree with constant branching per level (RSD-C).
 
   Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
   as by their Gumbel-top-k trick, and rejected recursively.
@@ -178,7 +178,7 @@ def rsd(model: Model, branching: Sequence[int]) -> Strategy:
 
 
 def traversal(model: Model, parents: Sequence[int]) -> Strategy:
-  """Sequoia's drafts, whose paths are judged as wholes from the leaves up.
+  """Drafts Sequoia's tree for traversal verification from the leaves up.
 
   Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
 
@@ -194,7 +194,7 @@ def traversal(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
-  """One draw beside the likeliest children, tried one after another.
+  """Drafts one sampled child and the most likely children of every node.
 
   Hu et al. 2025 (arXiv:2502.18779).
 
@@ -211,7 +211,7 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
-  """The likeliest children of every node, and a walk of the target over them.
+  """Drafts the most likely children of every node for the target's walk.
 
   Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
   drafts no valid rule accepts more in one round.

@@ -1,4 +1,4 @@
-"""What drafters that read the target's features share.
+"""Base of drafters with a layer on the target's features.
 
 A feature layer holds (g_t, x_{t+1}) at position t, see `models.features`. So
 after n committed tokens its cache holds n - 1 positions, all of them of true
@@ -27,14 +27,13 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class FeatureState:
-  """What the layer computed of the committed text.
+  """State of the layer after the committed tokens.
 
   Attributes:
     cache: the layer's, of all positions but the last token's.
-    hidden: `[B, D]` at the last of them, what the next step is fed.
-    read: `[B, D]` there, what the head reads: its logits are those of the token
-      after the root.
-    known: `[B]` bool; False: the text has one token, and no position is known.
+    hidden: output `[B, D]` at the last position, input of the next step.
+    read: input `[B, D]` of the head there, for the token after the root.
+    known: `[B]` bool, False if the sequence has one token and no feature.
     rule: state of the stop rule; () without one.
   """
 
@@ -46,7 +45,7 @@ class FeatureState:
 
 
 class LayerDrafter(Drafter):
-  """The base of drafters whose `heads` go on from the target's features.
+  """Base of drafters whose `heads` continue from the target's features.
 
   Every device holds all of the heads, and what a round commits is read by
   `commit` or kept by it, drafted or not, so that nothing is to be caught up.
@@ -87,7 +86,7 @@ def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput
             ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-  """A prompt in pieces that bound the cost of a pass.
+  """Splits a prompt into chunks.
 
   Returns:
     `(hidden [K, B, S, F], places [K, S])` of K pieces of S columns, and a mask
@@ -103,7 +102,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
 
 def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
                 prefill_output: ModelOutput) -> FeatureState:
-  """The state after the prompts; all of them are read."""
+  """Returns the state after the prompts."""
   own, target = params["drafter"], params["target"]
   chunks, causal = chunked(prompt, prefill_output)
   after = jnp.roll(prompt.tokens, -1, axis=1)
@@ -129,14 +128,15 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
 
 
 def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
-  """`[B, size, ...]` of `x [B, N, ...]`: at the first nodes of the path."""
+  """Returns `x [B, N, ...]` at the first nodes of the path, `[B, size,
+  ...]`."""
   path = verdict.path[:, :size]
   return jnp.take_along_axis(
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def emitted(draft: Draft, verdict: Verdict) -> jax.Array:
-  """`[B, N]` int32, the token that follows each node of the path."""
+  """Returns `[B, N]` int32, the token after each node of the path."""
   below = jnp.roll(verdict.path, -1, axis=-1)
   tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
   ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]
@@ -146,7 +146,7 @@ def emitted(draft: Draft, verdict: Verdict) -> jax.Array:
 def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
                draft: Draft, verdict: Verdict, target_output: ModelOutput,
                count: jax.Array, depth: int) -> FeatureState:
-  """The state after a round, of the target's features of what was accepted.
+  """Returns the state after a round, from the features of accepted tokens.
 
   Args:
     heads: feature layer.
@@ -176,7 +176,7 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
 
 
 def growing(heads: FeatureHeads, params: Any, state: FeatureState):
-  """A `growth` step from the layer's own output, and what it begins with.
+  """Returns a step of `_trees` for the layer, with its initial values.
 
   Returns:
     The step; its carry, a cache and the hidden states `[B, S, D]` of the nodes
@@ -198,7 +198,7 @@ def growing(heads: FeatureHeads, params: Any, state: FeatureState):
 
 
 def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
-  """What `until.draw_until` draws a chain of the layer from.
+  """Returns the inputs of `_stopping.draw_until` for the layer.
 
   Returns:
     The first forecast; `read`; and its carry, a cache with room for the tokens
@@ -223,6 +223,6 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:
-  """The drafts, all padding where nothing is `known [B]`."""
+  """Returns the drafts, all padding in rows that are not `known [B]`."""
   return draft.replace(
       probs=jnp.where(known[:, None, None], draft.probs, 0))

@@ -1,4 +1,4 @@
-"""The network of a `features.FeatureConfig`, and keys without a cache."""
+"""Network of a `features.FeatureConfig`, and keys without a cache."""
 
 import dataclasses
 from typing import Any
@@ -15,19 +15,19 @@ from specjax.models.features import FeatureConfig
 
 @struct.dataclass
 class Keys:
-  """Keys and values of passes without a cache, for those that come after.
+  """Keys and values of passes without a cache, for later passes.
 
   In training a text is read in one pass of T rows, and then again from the
   layer's own output, step after step. A row of such a step sees of the first
   pass what it saw then, and of each later step its own key alone.
 
   Attributes:
-    k: `[B, T, H, D]` of the block; None before the first pass.
-    v: the same of the values.
+    k: keys `[B, T, H, D]` of the block; None before the first pass.
+    v: values, like `k`.
     visible: `[B or 1, S, T]` bool, what each row sees of the block.
     own_k: `[B, S, I, H, D]`, keys that each row alone sees, or None.
-    own_v: the same of the values.
-    own: whether the next `append` adds keys that only their own row sees.
+    own_v: values, like `own_k`.
+    own: True if the next `append` adds keys that only their own row sees.
   """
 
   k: jax.Array | None
@@ -39,7 +39,7 @@ class Keys:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "Keys":
-    """With `k`, `v [B, S, H, D]` of a pass; see `interfaces.Cache`."""
+    """Appends `k`, `v [B, S, H, D]` of a pass; see `interfaces.Cache`."""
     del layer, after
     if self.own:
       grown = lambda old, new: new[:, :, None] if old is None else (
@@ -52,7 +52,7 @@ class Keys:
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              softcap: float = 0.0) -> jax.Array:
-    """Attention of `query [B, S, G * H, D]`, one row for each of the keys'."""
+    """Attention of `query [B, S, G * H, D]`, one row for each key row."""
     del layer
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
@@ -64,7 +64,7 @@ class Keys:
 
 
 def _own_part(query, k, v, softcap):
-  """Attention of each row over `k`, `v [B, S, I, H, D]` of its own."""
+  """Attention of each row over its own `k`, `v [B, S, I, H, D]`."""
   wide = jnp.promote_types(query.dtype, jnp.float32)
   shape, heads = query.shape, k.shape[3]
   query = (query * shape[3]**-0.5).reshape(*shape[:2], heads, -1, shape[3])
@@ -81,11 +81,11 @@ def _own_part(query, k, v, softcap):
 
 @dataclasses.dataclass(frozen=True)
 class LayerOf:
-  """One layer of a cache, to a module that counts its layers from 0.
+  """One layer of a cache, for a module that counts its layers from 0.
 
   Attributes:
     cache: with `append` and `attend` of `interfaces.Cache`.
-    layer: which.
+    layer: index of the layer.
   """
 
   cache: Any
@@ -104,7 +104,7 @@ class LayerOf:
 
 
 class Entry(nn.Module):
-  """The taps `[B, S, F]` as features `[B, S, D]` of the layer's width."""
+  """Maps taps `[B, S, F]` to features `[B, S, D]` of the layer's width."""
 
   config: FeatureConfig
 
@@ -122,7 +122,7 @@ class Entry(nn.Module):
 
 
 class FeatureModule(nn.Module):
-  """One module: features `[B, S, D]` and embeddings in, the stream out."""
+  """One module: features `[B, S, D]` and embeddings to the next stream."""
 
   config: FeatureConfig
 

@@ -1,4 +1,4 @@
-"""What drafters share that have a module for every depth of a draft.
+"""Base of drafters with one module per depth.
 
 DeepSeek-V3 (arXiv:2412.19437, section 2.2): module k reads, at position t, what
 module k - 1 returned there and the token t + k, and forecasts t + k + 1. The
@@ -21,7 +21,7 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class ModulesState:
-  """What the modules know of the committed text.
+  """State of the modules after the committed tokens.
 
   After n tokens module k is sure of positions up to n - 1 - k: it reads k
   tokens ahead. So the last features are kept, and read anew with what is
@@ -29,8 +29,8 @@ class ModulesState:
 
   Attributes:
     cache: a layer for each module.
-    hidden: `[B, W, D]`, the features of the last positions, the first `held` of
-      them; they begin where the cache ends, and end at position n - 2.
+    hidden: features `[B, W, D]` of the last positions, the first `held` of
+      them. They begin at the end of the cache and end at position n - 2.
     after: `[B, W]` int32, the token after each of these positions.
     held: `[B]` int32; 0: the text has one token, and no position is known.
   """
@@ -42,7 +42,7 @@ class ModulesState:
 
 
 class ModulesDrafter(_drafter.LayerDrafter):
-  """The base of drafters with a module for every depth of a draft.
+  """Base of drafters with one module per depth.
 
   Classes that derive from it are frozen dataclasses that have `heads`,
   `transform`, `depth`, the levels of a draft below its root, and `readers`, R:
@@ -54,7 +54,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   @property
   def window(self) -> int:
-    """W: those that no module is sure of, and what a round adds."""
+    """W, the positions that are read again, and those of a round."""
     return 2 * self.readers
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
@@ -91,16 +91,16 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   def run(self, params, module, entered, before, tokens, visible, cache,
           positions=None):
-    """What a module feeds to the next, what its head reads, and the cache.
+    """Runs a module; returns its output, the head's input and the cache.
 
     Args:
       params: parameters `{"target", "drafter"}`.
       module: counted from 0.
-      entered: `[B, S, D]`, the target's features.
-      before: `[B, S, D]`, what the module before returned.
+      entered: features `[B, S, D]` of the target.
+      before: output `[B, S, D]` of the module before.
       tokens: `[B, S]` int32, which this one reads.
       visible: `[B, S, S]` bool, what each position sees of this pass.
-      cache: of all modules, with what was fed to those before.
+      cache: cache of all modules, with the inputs of those before.
       positions: `[B, S]` int32; None: one after the other, as `cache` ends.
     """
     out = self.heads.step(
@@ -110,13 +110,13 @@ class ModulesDrafter(_drafter.LayerDrafter):
     return out.hidden, out.read, out.cache
 
   def read(self, params, own, draw=None):
-    """The state whose cache holds all that the modules are sure of.
+    """Returns the state with all settled positions in the cache.
 
     Args:
       params: parameters `{"target", "drafter"}`.
       own: the `ModulesState`; what it keeps is read in one pass of each module.
-      draw: `(module, what its head reads) -> tokens [B]`, the draft so far,
-        which the modules after it read; None: there is none.
+      draw: function `(module, head input) -> tokens [B]` of the draft so far,
+        for later modules; None: no draft.
     """
     size, readers = self.window, self.readers
     _, causal = topology.causal(len(own.held), size)
@@ -158,6 +158,6 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
 
 def at(x, places):
-  """`[B, S, ...]` of `x [B, T, ...]` and `places [B, S]`."""
+  """Gathers `[B, S, ...]` from `x [B, T, ...]` at `places [B, S]`."""
   return jnp.take_along_axis(
       x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -1,4 +1,4 @@
-"""A feature layer run on a row as it will draft: what its losses share.
+"""Training of feature layers: unrolled steps, and parts of records.
 
 Row t of a pass holds the target's features at t and token t + 1; step k = 1..K
 forecasts token t + 1 + k from what step k - 1 returned there and the true token
@@ -35,11 +35,11 @@ _FLOOR = 20.0  # nats below which a score counts all tokens alike
 
 
 class Read(NamedTuple):
-  """What a target says of the S tokens that it reads.
+  """Output of a target for S tokens.
 
   Attributes:
-    features: `[B, S, F]`, the taps of the heads.
-    final: `[B, S, D]`, what its LM head reads.
+    features: taps `[B, S, F]` of the heads.
+    final: input `[B, S, D]` of the LM head.
     logits: `[B, S, V]`.
   """
 
@@ -62,7 +62,7 @@ def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
 
 def read(model: Transformer, heads: FeatureHeads, params: Params,
          tokens: jax.Array) -> Read:
-  """One pass of the target over `tokens [B, S]`.
+  """Runs the target over `tokens [B, S]`.
 
   Args:
     model: target model.
@@ -77,14 +77,14 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
 
 
 def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
-  """`[B, size]`, token t + by at place t, and 0 where there is none."""
+  """Returns `[B, size]`, token t + by at place t, or 0 after the end."""
   rest = tokens[:, by:by + size]
   return jnp.pad(rest, ((0, 0), (0, size - rest.shape[1])))
 
 
 def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
               tokens: jax.Array, count: int) -> Iterator[Any]:
-  """The `FeatureOutput` of steps 1..count at every row.
+  """Yields the `FeatureOutput` of steps 1..count at every row.
 
   One module that is used again sees at step k the true features' keys up to its
   row, and its own row's of the steps since: the training-time test of EAGLE-3
@@ -94,7 +94,7 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
   Args:
     heads: feature layer.
     params: parameters `{"target", "drafter"}`.
-    features: `[B, S, F]`, of the target; the gradient goes through them.
+    features: features `[B, S, F]` of the target; the gradient includes them.
     tokens: `[B, >= S]` int32, the row that they are of.
     count: steps, at most `heads.num_forecasts` where each has a module.
   """
@@ -118,14 +118,15 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
 
 
 def floored(logits: jax.Array) -> jax.Array:
-  """`logits [..., V]`, none of which is less likely than e^-20."""
+  """Returns `logits [..., V]` clipped to probabilities of at least e^-20."""
   return jnp.maximum(logits, jax.nn.logsumexp(
       logits, axis=-1, keepdims=True) - _FLOOR)
 
 
 def score(model: Transformer, heads: FeatureHeads, params: Params,
           tokens: jax.Array, score: Score) -> Any:
-  """`score(k, logits [B, P, V], positions [B, P])` of all steps, stacked.
+  """Returns `score(k, logits [B, P, V], positions [B, P])` of all steps,
+  stacked.
 
   The true tokens are given, so the forecast at k is that of a draft whose first
   k - 1 tokens are the row's. Tokens that the heads cannot draft, and all that
@@ -136,7 +137,7 @@ def score(model: Transformer, heads: FeatureHeads, params: Params,
     heads: feature layer.
     params: parameters `{"target", "drafter"}`.
     tokens: token ids `[B, S + 1]` int32.
-    score: see `DrafterObjective`.
+    score: score function, see `DrafterObjective`.
   """
   check_rows(tokens, heads)
   count, size = heads.num_forecasts, tokens.shape[1] - 1
@@ -171,14 +172,14 @@ def _layer_tree(heads, parents, proposal, rule) -> Strategy:
 
 
 def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
-  """A sampled chain, of one module used again or of one for each token."""
+  """Returns a sampled chain of one reused module or of several modules."""
   if gamma and not heads.reuse:
     gamma = min(gamma, heads.modules)
   return mtp.mtp(heads, gamma, rule)
 
 
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
-  """A sampled chain or tree, or a top-k tree: what the rule asks for."""
+  """Returns a sampled chain or tree, or a top-k tree, for a rule."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: _layer_chain(heads, rule, gamma),

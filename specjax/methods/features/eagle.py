@@ -40,7 +40,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1Heads(FeatureHeads):
-  """EAGLE-1 and 2: no norm before attention and none before the head."""
+  """Heads of EAGLE-1 and 2: no norm before attention or before the LM head."""
 
   fusion_bias: bool = True
 
@@ -49,7 +49,7 @@ class Eagle1Heads(FeatureHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Heads(FeatureHeads):
-  """EAGLE-3: three taps, attention on [e; g], and a head of its own."""
+  """Heads of EAGLE-3: three taps, attention on [e; g], and an own LM head."""
 
   entry: bool = True
   fusion: str = "attention"
@@ -61,7 +61,7 @@ class Eagle3Heads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Low, middle and high: 2, L // 2, L - 3; spread in a short target."""
+    """Returns 2, L // 2 and L - 3, or layers spread over a shallow target."""
     taps = (2, layers // 2, layers - 3)
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
@@ -69,7 +69,7 @@ class Eagle3Heads(FeatureHeads):
 
 
 class FeatureDrafter(_drafter.LayerDrafter):
-  """The base of drafters that go on from a layer's own output.
+  """Base of drafters that continue from a layer's own output.
 
   Classes that derive from it are frozen dataclasses that have `heads` and
   `transform`, `depth`, and `grow`. The target is that of `heads.attach`;
@@ -126,7 +126,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(_common.DrawnChain, FeatureDrafter):
-  """Draws a chain, whose length a controller may choose before every round.
+  """Samples a chain, whose length a controller may choose.
 
   Attributes:
     heads: feature layer with one module.
@@ -165,7 +165,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     return state.replace(rule=_stopping.first(self.stop, len(prompt.lengths)))
 
   def _layer(self, params):
-    """The parameters without those of a stop rule."""
+    """Returns the parameters without those of a stop rule."""
     own, _ = _stopping.own_params(self.stop, params["drafter"])
     return {**params, "drafter": own}
 
@@ -203,7 +203,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle(FeatureDrafter, _trees.StaticTree):
-  """Draws the same tree in every round.
+  """Samples the same tree in every round.
 
   Attributes:
     heads: feature layer with one module.
@@ -232,7 +232,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
-  """EAGLE-2's tree: the likeliest candidates, with certainty.
+  """Drafts EAGLE-2's deterministic tree of the most likely candidates.
 
   As `DynamicTree` grows it, from a feature layer.
 
@@ -267,7 +267,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledEagle(FeatureDrafter):
-  """Draws a tree that is expanded where the layer is confident.
+  """Samples a tree that is expanded at nodes of high confidence.
 
   Not in the EAGLE papers, whose dynamic trees are deterministic. A score
   decides which nodes of a level get children, and never which nodes stay, see
@@ -278,11 +278,11 @@ class SampledEagle(FeatureDrafter):
     heads: feature layer with one module.
     depth: number of levels below the root.
     expanded: nodes of a level that get children, those with the best scores.
-    children: of each, and of the root.
+    children: number of children of each, and of the root.
     proposal: sampling method of children, see `TreeLanguageModel`.
-    transform: of the layer's logits; None takes the decoder's.
-    confidence: from the layer's logits to the probabilities whose product on
-      its path is the score of a node.
+    transform: transform of the layer's logits; None: the decoder's.
+    confidence: transform of logits to the probabilities whose product along the
+      path is the score of a node.
   """
 
   heads: FeatureHeads
@@ -331,7 +331,7 @@ class SampledEagle(FeatureDrafter):
 def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           proposal: str = "without_replacement",
           verifier: Verifier | None = None) -> Strategy:
-  """Draws of a layer that reads the target's features, as a chain or a tree.
+  """Samples a chain or a tree from a layer on the target's features.
 
   EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840); the
   target is that which `heads.attach` returns.
@@ -353,8 +353,8 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   Args:
     heads: feature layer with one module.
     parents: draft tree of N nodes; None: a sampled chain.
-    proposal: how the children of a node are drawn, see
-      `drafters.TreeLanguageModel`; EAGLE's own trees are "top_k".
+    proposal: sampling method of children, see `drafters.TreeLanguageModel`;
+      EAGLE's own trees are "top_k".
     verifier: rule; None: block verification of a chain, traversal of a sampled
       tree, the target's walk through a deterministic tree.
   """
@@ -367,7 +367,7 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
 
 def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
-  """EAGLE's tree of the likeliest candidates, whose shape follows them.
+  """Drafts EAGLE-2's tree, whose shape follows the layer's confidence.
 
   EAGLE-2 (Li et al. 2024, arXiv:2406.16858), and EAGLE-3 as it is served.
 
@@ -390,7 +390,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
 
 def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = TRAVERSAL) -> Strategy:
-  """A drawn tree of EAGLE's that is expanded where the layer is confident.
+  """Samples a tree that is expanded at nodes of high confidence.
 
   Not in the EAGLE papers, whose trees are deterministic: nodes are expanded by
   their score and never dropped by it, so that rules for sampled trees are
@@ -406,7 +406,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
     heads: feature layer with one module.
     depth: number of levels below the root.
     expanded: nodes of a level that get children.
-    children: of each, and of the root.
+    children: number of children of each, and of the root.
     verifier: a rule for drawn trees.
   """
   return Strategy(SampledEagle(
@@ -414,7 +414,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 
 def _tree(drafter, verifier: Verifier | None) -> Strategy:
-  """A static tree and the rule for it, unless one is given."""
+  """Returns a static tree and its default rule."""
   return Strategy(drafter, verifier or (
       verifiers.TargetWalk() if drafter.proposal == "top_k" else
       BLOCK if drafter.chain else TRAVERSAL))

@@ -1,4 +1,4 @@
-"""EAGLE: the losses of its first version and of its third."""
+"""EAGLE: losses and records of its first and third versions."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ _NORMALIZERS = ("rows", "mask")
 
 def uniform_noise(key: jax.Array, features: jax.Array, width: float
                   ) -> jax.Array:
-  """Noise for `features [B, S, F]`, in +- width / 2 where a row has 512 tokens.
+  """Returns noise for `features [B, S, F]`, +- width / 2 for 512 tokens.
 
   The published code scales it by 512 / S.
   """
@@ -47,7 +47,7 @@ def uniform_noise(key: jax.Array, features: jax.Array, width: float
 
 
 class _Unrolled:
-  """What both have: targets and heads that fit, and how they are measured."""
+  """Base of both losses: checks, target passes and scores."""
 
   needs = ("target", "drafter")
 
@@ -59,18 +59,19 @@ class _Unrolled:
                        "as MTP")
 
   def _target(self, params, tokens):
-    """What the target says of all but the last token; it gets no gradient."""
+    """Returns the target's output for all but the last token, without
+    gradient."""
     _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
         _training.read(self.model, self.heads, params, tokens[:, :-1]))
 
   def _law(self, logits):
-    """`[..., Vd]` of `[..., V]`: the target's law of what can be drafted."""
+    """Returns the target's distribution `[..., Vd]` over draft tokens."""
     return jax.nn.softmax(
         logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
 
   def read(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What a batch has beside its tokens where no pass is needed.
+    """Returns the target's output for a batch, to be stored with it.
 
     Returns:
       `features [B, S, F]`; `final [B, S, D]`, which the target's head reads,
@@ -86,7 +87,7 @@ class _Unrolled:
     return jnp.ones(logits.shape[:2], jnp.float32)
 
   def _seen(self, params, batch):
-    """`(features, law, counts)`, by a pass or of what `read` returned."""
+    """Returns `(features, law, counts)`, from a pass or from stored values."""
     if "features" not in batch:
       seen = self._target(params, batch["tokens"])
       return seen.features, self._law(seen.logits), self._counts(seen.logits)
@@ -100,14 +101,14 @@ class _Unrolled:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(k, logits, positions)` of every step, stacked along K."""
+    """Returns `score(k, logits, positions)` of every step, stacked along K."""
     del key
     return _training.score(self.model, self.heads, params, tokens, score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1Objective(_Unrolled):
-  """SmoothL1(f, f^) + w CE(p, p^): the next feature, and the law it gives.
+  """SmoothL1(f, f^) + w CE(p, p^), of the next feature and distribution.
 
   Li et al. 2024 (arXiv:2401.15077, section 4.2), in the published code's terms:
   the first is a mean over features as well. The features that are read, not
@@ -135,7 +136,7 @@ class Eagle1Objective(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, `feature_loss` and `law_loss`.
+    """Returns the loss, `feature_loss` and `law_loss`.
 
     A batch with what `read` returns of it needs no pass of the target.
     """
@@ -168,11 +169,11 @@ class Eagle3Objective(_Unrolled):
   Attributes:
     model: target model.
     heads: `methods.Eagle3Heads`, or others with one module.
-    decay: of the steps' weights, 0.8 in the published code.
-    normalizer: what a step's sum is divided by: "rows", the weights of all
-      places of all rows (SafeAILab/EAGLE), or "mask", of the places that count
-      (vLLM's speculators).
-    drop_outside: whether places do not count whose likeliest token cannot be
+    decay: decay of the steps' weights, 0.8 in the published code.
+    normalizer: divisor of a step's sum: "rows", the weights of all positions
+      (SafeAILab/EAGLE), or "mask", of the positions that count (vLLM's
+      speculators).
+    drop_outside: True to drop positions whose most likely token cannot be
       drafted (SafeAILab/EAGLE).
   """
 
@@ -190,7 +191,7 @@ class Eagle3Objective(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each step's own as `head_<i + 1>/train_loss`.
+    """Returns the loss, and that of each step as `head_<i + 1>/train_loss`.
 
     A batch with what `read` returns of it needs no pass of the target.
     """
@@ -206,12 +207,12 @@ class Eagle3Objective(_Unrolled):
 
   def losses(self, params: Params, features: jax.Array, logits: jax.Array,
              tokens: jax.Array) -> jax.Array:
-    """`[K]`, of the steps.
+    """Returns the losses `[K]` of the steps.
 
     Args:
       params: parameters `{"target", "drafter"}`.
       features: features `[B, S, F]` of the target.
-      logits: `[B, S, V]`, the target's.
+      logits: logits `[B, S, V]` of the target.
       tokens: `[B, >= S]` int32.
     """
     counts = self._counts(logits)
@@ -227,7 +228,8 @@ class Eagle3Objective(_Unrolled):
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
   def _losses(self, params, features, law, counts, weights, tokens):
-    """`[K]`, as `losses`, of the law `[B, S, Vd]` of what can be drafted."""
+    """Returns the losses `[K]` for the distribution `[B, S, Vd]` of draft
+    tokens."""
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):

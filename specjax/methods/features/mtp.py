@@ -39,7 +39,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPHeads(FeatureHeads):
-  """Modules of multi-token prediction, one after the other (DeepSeek-V3)."""
+  """Heads of multi-token prediction, in sequence (DeepSeek-V3)."""
 
   fusion_norms: bool = True
   attention_norm: bool = True
@@ -50,13 +50,13 @@ class MTPHeads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """What the last layer returns, before the final norm."""
+    """Returns the output of the last layer, before the final norm."""
     return (layers,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelLayers(FeatureHeads):
-  """Layers beside the target's last one, on the same trunk (Gloeckle et al.).
+  """Heads that are layers parallel to the target's last one (Gloeckle et al.).
 
   They read no token, so that the law of a draft is a product, and share the
   target's final norm and head.
@@ -72,13 +72,13 @@ class ParallelLayers(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """What the target's last layer reads."""
+    """Returns the input of the target's last layer."""
     return (layers - 1,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTP(_common.DrawnChain, _modules.ModulesDrafter):
-  """Draws token k of a chain from module k.
+  """Samples token k of a chain from module k.
 
   Heads whose one module is used again and again draft by `EagleChain`.
 
@@ -150,14 +150,14 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
 
 class _Paths(NamedTuple):
-  """What the modules after this one read, on the way to S nodes of a level.
+  """Inputs of later modules, for S nodes of a level.
 
   Attributes:
-    module: that drew these nodes, counted from 0.
+    module: module of these nodes, counted from 0.
     text: `[B, S, W + R]` int32, the tokens after the positions that are kept
       (`ModulesState.after`), those of the way down to the node after them.
-    before: `[B, S, W, D]`, what the module returned at these positions, on the
-      way down to the parents of the nodes.
+    before: output `[B, S, W, D]` of the module at these positions, on the paths
+      to the parents of the nodes.
   """
 
   module: int
@@ -167,7 +167,7 @@ class _Paths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
-  """Draws a tree, the nodes of depth k from module k.
+  """Samples a tree, the nodes of depth k from module k.
 
   A module reads tokens ahead of its position, drafted ones among them, so that
   on each way down a tree it is run anew over what no module was sure of: with S
@@ -218,14 +218,14 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     return _drafter.known_only(draft, own.held > 0), self.read(params, own)
 
   def _growing(self, params, own):
-    """A `growth` step over the modules, and what it begins with."""
+    """Returns a step of `_trees` over the modules, with its initial values."""
     heads, size = self.heads, self.window
     causal = np.tril(np.ones((size, size), bool))
     order = jnp.arange(size + self.readers, dtype=jnp.int32)
     last = jnp.maximum(own.held - 1, 0)
 
     def run(module, text, before):
-      """Logits `[B, S, V]` after S ways, and what the module returned there."""
+      """Returns logits `[B, S, V]` after S paths, and the module's output."""
       batch, ways = text.shape[:2]
       flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
       each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
@@ -265,7 +265,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
         verifier: Verifier | None = None,
         parents: Sequence[int] | None = None,
         proposal: str = "without_replacement") -> Strategy:
-  """Modules of multi-token prediction draft a chain or a tree, each a depth.
+  """Samples a chain or a tree from modules of multi-token prediction.
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
   (arXiv:2404.19737). One module that is used again and again (FastMTP,
@@ -284,7 +284,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   Traversal()
 
   Args:
-    heads: its modules.
+    heads: modules.
     gamma: drafted tokens of a chain, at most as many as modules unless one is
       used again; None: as many as the layer forecasts.
     verifier: rule; None: block verification of a chain, traversal of a sampled

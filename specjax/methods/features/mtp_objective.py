@@ -1,4 +1,4 @@
-"""Multi-token prediction: beside a target that stays, or with its trunk."""
+"""Multi-token prediction: losses and records, with or without the trunk."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ class MTPObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each depth's own as `head_<k>/train_loss`."""
+    """Returns the loss, and that of each depth as `head_<k>/train_loss`."""
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -65,7 +65,7 @@ class MTPObjective:
 
   def losses(self, params: Params, features: jax.Array, tokens: jax.Array,
              weights: jax.Array) -> jax.Array:
-    """`[K]` nats, of the depths.
+    """Returns the losses `[K]` of the depths, in nats.
 
     Args:
       params: parameters `{"target", "drafter"}`.
@@ -93,7 +93,7 @@ class MTPObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPJointObjective:
-  """L_LM + weight mean_k CE_k: a trunk and its modules learn together.
+  """L_LM + weight mean_k CE_k, of a trunk and its modules.
 
   DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) has `MTPHeads` and weight
   lambda, 0.3 at first. Gloeckle et al. 2024 (arXiv:2404.19737, equation 2) have
@@ -101,7 +101,7 @@ class MTPJointObjective:
 
   Attributes:
     mtp: the modules' losses; its `decay` is not used.
-    weight: of their mean.
+    weight: weight of the mean.
   """
 
   mtp: MTPObjective
@@ -116,7 +116,7 @@ class MTPJointObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, `lm_loss`, and each depth's own as `head_<k>/train_loss`."""
+    """Returns the loss, `lm_loss`, and that of each depth."""
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]

@@ -31,12 +31,12 @@ from specjax.models.transformer import Transformer
 
 @struct.dataclass
 class FeatureOutput:
-  """What a pass of a feature layer returns.
+  """Output of a pass of a feature layer.
 
   Attributes:
-    hidden: `[B, S, D]`, what the next step is fed.
-    read: `[B, S, D]`, what the head reads.
-    keys: of a pass without a cache, for the passes after it.
+    hidden: input `[B, S, D]` of the next step.
+    read: input `[B, S, D]` of the head.
+    keys: keys of a pass without a cache, for later passes.
     cache: the cache with the keys and values of the pass, not committed.
   """
 
@@ -48,7 +48,7 @@ class FeatureOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureHeads(FeatureConfig):
-  """A feature layer as what a target drafts for itself with.
+  """Feature layer with which a target drafts for itself.
 
   Parameters are a tree: `module_{m}` of every module, `entry` and its norms,
   and `embedding [V, D]` and `head [D, Vd]` where they are its own. Vd is
@@ -59,21 +59,21 @@ class FeatureHeads(FeatureConfig):
 
   @property
   def num_forecasts(self) -> int:
-    """K, tokens after the next one that are drafted by default."""
+    """K, the default number of drafted tokens."""
     return self.forecasts
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """The hidden states that are read of a target of so many layers."""
+    """Returns the default taps of a target with `layers` layers."""
     del layers
     return (FINAL,)
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """A layer like the target's own.
+    """Returns a layer of the target's sizes.
 
     Args:
-      target: that is to draft with it.
+      target: model that will draft with it.
       count: number of heads K.
       **options: other fields of the class. `taps` may be a text, such as
         "2,4,final"; an empty one means `default_taps`.
@@ -102,14 +102,14 @@ class FeatureHeads(FeatureConfig):
                   **options})
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Random float32 parameters; an own head begins as the target's.
+    """Returns random float32 parameters; an own head is the target's.
 
     Where the widths differ an own head is random, too, and so is an own
     embedding; else it begins as the target's.
 
     Args:
       key: PRNG key.
-      target_params: of the `Transformer` that it is for.
+      target_params: parameters of the target.
     """
     entry, embedding, head, *modules = jax.random.split(key, 3 + self.modules)
     row = jnp.zeros((1, 1, self.width), jnp.float32)
@@ -136,7 +136,7 @@ class FeatureHeads(FeatureConfig):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`; the target returns the taps.
+    """Returns `(target, {"target", "drafter"})`; the target returns the taps.
 
     Raises:
       ValueError: the layer is for another target.
@@ -150,7 +150,7 @@ class FeatureHeads(FeatureConfig):
         "target": target_params, "drafter": params}
 
   def columns(self, target_params: Params) -> jax.Array:
-    """`[D, Vd]`, of the target's head what the layer can draft."""
+    """Returns the columns `[D, Vd]` of the target's head for draft tokens."""
     whole = lm_head(target_params)
     return whole[:, np.array(self.ids)] if self.ids else whole
 
@@ -184,17 +184,17 @@ class FeatureHeads(FeatureConfig):
 
   def init_cache(self, params: Params, batch: int, capacity: int,
                  modules: int | None = None) -> KVCache:
-    """An empty cache in the parameters' dtype, for all modules or some."""
+    """Returns an empty cache in the parameters' dtype."""
     return KVCache.empty(
         layers=modules or self.modules, batch=batch, heads=self.kv_heads,
         capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
 
   def taps_of(self, hidden: jax.Array) -> jax.Array:
-    """`[..., F]`, the taps out of what the target of `attach` returns."""
+    """Returns the taps `[..., F]` in the target's features."""
     return hidden[..., :len(self.taps) * self.target_width]
 
   def enter(self, params: Params, taps: jax.Array) -> jax.Array:
-    """`[B, S, D]`, what the first step is fed, of `taps [B, S, F]`."""
+    """Returns the input `[B, S, D]` of the first step, for `taps [B, S, F]`."""
     taps = taps.astype(_dtype(params))
     if not self.entry:
       return taps
@@ -205,7 +205,7 @@ class FeatureHeads(FeatureConfig):
            tokens: jax.Array, *, positions: jax.Array | None = None,
            visible: jax.Array | None = None, keys: Keys | None = None,
            cache: Any = None, module: int = 0) -> FeatureOutput:
-    """One pass of a module.
+    """Runs one pass of a module.
 
     Without a cache it is causal over its own rows, or as `visible` says. Given
     the `keys` of an earlier pass each row sees of them what it saw there, and
@@ -213,16 +213,16 @@ class FeatureHeads(FeatureConfig):
     says of the block of T keys and the S new ones.
 
     Args:
-      params: of the layer.
+      params: parameters of the layer.
       target_params: parameters of the target.
-      hidden: `[B, S, D]`, of `enter` or what the step before returned.
+      hidden: result `[B, S, D]` of `enter` or of the step before.
       tokens: `[B, S]` int32, the token after each row's text.
       positions: `[B, S]` int32; default: 0.. without a cache, and those after
         its committed tokens with one.
       visible: `[B or 1, S, S]` bool; with a cache `[B, S, T]`, over the block.
-      keys: of `FeatureOutput`.
+      keys: keys of an earlier `FeatureOutput`.
       cache: with `append` and `attend` of `interfaces.Cache`.
-      module: which one.
+      module: index of the module.
     """
     batch, size = hidden.shape[:2]
     dtype = _dtype(params)
@@ -252,7 +252,7 @@ class FeatureHeads(FeatureConfig):
     return output.replace(cache=memory.cache)
 
   def _embedded(self, params, target_params, tokens, dtype):
-    """`[B, S, D]`, the embeddings; None where none is read."""
+    """Returns the embeddings `[B, S, D]`, or None if none is read."""
     if self.fusion == "none":
       return None
     own = params if self.own_embedding else target_params
@@ -261,7 +261,7 @@ class FeatureHeads(FeatureConfig):
 
   def logits(self, params: Params, target_params: Params, read: jax.Array
              ) -> jax.Array:
-    """`[B, S, Vd]`, float32 at least, of what the head reads."""
+    """Returns logits `[B, S, Vd]`, at least float32."""
     head = (params["head"] if "head" in params  # own, or of `attach`
             else self.columns(target_params))
     return layers.logits(read.astype(head.dtype), head, self)

@@ -1,4 +1,4 @@
-"""Drafting from laws that the target itself forecast for later positions.
+"""Drafting from distributions that the target predicted for later positions.
 
 A round that stops at position t has read the target's hidden state there; the
 extra token is t + 1, the root of the next draft. What was forecast at t of
@@ -32,18 +32,18 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class Forecast:
-  """What the target left for the next draft where the last round stopped.
+  """Prediction for the next draft, at the node where the last round stopped.
 
   Attributes:
     values: `[B, ...]`, a hidden state or logits.
-    known: `[B]` bool; False: there is none yet, and nothing is drafted.
+    known: `[B]` bool, False if the sequence has one token and no feature.
   """
 
   values: jax.Array
   known: jax.Array
 
   def advance(self, values, verdict, count) -> "Forecast":
-    """The forecast after a round; rows that committed nothing keep theirs.
+    """Returns the prediction after a round; rows without tokens keep theirs.
 
     Args:
       values: `[B, N, ...]`, at every node of the draft.
@@ -59,11 +59,11 @@ class Forecast:
 
 
 def draw(logits, parents, uniforms, proposal, transform):
-  """Draws a tree of N nodes for one sequence.
+  """Samples a tree of N nodes for one sequence.
 
   Args:
     logits: `[depth, V]`; all nodes of depth d follow row d - 1.
-    parents: of the tree, breadth-first, N at least 2.
+    parents: breadth-first tree of at least 2 nodes.
     uniforms: `[(N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
     proposal: sampling method of children, a key of `_trees.DRAWS`.
     transform: transform of logits to probabilities.
@@ -89,7 +89,7 @@ def draw(logits, parents, uniforms, proposal, transform):
 
 
 class HeadsDrafter(_trees.StaticTree):
-  """The base of drafters with K heads on the target's last hidden state.
+  """Base of drafters with K heads on the target's last hidden state.
 
   `params["drafter"]` are the heads' parameters, and the LM head is that of
   `params["target"]`. A round costs one pass of the heads over one hidden
@@ -141,13 +141,13 @@ class HeadsDrafter(_trees.StaticTree):
 
   def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
              ) -> Draft:
-    """The batch of drafts; padding where no hidden state is known."""
+    """Returns the drafts, padding in rows without a hidden state."""
     known = state.drafter.known[:, None, None]
     return _common.tree_drafts(
         state, self.parents, tokens, jnp.where(known, probs, 0))
 
   def _constrained(self, logits, uniforms, state):
-    """Tokens and probs of a tree whose nodes have laws of their own."""
+    """Samples tokens and probs of a tree under constraints."""
     def step(tokens, depths, ancestors, above, carry):
       del tokens, ancestors, above
       return jnp.take_along_axis(logits, depths[..., None] + 1, axis=1), carry

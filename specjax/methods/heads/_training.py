@@ -35,7 +35,7 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
   """-mean_t log p^(k)(x_{t+1+k}), over the t that have a label.
 
   Args:
-    logits: `[B, S, V]` of head k.
+    logits: logits `[B, S, V]` of head k.
     k: `[]`, from 1.
     tokens: token ids `[B, S + 1]` int32.
     weights: weights `[B, S]` of the tokens after the first.
@@ -53,11 +53,11 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
 def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
               k: jax.Array, tokens: jax.Array, weights: jax.Array,
               lm_head: jax.Array) -> jax.Array:
-  """`forecast_loss` of one head, `[]`.
+  """Returns `forecast_loss` of one head, `[]`.
 
   Args:
     heads: function and sizes of the heads.
-    params: of the one head.
+    params: parameters of the head.
     hidden: hidden states `[B, S, D]`.
     k: `[]` int32, from 1.
     tokens: token ids `[B, S + 1]` int32.
@@ -70,7 +70,7 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
                 tuned: bool) -> jax.Array:
-  """`head_loss` of every head, `[K]`, with one logits array alive at a time.
+  """Returns `head_loss` of every head, `[K]`, with one logits array at a time.
 
   The gradient of a head is taken beside its loss and before the next head
   (Gloeckle et al. 2024, arXiv:2404.19737, section 2), and nothing is computed
@@ -110,7 +110,7 @@ def _forward(heads, tuned, params, hidden, tokens, weights, lm_head):
 
 
 def _backward(heads, tuned, residuals, weights):
-  """Gradients are linear in the `weights [K]` of the losses."""
+  """Returns gradients, linear in the `weights [K]` of the losses."""
   del heads
   grads, hidden = residuals
   by_head = lambda x: weights.astype(x.dtype).reshape(
@@ -124,18 +124,18 @@ _one_by_one.defvjp(_forward, _backward)
 
 
 def _numbers(params):
-  """k of every head, `[K]` int32 from 1."""
+  """Returns k of every head, `[K]` int32 from 1."""
   count = jax.tree.leaves(params)[0].shape[0]
   return jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
 def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
-  """The losses of heads 1, 2, ... as metrics of a step."""
+  """Returns the losses of heads 1, 2, ... as metrics of a step."""
   return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
 
 def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """The places whose K labels all exist, and what is known at these.
+  """Returns the positions whose K labels exist, and their hidden states.
 
   Args:
     hidden: hidden states `[B, S, D]`.
@@ -157,7 +157,7 @@ def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 lm_head: jax.Array, score: Score) -> Any:
-  """`score(k, logits [B, P, V], positions [B, P])` of every head, stacked.
+  """Returns `score(k, logits [B, P, V], positions [B, P])` of every head.
 
   The P positions are those of `labelled`.
   """
@@ -169,7 +169,7 @@ def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 
 
 def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
-  """`Method.strategy`, of `make(heads, parents, proposal, rule)`."""
+  """Returns `Method.strategy` for `make(heads, parents, proposal, rule)`."""
   def strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
     rule = verifiers.TargetWalk() if verifier is None else verifier
     return suited(
@@ -182,7 +182,7 @@ def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
 
 def sampled(make: Callable[..., Strategy], heads: Heads,
              tree: Sequence[int]) -> dict[str, tuple[Strategy, ...]]:
-  """The part of `Method.compared` whose drafts are drawn."""
+  """Returns the part of `Method.compared` with sampled drafts."""
   pairs = lambda parents, proposal, *rules: tuple(
       make(heads, parents, proposal, rule) for rule in rules)
   return {

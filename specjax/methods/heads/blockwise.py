@@ -63,7 +63,8 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Float32 parameters: `inner [K, D, F]`, `outer [K, F, D]` and biases.
+    """Returns float32 parameters `inner [K, D, F]`, `outer [K, F, D]` and
+    biases.
 
     Args:
       key: PRNG key.
@@ -103,7 +104,7 @@ class Blockwise(_forecasts.HeadsDrafter):
   lossy ones. `params["drafter"]` are the heads' parameters.
 
   Attributes:
-    heads: of the target; `BlockwiseHeads`, or others of that form.
+    heads: `BlockwiseHeads` of the target, or heads of that form.
     gamma: drafted tokens of a round, at most K; None: K.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
@@ -127,7 +128,7 @@ class Blockwise(_forecasts.HeadsDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockwiseObjective:
-  """The mean cross-entropy of the heads, or of one that is drawn (section 6).
+  """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
   One head drawn uniformly for each batch gives an unbiased estimate of the
   mean over the heads at the price of one. A target that is trained as well
@@ -136,7 +137,7 @@ class BlockwiseObjective:
   Attributes:
     model: target model.
     heads: heads of the target.
-    one_head: whether a batch trains one head, as in the paper, or all.
+    one_head: True if a batch trains one head, as in the paper.
   """
 
   model: Transformer
@@ -150,7 +151,8 @@ class BlockwiseObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and with all heads each one's as `head_<k>/train_loss`."""
+    """Returns the loss, and with all heads that of each as
+    `head_<k>/train_loss`."""
     params = {**frozen, **trainable}
     tokens, tuned = batch["tokens"], "target" in trainable
     weights = weights_of(batch)
@@ -190,7 +192,7 @@ class BlockwiseObjective:
 def blockwise(heads: Heads, gamma: int | None = None,
               top_k: int | None = None, distance: int | None = None
               ) -> Strategy:
-  """The likeliest token of each head as a chain, kept while it matches.
+  """Drafts the most likely token of each head as a chain.
 
   Stern et al. 2018 (arXiv:1811.03115). Their looser criteria are LOSSY.
 

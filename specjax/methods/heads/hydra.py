@@ -42,7 +42,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraHeads:
-  """Heads that read the drafted tokens: a true conditional law.
+  """Heads that read the drafted tokens, with conditional distributions.
 
   Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads the
   hidden state h of the token before the root and the embeddings of the root
@@ -113,10 +113,10 @@ class HydraHeads:
         for k in range(self.heads)}
 
   def head(self, params: Params, read: jax.Array) -> jax.Array:
-    """Logits `[..., V]` of the head that reads so much.
+    """Returns logits `[..., V]` of the head with an input of this size.
 
     Args:
-      params: of all heads.
+      params: parameters of all heads.
       read: `[..., (k + 2) D]`, h and the embeddings of k + 1 tokens after one
         another: head k, counted from 0, reads it.
     """
@@ -135,7 +135,7 @@ def _linear(params, x):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hydra(_forecasts.HeadsDrafter):
-  """The children of a node at depth d follow head d + 1 on the node's path.
+  """Drafts children at depth d + 1 from head d + 1, given the node's path.
 
   Each node's law depends on the tokens above it, so that q is a conditional
   law and not a product of laws as Medusa's is. With "top_k" the draft is the
@@ -166,7 +166,7 @@ class Hydra(_forecasts.HeadsDrafter):
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):
-      """The carry `[B, S, (d + 1) D]` is what the nodes before have read."""
+      """Appends embeddings to the carry `[B, S, (d + 1) D]` of inputs."""
       del depths, ancestors
       paths = jnp.take_along_axis(paths, above[..., None], axis=1)
       paths = jnp.concatenate([paths, table[tokens]], axis=-1)
@@ -237,7 +237,7 @@ class HydraObjective:
         self.model(params["target"], tokens[:, :-1]).hidden)
 
   def _logits(self, params, own, hidden, tokens, k):
-    """`[B, S, V]` of head k at the positions of `hidden [B, S, D]`."""
+    """Returns logits `[B, S, V]` of head k for `hidden [B, S, D]`."""
     table = jax.lax.stop_gradient(params["target"]["embedding"])
     at = jnp.arange(hidden.shape[1])[:, None] + jnp.arange(1, k + 1)
     after = jnp.take(tokens, jnp.minimum(at, tokens.shape[1] - 1), axis=1)
@@ -248,7 +248,7 @@ class HydraObjective:
 
 def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
           verifier: Verifier | None = None) -> Strategy:
-  """Heads that read the drafted tokens draft a tree, or a chain.
+  """Drafts a tree or chain with heads that read the drafted tokens.
 
   Ankner et al. 2024 (arXiv:2402.05109). The paper ranks; the law of a node
   given its path is known as well, so that drafts may be sampled from it.
@@ -265,8 +265,8 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
     heads: heads of the target.
     parents: N entries, the tree with its root, at most as deep as there are
       heads; `range(-1, K)` is a chain of K.
-    proposal: how the children of a node are drawn: "top_k",
-      "without_replacement" or "iid".
+    proposal: sampling method of children: "top_k", "without_replacement" or
+      "iid".
     verifier: a rule for these drafts; None: what is exact for them.
   """
   if verifier is None:

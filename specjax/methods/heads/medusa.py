@@ -58,7 +58,7 @@ class MedusaHeads(networks.HiddenStateHeads):
       A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
       head is an argument and no parameter of the heads.
     rank: columns of A_k, where `output` is "low_rank".
-    bias: whether W1 has a bias, as in the published heads; 0 at the start.
+    bias: True if W1 has a bias, as in the published heads; 0 at the start.
   """
 
   width: int
@@ -111,8 +111,8 @@ class MedusaHeads(networks.HiddenStateHeads):
     are K D V numbers, where A_k and B_k were K rank (D + V).
 
     Args:
-      params: of the heads.
-      target_params: of the `Transformer` that they are for.
+      params: parameters of the heads.
+      target_params: parameters of the target.
 
     Returns:
       `(heads, params)`; `output` is a float32 array in the host's memory.
@@ -154,7 +154,7 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Medusa(_forecasts.HeadsDrafter):
-  """The children of a node at depth d follow head d + 1, whatever the node.
+  """Drafts children at depth d + 1 from head d + 1, equal for all nodes.
 
   With `trees.medusa_tree` and "top_k" it is the paper's draft: deterministic,
   so that `verifiers.TargetWalk` is exact and `verifiers.Typical` the paper's
@@ -162,7 +162,7 @@ class Medusa(_forecasts.HeadsDrafter):
   apply. `params["drafter"]` are the heads' parameters.
 
   Attributes:
-    heads: of the target; `MedusaHeads`, or others of that form.
+    heads: `MedusaHeads` of the target, or heads of that form.
     parents: draft tree, at most K deep, see `specjax.trees`; stored
       breadth-first.
     proposal: sampling method of children, see `TreeLanguageModel`.
@@ -214,7 +214,7 @@ class MedusaObjective:
 
   def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
            weights: jax.Array, tuned: bool) -> Loss:
-    """`(L1, metrics)` on `hidden [B, S, D]`; the LM head gets no gradient.
+    """Returns `(L1, metrics)` on `hidden [B, S, D]`; the LM head is constant.
 
     Args:
       params: parameters `{"target", "drafter"}`.
@@ -247,7 +247,7 @@ class MedusaJointObjective:
   code has it: sin(pi/2 progress) or progress times its peak, or constant.
 
   Attributes:
-    medusa: L1.
+    medusa: objective of L1.
     weight: peak of lambda_0; 0.2 in the paper.
     ramp: "sine", "linear" or "constant".
     distill: L_LM is KL(p_teacher || p), with the target before training as
@@ -276,12 +276,12 @@ class MedusaJointObjective:
     return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
 
   def heads_weight(self, progress: jax.Array) -> jax.Array:
-    """lambda_0 `[]` where the share `progress []` of the run is over."""
+    """Returns lambda_0 `[]` after the share `progress []` of the run."""
     return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, `lm_loss`, `heads_weight` and each head's loss."""
+    """Returns the loss, `lm_loss`, `heads_weight` and each head's loss."""
     del key
     params = {**frozen, **trainable}
     tokens, weights = batch["tokens"], weights_of(batch)
@@ -307,7 +307,7 @@ class MedusaJointObjective:
 
 def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
            typical: bool = False) -> Strategy:
-  """The likeliest tokens of the target's own heads, as a tree.
+  """Drafts the most likely tokens of the target's heads as a tree.
 
   Cai et al. 2024 (arXiv:2401.10774). The paper's rule is typical acceptance,
   which is LOSSY; the walk of the target is exact.
@@ -324,7 +324,7 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
     heads: heads of the target.
     parents: N entries, the tree with its root, at most as deep as there are
       heads; `trees.medusa_tree` finds the paper's for measured accuracies.
-    typical: whether to accept what the target finds plausible. LOSSY.
+    typical: True to use typical acceptance. LOSSY.
   """
   rule = verifiers.Typical() if typical else verifiers.TargetWalk()
   return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
@@ -333,7 +333,7 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
-  """Draws from the laws of the target's heads, judged by a rule that uses q.
+  """Samples from the target's heads, for a rule that uses q.
 
   Not in the Medusa paper (arXiv:2401.10774), which ranks: a head's law is known
   as well, so that any rule for sampled drafts is exact.
@@ -346,8 +346,7 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   Args:
     heads: heads of the target.
     parents: N entries, the tree with its root; `range(-1, K)` is a chain of K.
-    proposal: how the children of a node are drawn, "without_replacement" or
-      "iid".
+    proposal: sampling method of children: "without_replacement" or "iid".
     verifier: rule for these drafts.
   """
   return Strategy(Medusa(

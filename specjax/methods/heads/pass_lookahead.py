@@ -50,7 +50,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSEmbeddings:
-  """The embeddings of [LA]_1..[LA]_L (PaSS, Monea et al. 2023).
+  """Embeddings of [LA]_1..[LA]_L (PaSS, Monea et al. 2023).
 
   arXiv:2311.13581, section 3. The only parameters: L D numbers.
 
@@ -69,27 +69,27 @@ class PaSSEmbeddings:
 
   @property
   def num_forecasts(self) -> int:
-    """L, tokens after the next one that are forecast."""
+    """L, the number of tokens predicted after the next one."""
     return self.count
 
   @classmethod
   def for_target(cls, target: Transformer, count: int) -> Self:
-    """`count` look-ahead tokens of the target's width."""
+    """Returns `count` look-ahead tokens of the target's width."""
     return cls(count=count, width=target.config.width)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """`(target, {"target", "drafter"})`, the target with the embeddings."""
+    """Returns `(target with embeddings, {"target", "drafter"})`."""
     target, extended = with_lookahead(target, target_params, params)
     return target, {"target": extended, "drafter": ()}
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """`{"embeddings": [L, D]}` float32, spread as the target's embeddings are.
+    """Returns random float32 `{"embeddings": [L, D]}` on the target's scale.
 
     Args:
       key: PRNG key.
-      target_params: of the `Transformer` that the embeddings are for.
+      target_params: parameters of the target.
     """
     table = target_params["embedding"].astype(jnp.float32)
     noise = jax.random.normal(key, (self.count, self.width), jnp.float32)
@@ -98,12 +98,12 @@ class PaSSEmbeddings:
 
 def with_lookahead(target: Transformer, params: Params, embeddings: Params
                    ) -> tuple[Transformer, dict[str, Any]]:
-  """The same target, which can also read look-ahead tokens.
+  """Returns the target with look-ahead tokens.
 
   Args:
     target: the `Transformer` that the embeddings are for.
     params: parameters of the model.
-    embeddings: `{"embeddings": [L, D]}`, of `PaSSEmbeddings`.
+    embeddings: parameters `{"embeddings": [L, D]}` of `PaSSEmbeddings`.
 
   Returns:
     `(target, params)`, with which a decoder drafts by `drafters.PaSS`. On
@@ -152,7 +152,7 @@ class PaSSObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss, and each token's own as `head_<t>/train_loss`."""
+    """Returns the loss, and that of each token as `head_<t>/train_loss`."""
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     weights = weights_of(batch)
@@ -168,12 +168,13 @@ class PaSSObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """`score(t, logits [B, cuts, V], positions [B, cuts])`, stacked along L.
+    """Returns `score(t, logits [B, cuts, V], positions [B, cuts])` for all t.
 
     Args:
       params: parameters `{"target", "drafter"}`.
       tokens: token ids `[B, S + 1]` int32.
-      key: of the cuts; `positions` are those of the last token read, m.
+      key: PRNG key of the cuts; `positions` are those of the last token read,
+        m.
       score: called for t = 1..L.
     """
     batch, size = tokens.shape[0], tokens.shape[1] - 1
@@ -189,7 +190,7 @@ class PaSSObjective:
 
   def logits(self, params: Params, tokens: jax.Array, positions: jax.Array
              ) -> jax.Array:
-    """What [LA]_1..[LA]_L predict after each cut.
+    """Returns the logits of [LA]_1..[LA]_L after each cut.
 
     Args:
       params: parameters `{"target", "drafter"}`.
@@ -239,10 +240,10 @@ class PaSS(Drafter):
 
   Attributes:
     embeddings: look-ahead embeddings of the target.
-    folded: whether a round has one pass or, as published, two.
+    folded: True for one pass per round, False for two, as published.
     count: look-ahead tokens that are read, at most L; None: L.
-    transform: of the look-ahead laws; None takes the decoder's. Any is sound,
-      for q is reported as it was sampled from.
+    transform: transform of the look-ahead logits; None: the decoder's. Any is
+      lossless because q is reported.
     target: target model; `bind` sets it.
     target_transform: the decoder fills it in.
   """
@@ -315,7 +316,8 @@ class PaSS(Drafter):
     return draft, state.drafter
 
   def _read(self, params, state):
-    """Logits `[B, 1 + count, V]` after the root and its look-ahead tokens."""
+    """Returns logits `[B, 1 + count, V]` after the root and look-ahead
+    tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
     # The cache with this block is dropped: the verifying pass starts from the
@@ -327,7 +329,7 @@ class PaSS(Drafter):
 
   @property
   def _ids(self):
-    """`[count]`, the ids of the look-ahead tokens."""
+    """Ids `[count]` of the look-ahead tokens."""
     return self.target.vocab_size + jnp.arange(self.count, dtype=jnp.int32)
 
   def _published(self, root, logits, uniforms, temperature, memory) -> Draft:
@@ -354,7 +356,8 @@ class PaSS(Drafter):
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
   def _constrained(self, logits, uniforms, memory, laws):
-    """The logits `[n, V]`, each under the constraints after those before."""
+    """Returns logits `[n, V]`, each under the constraints after those
+    before."""
     constraints = self.transform.constraints
     if not constraints:
       return logits
@@ -383,14 +386,14 @@ class PaSS(Drafter):
 
 
 def _drawn(probs, uniforms):
-  """One token of each law: `[n, V]` -> `[n]`."""
+  """Samples one token of each distribution, `[n, V]` -> `[n]`."""
   return jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
 
 
 def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
                    count: int | None = None, verifier: Verifier = BLOCK
                    ) -> Strategy:
-  """What the target predicts after look-ahead tokens, as a chain.
+  """Drafts a chain from the target's predictions after look-ahead tokens.
 
   PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must hold the
   embeddings, see `methods.with_lookahead`.
@@ -403,8 +406,8 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
   5
 
   Args:
-    embeddings: of the target, L of them.
-    folded: whether a round has one pass or, as published, two.
+    embeddings: L look-ahead embeddings of the target.
+    folded: True for one pass per round, False for two, as published.
     count: look-ahead tokens that are read, at most L; None: L.
     verifier: rule for chains.
   """

@@ -1,4 +1,4 @@
-"""Drafting what followed elsewhere, by counting it.
+"""Drafting from counts of continuations.
 
 The node of a suffix tree that a path leads to is the set of the matches (see
 `matches`) whose following tokens begin with that path, and its children are the
@@ -50,7 +50,7 @@ _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountDrafter(Drafter):
-  """The base of drafters that count what followed the last tokens.
+  """Base of drafters that count continuations of the last tokens.
 
   Classes that derive from it have `propose`. They keep no state: all that they
   know is in the row's text and in `params["drafter"]`.
@@ -63,9 +63,8 @@ class CountDrafter(Drafter):
       siblings differ; it is put in breadth-first order. None: a chain.
     max_matches: K, places that are counted for a row, 1 to 4095. Each is
       compared with each, so that a drafted token costs K^2 comparisons.
-    transform: of the law of the counts, whose logits are their logarithms;
-      None takes the decoder's. Any is sound, for q is reported as it was drawn
-      from. Deterministic drafts do not use it.
+    transform: transform of the log counts; None: the decoder's. Any is lossless
+      because q is reported. Deterministic drafts do not use it.
     vocab_size: V; `bind` sets it.
   """
 
@@ -155,7 +154,7 @@ class CountDrafter(Drafter):
 
   def _deterministic(self, state: DecodeState, tokens: jax.Array,
                      real: jax.Array) -> Draft:
-    """Chains of `tokens [B, S]`, padding where not `real [B, S]`."""
+    """Returns chains of `tokens [B, S]`, padding unless `real [B, S]`."""
     probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
     return jax.vmap(Draft.chain)(
         round_steps.roots(state), jnp.where(real, tokens, 0), probs)
@@ -164,7 +163,7 @@ class CountDrafter(Drafter):
              following: jax.Array, alive: jax.Array,
              ended: jax.Array, steps: jax.Array,
              least: float) -> Draft:
-    """What is drawn out of one set of matches for each row.
+    """Samples a draft from one set of matches per row.
 
     A chain by `draw`, or a tree by `count_trees.draw`, whose paths `ended` and
     `least` do not end.
@@ -188,7 +187,7 @@ class CountDrafter(Drafter):
 
 def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
          steps: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
-  """The most frequent path from each of M sets of matches.
+  """Returns the most frequent path from each of M sets of matches.
 
   SuffixDecoding's draft (Oliaro et al. 2024, arXiv:2411.04975, chain mode): a
   token's probability is count(child) / count(node), times that of the token
@@ -238,10 +237,10 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
 
 def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The set whose path has the highest score, the last one of equal ones.
+  """Returns the set whose path has the highest score, the last if equal.
 
   Args:
-    probs: `[..., M, S]` of `walk`.
+    probs: probabilities `[..., M, S]` of `walk`.
 
   Returns:
     `[...]` int32, which one, and `[...]` float32, its score: the sum of the
@@ -258,7 +257,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
          steps: jax.Array, least: float, uniforms: jax.Array,
          law: Callable[[jax.Array], jax.Array], banned: Sequence[int],
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
-  """A path whose tokens are drawn from the counts of the children.
+  """Samples a path from the counts of the children.
 
   Whether there is a token k depends on the matches and on the tokens before k:
   the path ends before the probability of the most frequent children along it
@@ -269,10 +268,10 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     alive: matches `[K]` bool.
     ended: `[]` float32, as in `walk`.
     steps: `[]` int32, as in `walk`.
-    least: as in `walk`.
+    least: minimal probability of a token, as in `walk`.
     uniforms: `[S, 2]`, uniform in [0, 1).
-    law: from logits `[K]` to probabilities; the logits are those of counts, so
-      that at temperature 1 children are drawn as often as they were counted.
+    law: function of the log counts `[K]` to probabilities. At temperature 1
+      they are the relative counts.
     banned: token ids that are never drawn.
     vocab_size: vocabulary size V.
 
@@ -312,7 +311,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
 def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The most frequent prefixes of what follows, as a tree.
+  """Returns the most frequent prefixes of continuations as a tree.
 
   REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). A prefix is at
   least as frequent as what it is a prefix of, so that the first ones by (count,
@@ -358,15 +357,15 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
          uniforms: jax.Array, parents: tuple[int, ...],
          transform: LogitsTransform, temperature: jax.Array, vocab_size: int
          ) -> tuple[jax.Array, jax.Array]:
-  """Draws a tree of N nodes for every row.
+  """Samples a tree of N nodes per row.
 
   Args:
     following: `[B, K, S]` int32, what follows the matches, -1 after an end.
     alive: `[B, K]` bool, which matches count.
     steps: `[B]` int32, the longest path.
     uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
-    parents: of the tree, breadth-first, at most S deep.
-    transform: of the counts' law, whose logits are their logarithms.
+    parents: breadth-first tree, at most S deep.
+    transform: transform of the log counts.
     temperature: `[B]`.
     vocab_size: vocabulary size V.
 
@@ -377,7 +376,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
   drawn = _trees.drawer("without_replacement", transform, temperature)
 
   def counted(alive, depth):
-    """Logits `[B, n, V]` of what follows `alive [B, n, K]`."""
+    """Returns logits `[B, n, V]` of the continuations of `alive [B, n, K]`."""
     column = jnp.take(following, depth, axis=2)[:, None]
     counts = alive & (column >= 0) & (depth < steps)[:, None, None]
     batch, size, _ = alive.shape
@@ -394,7 +393,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     return counted(alive, depth + 1), alive
 
   def some(logits, counts, uniforms):
-    """The children that there are; the others have no token."""
+    """Masks children without a token."""
     distinct = jnp.sum(jnp.isfinite(_trees.allowed(logits, transform)), -1)
     tokens, probs = drawn(
         jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)

@@ -184,8 +184,8 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
 
   Args:
     rows: for each of B prompts its texts, token ids; a row may have none.
-    columns: T, which rows that `Decoder.insert` brings later must have as
-      well. Default: the least multiple of 128 that holds all, so that calls
+    columns: number T of columns, equal for rows that `Decoder.insert` adds
+      later. Default: the least multiple of 128 that holds all, so that calls
       with similar texts share a program.
 
   Raises:
@@ -232,9 +232,9 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
   Args:
     state: decoding state.
     gamma: number of copied tokens.
-    max_ngram: see `NGram`.
-    min_ngram: see `NGram`.
-    prefer: see `NGram`.
+    max_ngram: maximal length of the searched suffix.
+    min_ngram: minimal length of the searched suffix.
+    prefer: choice among equally long matches.
 
   Returns:
     Tokens `[B, gamma]` int32, all -1 in rows without a match, and `[B]` int32,

@@ -78,9 +78,9 @@ class Recycling(Drafter):
   Attributes:
     parents: the tree, see `specjax.trees`; it is put in breadth-first order.
       `range(-1, K)` is a chain of K tokens. Default: `recycling_tree()`.
-    from_prompt: whether the pairs of tokens of the prompt are entered, the
-      latest successor first. The paper enters the target's likeliest tokens
-      there, which the loop does not compute when it reads a prompt.
+    from_prompt: True to enter the prompt's pairs of tokens, the latest
+      successor first. The paper enters the target's likeliest tokens there,
+      which the loop does not compute for prompts.
     vocab_size: V; `bind` sets it.
   """
 

@@ -59,8 +59,8 @@ class Retrieval(_continuations.CountDrafter):
     proposal: "deterministic" or "sampled".
     parents: sampled tree, at most gamma deep, see `specjax.trees`.
     nodes: N, of a tree with its root, at least 2; None drafts a chain.
-    min_match: tokens of the shortest match, at least 1.
-    max_match: of the longest, at most the datastore's depth.
+    min_match: minimal length of a match, at least 1.
+    max_match: maximal length of a match, at most the datastore's depth.
     max_matches: K, places that are counted, evenly out of all that match.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
@@ -164,7 +164,7 @@ def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   Args:
     nodes: number of nodes N, the root included.
     gamma: tokens of the longest path.
-    max_match: last tokens that are looked for, at most the datastore's depth.
+    max_match: maximal length of a match, at most the datastore's depth.
   """
   return Strategy(
       Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),

@@ -111,7 +111,7 @@ class Suffix(_continuations.CountDrafter):
     max_matches: K, see above.
     max_spec_factor: drafted tokens for each token of a match.
     max_spec_offset: drafted tokens besides.
-    min_token_prob: see above, in [0, 1].
+    min_token_prob: minimal estimated probability of a token, in [0, 1].
     max_depth: longest match and draft together, at least 2.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
@@ -246,7 +246,7 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
     gamma: maximal draft length.
     proposal: "deterministic" or "sampled".
     verifier: the rule; default: block for chains, traversal for trees.
-    parents: of a tree to draw, for "sampled"; None: a chain.
+    parents: sampled tree, with "sampled"; None: a chain.
   """
   if verifier is None:
     verifier = BLOCK if parents is None else TRAVERSAL

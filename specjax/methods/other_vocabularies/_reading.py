@@ -125,7 +125,7 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
     count: `[B]` int32, tokens of each row; one that has more than W, or than
       `room`, is lost.
     seen: `[B]` int32, target tokens that they stand for.
-    room: see `Reading.amended`.
+    room: maximal number of tokens.
     gamma: draft length.
   """
   columns = ids.shape[1]
@@ -148,7 +148,7 @@ def caught_up(model: Model, params: Any, reading: Reading,
   Args:
     model: the drafter's.
     params: parameters of the model.
-    reading: what was read.
+    reading: state of the drafter's model.
     wanted: `[B]` bool, rows that draft; the others count as empty.
 
   Returns:

@@ -40,9 +40,9 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
   which greedy block verification is not exact.
 
   Args:
-    logits: of the drafter's model.
+    logits: logits of the draft model.
     vocabulary: the map.
-    transform: its banned tokens are the target's.
+    transform: transform whose banned tokens are the target's.
     temperature: `[...]`, used where the transform has none.
   """
   kept = vocabulary.to_target < vocabulary.target_size

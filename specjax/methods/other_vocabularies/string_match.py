@@ -60,11 +60,11 @@ class StringMatch(reading_lib.Reader):
 
   Attributes:
     model: draft model over its own vocabulary.
-    texts: the two tokenizers.
+    texts: tokenizers of the draft model and of the target.
     gamma: tokens of the target that a chain has at most, at least 1.
     length: tokens that the drafter writes in a round; default: gamma.
     lookback: tokens before a seam that are split anew with what follows.
-    expansion: see `TokenIntersection`.
+    expansion: draft tokens of room per target token of capacity.
   """
 
   model: Model
@@ -223,7 +223,7 @@ def string_match(model: Model, texts: Retokenizer, gamma: int,
 
   Args:
     model: draft model over another vocabulary.
-    texts: its tokenizer and the target's.
+    texts: tokenizers of the draft model and of the target.
     gamma: tokens of the target in a chain, at most.
     length: tokens that the model writes for them in a round; default: gamma.
   """

@@ -59,7 +59,7 @@ class Begun:
   Attributes:
     cache: the target's; in its first E layers the block has all N nodes, in
       the others it has nothing yet.
-    hidden: `[B, N, D]`, the residual stream of every node before layer E.
+    hidden: residual stream `[B, N, D]` of every node before layer E.
   """
 
   cache: Any
@@ -71,9 +71,9 @@ class ExitState:
   """State of an `EarlyExit`.
 
   Attributes:
-    own: what the exit remembers of the text, for exits with a model.
+    own: state of an exit that has a model.
     rule: state of the stop rule.
-    begun: between `propose` and `commit` a `Begun`, else None.
+    begun: `Begun` between `propose` and `commit`, else None.
   """
 
   own: Any = None

@@ -48,7 +48,7 @@ class Hierarchy(Cascade):
       `specjax.models.cache_views`.
     drafter: drafter of the middle stage, such as a tiny model with a
       `Streaming` cache, or `Empty`.
-    gamma: see `Cascade`, and the others, too.
+    gamma: draft length.
   """
 
   view: CacheView

@@ -191,11 +191,11 @@ class AdaptedExit(Model):
     """Runs the adapter on the exit's output.
 
     Args:
-      params: see above.
-      exit: of a pass through the first layers.
-      depths: as in `Model`.
-      ancestors: as in `Model`.
-      cache: None: the tokens have no past.
+      params: parameters, see the class.
+      exit: output of a pass through the first layers.
+      depths: depths, as in `Model`.
+      ancestors: mask, as in `Model`.
+      cache: caches; None: the tokens have no past.
     """
     out = self.adapter.model(self.target).run(
         self.adapter.parameters(params), _LAYER, None, depths, ancestors,
@@ -212,8 +212,8 @@ class Kangaroo(Exit):
   parameters.
 
   Attributes:
-    adapter: it says where the exit is.
-    exit: that, which need not be given.
+    adapter: adapter, which defines the exit.
+    exit: set from the adapter.
   """
 
   adapter: KangarooAdapter
@@ -352,10 +352,10 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   0.6
 
   Args:
-    adapter: its parameters are `params["drafter"]`.
+    adapter: adapter with the parameters `params["drafter"]`.
     gamma: maximal draft length, 6 in the paper.
     stop: stop rule, or None.
-    verifier: as in `early_exit`.
+    verifier: rule for chains, see `early_exit`.
   """
   return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)

@@ -45,12 +45,12 @@ class LayerSkipObjective:
 
   Attributes:
     model: target model.
-    steps: T, of the run; its step is read from the batch's `progress`.
-    dropout: p_max, of the last layer.
-    ramp: of S: "constant" or "exponential".
-    scale: e_scale, how much the exits count.
+    steps: number of steps T; the batch's `progress` gives the current one.
+    dropout: dropout rate p_max of the last layer.
+    ramp: type of S, "constant" or "exponential".
+    scale: weight e_scale of the early exits.
     curriculum: "rotational", "gradual" or "constant".
-    every: R of the rotation.
+    every: period R of the rotation.
   """
 
   model: Transformer

@@ -50,8 +50,8 @@ class Scored:
 
   Attributes:
     agreement: `[R]`, share of tokens whose argmax is the target's.
-    survival: `[R, gamma]`, the probability that i = 1..gamma tokens of a draft
-      are accepted, its mean over the places where it may begin.
+    survival: probability `[R, gamma]` that i = 1..gamma tokens of a draft are
+      accepted, averaged over starting positions.
   """
 
   agreement: np.ndarray
@@ -321,7 +321,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
     sublayers: parts that run.
     gamma: maximal draft length.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: as in `early_exit`.
+    verifier: rule for chains, see `early_exit`.
   """
   model = Shortened(target, sublayers)
   return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),

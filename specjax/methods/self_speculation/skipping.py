@@ -91,7 +91,7 @@ class Swift(_common.DrawnChain):
     seed: seed of the swaps.
     transform: transform of the draft logits; None: the decoder's.
     model: target model; `bind` sets it.
-    law: from the target's logits to what is sampled from; likewise.
+    law: transform of the target's logits; `bind` sets it.
   """
 
   gamma: int
