@@ -6,6 +6,7 @@ level expands its `top_k` best nodes by `top_k` children each; of all
 candidates the N - 1 best are drafted.
 """
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     The batched `Draft`; `[B, N]` int32, where each node lies in the block that
     was fed (anything for the root and for nodes that were not); and the carry.
   """
+  chex.assert_rank([logits, roots], [2, 1])
   batch, vocab_size = logits.shape
 
   def children(logits, values):
@@ -215,6 +217,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
   Returns:
     The batched `Draft` and the carry after the last step.
   """
+  chex.assert_rank([logits, uniforms, roots], [2, 2, 1])
   batch = logits.shape[0]
   uniforms = uniforms.reshape(batch, -1, sampling.UNIFORMS_A_DRAW)
   take = jax.vmap(lambda row, at: row[at])

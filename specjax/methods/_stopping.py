@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,7 @@ def begun(rule: StopRule, state: Any, rows: jax.Array) -> tuple[Any, Any]:
 def ask(rule: StopRule, params: Any, seen: Seen, going: jax.Array, memory: Any
         ) -> tuple[jax.Array, Any]:
   """Returns the rows `[B]` whose chains continue, and the memory."""
+  chex.assert_rank(going, 1)
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
   return going & ~stop, memory
 
@@ -118,6 +120,7 @@ def learned(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
     verdict: verdicts of the round.
     count: number `[B]` int32 of committed tokens; rows with 0 learn nothing.
   """
+  chex.assert_rank(count, 1)
   if not isinstance(state, Learning):
     return state
   refused = (state.chain == 0) & (state.room > 0)
@@ -179,11 +182,12 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
   Returns:
     `(Draft, carry, kept)`, batched.
   """
+  chex.assert_rank([uniforms, *first], 2)
   rows = state.lengths.shape[0]
   u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW)
   gamma, constraints = u.shape[1], transform.constraints
 
-  def ask(node, law, hidden, token, going, memory):
+  def ask_rule(node, law, hidden, token, going, memory):
     seen = stop_rules.Seen(
         place=jnp.full_like(token, node - 1), probs=law, hidden=hidden,
         token=token)
@@ -195,11 +199,12 @@ def draw_until(rule: stop_rules.StopRule, params: Any,
         constraints, path, logits, drafted=True)
     law = transform(logits, state.temperature)
     if not rule.keeps:
-      going, memory = ask(node, law, hidden, tokens[:, node - 1], going, memory)
+      going, memory = ask_rule(
+          node, law, hidden, tokens[:, node - 1], going, memory)
     reported = jnp.where(going[:, None], law, 0)
     token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
     if rule.keeps:
-      going, memory = ask(node, law, hidden, token, going, memory)
+      going, memory = ask_rule(node, law, hidden, token, going, memory)
     return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
             constraints_lib.advanced(constraints, path, token), going, memory)
 

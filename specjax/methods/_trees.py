@@ -18,6 +18,7 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +163,7 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
     and the carry after the last step; a model's cache then has the block of
     `fed_slots` after `lengths`.
   """
+  chex.assert_rank([logits, uniforms], 2)
   batch = logits.shape[0]
   uniforms = uniforms.reshape(batch, len(parents) - 1, sampling.UNIFORMS_A_DRAW)
   tokens, probs = jnp.zeros((batch, 1), jnp.int32), []
@@ -182,6 +184,8 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
 def iid(logits, counts, uniforms, transform):
   """Samples children independently; equal siblings are kept."""
+  chex.assert_rank(logits, 2)
+  chex.assert_axis_dimension(logits, 0, len(counts))
   probs = transform(logits)[_parents(counts)]
   return _drawn(probs, uniforms), probs
 
@@ -193,6 +197,8 @@ def without_replacement(logits, counts, uniforms, transform):
   arXiv:2402.12374). One inverse CDF a draw costs less than Gumbel noise over
   the vocabulary and a top-k of it.
   """
+  chex.assert_rank(logits, 2)
+  chex.assert_axis_dimension(logits, 0, len(counts))
   first, nodes = _first_children(counts), np.arange(len(counts))
   rest, scores = transform(logits), allowed(logits, transform)
   tokens, probs, places = [], [], []
@@ -213,6 +219,8 @@ def without_replacement(logits, counts, uniforms, transform):
 
 def top_k(logits, counts, uniforms, transform):
   """Returns the most likely tokens as deterministic children."""
+  chex.assert_rank(logits, 2)
+  chex.assert_axis_dimension(logits, 0, len(counts))
   del uniforms
   best, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   nodes = _parents(counts)
@@ -230,6 +238,8 @@ def hybrid(logits, counts, uniforms, transform):
   first; then acceptance is p(S) + sum_{x not in S} min(p, q'), the most that
   any verification of this draft can reach.
   """
+  chex.assert_rank(logits, 2)
+  chex.assert_axis_dimension(logits, 0, len(counts))
   nodes, ranks = _parents(counts), _ranks(counts)
   _, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
   fixed = ranks < np.array(counts)[nodes] - 1

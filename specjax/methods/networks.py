@@ -8,6 +8,7 @@ from typing import Protocol
 from typing import runtime_checkable
 from typing import Self
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +57,8 @@ def lm_head(params: Params) -> jax.Array:
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
   """Multiplies `[..., D]` by `[D, V]`, with sums in at least float32."""
+  chex.assert_rank(matrix, 2)
+  chex.assert_axis_dimension(hidden, -1, matrix.shape[0])
   return jnp.einsum("...d,dv->...v", hidden, matrix,
                     preferred_element_type=(
                         jnp.promote_types(hidden.dtype, jnp.float32)))

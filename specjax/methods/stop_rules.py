@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,7 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
     tokens: `[gamma]` int32, x_1..x_gamma.
     state: memory of the rule; None: the initial one.
   """
+  chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
   before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
   seen = Seen(place=jnp.arange(tokens.shape[0], dtype=jnp.int32), probs=probs,
               hidden=hidden, token=tokens if rule.keeps else before)

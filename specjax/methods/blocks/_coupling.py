@@ -17,6 +17,7 @@ h is the hidden state of the slot, and x of the first slot is the anchor. W2 is
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -74,6 +75,7 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
   Returns:
     `[..., V]`, float32 at least, and the state of this slot.
   """
+  chex.assert_equal_shape_prefix([hidden, before], before.ndim)
   x = params["w1"][before]
   if kind == "gated":
     x = jax.nn.sigmoid(_linear(params["gate"], hidden, x)) * x
@@ -98,6 +100,7 @@ def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
   Returns:
     `[..., K, V]`.
   """
+  chex.assert_equal_shape_prefix([hidden, before], before.ndim)
   if kind != "rnn":
     return step(kind, params, (), hidden, before)[0]
 

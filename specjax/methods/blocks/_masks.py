@@ -22,6 +22,7 @@ EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
 DFlash (arXiv:2602.06036). Everything here is of one row: `jax.vmap` for more.
 """
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,7 @@ def visible(queries: Elements, keys: Elements, causal: bool = True
     causal: True if a drafted position attends to positions up to its own depth,
       False (DFlash) if it attends to all with its anchor.
   """
+  chex.assert_rank([queries.anchor, keys.anchor], 1)
   column = lambda x: x[:, None]
   read = (keys.depth == 0) & (keys.anchor <= column(queries.anchor))
   own = (keys.depth > 0) & (keys.anchor == column(queries.anchor))

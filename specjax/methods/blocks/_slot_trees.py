@@ -11,6 +11,7 @@ be among the best n.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +59,7 @@ def best_tree(log_probs: jax.Array, num_nodes: int
     Tokens `[N - 1]` int32, parents `[N]` int32 and the logarithms `[N - 1]` of
     the paths' probabilities. Levels are contiguous.
   """
+  chex.assert_rank(log_probs, 2)
   size = num_nodes - 1
   likeliest, ids = jax.lax.top_k(log_probs, min(size, log_probs.shape[1]))
   ids = ids.astype(jnp.int32)

@@ -10,6 +10,7 @@ as it is.
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,7 @@ class ParallelObjective:
     `acceptance` is the mean of 1 - TV, and `accepted` what token verification
     accepts along the text: the mean of sum_k prod_{i<=k} (1 - TV_i).
     """
+    chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     anchors = self.draw(key, *tokens.shape)
     found = self.blocks(params, tokens, anchors)
@@ -196,6 +198,7 @@ class ParallelObjective:
       tokens: token ids `[B, S + 1]` int32.
       anchors: `[B, n]` int32, positions in the row, those of a row different.
     """
+    chex.assert_rank([tokens, anchors], 2)
     heads, own = self.heads, params["drafter"]
     target_params = jax.lax.stop_gradient(params["target"])
     model = heads.tapped(self.model)
@@ -265,6 +268,7 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
     size: number of slots of a block.
     length: tokens of the row.
   """
+  chex.assert_rank(anchors, 1)
   one_document = jnp.zeros((length,), jnp.int32)
   slots = _masks.blocks(anchors, size, one_document)
   return _masks.visible(

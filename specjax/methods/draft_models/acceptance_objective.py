@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -62,6 +63,7 @@ class Acceptance:
     Returns:
       `(loss, {"acceptance": the mean of a, "forecast": the mean of s})`.
     """
+    chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     read = self._mixed(params["drafter"], batch["tokens"][:, :-1], key)
     p = self.target(params["target"], read).logits

@@ -8,6 +8,7 @@ read anew with the features that the target computed of it.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,7 @@ def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
 
 def emitted(draft: Draft, verdict: Verdict) -> jax.Array:
   """Returns `[B, N]` int32, the token after each node of the path."""
+  chex.assert_equal_shape([draft.tokens, verdict.path])
   below = jnp.roll(verdict.path, -1, axis=-1)
   tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
   ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -70,6 +71,7 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
     params: parameters `{"target", "drafter"}`.
     tokens: int32.
   """
+  chex.assert_rank(tokens, 2)
   target, _ = heads.attach(model, params["target"], params["drafter"])
   out = target(params["target"], tokens)
   return Read(heads.taps_of(out.hidden), target.feature(out.hidden),
@@ -98,6 +100,7 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
     tokens: `[B, >= S]` int32, the row that they are of.
     count: steps, at most `heads.num_forecasts` where each has a module.
   """
+  chex.assert_rank([features, tokens], [3, 2])
   own, target = params["drafter"], params["target"]
   size = features.shape[1]
   entered = hidden = heads.enter(own, features)
@@ -139,6 +142,7 @@ def score(model: Transformer, heads: FeatureHeads, params: Params,
     tokens: token ids `[B, S + 1]` int32.
     score: score function, see `DrafterObjective`.
   """
+  chex.assert_rank(tokens, 2)
   check_rows(tokens, heads)
   count, size = heads.num_forecasts, tokens.shape[1] - 1
   places = jnp.broadcast_to(

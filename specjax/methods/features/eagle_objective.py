@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +141,7 @@ class Eagle1Objective(_Unrolled):
 
     A batch with what `read` returns of it needs no pass of the target.
     """
+    chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     features, law, _ = self._seen(params, batch)
@@ -195,6 +197,7 @@ class Eagle3Objective(_Unrolled):
 
     A batch with what `read` returns of it needs no pass of the target.
     """
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -215,6 +218,7 @@ class Eagle3Objective(_Unrolled):
       logits: logits `[B, S, V]` of the target.
       tokens: `[B, >= S]` int32.
     """
+    chex.assert_rank([features, logits, tokens], [3, 3, 2])
     counts = self._counts(logits)
     return self._losses(params, features, self._law(logits), counts,
                         jnp.ones_like(counts), tokens)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -54,6 +55,7 @@ class MTPObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, and that of each depth as `head_<k>/train_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -73,6 +75,7 @@ class MTPObjective:
       tokens: token ids `[B, S + 1]` int32.
       weights: weights `[B, S]` of the tokens after the first.
     """
+    chex.assert_rank([features, tokens, weights], [3, 2, 2])
     found = []
     for k, out in enumerate(_training.forecasts(
         self.heads, params, features, tokens, self.heads.num_forecasts), 1):
@@ -117,6 +120,7 @@ class MTPJointObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, `lm_loss`, and that of each depth."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]

@@ -10,6 +10,7 @@ from typing import Any
 from typing import ClassVar
 from typing import Self
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,7 @@ class FeatureHeads(FeatureConfig):
 
   def enter(self, params: Params, taps: jax.Array) -> jax.Array:
     """Returns the input `[B, S, D]` of the first step, for `taps [B, S, F]`."""
+    chex.assert_rank(taps, 3)
     taps = taps.astype(_dtype(params))
     if not self.entry:
       return taps
@@ -224,6 +226,8 @@ class FeatureHeads(FeatureConfig):
       cache: with `append` and `attend` of `interfaces.Cache`.
       module: index of the module.
     """
+    chex.assert_rank([hidden, tokens], [3, 2])
+    chex.assert_equal_shape_prefix([hidden, tokens], 2)
     batch, size = hidden.shape[:2]
     dtype = _dtype(params)
     if positions is None:

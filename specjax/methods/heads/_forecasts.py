@@ -8,6 +8,7 @@ says: a product law.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,7 @@ def draw(logits, parents, uniforms, proposal, transform):
   Returns:
     Tokens `[N - 1]` and probs `[N - 1, V]` of the nodes below the root.
   """
+  chex.assert_rank(logits, 2)
   uniforms = uniforms.reshape(len(parents) - 1, sampling.UNIFORMS_A_DRAW)
   found = []
   for row, level in zip(logits, _trees.levels(parents)):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -43,6 +44,7 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
   Returns:
     `[]` nats; 0 where no label counts.
   """
+  chex.assert_rank([logits, tokens, weights], [3, 2, 2])
   size = logits.shape[1]
   at = jnp.arange(size) + k
   label = lambda x: jnp.take(x, jnp.minimum(at, size - 1), axis=1)
@@ -85,6 +87,7 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     lm_head: LM head `[D, V]`.
     tuned: True if the gradient reaches `hidden`.
   """
+  chex.assert_rank([hidden, tokens, weights, lm_head], [3, 2, 2, 2])
   return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
 
 
@@ -147,6 +150,7 @@ def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   Raises:
     ValueError: there is no such place.
   """
+  chex.assert_rank(hidden, 3)
   batch, size, _ = hidden.shape
   if size <= count:
     raise ValueError(f"a row predicts {size} tokens and there are {count} "

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -88,6 +89,7 @@ class BlockwiseHeads(networks.HiddenStateHeads):
       hidden: hidden states `[..., D]`.
       lm_head: LM head `[D, V]`.
     """
+    chex.assert_axis_dimension(hidden, -1, self.width)
     inner = jax.nn.relu(hidden @ params["inner"] + params["inner_bias"])
     hidden = hidden + inner @ params["outer"] + params["outer_bias"]
     return networks.project(hidden, lm_head)
@@ -153,6 +155,7 @@ class BlockwiseObjective:
                key: jax.Array) -> Loss:
     """Returns the loss, and with all heads that of each as
     `head_<k>/train_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens, tuned = batch["tokens"], "target" in trainable
     weights = weights_of(batch)

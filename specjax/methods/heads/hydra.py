@@ -11,6 +11,7 @@ from typing import Any
 from typing import ClassVar
 from typing import Self
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -205,6 +206,7 @@ class HydraObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, and that of each head as `head_<k>/train_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     losses, hidden = [], self._hidden(params, tokens)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,6 +140,7 @@ class MedusaHeads(networks.HiddenStateHeads):
       hidden: hidden states `[..., D]`.
       lm_head: LM head `[D, V]`.
     """
+    chex.assert_axis_dimension(hidden, -1, self.width)
     for i in range(self.blocks):
       inner = hidden @ params["blocks"][i]
       if self.bias:
@@ -205,6 +207,7 @@ class MedusaObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, and that of each head as `head_<k>/train_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -223,6 +226,7 @@ class MedusaObjective:
       weights: weights `[B, S]` of the tokens after the first.
       tuned: True if the gradient reaches `hidden`.
     """
+    chex.assert_rank([hidden, tokens, weights], [3, 2, 2])
     losses = _training.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
         networks.lm_head(params["target"]), tuned)
@@ -282,6 +286,7 @@ class MedusaJointObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, `lm_loss`, `heads_weight` and each head's loss."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     tokens, weights = batch["tokens"], weights_of(batch)

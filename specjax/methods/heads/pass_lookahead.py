@@ -8,6 +8,7 @@ from typing import Any
 from typing import ClassVar
 from typing import Self
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -153,6 +154,7 @@ class PaSSObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss, and that of each token as `head_<t>/train_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     weights = weights_of(batch)
@@ -200,6 +202,7 @@ class PaSSObjective:
     Returns:
       `[B, n, L, V]`; entry t - 1 is the law of the token at position + 1 + t.
     """
+    chex.assert_rank([tokens, positions], 2)
     batch, size = tokens.shape
     cuts, count = positions.shape[1], self.embeddings.count
     branch = cuts * count

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -206,6 +207,7 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     tokens: `[M, S]` int32.
     probs: `[M, S]` float32, of the tokens; 0: there is none.
   """
+  chex.assert_rank([following, alive, ended, steps], [2, 2, 1, 1])
   matches = following.shape[0]
   first = jnp.arange(matches, 0, -1, dtype=jnp.float32)
 
@@ -279,6 +281,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     tokens: `[S]` int32.
     probs: `[S, V]`, the law of each token; all 0 where there is none.
   """
+  chex.assert_rank([following, alive, ended, steps], [2, 1, 0, 0])
   earlier = np.tril(np.ones((following.shape[0],) * 2, bool), -1)
 
   def step(carry, column):
@@ -327,6 +330,7 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
     parents: `[N]` int32, that of the root included.
     real: `[N - 1]` bool; the others are padding.
   """
+  chex.assert_rank([following, alive], [2, 1])
   matches, size = following.shape
   following = jnp.where(alive[:, None], following, _NO_TOKEN)
   same = (following[:, None] == following) & (following >= 0)
@@ -373,6 +377,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root;
     padding is token 0 with a row of 0.
   """
+  chex.assert_rank([following, alive, steps], [3, 2, 1])
   drawn = _trees.drawer("without_replacement", transform, temperature)
 
   def counted(alive, depth):

@@ -12,6 +12,7 @@ A *match* is a place where a text has the last m tokens of a row; its
 
 from collections.abc import Sequence
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,7 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
     common: `[B, K]` int32, the length of each match, `longest` at most; 0:
       there is none.
   """
+  chex.assert_rank([tokens, lengths], [2, 1])
   slots = tokens.shape[1]
   end = lengths[:, None] - 1
   padded = jnp.pad(tokens, ((0, 0), (longest, 0)), constant_values=_NO_TOKEN)
@@ -86,6 +88,7 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
       and how many begin with the pattern. A row shorter than a pattern finds
       nothing.
   """
+  chex.assert_rank([tokens, lengths], [2, 1])
   sizes, longest = np.array(sizes), max(sizes)
   suffixes, corpus = jnp.asarray(store.suffixes), jnp.asarray(store.tokens)
   column = np.arange(longest)

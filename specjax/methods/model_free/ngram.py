@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -216,6 +217,7 @@ def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
   Returns:
     `[B, T]` int32, at most n.
   """
+  chex.assert_rank([text, last], 2)
   same, count = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
   for back in range(last.shape[1]):
     moved = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)

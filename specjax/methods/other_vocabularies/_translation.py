@@ -6,6 +6,7 @@ tables.
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -75,6 +76,7 @@ def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
     `[width]` int32, the first draft ids, and `[]` int32, how many there are,
     which may be more than `width`.
   """
+  chex.assert_rank(tokens, 1)
   starts = vocabulary.offsets[tokens]
   sizes = vocabulary.offsets[tokens + 1] - starts
   sizes = jnp.where(jnp.arange(tokens.shape[0]) < count, sizes, 0)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 from typing import ClassVar
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -294,6 +295,7 @@ class KangarooObjective:
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
     """Returns the loss of `{"drafter"}`, and `acceptance`, sum_v min(p, q)."""
+    chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
     p_logits, q_logits = self._logits(params, batch["tokens"][:, :-1])

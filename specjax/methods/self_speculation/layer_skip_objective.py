@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -116,6 +117,7 @@ class LayerSkipObjective:
                key: jax.Array) -> Loss:
     """Returns the loss of `{"target"}`, and that of its last layer as
     `lm_loss`."""
+    chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
     progress = batch["progress"]

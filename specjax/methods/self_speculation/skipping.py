@@ -14,6 +14,7 @@ of searches changes what is written.
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,7 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   Returns:
     `[gamma]`, the means over all places where a draft of gamma tokens fits.
   """
+  chex.assert_rank([passed, last], 1)
   places = passed.shape[0] - gamma + 1
   take = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, places)
   before, found = jnp.ones((places,), passed.dtype), []
