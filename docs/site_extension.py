@@ -73,7 +73,7 @@ def _page(name, module, documented):
 
 
 def _write(path, text):
-  """Writes only what changed, so that a second build is incremental."""
+  """Writes a changed file. Unchanged files keep a second build incremental."""
   path.parent.mkdir(exist_ok=True)
   if not path.exists() or path.read_text("utf-8") != text:
     path.write_text(text, "utf-8")
