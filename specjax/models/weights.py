@@ -93,7 +93,8 @@ def fill(template: Any, table: Table | None,
   for name in sorted(tensors.keys() - used):
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
                      f"which specjax does not know in {kind}; the model "
-                     "computes something else")
+                     "computes something else, or its files do not belong "
+                     "together")
   # Every copy is awaited: the file's pages and the host array are freed.
   return jax.tree.unflatten(jax.tree.structure(template), [
       jnp.array(place.stored.join(
@@ -106,10 +107,10 @@ def _check(tensors: Mapping[str, StoredTensor], name: str,
   """Raises `ValueError` unless a tensor has this shape and a float dtype."""
   if name not in tensors:
     raise ValueError(f"{source} has no tensor {name} {shape}, which {kind} "
-                     "requires; download the file again, or give the "
-                     "configuration that it belongs to")
+                     "requires; download the file again, or its files do "
+                     "not belong together")
   if tensors[name].shape != shape:
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape} "
-                     f"and its configuration requires {shape}; the two do not "
+                     f"and {kind} requires {shape}; the two do not "
                      "belong together")
   check_float(source, name, tensors[name])
