@@ -24,7 +24,7 @@ python experiments/train_drafter.py --method=pass --output_dir="$runs/pass" \
   --steps=400 --row_tokens=384 --warmup_fraction=0.1 --evaluate_every=150 \
   --checkpoint_every=100
 python experiments/train_drafter.py --method=medusa \
-  --output_dir="$runs/medusa" --steps=2400 --row_tokens=384 \
+  --output=low_rank --output_dir="$runs/medusa" --steps=2400 --row_tokens=384 \
   --learning_rate=0.006 --warmup_fraction=0.0167 --decay_fraction=0.7 \
   --evaluate_every=300 --checkpoint_every=100
 # Both of these went on after 2,400 steps, and their learning rate rose again.
