@@ -168,7 +168,7 @@ def _with(*given, **kwargs):
 
 
 @pytest.mark.parametrize("call,words", [
-    (lambda: _with(constraints.Repetition), ["Repetition", "no object"]),
+    (lambda: _with(constraints.Repetition), ["Repetition", "not an object"]),
     (lambda: constraints.Repetition(penalty=0), ["penalty is 0", "above 0"]),
     (lambda: constraints.OutputPenalty(frequency=1e39), ["is 1e+39", "1e+30"]),
     (lambda: constraints.OutputPenalty(presence=np.nan), ["presence", "nan"]),

@@ -37,7 +37,7 @@ class AutomatonMemory:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Automaton:
+class Automaton(constraining.Constraint):
   """The output is a text that the automaton accepts.
 
   Only tokens that lead on to an accepting state are allowed. An end of the

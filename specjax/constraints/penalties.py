@@ -12,7 +12,7 @@ from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Repetition:
+class Repetition(constraining.Constraint):
   """Divides the positive logits of tokens of the text, multiplies the others.
 
   CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1) as transformers has
@@ -47,7 +47,7 @@ class Repetition:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputPenalty:
+class OutputPenalty(constraining.Constraint):
   """Subtracts from the logits of tokens of the output, not of the prompt.
 
   The frequency and presence penalties of OpenAI's interface and of vLLM:
@@ -83,7 +83,7 @@ class OutputPenalty:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoRepeatNGram:
+class NoRepeatNGram(constraining.Constraint):
   """Forbids the token that would complete an n-gram of the text once more.
 
   Over prompt and output, as transformers' `no_repeat_ngram_size`. (Paulus et

@@ -11,7 +11,7 @@ from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Banned:
+class Banned(constraining.Constraint):
   """Tokens that are never drawn among the first new tokens, or at all.
 
   With the row's eos it is a least length of the output. Tokens that are banned
@@ -55,7 +55,7 @@ class Banned:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forced:
+class Forced(constraining.Constraint):
   """Tokens that come with certainty, at a place or after another token.
 
   Attributes:

@@ -22,8 +22,6 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 from typing import NamedTuple
-from typing import Protocol
-from typing import runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,42 +51,56 @@ class Row(NamedTuple):
   vocab_size: int
 
 
-@runtime_checkable
-class Constraint(Protocol):
-  """Logits of the next token, changed by what the text was: for one row.
+class Constraint:
+  """Changes the logits of the next token, given the row's sequence.
 
-  It is a hashable object of static configuration. Optional are `must_come`, ids
-  that every text will have and that must not be banned, and two checks on the
-  host, which raise a `ValueError`: `check_target(vocab_size)`, when a decoder
-  is made, and `check_rows(new_tokens [B], eos [B, E])`, before a batch is
-  decoded.
+  A constraint is a hashable object of static configuration, written for one
+  row. A subclass implements `init`, `advance` and `apply`.
+
+  Attributes:
+    must_come: ids that every sequence will contain; they must not be banned.
   """
 
+  must_come: tuple[int, ...] = ()
+
   def init(self, row: Row) -> Any:
-    """The memory after the prompt, a tree of arrays, or None."""
-    ...
+    """Returns the memory after the prompt, a tree of arrays, or None."""
+    raise NotImplementedError
 
   def advance(self, memory: Any, token: jax.Array) -> Any:
-    """The memory after one more token `[]`, of the same shapes and dtypes.
+    """Returns the memory after a token `[]`, of the same shapes and dtypes.
 
-    Drafts hold tokens that the constraint forbids, and ids >= V: whatever
-    memory comes of them must still be one that `apply` can take.
+    Drafts contain forbidden tokens and ids >= V. `apply` must accept the memory
+    after these as well.
     """
-    ...
+    raise NotImplementedError
 
   def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
-    """The logits `[V]` of the next token; -inf forbids one.
+    """Returns the logits `[V]` of the next token; -inf forbids one.
 
-    After a token that was forbidden some token must be left.
+    After a forbidden token at least one token must be allowed.
     """
-    ...
+    raise NotImplementedError
+
+  def check_target(self, vocab_size: int) -> None:
+    """Raises `ValueError` unless the constraint fits the vocabulary."""
+    del vocab_size
+
+  def check_rows(self, new_tokens: np.ndarray, eos: np.ndarray) -> None:
+    """Raises `ValueError` if a row cannot fulfil the constraint.
+
+    Args:
+      new_tokens: `[B]`, number of tokens that each row may get.
+      eos: `[B, E]`, end tokens, filled up with -1.
+    """
+    del new_tokens, eos
 
 
 Constraints = tuple[Constraint, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Without:
+class Without(Constraint):
   """The ban of a transform, as a constraint before the others.
 
   Attributes:
@@ -137,11 +149,11 @@ def check_target(constraints: Constraints, vocab_size: int,
   for one in constraints:
     name = type(one).__name__
     if isinstance(one, type) or not isinstance(one, Constraint):
-      raise ValueError(f"the constraint {one!r} is no object with `init`, "
-                       "`advance` and `apply`; see specjax.constraints")
+      raise ValueError(f"the constraint {one!r} is not an object of a subclass "
+                       "of specjax.constraints.Constraint")
     fields.check_hashable("constraint", one)
-    getattr(one, "check_target", lambda vocab_size: None)(vocab_size)
-    for token in getattr(one, "must_come", ()):
+    one.check_target(vocab_size)
+    for token in one.must_come:
       if token in banned:
         raise ValueError(f"token {token} must come by {name} and is banned; "
                          "take it out of one of the two")
@@ -160,7 +172,7 @@ def check_rows(constraints: Constraints, new_tokens: np.ndarray,
     ValueError: a row cannot fulfil one of them.
   """
   for one in constraints:
-    getattr(one, "check_rows", lambda new_tokens, eos: None)(new_tokens, eos)
+    one.check_rows(new_tokens, eos)
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
