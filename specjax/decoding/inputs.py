@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax import sampling
 from specjax.decoding import prefill
+from specjax.interfaces import Model
 from specjax.types import DecodeState
 from specjax.utils import fields
 
@@ -96,11 +97,11 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
             for path, x in jax.tree.leaves_with_path(tree)}
 
   for name, model in models.items():
-    if name not in given or not callable(getattr(model, "init", None)):
+    if name not in given or not isinstance(model, Model):
       continue
     try:
       wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
-    except TypeError:  # an `init` of other arguments
+    except (TypeError, NotImplementedError):  # no `init(key)`
       continue
     has = form(given[name])
     if name == "drafter" and not {*wanted} & {*has}:
