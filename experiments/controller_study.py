@@ -26,6 +26,7 @@ from absl import flags
 import jax
 from lib import flags as shared
 from lib import models
+from lib.configurations import base
 from lib.configurations import compositions
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import resumable
@@ -57,7 +58,7 @@ _OUTPUT_DIR = shared.output_dir("results/controller")
 _CONTROLLER = "controller"
 
 
-class _Together:
+class _Together(base.Configuration):
   """A decoder that continues the prompts of a batch together."""
 
   def __init__(self, decoder, params, capacity):

@@ -49,6 +49,7 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
+from lib.configurations import decoders
 from lib.prompts import reading as prompts_lib
 from lib.reports import self_drafting_report as report
 from lib.rollouts import resumable
@@ -229,7 +230,7 @@ def _pass_seconds(sources, capacity, longest):
 
 
 def _arms(source, temperature, capacity, eos):
-  """{(draft, rule): `resumable.Arm`} of a source, and its baseline.
+  """{(draft, rule): `DecoderRows`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
   Greedy block is not judged on another rule's drafts: its gain in a round is
@@ -239,7 +240,7 @@ def _arms(source, temperature, capacity, eos):
     decoder = strategy.decoder(
         source.target.model, observers=observers, eos=eos,
         transform=sj.LogitsTransform(temperature=temperature))
-    return resumable.Arm(decoder, params, _NEW_TOKENS.value, capacity)
+    return decoders.DecoderRows(decoder, params, _NEW_TOKENS.value, capacity)
 
   # Without the drafter's parameters one program serves all sources.
   arms = {_BASELINE: arm(strategies.autoregressive(), params={

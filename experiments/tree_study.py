@@ -67,6 +67,7 @@ import jax
 from lib import flags as shared
 from lib import models
 from lib import progress
+from lib.configurations import decoders
 from lib.prompts import reading as prompts_lib
 from lib.reports import tree_bounds
 from lib.reports import tree_report as report
@@ -213,11 +214,12 @@ class _Setting:
 
   def round_seconds(self, temperature, name, parents):
     """Returns the seconds of a round, without its passes."""
-    arm = resumable.Arm(self.decoder(temperature, name, parents), self.params,
-                       _NEW_TOKENS.value, self.capacity)
+    rollout = decoders.DecoderRows(
+        self.decoder(temperature, name, parents), self.params,
+        _NEW_TOKENS.value, self.capacity)
     first, *others = self._calibration
-    arm.decode(first, 0, 0)
-    runs = [arm.decode(prompt, 0, 0) for prompt in others or [first]]
+    rollout.decode(first, 0, 0)
+    runs = [rollout.decode(prompt, 0, 0) for prompt in others or [first]]
     depth = max(sj.trees.depths(parents))
     rest = [run["seconds"] / run["rounds"] - self.pass_seconds[len(parents)]
             - depth * self.level_seconds for run in runs]
@@ -264,7 +266,7 @@ def _plans(setting, temperatures, budgets, path):
 
 
 def _arms(setting, plans, temperature, budget):
-  """Returns `{configuration: resumable.Arm}` of a node budget.
+  """Returns `{configuration: DecoderRows}` of a node budget.
 
   The baseline and the dynamic program's choice are part of every budget.
   """
@@ -272,7 +274,7 @@ def _arms(setting, plans, temperature, budget):
   arms = {}
   for arm, (parents, name) in plans[f"{temperature:g}"].items():
     if arm in (_BASELINE, _FASTEST) or arm.split()[1] == str(budget):
-      arms[arm] = resumable.Arm(
+      arms[arm] = decoders.DecoderRows(
           setting.decoder(temperature, name, tuple(parents),
                           observers.get(name, ())),
           setting.params, _NEW_TOKENS.value, setting.capacity)

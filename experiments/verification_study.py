@@ -73,7 +73,9 @@ import sys
 from absl import flags
 from lib import common
 from lib import flags as shared
+from lib import meshes
 from lib import models
+from lib.configurations import decoders
 from lib.configurations import one_of
 from lib.prompts import reading as prompts_lib
 from lib.reports import verification_cells as cells
@@ -111,58 +113,112 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer(
     "seeds", 1, "Rollouts per prompt; at temperature 0 always one", 1)
+_BATCH = shared.batch()
+_TIMING = shared.timing()
+_OWN_ROLLOUTS = flags.DEFINE_bool(
+    "own_rollouts", True, "Also generate text with every verifier and without "
+    "a draft, which measures block efficiency on own rollouts and the "
+    "speed-up. Otherwise verifiers are only compared on the same drafts")
+_MESH = shared.mesh()
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 _PILOT = 12  # prompts that say how many are needed
 
 
-def _arms(target, chains, temperature, gammas, verifiers, capacity, eos):
-  """Returns `{name: resumable.Arm}`: the baseline and all configurations.
+def _configurations(target, chains, temperature, gammas, verifiers, capacity,
+                    eos, batch=None):
+  """Returns `{name: DecoderRows}` of a temperature.
 
-  There is one configuration per drafter, gamma and verifier. One more per
-  drafter produces the shared drafts for the evaluation of all verifiers. All
-  rules of a draft length share one compiled program, and all configurations of
-  a drafter share the prefill of a prompt.
+  There is one configuration per drafter with the shared drafts, on which all
+  verifiers are evaluated. --own_rollouts adds the autoregressive baseline and
+  one configuration per drafter, gamma and verifier. All rules of a draft length
+  share one compiled program, and all configurations of a drafter share the
+  prefill of a prompt.
 
   Args:
     target: the target model.
-    chains: result of `models.chain` for every drafter, by name.
+    chains: `{drafter: (gamma -> Strategy, parameters of both models)}`.
     temperature: sampling temperature of both models.
     gammas: draft lengths.
     verifiers: names of the verification rules.
     capacity: cache slots per row.
     eos: token ids that end a row, or None.
+    batch: `decoders.Batch`, or None to decode prompts alone.
   """
   rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
   decoder = functools.partial(
       sj.Decoder, target=target.model, eos=eos, transform=sj.LogitsTransform(
           temperature=temperature, top_p=_TOP_P.value))
-  arms = {}
-  for name, (chain, drafter_params) in chains.items():
-    params = {"target": target.params, "drafter": drafter_params}
+  found = {}
+  for name, (chain, params) in chains.items():
     draft = lambda gamma, chain=chain: chain(gamma).drafter
     # The prefill depends neither on the draft length nor on the rule.
-    reader = resumable.Reader(
+    reader = decoders.Reader(
         decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
-        params, capacity)
-    arm = functools.partial(
-        resumable.Arm, params=params, new_tokens=_NEW_TOKENS.value,
-        capacity=capacity, reader=reader)
-    if not arms:
-      arms[cells.BASELINE] = arm(
+        params, capacity, memory=_window(batch) or 1)
+    make = functools.partial(
+        decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
+        capacity=capacity, reader=reader, batch=batch)
+    if not found and _OWN_ROLLOUTS.value:
+      found[cells.BASELINE] = make(
           decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
           change=lambda state: state.replace(drafter=None, made_by=None))
     for gamma in gammas:
       own = decoder(drafter=draft(gamma), verifier=rules)
-      for verifier in verifiers:
-        arms[cells.key(name, gamma, verifier)] = arm(
+      for verifier in verifiers if _OWN_ROLLOUTS.value else ():
+        found[cells.key(name, gamma, verifier)] = make(
             own, change=_acting(rules, verifier, gamma))
     # Evaluating all rules takes time, so these rollouts are a configuration of
     # their own and do not count in any verifier's speed.
-    arms[cells.shared_key(name)] = arm(
+    found[cells.shared_key(name)] = make(
         dataclasses.replace(own, observers=rules.rules),
         change=_acting(rules, "token", max(gammas)))
-  return arms
+  return found
+
+
+def _window(batch):
+  """Returns the number of prompts per configuration and turn, None for one.
+
+  A larger window has fewer idle rows at its end, and stores more prefills.
+  """
+  return None if batch is None else 4 * batch.size
+
+
+def _batch_of_flags():
+  """Returns the `decoders.Batch`, or None to decode prompts alone."""
+  alone = _BATCH.value == 1 and _MESH.mesh.value is None
+  measured = _TIMING.value or (
+      "latency" if alone and _OWN_ROLLOUTS.value else "none")
+  if measured != "none" and not _OWN_ROLLOUTS.value:
+    raise ValueError(f"--timing={measured} requires --own_rollouts; give "
+                     "--timing=none")
+  if measured == "latency" and not alone:
+    raise ValueError(f"--timing=latency decodes one prompt at a time on one "
+                     f"device, and --batch is {_BATCH.value} and --mesh "
+                     f"{_MESH.mesh.value}; give --timing=throughput")
+  mesh = meshes.join(_MESH, rows=_BATCH.value, trains=False)
+  return None if measured == "latency" else decoders.Batch(
+      size=_BATCH.value, timed=measured == "throughput",
+      placement=meshes.placement(mesh))
+
+
+def _placed(target, chains, gamma, batch):
+  """Returns `{drafter: (gamma -> Strategy, parameters)}`, on the mesh if any.
+
+  Args:
+    target: the target model.
+    chains: result of `models.chain` for every drafter, by name.
+    gamma: a draft length.
+    batch: `decoders.Batch` or None.
+  """
+  placed, target_params = {}, target.params
+  for name, (chain, drafter_params) in chains.items():
+    params = {"target": target_params, "drafter": drafter_params}
+    if batch is not None and batch.placement is not None:
+      params = batch.placement.put(chain(gamma).decoder(target.model), params)
+      target_params = params["target"]  # placed once for all drafters
+    placed[name] = chain, params
+  return placed
 
 
 def _acting(rules, verifier, gamma):
@@ -170,6 +226,15 @@ def _acting(rules, verifier, gamma):
   rule = common.VERIFIERS[verifier]
   return lambda state: state.replace(
       verifier=rules.start(rule, gamma, len(state.lengths)))
+
+
+def _announce(units, configurations):
+  """Prints the size of the study, as far as it is known before decoding."""
+  programs = len({one.program for one in configurations.values()})
+  rollouts = len(units) * len(configurations)
+  print(f"{len({unit[3:] for unit in units})} prompts, {programs} programs per "
+        f"temperature, {rollouts:,} rollouts of at most "
+        f"{rollouts * _NEW_TOKENS.value:,} tokens in all", file=sys.stderr)
 
 
 class _Costs:
@@ -255,7 +320,7 @@ def _report(study, runs, prompts, source, output_dir):
         + ("" if reached is None else "; the interval of block's gain on the "
            f"same drafts is at most 2 x {100 * reached:.2f} points wide"))
   report.write(output_dir, rows + by_prompts, study.prompt_rows())
-  print(f"wrote verification.md, .csv, {cells.PROMPTS} and three figures to "
+  print(f"wrote verification.md, .csv, {cells.PROMPTS} and figures to "
         f"{output_dir}")
   common.finish(output_dir, "verification", {
       "rows": rows, "by_prompts": by_prompts, "source": source,
@@ -274,6 +339,7 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
+  batch = _batch_of_flags()
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(
@@ -284,41 +350,46 @@ def main():
   drafters = {name: models.narrowed(
       member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
               for name, member in drafters.items()}
-  chains = {name: models.chain(target, member, name)
-            for name, member in drafters.items()}
+  chains = _placed(target, {
+      name: models.chain(target, member, name)
+      for name, member in drafters.items()}, max(gammas), batch)
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   capacity = read.longest + _NEW_TOKENS.value + max(gammas) + 1
-  make_arms = lambda t: _arms(
-      target, chains, t, gammas, verifiers, capacity, eos)
+  configurations_of = lambda t: _configurations(
+      target, chains, t, gammas, verifiers, capacity, eos, batch)
   # Decoders check their configuration when they are created.
-  context = min(arm.decoder.context_length for t in temperatures
-                for arm in make_arms(t).values())
+  context = min(one.decoder.context_length for t in temperatures
+                for one in configurations_of(t).values())
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, context)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
   fingerprint = resumable.fingerprint(
       [m.params for m in members], [m.model for m in members], list(drafters),
-      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos)
-  costs = _Costs(target, drafters, gammas, capacity, read.longest)
+      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos,
+      *([batch.timed and batch.size] if batch else ()))
+  costs = None if batch else _Costs(
+      target, drafters, gammas, capacity, read.longest)
   study_of = lambda runs, seconds=None: cells.Study(
       runs, list(drafters), gammas, verifiers, seconds, read.cluster)
 
-  def decoded(prompts, file, arms_of, **options):
+  def decoded(prompts, file, make):
+    units = _units(fingerprint, temperatures, prompts)
+    _announce(units, make(temperatures[0]))
     return resumable.run(
-        _units(fingerprint, temperatures, prompts),
-        lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), arms_of,
-        output_dir / file, **options)
+        units, lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), make,
+        output_dir / file, beside=costs.compiled if costs else (),
+        window=_window(batch))
 
   if _ERROR.value and "block" in verifiers:
     needed = _needed(read, lambda pilot: decoded(
         {"pilot": pilot}, "pilot.jsonl", lambda t: {
-            cells.shared_key(name): make_arms(t)[cells.shared_key(name)]
-            for name in chains}, beside=costs.compiled), study_of)
+            cells.shared_key(name): configurations_of(t)[cells.shared_key(name)]
+            for name in chains}), study_of)
     prompts = _turns(needed, read) if needed else prompts
-  runs = decoded(prompts, "runs.jsonl", make_arms, beside=costs.compiled)
-  _report(study_of(runs, costs.seconds()), runs, read.sets, read.source,
-          output_dir)
+  runs = decoded(prompts, "runs.jsonl", configurations_of)
+  _report(study_of(runs, costs and costs.seconds()), runs, read.sets,
+          read.source, output_dir)
 
 
 if __name__ == "__main__":

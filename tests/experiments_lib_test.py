@@ -20,6 +20,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import compilation  # noqa: E402
+from lib.configurations import base  # noqa: E402
 from lib.configurations import compositions  # noqa: E402
 from lib.configurations import generation  # noqa: E402
 from lib.configurations import one_of  # noqa: E402
@@ -67,7 +68,7 @@ def test_one_program_acts_as_each_rule(name):
   np.testing.assert_allclose(stats.expected, others.expected, rtol=1e-5)
 
 
-class _Arm:
+class _Configuration(base.Configuration):
   """Remembers what it was asked for."""
 
   def __init__(self, decoder):
@@ -89,7 +90,7 @@ def test_rollouts_go_on_when_killed(tmp_path):
   table would depend on when it was killed.
   """
   units = [("print", 1.0, i) for i in range(11)]
-  arm = _Arm(_decoder(sj.verifiers.Token()))
+  arm = _Configuration(_decoder(sj.verifiers.Token()))
   study = lambda path, number: resumable.run(
       units[:number], lambda unit: ([unit[2]], 5, unit[2]),
       lambda group: {"arm": arm}, path)
@@ -132,13 +133,13 @@ def test_a_limit_cuts_no_accepted_tokens():
 def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
   """A file of the user's own is neither a traceback nor emptied."""
   path = tmp_path / "runs.jsonl"
-  arm = _Arm(_decoder(sj.verifiers.Token()))
+  arm = _Configuration(_decoder(sj.verifiers.Token()))
   study = lambda: resumable.run(
       [("print", 1.0, 0)], lambda unit: ([1], 0, 0), lambda group: {"arm": arm},
       path)
-  for text in ("3\n", "{}\n", '{"unit": 3, "arms": {}}\n', "mine\n\n"):
+  for text in ("3\n", "{}\n", '{"unit": 3, "runs": {}}\n', "mine\n\n"):
     path.write_text(text)
-    with pytest.raises(ValueError, match="runs.jsonl line 1 is no run"):
+    with pytest.raises(ValueError, match="runs.jsonl line 1 is not a run"):
       study()
     assert path.read_text() == text
   path.unlink()

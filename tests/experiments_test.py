@@ -1,7 +1,10 @@
 """The scripts run as a user runs them, and say what is wrong in one line."""
 
+import csv
 import importlib.util
+import json
 
+import numpy as np
 import pytest
 from scripts import last_line
 from scripts import ROOT
@@ -62,6 +65,58 @@ def test_verification_study(tmp_path):
     for name in ("block_efficiency", "gain", "paired_block_efficiency_high"):
       assert row[name] == before[name]
   assert (results / "runs.jsonl").read_text().count("\n") == 10
+
+
+
+def test_a_batch_has_the_rollouts_of_single_prompts(tmp_path):
+  # Broken: a row draws by its slot, continues its predecessor's state or sums
+  # the rounds of its neighbours; a killed study decodes a prompt twice.
+  flag_set = lambda batch, *more: [
+      "--num_prompts=5", "--prompts=code", "--gamma=2", "--drafter=tiny",
+      "--error=0", *more,
+      "--temperature=1,0", "--max_new_tokens=12", "--verifier=token,block",
+      "--timing=none", f"--batch={batch}", f"--output_dir=out{batch}"]
+  runs_of = lambda batch: {
+      (*record["unit"][1:], name): found for record in map(
+          json.loads, (tmp_path / f"out{batch}/runs.jsonl").open())
+      for name, found in record["runs"].items()}
+  csv_of = lambda batch: list(csv.reader(
+      (tmp_path / f"out{batch}/verification.csv").open()))
+  alone, together = run_all(
+      "verification_study.py", flag_set(1), flag_set(4), cwd=tmp_path)
+  assert "5 prompts, " in alone["stderr"]
+  single, batched = runs_of(1), runs_of(4)
+  assert single.keys() == batched.keys() and len(single) == 5 * 2 * 4
+  for key, one in single.items():
+    for name in ("text", "tokens", "rounds"):
+      assert batched[key][name] == one[name], (key, name)
+    assert "seconds" not in one
+    for name in ("expected", "survival"):
+      assert np.ravel(batched[key][name]) == pytest.approx(
+          np.ravel(one[name]), rel=1e-4, abs=1e-4)
+  for row, other in zip(csv_of(1), csv_of(4), strict=True):
+    for x, y in zip(row, other, strict=True):
+      assert x == y or float(x) == pytest.approx(float(y), abs=1e-4)
+
+  path = tmp_path / "out4/runs.jsonl"
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text("".join(lines[:9]) + lines[9][:20])  # killed while writing
+  [again] = run_all("verification_study.py", flag_set(4), cwd=tmp_path)
+  assert again["code"] == 0
+  assert len(path.read_text().splitlines()) == len(lines)
+  texts = lambda runs: {key: x["text"] for key, x in runs.items()}
+  assert texts(runs_of(4)) == texts(batched)
+
+  paired, timed, refused = run_all(
+      "verification_study.py", flag_set(4, "--noown_rollouts")[:-1] + [
+          "--output_dir=paired"],
+      flag_set(4)[:-3] + ["--timing=throughput", "--batch=4"],
+      flag_set(4)[:-3] + ["--timing=latency", "--batch=4"], cwd=tmp_path)
+  gains = lambda done: [row["gain"] for row in last_line(done)["rows"]]
+  assert gains(paired) == pytest.approx(gains(together), abs=1e-4)
+  assert "block_efficiency" not in last_line(paired)["rows"][0]
+  assert last_line(timed)["rows"][0]["throughput"] > 0
+  assert "--timing=latency" in refused["code"]
 
 
 def test_replay(tmp_path):

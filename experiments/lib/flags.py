@@ -308,6 +308,22 @@ def compilation_cache():
       "JAX_COMPILATION_CACHE_DIR names")
 
 
+def batch():
+  """Rows that a study decodes together."""
+  return flags.DEFINE_integer(
+      "batch", 1, "Prompts decoded together. In float32 every batch size gives "
+      "the same tokens and acceptance; a larger one takes less time", 1)
+
+
+def timing():
+  """Measurement of speed; the default depends on --batch."""
+  return flags.DEFINE_enum(
+      "timing", None, ["none", "latency", "throughput"],
+      "Speed to measure: latency (prompts are decoded one at a time, all "
+      "configurations in turn), throughput (tokens per second of --batch rows) "
+      "or none. Default: latency if --batch is 1, otherwise none")
+
+
 class MeshFlags(NamedTuple):
   """Flags for several devices and processes; see `meshes.join`."""
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from lib import models
+from lib.configurations import base
 import specjax as sj
 from specjax.decoding import prefill
 from specjax.models import export_pretrained
@@ -24,7 +25,7 @@ from specjax.utils import files
 _WARM_TOKENS = 8  # of the call that is not timed
 
 
-class Ours:
+class Ours(base.Configuration):
   """A decoder of ours."""
 
   def __init__(self, decoder, params, new_tokens, capacity, prompts):
@@ -80,7 +81,7 @@ class Ours:
         self.program.decode_until(self._params, state))
 
 
-class Theirs:
+class Theirs(base.Configuration):
   """`generate` of transformers, with an assistant or without."""
 
   def __init__(self, name, model, new_tokens, temperature, eos,

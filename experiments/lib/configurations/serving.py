@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 
+from lib.configurations import base
 import specjax as sj
 from specjax.decoding import prefill
 from specjax.serving import Queue
@@ -20,7 +21,7 @@ from specjax.utils.fingerprints import fingerprint
 _WARM_TOKENS = 2  # of the texts that are not timed
 
 
-class Refilled:
+class Refilled(base.Configuration):
   """A `Queue`; or, held, one that is given a batch whenever it is empty."""
 
   def __init__(self, decoder, params, sizes: Sequence[int], max_length: int,
@@ -84,7 +85,7 @@ class Refilled:
     return _record(since(), results, first, last, arrivals)
 
 
-class Waiting:
+class Waiting(base.Configuration):
   """One batch after the other, each until its slowest row is done.
 
   Its prompts are read together. With one row it is what decodes alone.

@@ -1,7 +1,7 @@
 """Acceptance and speed of every cell of verification_study.py, from its runs.
 
-A unit is one rollout of one prompt by every arm: (fingerprint, temperature,
-seed, prompt set, index, digest of the prompt). A cell is a drafter, a
+A unit is one prompt and seed: (fingerprint, temperature, seed, prompt set,
+index, digest of the prompt). A cell is a drafter, a
 temperature, a draft length and a verifier.
 
 A gain is block efficiency over that of token verification, less 1: "gain" on
@@ -9,7 +9,6 @@ the same drafts, "own_gain" of each rule's own rollouts. Every estimate has the
 columns "_low" and "_high" of its 95 % interval over clusters of prompts.
 """
 
-import functools
 import itertools
 import statistics
 
@@ -28,25 +27,25 @@ _SUMS = "own_accepted", "own_rounds", "shared_accepted", "shared_rounds"
 
 
 def key(drafter, gamma, verifier):
-  """The name of an arm in runs.jsonl."""
+  """Returns the name of a configuration in runs.jsonl."""
   return f"{drafter} {gamma} {verifier}"
 
 
 def shared_key(drafter):
-  """The name of the arm whose drafts all rules are judged on.
+  """Returns the name of the configuration with the shared drafts.
 
-  It is token verification at the largest gamma, whose own rollouts these are.
+  They come from rollouts by token verification at the largest gamma.
   """
   return f"{drafter} shared"
 
 
 class Study:
-  """The runs of all arms, and the figures of every cell.
+  """The runs of all configurations, and the figures of every cell.
 
   Attributes:
-    runs: {unit: {arm: its run}}.
-    costs: seconds {"verify": {gamma: ...}, "draft": {drafter: ...}}, which
-      only `rows` needs.
+    runs: `{unit: {configuration: run}}`.
+    costs: seconds `{"verify": {gamma: ...}, "draft": {drafter: ...}}` of
+      passes, or None unless the latency was measured.
     cluster_of: label of a prompt, from its digest, see `analysis.estimate`.
   """
 
@@ -76,8 +75,10 @@ class Study:
     return rows
 
   def baseline_speed(self):
-    """Tokens a second of autoregressive decoding, over all runs."""
-    runs = [arms[BASELINE] for arms in self._runs.values()]
+    """Returns tokens per second of autoregressive decoding, None if unknown."""
+    runs = [runs.get(BASELINE, {}) for runs in self._runs.values()]
+    if not all("seconds" in run for run in runs):
+      return None
     return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
   def half_width(self, verifier):
@@ -110,23 +111,23 @@ class Study:
     """
     verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
     rows = []
-    for drafter, (unit, arms), gamma, verifier in itertools.product(
+    for drafter, (unit, runs), gamma, verifier in itertools.product(
         self._drafters, self._runs.items(), self._gammas, verifiers):
       _, temperature, seed, prompts, number, digest = unit
       place = (drafter, gamma, temperature, verifier, prompts, number, seed,
                self._cluster_of(digest))
       rows.append(dict(zip(_PLACE, place)) | dict.fromkeys(_SUMS, 0)
-                  | self._acceptance(arms, drafter, gamma, verifier))
+                  | self._acceptance(runs, drafter, gamma, verifier))
     return rows
 
-  def _acceptance(self, arms, drafter, gamma, verifier):
+  def _acceptance(self, runs, drafter, gamma, verifier):
     """Accepted tokens and rounds of a rollout."""
-    shared = arms[shared_key(drafter)]
+    shared = runs[shared_key(drafter)]
     # Of the acting rule, which is first, and then of every rule.
     survival = shared["survival"][1 + self._verifiers.index(verifier)]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
-    own = arms.get(key(drafter, gamma, verifier))
+    own = runs.get(key(drafter, gamma, verifier))
     if own:  # a pilot has none
       found |= {"own_accepted": own["expected"][0], "own_rounds": own["rounds"]}
     return found
@@ -136,43 +137,58 @@ class Study:
             if unit[1] == temperature and prompts in (None, unit[3])]
 
   def _speed(self, units, drafter, gamma, verifier):
-    """Measured and predicted speed-up of one cell, and what a round costs.
+    """Returns the columns of speed of one cell; none if nothing was timed."""
+    name = key(drafter, gamma, verifier)
+    pairs = [(self._runs[unit].get(name, {}), self._runs[unit].get(BASELINE))
+             for unit in units]
+    if not all("seconds" in run for run, _ in pairs):
+      return {}
+    speed = lambda runs: (sum(r["tokens"] for r in runs)
+                          / sum(r["seconds"] for r in runs))
+    own = speed([run for run, _ in pairs])
+    if self._costs is None:
+      return {"throughput": own, "throughput_gain":
+              own / speed([base for _, base in pairs]) - 1}
+    halves = [[pair for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
+              for half in (0, 1)]
+    return {"tokens_per_second": own, **_speedups(halves),
+            **self._round_costs(drafter, gamma, [run for run, _ in pairs])}
 
-    A prediction is a prompt's own tokens of a round over what a round cost on
-    the other half of the prompts: it says that a round costs alike everywhere,
-    and nothing about acceptance.
-    """
-    arm = key(drafter, gamma, verifier)
-    halves = [[], []]
-    for unit in units:
-      halves[unit[4] % 2].append((self._runs[unit][arm],
-                                  self._runs[unit][BASELINE]))
-    # A round in steps of the same prompt's autoregressive decoding, which saw
-    # the same machine.
-    steps = [statistics.median(
-        (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
-        for r, b in half) for half in halves]
-    measured, predicted = [], []
-    for half, steps_there in zip(halves, steps[::-1]):
-      for run, baseline in half:
-        measured.append(baseline["seconds"] / baseline["tokens"]
-                        / (run["seconds"] / run["tokens"]))
-        efficiency = 1 + run["expected"][0] / run["rounds"]
-        predicted.append(efficiency / steps_there)
-    runs = [run for half in halves for run, _ in half]
+  def _round_costs(self, drafter, gamma, runs):
+    """Returns the milliseconds of a round by its parts."""
+    verify = self._costs["verify"][gamma]
+    draft = self._costs["draft"][drafter]
     per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
-    alone = (self._costs["verify"][gamma]
-             + gamma * self._costs["draft"][drafter])
-    return {
-        "tokens_per_second": (sum(r["tokens"] for r in runs)
-                              / sum(r["seconds"] for r in runs)),
-        "speedup": statistics.median(measured),
-        "predicted_speedup": statistics.median(predicted),
-        "measured_over_predicted": statistics.median(
-            np.divide(measured, predicted)),
-        "verify_ms": 1e3 * self._costs["verify"][gamma],
-        "draft_ms": 1e3 * self._costs["draft"][drafter],
-        "overhead_ms": 1e3 * (per_round - alone)}
+    return {"verify_ms": 1e3 * verify, "draft_ms": 1e3 * draft,
+            "overhead_ms": 1e3 * (per_round - (verify + gamma * draft))}
+
+
+def _speedups(halves):
+  """Returns the measured and the predicted speed-up, medians over prompts.
+
+  A prediction is a prompt's own block efficiency over the cost of a round on
+  the other half of the prompts. It assumes that a round costs the same
+  everywhere, and assumes nothing about acceptance.
+
+  Args:
+    halves: two lists of `(run, autoregressive run)`.
+  """
+  # The cost of a round in steps of the same prompt's autoregressive decoding,
+  # because both saw the same machine.
+  steps = [statistics.median(
+      (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
+      for r, b in half) for half in halves]
+  measured, predicted = [], []
+  for half, other_steps in zip(halves, steps[::-1]):
+    for run, base in half:
+      measured.append(base["seconds"] / base["tokens"]
+                      / (run["seconds"] / run["tokens"]))
+      efficiency = 1 + run["expected"][0] / run["rounds"]
+      predicted.append(efficiency / other_steps)
+  return {"speedup": statistics.median(measured),
+          "predicted_speedup": statistics.median(predicted),
+          "measured_over_predicted": statistics.median(
+              np.divide(measured, predicted))}
 
 
 def _cells(rows):
@@ -215,14 +231,17 @@ def columns(rows, base):
   A text is a rollout of the rule, up to --max_new_tokens or an eos.
   """
   found = estimates(rows, base)
-  rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))
-  clusters = [r["cluster"] for r in rows]
-  found_rounds = (text_rounds.columns(rounds, clusters)
-                  | text_rounds.compared(rounds, other, clusters))
-  return {"clusters": found["gain"].clusters} | functools.reduce(
-      lambda done, name: done | found[name].columns(name),
-      ("block_efficiency", "own_gain", "paired_block_efficiency", "gain"),
-      {}) | found_rounds
+  result = {"clusters": found["gain"].clusters}
+  for name in ("block_efficiency", "own_gain", "paired_block_efficiency",
+               "gain"):
+    if name in found:
+      result |= found[name].columns(name)
+  if "own_gain" in found:
+    rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))
+    clusters = [r["cluster"] for r in rows]
+    result |= (text_rounds.columns(rounds, clusters)
+               | text_rounds.compared(rounds, other, clusters))
+  return result
 
 
 def recomputed(rows, prompt_rows):

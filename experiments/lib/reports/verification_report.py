@@ -20,7 +20,9 @@ def _judged_afresh(verifier):
 
 
 def _shown(row, name, form):
-  """An estimate and its interval; n has a column of its own."""
+  """Returns an estimate with its interval but without n; "-" if unknown."""
+  if name not in row:
+    return "-"
   return format(
       analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
 
@@ -38,18 +40,32 @@ def print_table(rows):
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
           f"{name:13s} " + "".join(f"{_shown(r, x, form):>{wide}s} " for
                                    x, form, wide in _SHOWN) +
-          f"{r['speedup']:13.2f}x {r['predicted_speedup']:8.2f}x")
+          f"{_speedup(r, 'speedup'):>14s} "
+          f"{_speedup(r, 'predicted_speedup'):>9s}")
   print(f"intervals are of 95 %, n={rows[0]['clusters']} clusters of prompts")
   afresh = {style.label(r["verifier"]) for r in rows
             if _judged_afresh(r["verifier"])}
   if afresh:
     print(f"* on the same drafts {', '.join(afresh)} starts afresh in every "
           "round, which its own rollouts do not allow")
-  print("rounds until a text is complete, own rollouts:")
-  text_rounds.print_table(rows)
-  ratios = [r["measured_over_predicted"] for r in rows]
-  print("measured speed-up over what costs on the other half of the prompts "
-        f"predict: {min(ratios):.2f} to {max(ratios):.2f}")
+  if "rounds" in rows[0]:
+    print("rounds until a text is complete, own rollouts:")
+    text_rounds.print_table(rows)
+  if "throughput" in rows[0]:
+    for r in rows:
+      print(f"{r['drafter']}, temperature {r['temperature']:g}, gamma "
+            f"{r['gamma']}, {style.label(r['verifier'])}: {r['throughput']:.1f}"
+            f" tokens per second, {r['throughput_gain']:+.0%} over "
+            "autoregressive decoding of as many rows")
+  ratios = [r["measured_over_predicted"] for r in rows if "speedup" in r]
+  if ratios:
+    print("measured speed-up over the prediction from the other half of the "
+          f"prompts: {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+def _speedup(row, name):
+  """Returns a speed-up as text, "-" if it was not measured."""
+  return f"{row[name]:.2f}x" if name in row else "-"
 
 
 def write(directory, rows, prompt_rows):
@@ -66,7 +82,8 @@ def draw(directory, rows):
   (directory / "verification.md").write_text(_tables(rows, by_prompts))
   _plot_tokens(rows, directory / "verification_tokens.png")
   _plot_gain(rows, directory / "verification_gain.png")
-  _plot_speed(rows, directory / "verification_speed.png")
+  if "speedup" in rows[0]:
+    _plot_speed(rows, directory / "verification_speed.png")
 
 
 def summary(rows):
@@ -134,7 +151,7 @@ def _table(rows, labels):
     line += [_shown(c, "block_efficiency", ".2f") for c in mine]
     line += [_shown(c, name, "+.1%") for c in mine if c["verifier"] != "token"
              for name in ("gain", "own_gain")]
-    line += [f"{c['speedup']:.2f}" for c in mine]
+    line += [_speedup(c, "speedup").rstrip("x") for c in mine]
     out.append("| " + " | ".join(line) + " |")
   return out
 

@@ -1,0 +1,218 @@
+"""Rollouts of a decoder: one prompt alone, or the rows of a batch."""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lib.configurations import base
+import specjax as sj
+from specjax.utils import fingerprints
+from specjax.utils import processes
+
+_ROUNDS = 4  # of a call; a free row takes its next prompt after at most so many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+  """Settings of rollouts in a batch.
+
+  Attributes:
+    size: rows of the batch.
+    timed: whether the throughput is measured. A run then has "seconds", its
+      share of the time of all prompts that were decoded with it.
+    placement: `Placement` of the state on a mesh, or None.
+  """
+
+  size: int
+  timed: bool = False
+  placement: Any = None
+
+
+class Reader:
+  """Reads prompts once for all configurations that continue them."""
+
+  def __init__(self, decoder: sj.Decoder, params: Any, capacity: int,
+               memory: int = 1):
+    """A reader.
+
+    Args:
+      decoder: a decoder whose prefill all configurations share.
+      params: parameters of its models.
+      capacity: cache slots per row.
+      memory: number of prompts whose states are stored.
+    """
+    self._decoder, self._params = decoder, params
+    self._capacity, self._memory = capacity, memory
+    self._lock = threading.Lock()  # configurations compile in parallel
+    self._states = collections.OrderedDict()
+
+  def __call__(self, prompt: Sequence[int], seed: int, request_id: int,
+               limit: int) -> sj.DecodeState:
+    """Returns the state of one row; a decoding loop must not donate it."""
+    wanted = tuple(prompt), seed, request_id, limit
+    with self._lock:
+      if wanted not in self._states:
+        while len(self._states) >= self._memory:
+          self._states.popitem(last=False)
+        self._states[wanted] = self._decoder.prefill(
+            self._params, [prompt], jax.random.key(seed), limits=limit,
+            request_ids=[request_id], capacity=self._capacity)
+      return self._states[wanted]
+
+  def finished_rows(self, token: int, batch: Batch) -> sj.DecodeState:
+    """Returns a batch of rows that are done and can be replaced."""
+    return self._decoder.prefill(
+        self._params, [[token]] * batch.size, jax.random.key(0), limits=1,
+        capacity=self._capacity, placement=batch.placement)
+
+
+class DecoderRows(base.Configuration):
+  """Rollouts of one decoder, which report the acceptance of every rule."""
+
+  def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
+               capacity: int, *, reader: Reader | None = None,
+               change: Callable[[sj.DecodeState], sj.DecodeState] = (
+                   lambda state: state),
+               batch: Batch | None = None):
+    """A configuration.
+
+    Args:
+      decoder: the `Decoder`.
+      params: parameters of its models.
+      new_tokens: tokens of a rollout.
+      capacity: cache slots per row.
+      reader: `Reader` that several configurations share. Default: a new one.
+      change: function from a state of the reader to a state of the decoder.
+      batch: settings of `decode_rows`. Default: prompts are decoded alone.
+    """
+    self.decoder = decoder
+    self._params, self._new_tokens = params, new_tokens
+    self._reader = reader or Reader(decoder, params, capacity)
+    self._change, self._batch = change, batch
+
+  @property
+  def program(self):
+    """The decoder at temperature 1, because temperatures share programs."""
+    return dataclasses.replace(self.decoder, transform=dataclasses.replace(
+        self.decoder.transform, temperature=1.0))
+
+  def _state(self, prompt, seed, request_id, new_tokens):
+    return jax.block_until_ready(self._change(
+        self._reader(prompt, seed, request_id, len(prompt) + new_tokens)))
+
+  def compile(self, prompt: Sequence[int]) -> None:
+    """Compiles the programs of a rollout, without generating a token."""
+    if self._batch is not None:
+      for _ in self._decode_batch([(prompt, 0, 0)], 0):
+        pass
+      return
+    state = jax.tree.map(jnp.copy, self._state(prompt, 0, 0, 0))
+    jax.block_until_ready(self.decoder.decode_until(self._params, state))
+
+  def decode(self, prompt: Sequence[int], seed: int, request_id: int
+             ) -> base.Run:
+    """Decodes one prompt alone, which measures the latency.
+
+    Returns:
+      "seconds", "tokens", "rounds" and "text", a digest of the generated ids.
+      Per rule of the decoder (its verifier first) "expected" [rules] and
+      "survival" [rules, nodes], summed over rounds.
+    """
+    # The loop donates its state, and the reader's is needed again.
+    state = jax.block_until_ready(jax.tree.map(jnp.copy, self._state(
+        prompt, seed, request_id, self._new_tokens)))
+    start = time.perf_counter()
+    state, stats = jax.block_until_ready(
+        self.decoder.decode_until(self._params, state))
+    seconds = time.perf_counter() - start
+    sj.raise_if_not_finite(stats)
+    numbers = lambda x: np.asarray(x[0], np.float64).tolist()
+    return {"seconds": seconds, "tokens": int(stats.emitted[0]),
+            "rounds": int(stats.active[0]), "expected": numbers(stats.expected),
+            "survival": numbers(stats.survival),
+            "text": _digest(state.tokens[0], state.lengths[0], len(prompt))}
+
+  def decode_rows(self, requests: Sequence[base.Request]
+                  ) -> Iterator[tuple[int, base.Run]]:
+    """Decodes prompts in the rows of a batch, see `base.Configuration`.
+
+    A row that is done takes the next prompt. Runs are those of `decode`, with
+    "seconds" only if the batch is timed.
+    """
+    if self._batch is None:
+      yield from super().decode_rows(requests)
+    elif not self._batch.timed:
+      yield from self._decode_batch(requests, self._new_tokens)
+    else:
+      yield from self._timed(requests)
+
+  def _timed(self, requests):
+    for request in requests:  # prompts are read before the clock starts
+      self._state(*request, self._new_tokens)
+    start = time.perf_counter()
+    runs = list(self._decode_batch(requests, self._new_tokens))
+    per_token = (time.perf_counter() - start) / sum(
+        run["tokens"] for _, run in runs)
+    for index, run in runs:
+      yield index, {"seconds": per_token * run["tokens"], **run}
+
+  def _decode_batch(self, requests, new_tokens):
+    """Yields the index and the run of every request, in order of completion."""
+    waiting = collections.deque(enumerate(requests))
+    rows: dict[int, _Row] = {}
+    state = self._change(self._reader.finished_rows(
+        requests[0][0][0], self._batch))
+    while waiting or rows:
+      for slot in range(self._batch.size):
+        if slot not in rows and waiting:
+          index, request = waiting.popleft()
+          state = self.decoder.insert(
+              state, slot, self._state(*request, new_tokens))
+          rows[slot] = _Row(index, len(request[0]))
+      state, stats = self.decoder.decode(self._params, state, _ROUNDS)
+      sj.raise_if_not_finite(stats)
+      stats, done, tokens, lengths = processes.gathered(
+          (stats, state.done, state.tokens, state.lengths))
+      sums = {name: np.asarray(getattr(stats, name), np.float64).sum(0)
+              for name in ("emitted", "active", "expected", "survival")}
+      for slot, row in list(rows.items()):
+        row.add(slot, sums)
+        if done[slot]:
+          del rows[slot]
+          yield row.index, row.run(
+              _digest(tokens[slot], lengths[slot], row.prompt_length))
+
+
+class _Row:
+  """Sums over the rounds of one row."""
+
+  def __init__(self, index: int, prompt_length: int):
+    self.index, self.prompt_length = index, prompt_length
+    self._sums = {}
+
+  def add(self, slot: int, sums: dict[str, np.ndarray]) -> None:
+    """Adds the row's part of the sums of a call."""
+    for name, values in sums.items():
+      self._sums[name] = self._sums.get(name, 0) + values[slot]
+
+  def run(self, text: str) -> base.Run:
+    """Returns the run of the row, see `DecoderRows.decode`."""
+    return {"tokens": int(self._sums["emitted"]),
+            "rounds": int(self._sums["active"]),
+            "expected": self._sums["expected"].tolist(),
+            "survival": self._sums["survival"].tolist(), "text": text}
+
+
+def _digest(tokens, length, prompt_length):
+  """Returns a digest of the generated ids of a row."""
+  return fingerprints.fingerprint(
+      np.asarray(tokens)[prompt_length:int(length)].tolist())
