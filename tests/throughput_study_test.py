@@ -74,7 +74,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   # It goes on where it was, and says so where one text is another.
   first, *rest = (out / "runs.jsonl").read_text().splitlines()
   record = json.loads(rest[0])
-  record["arms"]["noise"]["texts"][3] = "another"
+  record["runs"]["noise"]["texts"][3] = "another"
   (out / "runs.jsonl").write_text(
       "\n".join([first, json.dumps(record), *rest[1:]]) + "\n")
   again = study()
