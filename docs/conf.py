@@ -34,6 +34,9 @@ python_use_unqualified_type_names = True
 toc_object_entries = False
 
 myst_enable_extensions = ["dollarmath"]
+# Attributes of components have equal names, so links to them are ambiguous.
+suppress_warnings = ["ref.python"]
+
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are shown with their stored outputs
 
