@@ -86,7 +86,7 @@ def test_both_sides(tmp_path):
   # The same run with texts of another model in the place of one side's.
   path = tmp_path / "results/against_transformers/runs.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
-  lines[1]["arms"]["transformers"]["tokens"][5] += 1
+  lines[1]["runs"]["transformers"]["tokens"][5] += 1
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
   [differs] = run_all("against_transformers.py", [
       *flags, "--drafter=target"], cwd=tmp_path)
