@@ -48,8 +48,13 @@ prompts, with the shared drafts alone, estimates how many are needed. Stopping
 does therefore not depend on the results, and the intervals cover as often as
 intervals of a fixed number. --error=0 decodes all prompts.
 
+--batch=B decodes B prompts together with the same tokens and acceptance in
+float32, and --mesh splits them over devices. Speed is then not measured unless
+--timing=throughput. --noown_rollouts leaves only the columns "same drafts".
+
 More examples:
 
+  python experiments/verification_study.py --batch=16 --noown_rollouts
   python experiments/verification_study.py --error=0
   python experiments/verification_study.py --gamma=4,6,8,16 \\
     --drafter=small,tiny --temperature=1,0.6,0 --seeds=3
