@@ -170,9 +170,8 @@ def _tree_law(verifier, vocab_size, batch):
   data = (jax.vmap(drafts)(near, keys[:, 1]), jax.nn.softmax(logits),
           jax.random.uniform(jax.random.key(2),
                              (batch, sj.sampling.VERDICT_UNIFORMS)))
-  rule = sj.interfaces.rule(verifier)
   judge = jax.vmap(lambda draft, probs, uniforms: sj.sampling.sample_outcome(
-      rule.by_row(draft, probs), draft, uniforms))
+      verifier.law(draft, probs), draft, uniforms))
   first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
                        jax.eval_shape(judge, *data))
   return Timed(lambda data, _: judge(*data), data, first, steps=1)

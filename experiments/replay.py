@@ -134,7 +134,6 @@ def _over_best(replayed, best, clusters):
 
 def _row(name, record, best):
   verifier = common.VERIFIERS[name]
-  rule = interfaces.rule(verifier)
   replayed = analysis.evaluate(record, verifier)
   online = None
   if repr(verifier) == record.manifest["verifier"]:
@@ -144,11 +143,11 @@ def _row(name, record, best):
               else None)
   found = replayed.estimate(clusters)
   over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
-  if rule.lossless and not rule.remembers:
+  if verifier.lossless and not verifier.remembers:
     over_best = _over_best(replayed, best, clusters).columns("over_best")
   return {"verifier": name, "clusters": found.clusters,
           **found.columns("block_efficiency"), **over_best,
-          "online_block_efficiency": online, "lossless": rule.lossless}
+          "online_block_efficiency": online, "lossless": verifier.lossless}
 
 
 def _print_table(rows):
@@ -164,7 +163,7 @@ def _print_table(rows):
           f"{'yes' if r['lossless'] else 'no':>9s} {over:>29s}")
   acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
   afresh = [r["verifier"] for r in rows if r["verifier"] not in acted
-            and interfaces.rule(common.VERIFIERS[r["verifier"]]).remembers]
+            and common.VERIFIERS[r["verifier"]].remembers]
   if afresh:
     print(f"{', '.join(afresh)}: judged from a fresh state in every round, "
           "which is not what a rollout of its own would give")

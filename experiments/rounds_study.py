@@ -66,10 +66,8 @@ _ROWS, _ROUNDS = 8, 8  # decoded at a time: bounds the memory of the trace
 
 
 @dataclasses.dataclass(frozen=True)
-class _RejectAll:
+class _RejectAll(sj.Verifier):
   """Rejects every draft, so that each round emits one token of the target."""
-
-  lossless = True
 
   def law(self, draft, target_probs):
     stop = jnp.zeros(len(draft.tokens), target_probs.dtype).at[0].set(1)

@@ -277,7 +277,7 @@ def _rows(runs, source, temperature, arms, pass_seconds, clusters):
     reached = np.flatnonzero(survival > 0)[-1]
     rows.append({
         "drafter": drafter, "verifier": verifier, "temperature": temperature,
-        "lossless": interfaces.rule(decoder.verifier).lossless,
+        "lossless": decoder.verifier.lossless,
         "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
         "added_parameters": source.added,
         "speedup": statistics.median(base / pace(own)),

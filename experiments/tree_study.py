@@ -194,8 +194,7 @@ class _Setting:
     decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
                             limits=self._limit)
-    rule = interfaces.rule(decoder.verifier)
-    stops_of = jax.jit(lambda *args: jax.vmap(jax.vmap(rule.law))(*args).stop)
+    stops_of = jax.jit(lambda *args: jax.vmap(jax.vmap(decoder.verifier.law))(*args).stop)
     rounds, stops = self._traced_rounds(decoder), []
     for _ in range(_CALIBRATION_ROUNDS // rounds):
       state, stats, trace = decoder.decode_traced(self.params, state, rounds)

@@ -24,6 +24,7 @@ from specjax.decoding.controller import Controller
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import Generation
 from specjax.decoding.decoder import raise_if_not_finite
+from specjax.interfaces import Verifier
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -34,7 +35,6 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.version import __version__
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "Draft",
     "Generation",
     "Law",
-    "LawByRow",
     "LogitsTransform",
     "ModelOutput",
     "Prompt",

@@ -14,7 +14,6 @@ import numpy as np
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
-from specjax.types import LawByRow
 from specjax.types import Verdict
 from specjax.utils import fields
 
@@ -357,7 +356,7 @@ def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
       probs, jax.random.uniform(key, (UNIFORMS_A_DRAW,), probs.dtype))
 
 
-def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
+def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification: the only uniforms that are drawn.
 
   Negative entries count as 0: the enumeration that proves a law lossless does
@@ -371,7 +370,7 @@ def sample_verdict(law: Law | LawByRow, draft: Draft, u: jax.Array) -> Verdict:
   return sample_outcome(law, draft, u)[0]
 
 
-def sample_outcome(law: Law | LawByRow, draft: Draft, u: jax.Array
+def sample_outcome(law: Law, draft: Draft, u: jax.Array
                    ) -> tuple[Verdict, jax.Array]:
   """`sample_verdict`, and the row `[V]` of the law that its token is from."""
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])

@@ -16,8 +16,6 @@ a head. Other letters are defined where they are used.
 p is the target's law and q the drafter's, as in the papers.
 """
 
-from collections.abc import Callable
-import dataclasses
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
@@ -136,28 +134,6 @@ class Law:
   def next_row(self, node: jax.Array) -> jax.Array:
     """`[V]`, the law of the extra token after a stop at `node []`."""
     return jnp.asarray(self.next_token)[node]
-
-
-@dataclasses.dataclass(frozen=True)
-class LawByRow:
-  """A `Law` whose rows are made when they are asked for.
-
-  One row of N is drawn from, and N V numbers that nobody reads are the largest
-  array of a verification. This is no pytree: it lives inside one traced
-  function.
-
-  Attributes:
-    stop: `[N]`, as in `Law`.
-    next_row: `node [] -> [V]`, a row of `Law.next_token`.
-  """
-
-  stop: jax.Array
-  next_row: Callable[[jax.Array], jax.Array]
-
-  def law(self) -> Law:
-    """The same law with all of its rows."""
-    nodes = jnp.arange(self.stop.shape[0], dtype=jnp.int32)
-    return Law(stop=self.stop, next_token=jax.vmap(self.next_row)(nodes))
 
 
 @struct.dataclass

@@ -20,11 +20,11 @@ from specjax import strategies
 from specjax.data import corpora
 from specjax.data import Tokenizer
 from specjax.data import tokenizers
+from specjax.interfaces import Verifier
 from specjax.methods import published as published_drafters
 from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
-from specjax.types import Verifier
 from specjax.utils import files
 
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "

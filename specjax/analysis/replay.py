@@ -19,9 +19,9 @@ from specjax import interfaces
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
 from specjax.analysis.recording import Record
+from specjax.interfaces import Verifier
 from specjax.trees import topology
 from specjax.types import Trace
-from specjax.types import Verifier
 
 _ROUNDS_A_CALL = 16  # one shape for all prompts
 
@@ -72,12 +72,11 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   Raises:
     ValueError: the verifier needs what the recorded drafter does not declare.
   """
-  rule = interfaces.rule(verifier)
-  interfaces.check_pair(rule, f"the drafter of {record.path}",
+  interfaces.check_pair(verifier, f"the drafter of {record.path}",
                       record.manifest["drafter_is"])
   start = None
-  if repr(verifier) == record.manifest["verifier"] and rule.remembers:
-    start = rule.initial_state(record.manifest["num_nodes"] - 1)
+  if repr(verifier) == record.manifest["verifier"] and verifier.remembers:
+    start = verifier.init(record.manifest["num_nodes"] - 1)
   expected, survival = [], []
   for rollout in record:
     rounds, state, parts = len(rollout.expected), start, []
@@ -85,7 +84,7 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
       # The last call is filled up with its last round, which nobody reads.
       index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
       part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
-      state, found = _judged(rule, state, part)
+      state, found = _judged(verifier, state, part)
       parts.append(found)
     both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
     expected.append(both[0])
@@ -104,11 +103,11 @@ def _judged(rule, state, trace: Trace):
   """The state after a few rounds and `([R], [R, N])`, the figures of each."""
   def one_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
-    law = rule.law(draft, probs, state)
+    law = rule.evaluate(draft, probs, state)
     found = rule.figures(draft, probs, state, law,
                          topology.depths(draft.parents))
     if state is not None:
-      state = rule.commit(state, draft, probs, trace.verdict)
+      state = rule.next_state(state, draft, probs, trace.verdict)
     return state, found
 
   return jax.lax.scan(one_round, state, trace)

@@ -22,12 +22,12 @@ from specjax.decoding.controller import Controller
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
-from specjax.types import Verifier
 from specjax.utils import fields
 from specjax.utils import processes
 
@@ -134,13 +134,12 @@ class Decoder:
         self.transform, temperature=None, constraints=constraints_lib.after_ban(
             self.transform.constraints, self.transform.banned))
     drafter = interfaces.bind(self.drafter, self.target, shared)
-    rule, *observers = map(interfaces.rule, (self.verifier, *self.observers))
-    for one in (rule, *observers):
-      interfaces.check_pair(one, drafter)
+    for rule in (self.verifier, *self.observers):
+      interfaces.check_pair(rule, drafter)
     # No field: two decoders are equal if what they were made of is.
     one = rounds_lib.Round(
-        target=self.target, drafter=drafter, rule=rule, transform=shared,
-        observers=tuple(observers), debug=self.debug)
+        target=self.target, drafter=drafter, rule=self.verifier,
+        transform=shared, observers=self.observers, debug=self.debug)
     object.__setattr__(self, "parts", one if self.controller is None else
                        rounds_by_length.build(one, self.controller))
 

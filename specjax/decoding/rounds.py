@@ -56,9 +56,9 @@ class Round:
 
   target: Model
   drafter: Drafter
-  rule: interfaces.Rule
+  rule: interfaces.Verifier
   transform: LogitsTransform
-  observers: tuple[interfaces.Rule, ...] = ()
+  observers: tuple[interfaces.Verifier, ...] = ()
   debug: bool = False
   drafts: bool = False
 
@@ -90,7 +90,7 @@ class Round:
                       drafter, batch)
     verifier = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))),
-        self.rule.initial_state(self.drafter.num_nodes - 1))
+        self.rule.init(self.drafter.num_nodes - 1))
     tokens = jnp.pad(prompt.tokens, ((0, 0), (0, prompt.capacity - columns)))
     return DecodeState(
         tokens=tokens,
@@ -157,7 +157,7 @@ class Round:
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
-        self.rule.name, state, draft, law, usable) if self.debug else None
+        type(self.rule).__name__, state, draft, law, usable) if self.debug else None
     tokens, count, ended, failed = _emitted(
         state, draft, verdict, usable, stuck)
     finite, usable = finite & ~failed, usable & ~failed
@@ -172,7 +172,7 @@ class Round:
         rounds=state.rounds + 1,
         target_cache=self._committed(state, output.cache, verdict, count),
         drafter=new_drafter,
-        verifier=jax.vmap(self.rule.commit)(
+        verifier=jax.vmap(self.rule.next_state)(
             state.verifier, draft, probs, verdict),
         constraints=constraints_lib.committed(
             constraints, state.constraints, memory, verdict, tokens, count))
@@ -229,16 +229,16 @@ class Round:
       laws with all of their rows, None without `debug`.
     """
     def one(memory, draft, probs, depths, uniforms):
-      law = self.rule.by_row(draft, probs, memory)
+      law = self.rule.evaluate(draft, probs, memory)
       verdict, row = sampling.sample_outcome(law, draft, uniforms)
       figures = [self.rule.figures(draft, probs, memory, law, depths)]
       # Observers judge every round with a fresh state.
       figures += [
-          rule.figures(draft, probs, None, rule.by_row(draft, probs), depths)
+          rule.figures(draft, probs, None, rule.evaluate(draft, probs), depths)
           for rule in self.observers]
       expected, survival = map(jnp.stack, zip(*figures))
-      whole = law.law() if self.debug else None
-      return (verdict, expected, survival, law.stop.sum() + row.sum(), whole)
+      return (verdict, expected, survival, law.stop.sum() + row.sum(),
+              law if self.debug else None)
 
     return jax.vmap(one)(state.verifier, draft, probs, depths,
                          uniforms[:, :sampling.VERDICT_UNIFORMS])

@@ -17,7 +17,7 @@ from specjax.exact.examples import Example
 from specjax.exact.optima import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 
 _TWO_ROUNDS = 1 << 15  # chains and contexts, V**(2 gamma + 1), at most
 _ENUMERATED = 1 << 14  # drafts of a size of `at`, roots included, at most

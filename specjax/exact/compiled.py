@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import interfaces
+from specjax.interfaces import check_verifier
+from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.types import Verdict
-from specjax.types import Verifier
 
 # Compiled once and called thousands of times, whatever XLA_FLAGS says.
 _OPTIMISED = {"xla_backend_optimization_level": "2"}
@@ -24,30 +24,25 @@ class Compiled:
   notebook, is compiled again.
 
   Attributes:
-    rule: the rule with all that it may leave out filled in.
+    rule: the verification rule.
   """
 
-  def __init__(self, verifier: Verifier | interfaces.Rule):
-    self.rule = rule = interfaces.rule(verifier)
+  def __init__(self, rule: Verifier):
+    check_verifier(rule)
+    self.rule = rule
 
     def law(tokens, parents, q, p, state):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
-      drawn = rule.by_row(draft, p, state).law()
-      gap = survival = None
-      if hasattr(rule.verifier, "survival"):
+      law = rule.evaluate(draft, p, state)
+      survival = None
+      if rule.has_survival:
         depths = jnp.arange(tokens.shape[0])  # of a chain
-        survival = rule.survival(draft, p, state, drawn, depths)
-      if rule.makes_rows:
-        said = rule.law(draft, p, state)
-        rows = jnp.where(drawn.stop[:, None] > 0,
-                         jnp.abs(said.next_token - drawn.next_token), 0)
-        gap = jnp.maximum(
-            jnp.max(jnp.abs(said.stop - drawn.stop)), jnp.max(rows))
-      return drawn.stop, drawn.next_token, gap, survival
+        _, survival = rule.figures(draft, p, state, law, depths)
+      return law.stop, law.next_token, survival
 
     def commit(tokens, parents, q, p, state, verdict):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
-      return rule.commit(state, draft, p, verdict)
+      return rule.next_state(state, draft, p, verdict)
 
     self._law, self._commit = (
         jax.jit(jax.vmap(f), compiler_options=_OPTIMISED)
@@ -61,15 +56,13 @@ class Compiled:
   def initial_state(self, gamma: int, dtype: str) -> Any:
     """The state before the first round, or None; floats in `dtype`."""
     return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
-                        self.rule.initial_state(gamma))
+                        self.rule.init(gamma))
 
   def laws(self, drafts, chunk: int, dtype: str
-           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None,
-                      np.ndarray | None]:
-    """`stop [n, N]` and `next_token [n, N, V]` of n drafts, as they are drawn.
+           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns `stop [n, N]`, `next_token [n, N, V]` and `survival [n, N]`.
 
-    Third is the largest difference from `law`, `[n]`, of a rule with both
-    `law` and `by_row`; fourth `survival [n, N]` of a rule that has it.
+    `survival` is None for a rule without its own.
 
     Args:
       drafts: tokens, parents `[n, N]`, q, p `[n, N, V]`, and the states.

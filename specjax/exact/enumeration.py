@@ -17,10 +17,10 @@ from specjax.exact.starts import dense
 from specjax.exact.starts import first_contexts
 from specjax.exact.starts import merged
 from specjax.exact.starts import Starts
+from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
-from specjax.types import Verifier
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 _STARTS = 1024  # rounds expanded at a time: bounds the memory

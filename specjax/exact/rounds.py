@@ -24,7 +24,7 @@ from specjax.exact import drafts as drafts_lib
 from specjax.exact import enumeration
 from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 
 _DRAFTS = 1 << 16  # enumerated at a time: bounds the memory
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax import interfaces
 from specjax.exact.drafts import Drafts
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 
 Scheme = Callable[[Drafts, np.ndarray, tuple[int, ...]], Drafts]
 

@@ -12,8 +12,8 @@ from specjax.exact import schemes
 from specjax.exact.compiled import Compiled
 from specjax.exact.drafts import Drafts
 from specjax.exact.pairs import Pair
+from specjax.interfaces import Verifier
 from specjax.trees import shapes
-from specjax.types import Verifier
 
 CHUNK = 256  # laws evaluated in one call: most trees have few drafts
 

@@ -47,6 +47,9 @@ __all__ = [
     "Drafter",
     "Model",
     "Rule",
+from specjax.interfaces.verifier import check_pair
+from specjax.interfaces.verifier import check_verifier
+from specjax.interfaces.verifier import Verifier
     "bind",
     "cannot_grow",
     "capabilities",

@@ -17,7 +17,6 @@ from specjax.interfaces.cache import Cache
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
-from specjax.types import LawByRow
 from specjax.types import ModelOutput
 from specjax.utils import processes
 
@@ -75,27 +74,9 @@ def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
   """
   _check_is(f"the law of the verifier {name}", law, Law)
   _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
-  _check(f"next_token of the verifier {name}", law.next_token,
-         (nodes, vocab_size), "[N, V]", float)
-
-
-def check_law_by_row(name: str, law: LawByRow, nodes: int, vocab_size: int
-                     ) -> LawByRow:
-  """The law that `by_row` returned, whose rows are checked as they are made.
-
-  Raises:
-    ValueError: it is none, or `stop` or a row has another shape or dtype.
-  """
-  _check_is(f"the law by row of the verifier {name}", law, LawByRow)
-  _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
-
-  def next_row(node):
-    row = law.next_row(node)
-    _check(f"a row of next_token of the verifier {name}", row, (vocab_size,),
-           "[V]", float)
-    return row
-
-  return LawByRow(stop=law.stop, next_row=next_row)
+  if type(law) is Law:  # a `LawByRow` would compute all of its rows
+    _check(f"next_token of the verifier {name}", law.next_token,
+           (nodes, vocab_size), "[N, V]", float)
 
 
 def check_survival(name: str, survival: jax.Array, nodes: int) -> None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from specjax import interfaces
 from specjax import verifiers
+from specjax.interfaces import Verifier
 from specjax.methods.networks import Heads
 from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.training.objective import DrafterObjective
-from specjax.types import Verifier
 
 CUTS = 128  # cut points of a row that is measured, where a few are drawn
 
@@ -165,7 +165,7 @@ def suited(rule: Verifier, chain: Callable[[], Strategy],
     drawn: makes that with a sampled tree, of the proposal that it is given:
       how the children of a node are drawn.
   """
-  requires = interfaces.rule(rule).requires
+  requires = rule.requires
   if "chain" in requires:
     return chain()
   if not requires:

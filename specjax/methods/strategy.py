@@ -8,7 +8,7 @@ from specjax.decoding.decoder import Decoder
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import stop_rules
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 
 TOKEN, BLOCK = verifiers.Token(), verifiers.Block()
 TRAVERSAL = verifiers.Traversal()

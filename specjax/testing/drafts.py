@@ -18,12 +18,12 @@ from specjax.decoding import decoder as decoder_lib
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.sampling import LogitsTransform
 from specjax.testing import evidence
 from specjax.testing import laws as laws_lib
 from specjax.testing import nodes as nodes_lib
 from specjax.testing import recording
-from specjax.types import Verifier
 from specjax.utils import fields
 
 _TOTAL = 3e-5  # by which the sum of a row of q may be off, of float32
@@ -144,7 +144,7 @@ def sound_rule(drafter: Drafter) -> Verifier:
   declared = interfaces.capabilities(drafter)
   for rule in (verifiers.Block(), verifiers.Traversal(),
                verifiers.TargetWalk()):
-    if {*interfaces.rule(rule).requires} <= declared:
+    if {*rule.requires} <= declared:
       return rule
   raise AssertionError("TargetWalk is sound for every drafter")
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from specjax import exact
 from specjax.interfaces import Model
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 
 
 def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:

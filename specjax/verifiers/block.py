@@ -14,19 +14,19 @@ after two rounds for gamma >= 3, and after three for gamma = 2
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(RuleByRows):
+class Block(Verifier):
   """Accepts the longest prefix whose uniform, of probability h_i, shows heads.
 
   Algorithm 2 of Sun et al. 2024 (arXiv:2403.10444); h_i is in `by_row`.
@@ -35,14 +35,12 @@ class Block(RuleByRows):
   lossless = True
   requires = ("chain",)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one chain.
 
     Args:
       draft: a chain of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       With p_0 = 1, p_i = min(1, p_{i-1} p/q) and S_i = sum_x (p_i p - q)+:
@@ -51,7 +49,6 @@ class Block(RuleByRows):
       that h_{N-1} = p_{N-1} and the extra token follows p without a special
       case.
     """
-    del state
     survive = self.survival(draft, target_probs)
 
     def rest(survive, p, q):
@@ -70,7 +67,7 @@ class Block(RuleByRows):
     mass = jnp.append(
         rest(survive[:-1, None], target_probs[:-1], q).sum(-1),
         rest(survive[-1], target_probs[-1], 0).sum())
-    return LawByRow(stop=residual.last_heads(mass, survive), next_row=next_row)
+    return LawByRow(stop=residual.last_heads(mass, survive), row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""

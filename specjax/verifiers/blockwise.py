@@ -6,20 +6,20 @@ choice. `exact.certify` measures how far it is off.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.utils import fields
 from specjax.verifiers import residual
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(RuleByRows):
+class TopK(Verifier):
   """Accepts x if it is among the target's k likeliest tokens (section 5.1).
 
   The extra token is the target's likeliest. No uniform is drawn. A token that
@@ -41,17 +41,14 @@ class TopK(RuleByRows):
     fields.check_at_least("k", self.k, 1, ": 1 is greedy matching")
     _check_minimum(self.minimum)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The outcome for one chain, which is deterministic: one-hot `stop` and
     rows.
 
     Args:
       draft: a chain of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
     """
-    del state
     p = residual.at_drafted(draft, target_probs, first=0)
     rows, x = target_probs[:-1], draft.tokens[1:]
     before = (rows > p[:, None]) | (
@@ -61,7 +58,7 @@ class TopK(RuleByRows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Distance(RuleByRows):
+class Distance(Verifier):
   """Accepts x if it is at most epsilon from the target's choice (section 5.2).
 
   For vocabularies whose ids are ordinal, such as intensities of pixels. The
@@ -83,10 +80,8 @@ class Distance(RuleByRows):
         "epsilon", self.epsilon, 0, ": 0 is greedy matching")
     _check_minimum(self.minimum)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The outcome for one chain, as for `TopK`."""
-    del state
     best = jnp.argmax(target_probs[:-1], axis=-1)
     near = jnp.abs(draft.tokens[1:] - best) <= self.epsilon
     return _matched(near, self.minimum, draft, target_probs)
@@ -107,5 +102,5 @@ def _matched(near, minimum, draft, target_probs) -> LawByRow:
       index, size, dtype=target_probs.dtype)
   return LawByRow(
       stop=one_hot(length, nodes),
-      next_row=lambda node: one_hot(
+      row=lambda node: one_hot(
           jnp.argmax(residual.at_node(target_probs, node)), vocab))

@@ -10,18 +10,18 @@ verification.
 """
 
 import dataclasses
-from typing import Any
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.sampling import smallest_mass
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.types import Verdict
 from specjax.verifiers import residual
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @struct.dataclass
@@ -43,7 +43,7 @@ class GreedyBlockState:
 
 
 @dataclasses.dataclass(frozen=True)
-class GreedyBlock(RuleByRows):
+class GreedyBlock(Verifier):
   """Accepts every prefix with probability min(1, T(x^i) / q(x^i)).
 
   Exact only where the draft's law depends on the context alone, because the
@@ -60,8 +60,8 @@ class GreedyBlock(RuleByRows):
     return GreedyBlockState(remaining=jnp.zeros((entries,), jnp.int32),
                             weights=jnp.zeros((entries,), float))
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array,
+          state: GreedyBlockState | None = None) -> Law:
     """The law of the outcome for one chain.
 
     Args:
@@ -96,7 +96,7 @@ class GreedyBlock(RuleByRows):
     every = jnp.arange(q.shape[0])[:, None]
     mass = jnp.sum(rest(found.target(target_probs, q, every), q,
                         survive[:, None], scale[:, None]), axis=-1)
-    return LawByRow(stop=residual.last_heads(mass, survive), next_row=next_row)
+    return LawByRow(stop=residual.last_heads(mass, survive), row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                state: GreedyBlockState | None = None) -> jax.Array:

@@ -4,16 +4,16 @@ Sun et al. 2023, "SpecTr" (arXiv:2310.15141, K-SEQ), at every node of a tree.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 # Steps of false position in the search of rho; bisection has the rest. On
 # laws of text about 8 are enough for float32.
@@ -21,7 +21,7 @@ _SECANTS = 24
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeq(RuleByRows):
+class KSeq(Verifier):
   """Walks to the first child that is accepted with p(x) / (rho q(x)).
 
   rho is the least number at which the target can still make up for what the
@@ -35,21 +35,18 @@ class KSeq(RuleByRows):
   def _rho(self, p, q, count):
     return least_rho(p, q, count)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes, the children of each drawn from one law q.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       With K children, beta = sum_x min(q, p / rho) and A = 1 - (1 - beta)^K:
       a = min(1, p(x) / (rho q(x))), stop as for `Recursive`; next_token =
       norm(p - min(q, p / rho) A / beta), which is p at a leaf.
     """
-    del state
     dtype = target_probs.dtype
     drawn = tree.drafted_probs(draft).astype(dtype)
     real = tree.children(draft.parents) & (drawn > 0)
@@ -74,7 +71,7 @@ class KSeq(RuleByRows):
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
     accept = jnp.minimum(residual.over(p, rhos[parents] * drawn), 1)
     return LawByRow(stop=tree.first_accepted(draft.parents, accept),
-                    next_row=next_row)
+                    row=next_row)
 
 
 @jax.custom_jvp

@@ -7,18 +7,18 @@ replacement. On a chain it is token verification.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 
+from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
-class Recursive(RuleByRows):
+class Recursive(Verifier):
   """Walks to the first accepted child; each rejection cuts q from the target.
 
   Exact wherever row i of `probs` is the law of `tokens[i]` given its ancestors
@@ -29,14 +29,12 @@ class Recursive(RuleByRows):
   lossless = True
   requires = ("conditional",)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       At every node r_0 = p, and for its children k = 1, 2, ...: a_k = min(1,
@@ -45,7 +43,6 @@ class Recursive(RuleByRows):
       to node i, times (1 - a) of all children of i; next_token[i] is the last
       r of node i.
     """
-    del state
     accept, _, rest = tree.try_children(draft, target_probs, inherit=False)
     return LawByRow(stop=tree.first_accepted(draft.parents, accept),
-                    next_row=rest)
+                    row=rest)

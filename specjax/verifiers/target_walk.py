@@ -7,21 +7,21 @@ one round.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.trees import topology
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetWalk(RuleByRows):
+class TargetWalk(Verifier):
   """Accepts the longest path of the tree that the target would have written.
 
   Exact for every tree that was built without looking at the target's
@@ -32,22 +32,19 @@ class TargetWalk(RuleByRows):
   lossless = True
   requires = ()
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes. Nodes that spell the same text count as one, so
         that a text may go on below any of them; the first one stands for all.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       stop[i] is p of the text that node i spells times p of all tokens that
       continue it in no path of the tree; next_token[i] is p of these tokens,
       normalised.
     """
-    del state
     nodes = target_probs.shape[0]
     node = jnp.arange(nodes)
     same = tree.same_text(draft)
@@ -70,4 +67,4 @@ class TargetWalk(RuleByRows):
       return residual.normalised(p.at[taken].set(0, mode="drop"), p)
 
     return LawByRow(stop=jnp.where(counts | (node == 0), text * outside, 0),
-                    next_row=next_row)
+                    row=next_row)

@@ -5,38 +5,35 @@ Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
-class Token(RuleByRows):
+class Token(Verifier):
   """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless."""
 
   lossless = True
   requires = ("chain",)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one chain.
 
     Args:
       draft: a chain of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       stop[i] = prod_{j<=i} a_j (1 - a_{i+1}) with a_i = min(1, p/q) and
       a_N = 0; next_token[i] = norm((p_i - q_i)+), which is p_{N-1} at the end.
     """
-    del state
     accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
     one = jnp.ones((1,), accept.dtype)
     reach = jnp.concatenate([one, jnp.cumprod(accept)])
@@ -47,7 +44,7 @@ class Token(RuleByRows):
       rest = p - residual.next_draft_row(draft, node, p.dtype)
       return residual.normalised(jnp.maximum(rest, 0), p)
 
-    return LawByRow(stop=reach * reject, next_row=next_row)
+    return LawByRow(stop=reach * reject, row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""

@@ -5,20 +5,20 @@ On a chain it is block verification.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.trees import topology
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
-class Traversal(RuleByRows):
+class Traversal(Verifier):
   """Visits the nodes children first and stops at the first accepted one.
 
   Exact wherever row i of `probs` is the law of `tokens[i]` given all that was
@@ -31,14 +31,12 @@ class Traversal(RuleByRows):
   lossless = True
   requires = ("conditional",)
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The law of the outcome for one tree.
 
     Args:
       draft: a tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
 
     Returns:
       Node c with parent v is entered with mass a_c = min(1, u_v(x) / q_c(x))
@@ -48,7 +46,6 @@ class Traversal(RuleByRows):
       = m_i times (1 - m_j) of every node j that is left before i;
       next_token[i] = u_i / m_i.
     """
-    del state
     _, mass, rest = tree.try_children(draft, target_probs, inherit=True)
     on_path = topology.ancestors(draft.parents)
     below = on_path.T & ~jnp.eye(mass.shape[0], dtype=bool)
@@ -58,4 +55,4 @@ class Traversal(RuleByRows):
     # a node on the path to i. All counts are small and exact.
     before = below | (paths @ elder @ paths.T > 0.5)
     return LawByRow(stop=mass * tree.over_marked(before, 1 - mass),
-                    next_row=rest)
+                    row=rest)

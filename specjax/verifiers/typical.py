@@ -6,20 +6,20 @@ drafter. `exact.certify` measures how far it is off.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.verifier import Verifier
 from specjax.trees import topology
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers.base import RuleByRows
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Typical(RuleByRows):
+class Typical(Verifier):
   """Accepts x where p(x) > min(epsilon, delta exp(-H(p))), H in nats.
 
   The longest accepted path of the tree wins, among equals the likelier one;
@@ -44,17 +44,14 @@ class Typical(RuleByRows):
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]: 0 accepts "
                          "all that the target can emit")
 
-  def by_row(self, draft: Draft, target_probs: jax.Array, state: Any = None
-             ) -> LawByRow:
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """The outcome for one tree, which is deterministic: one-hot `stop` and
     rows.
 
     Args:
       draft: a tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: unused.
     """
-    del state
     nodes, vocab = target_probs.shape
     entropy = jnp.sum(jax.scipy.special.entr(target_probs), axis=-1)
     threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
@@ -73,6 +70,6 @@ class Typical(RuleByRows):
     dtype = target_probs.dtype
     return LawByRow(
         stop=jax.nn.one_hot(jnp.argmax(likelihood), nodes, dtype=dtype),
-        next_row=lambda node: jax.nn.one_hot(
+        row=lambda node: jax.nn.one_hot(
             jnp.argmax(residual.at_node(target_probs, node)), vocab,
             dtype=dtype))

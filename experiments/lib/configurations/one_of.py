@@ -30,29 +30,25 @@ class OneOfState:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneOf:
+class OneOf(interfaces.Verifier):
   """Acts as one of `rules`; `start` says as which."""
 
-  rules: tuple[Any, ...]
-
-  @property
-  def _rules(self) -> tuple[interfaces.Rule, ...]:
-    return tuple(map(interfaces.rule, self.rules))
+  rules: tuple[interfaces.Verifier, ...]
 
   @property
   def lossless(self) -> bool:
-    return all(rule.lossless for rule in self._rules)
+    return all(rule.lossless for rule in self.rules)
 
   @property
   def requires(self) -> tuple[str, ...]:
     """What any of them needs of the drafter."""
     return tuple(dict.fromkeys(
-        need for rule in self._rules for need in rule.requires))
+        need for rule in self.rules for need in rule.requires))
 
   def init(self, gamma: int) -> OneOfState:
     """The first rule acts."""
     return OneOfState(jnp.zeros((), jnp.int32), tuple(
-        rule.initial_state(gamma) for rule in self._rules))
+        rule.init(gamma) for rule in self.rules))
 
   def start(self, rule, gamma: int, batch: int) -> OneOfState:
     """The state of `batch` rows that follow `rule`."""
@@ -63,14 +59,14 @@ class OneOf:
   def law(self, draft, target_probs, state):
     """The acting rule's law."""
     def law(i, memories, draft, target_probs):
-      return self._rules[i].law(draft, target_probs, memories[i])
+      return self.rules[i].evaluate(draft, target_probs, memories[i])
 
     return self._choose(law, state, draft, target_probs)
 
   def commit(self, state, draft, target_probs, verdict):
     """The acting rule remembers; the others' memories stay as they are."""
     def remember(i, memories, *args):
-      return (*memories[:i], self._rules[i].commit(memories[i], *args),
+      return (*memories[:i], self.rules[i].commit(memories[i], *args),
               *memories[i + 1:])
 
     return state.replace(memories=self._choose(

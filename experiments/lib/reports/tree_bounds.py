@@ -79,7 +79,6 @@ def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
   parents, larger = np.array(parents), np.array(decoder.drafter.parents)
   # A deepest node has no child: it reads row 0, which is not used.
   children = [int(np.argmax(larger == node)) for node in nodes]
-  rules = [interfaces.rule(rule) for rule in rules]
 
   def one(draft, probs):
     p, q = probs[nodes], draft.probs[np.array(children)]

@@ -67,8 +67,7 @@ class Study:
       rows.append({
           "prompts": prompts or "all", **cell,
           "num_prompts": len({(r["prompts"], r["number"]) for r in mine}),
-          "lossless": interfaces.rule(
-              common.VERIFIERS[cell["verifier"]]).lossless,
+          "lossless": common.VERIFIERS[cell["verifier"]].lossless,
           **columns(mine, base), **self._speed(
               self._units(cell["temperature"], prompts), cell["drafter"],
               cell["gamma"], cell["verifier"])})

@@ -16,7 +16,7 @@ _TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
 
 def _judged_afresh(verifier):
   """Whether shared drafts show only its first round, for it remembers."""
-  return interfaces.rule(common.VERIFIERS[verifier]).remembers
+  return common.VERIFIERS[verifier].remembers
 
 
 def _shown(row, name, form):

@@ -35,6 +35,7 @@ from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.strategy import BLOCK
@@ -44,7 +45,7 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verifier
+from specjax.types import Verdict
 from specjax.utils import fields
 from specjax.utils import rows
 
@@ -90,10 +91,10 @@ class Cascade(Drafter):
 
   def __post_init__(self):
     fields.check_at_least("gamma", self.gamma, 1)
-    rule = interfaces.rule(self.verifier)
-    if not rule.lossless:
+    interfaces.check_verifier(self.verifier)
+    if not self.verifier.lossless:
       raise ValueError(
-          f"the verifier of the cascade is {rule.name}, which is lossy, so "
+          f"the verifier of the cascade is {type(self.verifier).__name__}, which is lossy, so "
           "that its drafts would have another law than it says; choose a "
           "lossless one")
 
@@ -120,7 +121,7 @@ class Cascade(Drafter):
   def _stage(self) -> rounds.Round:
     return rounds.Round(
         target=self.model, drafter=self.drafter, transform=self.transform,
-        rule=interfaces.rule(self.verifier), drafts=True)
+        rule=self.verifier, drafts=True)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
     """Returns the drafter specialised to a target."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
+from specjax.interfaces import Verifier
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
@@ -37,7 +38,6 @@ from specjax.training.objective import Score
 from specjax.training.objective import weights_of
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

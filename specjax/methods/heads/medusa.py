@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import verifiers
+from specjax.interfaces import Verifier
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
@@ -37,7 +38,6 @@ from specjax.training.objective import Loss
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.types import Verifier
 from specjax.utils import fields
 
 _OUTPUTS = ("own", "low_rank", "shared")

@@ -45,7 +45,7 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
+from specjax.interfaces import Verifier
 from specjax.utils import fields
 
 

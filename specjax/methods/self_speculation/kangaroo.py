@@ -18,6 +18,7 @@ from specjax import verifiers
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
@@ -42,7 +43,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.utils import fields
 
 _LAYER = Sublayers.between(0, 1)
