@@ -143,15 +143,15 @@ def _theorems():
       tokens = sj.exact.expected_tokens(rule, pair, gamma, rounds=1)
       row[name] = float(tokens[0]) - 1
     row["full_information"] = sj.exact.full_information_optimum(pair, gamma)
-    row["lp_gap"] = sj.exact.verifier_optimum(pair, gamma) - row["block"]
+    row["lp_gap"] = sj.analysis.verifier_optimum(pair, gamma) - row["block"]
     rng = np.random.default_rng([vocab, gamma, seed])
     weights = [rng.exponential(size=vocab**i) for i in range(1, gamma + 1)]
-    row["prefix_gap"] = (sj.exact.verifier_optimum(pair, gamma, weights)
+    row["prefix_gap"] = (sj.analysis.verifier_optimum(pair, gamma, weights)
                          - _block_value(pair, gamma, weights))
-    row["transport_gap"] = (sj.exact.transport_optimum(pair, gamma)
+    row["transport_gap"] = (sj.analysis.transport_optimum(pair, gamma)
                             - row["full_information"])
-    certificate = sj.exact.dual_bound(
-        pair, range(-1, gamma), "iid", sj.exact.chain_potential(pair, gamma))
+    certificate = sj.analysis.dual_bound(
+        pair, range(-1, gamma), "iid", sj.analysis.chain_potential(pair, gamma))
     row["certificate_gap"] = float(certificate) - row["block"]
     row["greedy_gap"] = row["full_information"] - row["greedy_block"]
     rows.append(row)

@@ -40,7 +40,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import interfaces
 from specjax.utils import files
 
 _RECORD = shared.directory(

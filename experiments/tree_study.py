@@ -76,7 +76,6 @@ from lib.rollouts import timing
 import numpy as np
 
 import specjax as sj
-from specjax import interfaces
 from specjax import strategies
 from specjax.utils import files
 
@@ -194,7 +193,8 @@ class _Setting:
     decoder = self.decoder(temperature, name, star)
     state = decoder.prefill(self.params, self._calibration, jax.random.key(1),
                             limits=self._limit)
-    stops_of = jax.jit(lambda *args: jax.vmap(jax.vmap(decoder.verifier.law))(*args).stop)
+    law = jax.vmap(jax.vmap(decoder.verifier.law))
+    stops_of = jax.jit(lambda *args: law(*args).stop)
     rounds, stops = self._traced_rounds(decoder), []
     for _ in range(_CALIBRATION_ROUNDS // rounds):
       state, stats, trace = decoder.decode_traced(self.params, state, rounds)

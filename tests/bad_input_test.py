@@ -389,7 +389,7 @@ def test_nan_stays_in_its_row(model):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Divides:
+class _Divides(sj.Verifier):
   """A rule of a user's own that divides by 0 where the text holds a token."""
 
   def law(self, draft, p):

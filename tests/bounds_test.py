@@ -47,7 +47,7 @@ def test_every_table_bounds_every_valid_rule(kind, scheme):
   # p > 0 and q = 0 does not, or a node is left out.
   for seed in range(3):
     pair, terms, weights = _enumerated(kind, 3, _TREE, scheme, seed)
-    optimum = exact.tree_optimum(pair, _TREE, scheme)
+    optimum = analysis.tree_optimum(pair, _TREE, scheme)
     rng = np.random.default_rng(seed)
     tables = [np.zeros((2, 18)), np.ones((2, 18)),
               *(size * rng.normal(size=(2, 18)) for size in (0.3, 1, 3)),
@@ -62,7 +62,7 @@ def test_a_fitted_table_is_close_to_the_best_possible(scheme):
   loose = []
   for seed in range(3):
     pair, terms, weights = _enumerated("dense", 3, _TREE, scheme, seed)
-    optimum = exact.tree_optimum(pair, _TREE, scheme)
+    optimum = analysis.tree_optimum(pair, _TREE, scheme)
     table = analysis.fit_bound(terms, 2, weights)
     loose.append(_bound(terms, weights, table) - optimum)
     assert abs(_bound(terms, weights, 0 * table) - 2) < 1e-5
@@ -74,7 +74,7 @@ def test_a_fitted_table_is_close_to_block_verification():
   chain = (-1, 0, 1, 2)
   for kind in ("dense", "mixed"):
     pair, terms, weights = _enumerated(kind, 3, chain, "iid")
-    optimum = exact.verifier_optimum(pair, 3)
+    optimum = analysis.verifier_optimum(pair, 3)
     found = _bound(terms, weights, analysis.fit_bound(terms, 3, weights))
     assert -1e-5 < found - optimum < 0.02
 

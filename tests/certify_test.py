@@ -17,7 +17,9 @@ from specjax import exact
 from specjax.exact import drafts
 from specjax.exact import enumeration
 from specjax.exact import larger
+from specjax.interfaces import Verifier
 from specjax.types import Draft
+from specjax.types import Law
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
@@ -33,26 +35,27 @@ _FEW = dict(vocab_sizes=(3,), gammas=(2, 3), kinds=("mixed",))
 def _bonus_only(draft, p):
   """A law that is wrong: what was drafted is accepted, all of it."""
   del draft
-  return Token.law(Token(), Draft.chain(
+  return Token().law(Draft.chain(
       0, jnp.zeros(p.shape[0] - 1, jnp.int32),
       jnp.tile(jnp.eye(1, p.shape[1]), (p.shape[0] - 1, 1))), p).replace(
           stop=jnp.zeros_like(p[:, 0]).at[-1].set(1))
 
 
 @dataclasses.dataclass(frozen=True)
-class _WrongWhere:
+class _WrongWhere(Verifier):
   """Token verification, and wrong where `where(draft, p)` holds."""
 
   where: Any
 
   def law(self, draft, p):
     wrong = self.where(draft, p)
-    return jax.tree.map(lambda a, b: jnp.where(wrong, a, b),
-                        _bonus_only(draft, p), Token().law(draft, p))
+    a, b = _bonus_only(draft, p), Token().law(draft, p)
+    return Law(stop=jnp.where(wrong, a.stop, b.stop),
+               next_token=jnp.where(wrong, a.next_token, b.next_token))
 
 
 @dataclasses.dataclass(frozen=True)
-class _SmallestQ:
+class _SmallestQ(Verifier):
   """Divides by max(q, 1e-30), and so accepts padding."""
 
   def law(self, draft, p):
@@ -66,7 +69,7 @@ class _SmallestQ:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Forgetful:
+class _Forgetful(Verifier):
   """Token verification that is wrong after its eighth commit."""
 
   def init(self, gamma):

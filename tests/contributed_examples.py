@@ -34,7 +34,7 @@ class Repeat(sj.interfaces.Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstToken:
+class FirstToken(sj.Verifier):
   """Token verification of the first drafted token; the others are dropped."""
 
   def law(self, draft, target_probs):

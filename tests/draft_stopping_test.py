@@ -8,7 +8,6 @@ import pytest
 from scripts import ROOT
 
 import specjax as sj
-from specjax.exact import stopping
 from specjax.verifiers import Block
 
 sys.path.append(str(ROOT / "experiments"))
@@ -41,7 +40,7 @@ def _recorded(pair, length, gamma, rng):
 
 def _confident(threshold, length):
   """The same rule for enumerated drafts, which it ends with the text."""
-  stops = stopping.kept_by(
+  stops = sj.exact.ended_by(
       lambda probs, tokens: jnp.cumprod(probs.max(-1) > threshold).sum())
 
   def ended(drafts):
@@ -57,7 +56,7 @@ def test_costs_are_those_of_the_production_rule():
   # along the text and not along the draft, or beyond the end of the text.
   length, gamma, price, threshold = 4, 3, 0.3, 0.6
   pair = sj.exact.random_pair("dense", 2, length + gamma, 2)
-  exact = sj.exact.remaining_rounds(
+  exact = sj.analysis.remaining_rounds(
       Block(), pair, gamma, length, token_cost=price,
       ended=_confident(threshold, length))
   rng = np.random.default_rng(0)

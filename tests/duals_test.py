@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
+from specjax import analysis
 from specjax import exact
-from specjax.exact import stopping
 from specjax.methods import stop_rules
 from specjax.verifiers import Block
 from specjax.verifiers import KSeq
@@ -50,10 +50,10 @@ def test_chains_have_a_certificate_without_a_gap(kind):
   # equality is one of rational numbers.
   for vocab, gamma in ((2, 4), (3, 2)):
     pair = exact.random_pair(kind, vocab, gamma + 1, 4)
-    bound = exact.dual_bound(pair, range(-1, gamma), "iid",
-                             exact.chain_potential(pair, gamma))
+    bound = analysis.dual_bound(pair, range(-1, gamma), "iid",
+                             analysis.chain_potential(pair, gamma))
     assert bound == _block_accepts(pair, gamma)
-    assert abs(float(bound) - exact.verifier_optimum(pair, gamma)) <= 1e-9
+    assert abs(float(bound) - analysis.verifier_optimum(pair, gamma)) <= 1e-9
 
 
 @pytest.mark.parametrize("scheme", [
@@ -63,10 +63,10 @@ def test_trees_have_certificates(scheme):
   # it says nothing.
   for kind in ("dense", "zeros", "mixed"):
     pair = exact.random_pair(kind, 3, 3, 0)
-    bound = exact.dual_bound(pair, _TREE, scheme,
-                             exact.tree_potential(pair, _TREE, scheme))
+    bound = analysis.dual_bound(pair, _TREE, scheme,
+                             analysis.tree_potential(pair, _TREE, scheme))
     assert isinstance(bound, Fraction)
-    optimum = exact.tree_optimum(pair, _TREE, scheme)
+    optimum = analysis.tree_optimum(pair, _TREE, scheme)
     assert -1e-9 <= float(bound) - optimum <= 1e-6
 
 
@@ -76,9 +76,9 @@ def test_trees_of_next_to_no_probability():
   for _ in range(4):
     pair = exact.Pair(*([rng.dirichlet(np.full(3, 0.05), size=3**n)
                          for n in range(3)] for _ in "pq"))
-    bound = exact.dual_bound(pair, _TREE, "iid",
-                             exact.tree_potential(pair, _TREE, "iid"))
-    optimum = exact.tree_optimum(pair, _TREE, "iid")
+    bound = analysis.dual_bound(pair, _TREE, "iid",
+                             analysis.tree_potential(pair, _TREE, "iid"))
+    optimum = analysis.tree_optimum(pair, _TREE, "iid")
     assert -1e-7 <= float(bound) - optimum <= 1e-5
 
 
@@ -86,17 +86,18 @@ def test_any_potential_is_a_bound():
   # Broken: the bound relies on the solver after all.
   rng = np.random.default_rng(0)
   pair = exact.random_pair("dense", 3, 3, 0)
-  best = exact.tree_potential(pair, _TREE, "iid")
-  optimum = exact.tree_optimum(pair, _TREE, "iid")
+  best = analysis.tree_potential(pair, _TREE, "iid")
+  optimum = analysis.tree_optimum(pair, _TREE, "iid")
   for size in (0, 1e-3, 1):
     potential = [x + Fraction(float(e)) for x, e in zip(
         best, size * rng.normal(size=len(best)))]
-    assert float(exact.dual_bound(pair, _TREE, "iid", potential)) >= (
+    assert float(analysis.dual_bound(pair, _TREE, "iid", potential)) >= (
         optimum - 1e-9)
   for rule in (Traversal(), KSeq()):
     accepted = exact.enumerate_trees(
         _compiled(rule), pair, _TREE, "iid").expected_accepted
-    assert accepted <= float(exact.dual_bound(pair, _TREE, "iid", best)) + 1e-12
+    bound = float(analysis.dual_bound(pair, _TREE, "iid", best))
+    assert accepted <= bound + 1e-12
 
 
 def test_certificates_that_would_mean_nothing_are_refused():
@@ -105,12 +106,12 @@ def test_certificates_that_would_mean_nothing_are_refused():
   pair = exact.random_pair("dense", 3, 3, 0)
   zeros = [Fraction(0)] * 27
   with pytest.raises(ValueError, match="larger_of_two draws from other"):
-    exact.dual_bound(pair, _TREE, "larger_of_two", zeros)
+    analysis.dual_bound(pair, _TREE, "larger_of_two", zeros)
   with pytest.raises(ValueError, match="9 numbers; it must have.*27"):
-    exact.dual_bound(pair, _TREE, "iid", zeros[:9])
+    analysis.dual_bound(pair, _TREE, "iid", zeros[:9])
 
 
-_stops = functools.cache(lambda threshold: stopping.kept_by(
+_stops = functools.cache(lambda threshold: exact.ended_by(
     stop_rules.Confidence(threshold=threshold)))
 
 
@@ -121,9 +122,9 @@ def test_best_draft_lengths(eos):
   pair, gamma, length = exact.random_pair("mixed", 3, 9, 5), 4, 5
   for token_cost in (0.0, 0.05, 0.2, 2.0):
     cost = functools.partial(
-        exact.remaining_rounds, _compiled(Block()), pair, length=length,
+        analysis.remaining_rounds, _compiled(Block()), pair, length=length,
         eos=eos, token_cost=token_cost)
-    best = exact.best_draft_lengths(pair, gamma, length, token_cost, eos=eos)
+    best = analysis.best_draft_lengths(pair, gamma, length, token_cost, eos=eos)
     np.testing.assert_allclose(
         best.cost, cost(gamma=gamma, ended=best.ended), atol=1e-12)
     others = [cost(gamma=fixed) for fixed in range(gamma + 1)]

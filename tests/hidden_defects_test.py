@@ -16,7 +16,7 @@ import pytest
 from specjax import exact
 from specjax.exact import trials
 from specjax.exact import walks
-from specjax.types import LawByRow
+from specjax.interfaces import Verifier
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
@@ -26,7 +26,7 @@ from specjax.verifiers import Token
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Where:
+class _Where(Verifier):
   """A rule, with the extra token drawn from p where `where(draft, p)` holds."""
 
   where: Any
@@ -279,12 +279,10 @@ class _Late(GreedyBlock):
   def init(self, gamma):
     return super().init(gamma), jnp.zeros((), jnp.int32)
 
-  def by_row(self, draft, p, state=None):
+  def law(self, draft, p, state=None):
     kept, rounds = state
-    row = super().by_row(draft, p, kept)
-    wrong = rounds >= 25
-    return LawByRow(stop=row.stop, next_row=lambda node: jnp.where(
-        wrong, residual.at_node(p, node), row.next_row(node)))
+    law = super().law(draft, p, kept)
+    return law.replace(next_token=jnp.where(rounds >= 25, p, law.next_token))
 
   def survival(self, draft, p, state=None):
     return super().survival(draft, p, state[0])
@@ -302,7 +300,7 @@ def test_late_rounds():
 
 
 @dataclasses.dataclass(frozen=True)
-class _Survives:
+class _Survives(Verifier):
   """Block verification with a survival that is `scale` times too large."""
 
   scale: float
@@ -324,7 +322,7 @@ def test_survival_is_compared_with_the_law():
 
 
 @dataclasses.dataclass(frozen=True)
-class _Float32:
+class _Float32(Verifier):
   """Computes in float32, whatever it is given."""
 
   def law(self, draft, p):

@@ -117,7 +117,7 @@ def test_the_recent_view_has_sinks_and_a_window():
 
 
 @dataclasses.dataclass(frozen=True)
-class _WholeLaw:
+class _WholeLaw(sj.Verifier):
   """TriForce's released middle stage: after a rejection it draws from p."""
 
   def law(self, draft, target_probs):

@@ -85,7 +85,7 @@ def test_a_record_fits_together(name):
   assert set(shapes) == {"target", "drafter"}
 
   chain = method.chain(heads)
-  assert interfaces.rule(chain.verifier).lossless
+  assert chain.verifier.lossless
   _decoder(target, chain)
   if name in ("eagle1", "eagle3"):  # of any length, which a controller chooses
     assert chain.drafter.num_nodes == _K + 1
@@ -93,7 +93,7 @@ def test_a_record_fits_together(name):
     longer = method.strategy(heads, None, 9, None)
     assert longer.drafter.num_nodes == 10
   for strategies in method.compared(heads, lambda: _TREE).values():
-    assert interfaces.rule(strategies[0].verifier).lossless
+    assert strategies[0].verifier.lossless
     assert len({s.drafter for s in strategies}) == 1  # they share rollouts
     for strategy in strategies:
       _decoder(target, strategy)
@@ -108,8 +108,8 @@ def test_a_rule_gets_drafts_that_suit_it(name, rule):
   method, heads = _heads(name)
   strategy = method.strategy(heads, rule, 9, lambda: _TREE)
   assert rule is None or strategy.verifier == rule
-  assert interfaces.rule(strategy.verifier).lossless or rule is not None
-  for need in interfaces.rule(strategy.verifier).requires:
+  assert strategy.verifier.lossless or rule is not None
+  for need in strategy.verifier.requires:
     assert getattr(strategy.drafter, need)
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from specjax import exact
-from specjax import interfaces
 from specjax import sampling
 from specjax.types import Draft
-from specjax.types import LawByRow
+from specjax.types import Law
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
 from specjax.verifiers import residual
 from specjax.verifiers import Token
+from specjax.verifiers._by_row import LawByRow
 
 _DRAFTS, _NODES, _VOCAB = 200, 4, 5
 
@@ -33,7 +33,7 @@ def _cases(rule):
     return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
 
   p, q = laws(), laws()
-  chain = "chain" in interfaces.rule(rule).requires
+  chain = "chain" in rule.requires
   parents = np.array([-1, 0, 1, 2] if chain else [-1, 0, 0, 1], np.int32)
   if isinstance(rule, KSeq):  # siblings share one law
     q[:, 2] = q[:, 1]
@@ -51,103 +51,66 @@ def _cases(rule):
 
 
 def _outcomes(rule):
-  """Of every case the law, the verdicts of both forms, and all rows."""
-  one = interfaces.rule(rule)
-
+  """Of every case the law with all of its rows, and verdicts of both forms."""
   @jax.jit
   @jax.vmap
   def both(draft, p, state, uniforms):
-    law, rows = one.law(draft, p, state), one.by_row(draft, p, state)
+    law = rule.evaluate(draft, p, state)
+    rows = Law(law.stop, law.next_token)
     draw = lambda law: jax.vmap(
         functools.partial(sampling.sample_verdict, law, draft))(uniforms)
-    return law, rows.law(), draw(law), draw(rows)
+    return law, draw(rows), draw(law)
 
   return jax.device_get(both(*_cases(rule)))
 
 
-def _check(law, rows, said, drawn):
-  jax.tree.map(np.testing.assert_array_equal, said, drawn)
-  np.testing.assert_allclose(rows.stop, law.stop, atol=1e-6)
-  reached = law.stop[..., None] > 0
-  np.testing.assert_allclose(np.where(reached, rows.next_token, 0),
-                             np.where(reached, law.next_token, 0), atol=1e-6)
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_what_is_drawn_from_is_the_law(rule, monkeypatch):
-  # Broken: the loop draws from something else than `law` says, or an
+  # Broken: one row that is drawn from differs from the rows of the law, or an
   # accelerator draws from something else than a CPU.
-  found = _outcomes(rule)
-  _check(*found)
-  assert len(np.unique(found[-1].next_token)) == _VOCAB
+  law, *drawn = _outcomes(rule)
+  jax.tree.map(np.testing.assert_array_equal, *drawn)
+  assert len(np.unique(drawn[0].next_token)) == _VOCAB
 
   def accelerated(*operands, default, tpu=None, **_):
     return (tpu or default)(*operands)
 
   monkeypatch.setattr(jax.lax, "platform_dependent", accelerated)
-  elsewhere = _outcomes(rule)
-  _check(found[0], elsewhere[1], found[2], elsewhere[3])
+  elsewhere, *verdicts = _outcomes(rule)
+  for other in verdicts:
+    jax.tree.map(np.testing.assert_array_equal, drawn[0], other)
+  np.testing.assert_allclose(elsewhere.stop, law.stop, atol=1e-6)
+  reached = law.stop[..., None] > 0
+  np.testing.assert_allclose(np.where(reached, elsewhere.next_token, 0),
+                             np.where(reached, law.next_token, 0), atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
 class _LawAlone(Block):
-  """Overrides `law`, and inherits rows of another one."""
+  """Overrides `law` of a rule that computes its rows when they are read."""
 
-  def law(self, draft, p, state=None):
-    return Block().law(draft, p).replace(next_token=p)
+  def law(self, draft, p):
+    return super().law(draft, p).replace(next_token=p)
 
 
-def test_rows_of_another_law_are_not_inherited():
+def test_the_law_that_is_overridden_decodes():
   # Broken: a researcher overrides `law` and the loop does not notice.
   draft, p, *_ = jax.tree.map(lambda x: x[1], _cases(_LawAlone()))
-  one = interfaces.rule(_LawAlone())
-  np.testing.assert_array_equal(one.by_row(draft, p).next_row(1), p[1])
-  assert not one.makes_rows and interfaces.rule(Block()).makes_rows
+  law = _LawAlone().evaluate(draft, p)
+  np.testing.assert_array_equal(law.next_row(1), p[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class _OtherRows(Token):
-  """Draws the extra token from p, whatever its law says."""
+  """Draws the extra token from p."""
 
-  def law(self, draft, p, state=None):
-    return Token().law(draft, p)
-
-  def by_row(self, draft, p, state=None):
-    return LawByRow(stop=self.law(draft, p).stop,
-                    next_row=functools.partial(residual.at_node, p))
+  def law(self, draft, p):
+    return LawByRow(super().law(draft, p).stop,
+                    functools.partial(residual.at_node, p))
 
 
-@dataclasses.dataclass(frozen=True)
-class _OtherLaw(Token):
-  """Draws as it should, and says another law."""
-
-  def law(self, draft, p, state=None):
-    return Token().law(draft, p).replace(next_token=p)
-
-  def by_row(self, draft, p, state=None):
-    return Token().by_row(draft, p)
-
-
-@pytest.mark.parametrize("rule", [_OtherRows(), _OtherLaw()])
-def test_certify_proves_what_is_drawn_from(rule):
-  # Broken: a certificate of a law from which nobody draws.
-  found = exact.certify(rule, vocab_sizes=(3,), gammas=(1,), rounds=1,
+def test_certify_proves_what_is_drawn_from():
+  # Broken: a certificate of rows from which nothing is drawn.
+  found = exact.certify(_OtherRows(), vocab_sizes=(3,), gammas=(1,), rounds=1,
                         kinds=("dense",), seeds=range(2), thorough=False)
-  assert not found.lossless and "by_row is not the law" in found.defects
-  wrong = found.total_variation > 1e-3
-  assert wrong == isinstance(rule, _OtherRows)
-
-
-@pytest.mark.parametrize("rows,message", [
-    (lambda law: law.law(), "law by row of the verifier Rule is a Law"),
-    (lambda law: dataclasses.replace(law, stop=law.stop[1:]),
-     r"stop of the verifier Rule has shape \(3,\)"),
-    (lambda law: dataclasses.replace(law, next_row=lambda node: law.stop),
-     r"a row of next_token of the verifier Rule has shape \(4,\).*\[V\]")])
-def test_rows_of_another_shape_are_refused(rows, message):
-  # Broken: a wrong row is drawn from, or an error names no part.
-  rule = type("Rule", (Token,), {
-      "by_row": lambda self, draft, p: rows(Token().by_row(draft, p))})()
-  draft, p, *_ = jax.tree.map(lambda x: x[1], _cases(rule))
-  with pytest.raises(ValueError, match=message):
-    interfaces.rule(rule).by_row(draft, p).next_row(0)
+  assert not found.lossless and found.total_variation > 1e-3

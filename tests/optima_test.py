@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from specjax import analysis
 from specjax import exact
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
@@ -25,8 +26,8 @@ def test_rules_attain_their_optima(kind, vocab, gamma):
     pair = exact.random_pair(kind, vocab, gamma + 1, seed)
     block = _accepted(Block(), pair, gamma)
     everything = exact.full_information_optimum(pair, gamma)
-    assert abs(exact.verifier_optimum(pair, gamma) - block) <= 1e-9
-    assert abs(exact.transport_optimum(pair, gamma) - everything) <= 1e-9
+    assert abs(analysis.verifier_optimum(pair, gamma) - block) <= 1e-9
+    assert abs(analysis.transport_optimum(pair, gamma) - everything) <= 1e-9
     assert abs(_accepted(GreedyBlock(), pair, gamma) - everything) <= 1e-12
     assert (_accepted(Token(), pair, gamma) - 1e-12 <= block
             <= everything + 1e-12)
@@ -35,8 +36,8 @@ def test_rules_attain_their_optima(kind, vocab, gamma):
 def test_paper_example():
   # Broken: the programs are not those of arXiv:2403.10444.
   pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
-  assert abs(exact.verifier_optimum(pair, 2) - 11 / 9) <= 1e-12
-  assert abs(exact.transport_optimum(pair, 2) - 12 / 9) <= 1e-12
+  assert abs(analysis.verifier_optimum(pair, 2) - 11 / 9) <= 1e-12
+  assert abs(analysis.transport_optimum(pair, 2) - 12 / 9) <= 1e-12
 
 
 def test_value_of_one_prefix():
@@ -45,14 +46,14 @@ def test_value_of_one_prefix():
   # paper's example, with q = 4/9 and p_2 = 1/4.
   pair = exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), 3)
   weights = [np.zeros(2), np.array([1.0, 0, 0, 0])]
-  assert abs(exact.verifier_optimum(pair, 2, weights) - 1 / 9) <= 1e-12
+  assert abs(analysis.verifier_optimum(pair, 2, weights) - 1 / 9) <= 1e-12
 
 
 def test_equal_and_disjoint_models():
   # Broken: 0/0 in the scaling of the programs.
   equal = exact.random_pair("equal", 3, 4, 0)
   disjoint = exact.random_pair("disjoint", 3, 4, 0)
-  for optimum in (exact.verifier_optimum, exact.transport_optimum):
+  for optimum in (analysis.verifier_optimum, analysis.transport_optimum):
     assert abs(optimum(equal, 3) - 3) <= 1e-9
     assert abs(optimum(disjoint, 3)) <= 1e-9
 
@@ -62,9 +63,9 @@ def test_float32_laws():
   # and the solver then answers nonsense.
   p = np.array([1 / 3, 2 / 3], np.float32)
   pair = exact.iid_pair(p, p[::-1], 3)
-  assert abs(exact.verifier_optimum(pair, 2) - 11 / 9) <= 1e-7
+  assert abs(analysis.verifier_optimum(pair, 2) - 11 / 9) <= 1e-7
   rounded = exact.Pair([t + 1e-8 for t in pair.p], pair.q)
-  for optimum in (exact.verifier_optimum, exact.transport_optimum,
+  for optimum in (analysis.verifier_optimum, analysis.transport_optimum,
                   exact.full_information_optimum):
     with pytest.raises(ValueError, match="normalise"):
       optimum(rounded, 2)
@@ -78,8 +79,8 @@ def test_probabilities_far_below_the_solvers_tolerance(alpha, seed):
   tables = lambda: [rng.dirichlet(np.full(vocab, alpha), size=vocab**n)
                     for n in range(length + gamma)]
   pair = exact.Pair(tables(), tables())
-  block = exact.remaining_rounds(_compiled(Block()), pair, gamma, length)
-  assert abs(exact.verifier_optimum(pair, gamma)
+  block = analysis.remaining_rounds(_compiled(Block()), pair, gamma, length)
+  assert abs(analysis.verifier_optimum(pair, gamma)
              - _accepted(Block(), pair, gamma)) <= 1e-8
   np.testing.assert_allclose(
-      exact.fewest_remaining_rounds(pair, gamma, length), block, atol=1e-7)
+      analysis.fewest_remaining_rounds(pair, gamma, length), block, atol=1e-7)

@@ -14,6 +14,7 @@ from specjax import data
 from specjax import exact
 from specjax import testing
 from specjax.exact import enumeration
+from specjax.interfaces import Verifier
 from specjax.methods.other_vocabularies import _translation
 from specjax.types import Law
 from specjax.verifiers import Block
@@ -40,39 +41,39 @@ def _last_heads(heads):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ResidualOfOne:
+class _ResidualOfOne(Verifier):
   """The residual takes 1 in place of p_tau."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
     return Block().law(draft, p).replace(
         next_token=residual.normalised(rest, p))
 
 
 @dataclasses.dataclass(frozen=True)
-class _FirstTails:
+class _FirstTails(Verifier):
   """Stops at the first u >= h instead of the last u < h."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     heads = _block_parts(draft, p)[-1]
     stop = jnp.cumprod(heads) * (1 - jnp.append(heads[1:], 0))
     return Block().law(draft, p).replace(stop=stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class _SurvivalForHeads:
+class _SurvivalForHeads(Verifier):
   """Accepts a prefix with p_i in place of h_i."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     stop = _last_heads(_block_parts(draft, p)[0])
     return Block().law(draft, p).replace(stop=stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class _NoMinimum:
+class _NoMinimum(Verifier):
   """p_i is the product of the ratios, not capped at 1."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     ratios = residual.chain_ratios(draft, p)
     survive = jnp.concatenate([jnp.ones_like(ratios[:1]), jnp.cumprod(ratios)])
     rest = jnp.maximum(
@@ -85,10 +86,10 @@ class _NoMinimum:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OneUniform:
+class _OneUniform(Verifier):
   """All positions share one uniform number."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     heads = _block_parts(draft, p)[-1]
     behind = jnp.append(jax.lax.cummax(heads, reverse=True)[1:], 0)
     return Block().law(draft, p).replace(
@@ -96,10 +97,10 @@ class _OneUniform:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ScalarResidual:
+class _ScalarResidual(Verifier):
   """The residual subtracts q of the rejected token from every entry."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     q = residual.next_draft_probs(draft, p)
     picked = jnp.take_along_axis(q[:-1], draft.tokens[1:, None], axis=1)
     rest = jnp.maximum(p - jnp.append(picked, 0)[:, None], 0)
@@ -108,18 +109,18 @@ class _ScalarResidual:
 
 
 @dataclasses.dataclass(frozen=True)
-class _NoResidual:
+class _NoResidual(Verifier):
   """The extra token follows p after a rejection too."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     return Token().law(draft, p).replace(next_token=p)
 
 
 @dataclasses.dataclass(frozen=True)
-class _SwappedRatio:
+class _SwappedRatio(Verifier):
   """Accepts with q/p in place of p/q."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     ratios = residual.chain_ratios(draft, p)
     accept = jnp.where(
         ratios > 0, jnp.minimum(1, 1 / jnp.where(ratios > 0, ratios, 1)), 0)
@@ -144,7 +145,7 @@ def test_certify_rejects_a_wrong_rule(rule):
                             thorough=False, **refuted)
 
 
-class _Edited:
+class _Edited(Verifier):
   """Token verification until `law` is replaced."""
 
   def law(self, draft, p):
@@ -162,10 +163,10 @@ def test_certify_sees_a_rule_as_it_is_now():
 
 
 @dataclasses.dataclass(frozen=True)
-class _SlightlyNegative:
+class _SlightlyNegative(Verifier):
   """A stop probability of -1e-10: no total variation sees it."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     law = Token().law(draft, p)
     off = 1e-10 * (jnp.arange(law.stop.shape[0]) == 0)
     stop = jnp.where(law.stop[0] == 0, law.stop - off, law.stop)
@@ -173,10 +174,10 @@ class _SlightlyNegative:
 
 
 @dataclasses.dataclass(frozen=True)
-class _UnguardedResidual:
+class _UnguardedResidual(Verifier):
   """0/0 where p equals q."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     law = Token().law(draft, p)
     rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
     # Rounding left a little mass on a stop that p == q never takes.
@@ -186,10 +187,10 @@ class _UnguardedResidual:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LeakyStop:
+class _LeakyStop(Verifier):
   """Probabilities of stopping that do not sum to 1."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     law = Token().law(draft, p)
     return law.replace(stop=law.stop.at[-1].multiply(1 - 1e-5))
 
@@ -208,10 +209,10 @@ def test_certify_rejects_what_is_no_law(rule, defect):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unparenthesised:
+class _Unparenthesised(Verifier):
   """Block verification with S + 1 - p evaluated from left to right."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     survive, _, rest, _ = _block_parts(draft, p)
     mass = rest.sum(-1)
     total = (mass + 1) - survive
@@ -229,10 +230,10 @@ def test_certify_sees_the_missing_parentheses_in_float32():
 
 
 @dataclasses.dataclass(frozen=True)
-class _NoModification:
+class _NoModification(Verifier):
   """Greedy block verification that leaves the target as it is."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     return GreedyBlock().law(draft, p)
 
 

@@ -73,7 +73,7 @@ def test_the_acting_verifier_is_replayed_as_it_ran(verifier, tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LawOnly:
+class _LawOnly(sj.Verifier):
   """A researcher's rule: one method and nothing else."""
 
   def law(self, draft, target_probs):

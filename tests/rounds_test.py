@@ -204,7 +204,7 @@ def test_one_trace_for_equal_decoders():
 
 
 @dataclasses.dataclass(frozen=True)
-class _LawOnly:
+class _LawOnly(sj.Verifier):
   """A researcher's rule: one method and nothing else."""
 
   def law(self, draft, target_probs, state=None):
@@ -266,7 +266,7 @@ def test_statistics_of_a_round():
 
 
 @dataclasses.dataclass(frozen=True)
-class _Remembers:
+class _Remembers(sj.Verifier):
   """Counts its rounds and the tokens that it accepted."""
 
   def init(self, gamma):

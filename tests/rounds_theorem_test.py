@@ -5,7 +5,9 @@ import functools
 import numpy as np
 import pytest
 
+from specjax import analysis
 from specjax import exact
+from specjax.interfaces import Verifier
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import Token
@@ -32,25 +34,25 @@ def _ties(vocab, depth, seed):
     (5, (6, 137 / 16), (5, 73 / 8))])
 def test_patient_has_more_tokens_after_two_rounds(gamma, block, patient):
   # Broken: the counterexample to the paper's Theorem 2 after two rounds.
-  pair = exact.patient_pair(gamma, 2 * (gamma + 1))
-  for rule, known in ((Block(), block), (exact.Patient(), patient)):
+  pair = analysis.patient_pair(gamma, 2 * (gamma + 1))
+  for rule, known in ((Block(), block), (analysis.Patient(), patient)):
     np.testing.assert_allclose(
         _tokens(rule, pair, gamma, 2), known, rtol=0, atol=1e-12)
   if gamma < 5:  # no valid rule has more than `Patient`
     np.testing.assert_allclose(
-        exact.most_tokens(pair, gamma, 2), [block[0], patient[1]], atol=1e-9)
+        analysis.most_tokens(pair, gamma, 2), [block[0], patient[1]], atol=1e-9)
 
 
 def test_two_drafted_tokens_take_three_rounds_to_refute():
   # Broken: the counterexample at gamma 2, or the theorem that two rounds are
   # not enough there.
-  pair = exact.patient_pair(2, 9)
+  pair = analysis.patient_pair(2, 9)
   block, patient = (_tokens(rule, pair, 2, 3)
-                    for rule in (Block(), exact.Patient()))
+                    for rule in (Block(), analysis.Patient()))
   np.testing.assert_allclose(block, [3, 40 / 9, 19 / 3], atol=1e-12)
   np.testing.assert_allclose(patient, [2, 13 / 3, 20 / 3], atol=1e-12)
   np.testing.assert_allclose(
-      exact.most_tokens(pair, 2, 3), [3, 40 / 9, 20 / 3], atol=1e-9)
+      analysis.most_tokens(pair, 2, 3), [3, 40 / 9, 20 / 3], atol=1e-9)
 
 
 @pytest.mark.parametrize("gamma,rounds", [(1, 3), (2, 2)])
@@ -59,13 +61,13 @@ def test_short_drafts_leave_block_verification_optimal(gamma, rounds):
   for kind in _KINDS:
     pair = exact.random_pair(kind, 2, rounds * (gamma + 1), 0)
     np.testing.assert_allclose(
-        exact.most_tokens(pair, gamma, rounds),
+        analysis.most_tokens(pair, gamma, rounds),
         _tokens(Block(), pair, gamma, rounds), atol=1e-9)
 
 
 def test_longer_drafts_can_have_fewer_tokens():
   # Broken: the pair that shows it.
-  pair = exact.patient_pair(5, 14, certain=6)
+  pair = analysis.patient_pair(5, 14, certain=6)
   assert abs(_tokens(Block(), pair, 5, 2)[1] - 10.125) <= 1e-12
   assert abs(_tokens(Block(), pair, 6, 2)[1] - 9.5625) <= 1e-12
 
@@ -76,19 +78,19 @@ def test_longer_drafts_can_have_fewer_tokens():
 def test_block_needs_fewer_rounds_on_the_same_pair(length, block, patient):
   # Broken: the number of rounds, which is no function of the tokens of a fixed
   # number of rounds.
-  pair = exact.patient_pair(3, length + 3)
-  for rule, known in ((Block(), block), (exact.Patient(), patient)):
-    assert abs(exact.expected_rounds(_compiled(rule), pair, 3, length)
+  pair = analysis.patient_pair(3, length + 3)
+  for rule, known in ((Block(), block), (analysis.Patient(), patient)):
+    assert abs(analysis.expected_rounds(_compiled(rule), pair, 3, length)
                - known) <= 1e-12
-  assert abs(exact.fewest_rounds(pair, 3, length) - block) <= 1e-9
+  assert abs(analysis.fewest_rounds(pair, 3, length) - block) <= 1e-9
 
 
 def test_block_is_not_optimal_in_every_quantile():
   # Broken: the distribution behind the mean.
-  pair = exact.patient_pair(3, 10)
+  pair = analysis.patient_pair(3, 10)
   block, patient = (
-      exact.rounds_distribution(_compiled(rule), pair, 3, 7)
-      for rule in (Block(), exact.Patient()))
+      analysis.rounds_distribution(_compiled(rule), pair, 3, 7)
+      for rule in (Block(), analysis.Patient()))
   assert abs(block.probs[:3].sum() - 9 / 16) <= 1e-12
   assert abs(patient.probs[:3].sum() - 3 / 4) <= 1e-12
   assert block.quantile(0.75) == 3 and patient.quantile(0.75) == 2
@@ -101,7 +103,7 @@ def test_block_is_not_optimal_in_every_quantile():
 
 def test_patient_is_lossless():
   # Broken: the counterexample, if its rule is not valid.
-  assert exact.certify(exact.Patient(), vocab_sizes=(3,), gammas=(1, 2, 3),
+  assert exact.certify(analysis.Patient(), vocab_sizes=(3,), gammas=(1, 2, 3),
                        rounds=1, kinds=("one_hot_draft", "mixed"),
                        thorough=False).lossless
 
@@ -116,30 +118,29 @@ def test_block_needs_the_fewest_rounds(eos):
     for gamma, length in ((2, 5), (3, 4)):
       settings = dict(pair=pair, gamma=gamma, length=length, eos=eos)
       rule = _compiled(Block())
-      block = exact.remaining_rounds(rule, **settings)
-      fewest = exact.fewest_remaining_rounds(**settings)
+      block = analysis.remaining_rounds(rule, **settings)
+      fewest = analysis.fewest_remaining_rounds(**settings)
       np.testing.assert_allclose(fewest, block, rtol=0, atol=1e-7)
       # The other way to the same number, through the distribution.
-      assert abs(exact.expected_rounds(rule, **settings) - block[0]) <= 1e-12
-      value = exact.token_value(rule, **settings)
+      assert abs(analysis.expected_rounds(rule, **settings) - block[0]) <= 1e-12
+      value = analysis.token_value(rule, **settings)
       p, q = (np.concatenate(x[:length]) for x in pair)
       least = np.where(p > 0, 0, q)
       if eos is not None:
         least[:, eos] = q[:, eos]
       least = np.where(block == 0, 0, least.sum(-1))  # 0: after the eos
       assert (value - least).min() >= -1e-12
-      token.append((exact.remaining_rounds(_compiled(Token()), **settings)
+      token.append((analysis.remaining_rounds(_compiled(Token()), **settings)
                     - block).max())
   assert min(token) >= -1e-12 and max(token) > 0.01
 
 
-class _AcceptsEverything:
+class _AcceptsEverything(Verifier):
   """Accepts every draft, whatever the target's probabilities are."""
 
   lossless = False
-  requires = ("chain",)
 
-  def law(self, draft, target_probs, state=None):
+  def law(self, draft, target_probs):
     law = Block().law(draft, target_probs)
     last = np.arange(law.stop.shape[0]) == law.stop.shape[0] - 1
     return law.replace(stop=last.astype(law.stop.dtype))
@@ -148,8 +149,8 @@ class _AcceptsEverything:
 def test_a_rule_that_is_not_valid_can_need_fewer():
   # Broken: the bound is not a bound of valid rules, but of all rules.
   pair = exact.random_pair("dense", 3, 8, 0)
-  found = exact.expected_rounds(_AcceptsEverything(), pair, 3, 5)
-  assert found < exact.fewest_rounds(pair, 3, 5) - 0.1
+  found = analysis.expected_rounds(_AcceptsEverything(), pair, 3, 5)
+  assert found < analysis.fewest_rounds(pair, 3, 5) - 0.1
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -158,7 +159,7 @@ def test_block_is_never_behind_token_verification(kind):
   # k tokens are at least as probable with token verification.
   pair = exact.random_pair(kind, 3, 9, 2)
   block, token = (
-      np.cumsum(exact.progress_given_text(
+      np.cumsum(analysis.progress_given_text(
           _compiled(rule), pair, 3, 6, rounds=4), axis=-1)
       for rule in (Block(), Token()))
   assert block.shape == (4, 3**6, 7)
@@ -169,7 +170,7 @@ def test_block_is_never_behind_token_verification(kind):
 def test_progress_on_texts_averages_to_the_tokens_of_rounds():
   # Broken: a round from the wrong position, or the wrong conditional.
   pair = exact.random_pair("zeros", 3, 9, 1)
-  progress = exact.progress_given_text(_compiled(Token()), pair, 2, 6, 2)
+  progress = analysis.progress_given_text(_compiled(Token()), pair, 2, 6, 2)
   texts = exact.enumerate_chains(_compiled(Token()), pair, 2, 2).target
   mean = np.einsum("t,rtk,k->r", texts, progress, np.arange(7))
   np.testing.assert_allclose(
@@ -188,13 +189,13 @@ def test_rules_with_state():
   # Broken: states are lost between the rounds. With one drafted token greedy
   # block verification modifies nothing and is block verification.
   pair = exact.random_pair("mixed", 3, 8, 0)
-  block, greedy = (exact.expected_rounds(_compiled(rule), pair, 1, 5)
+  block, greedy = (analysis.expected_rounds(_compiled(rule), pair, 1, 5)
                    for rule in (Block(), GreedyBlock()))
   assert abs(block - greedy) <= 1e-12
-  assert (exact.expected_rounds(_compiled(GreedyBlock()), pair, 3, 5)
-          >= exact.fewest_rounds(pair, 3, 5) - 1e-9)
+  assert (analysis.expected_rounds(_compiled(GreedyBlock()), pair, 3, 5)
+          >= analysis.fewest_rounds(pair, 3, 5) - 1e-9)
   with pytest.raises(ValueError, match="has state.*rounds_distribution"):
-    exact.remaining_rounds(GreedyBlock(), pair, 3, 5)
+    analysis.remaining_rounds(GreedyBlock(), pair, 3, 5)
 
 
 @pytest.mark.parametrize("arguments,eos,words", [
@@ -203,11 +204,11 @@ def test_rules_with_state():
 def test_sizes_that_are_refused(arguments, eos, words):
   # Broken: an index error, or a wrong number, instead of a sentence.
   pair = exact.random_pair("dense", 3, 8, 0)
-  for function in (exact.expected_rounds, exact.remaining_rounds):
+  for function in (analysis.expected_rounds, analysis.remaining_rounds):
     with pytest.raises(ValueError, match=words):
       function(_compiled(Block()), pair, *arguments, eos=eos)
   if arguments != (3, 9):
     with pytest.raises(ValueError, match=words):
-      exact.fewest_rounds(pair, *arguments, eos=eos)
+      analysis.fewest_rounds(pair, *arguments, eos=eos)
   with pytest.raises(ValueError, match="gamma is 1"):
-    exact.patient_pair(1, 5)
+    analysis.patient_pair(1, 5)

@@ -15,7 +15,6 @@ from specjax import testing
 from specjax.drafters import EagleChain
 from specjax.drafters import LanguageModel
 from specjax.exact import enumeration
-from specjax.exact import stopping
 from specjax.methods import Eagle3Heads
 from specjax.methods import stop_rules
 
@@ -116,7 +115,7 @@ def test_the_search_past_a_dip():
 
   for stop, want in ((searched, 0.85), (_Appendix(speeds=speeds), 0.7)):
     found = enumeration.enumerate_chains(
-        _compiled(sj.verifiers.Token()), pair, 2, ended=stopping.kept_by(stop))
+        _compiled(sj.verifiers.Token()), pair, 2, ended=exact.ended_by(stop))
     law = found.law.reshape(2, -1).sum(1)
     np.testing.assert_allclose(law, [want, 1 - want], atol=1e-9)
 

@@ -24,7 +24,7 @@ def test_rounds_given_a_text_are_those_of_the_production_rule(rule, gamma):
   # the text, a token with q = 0 or the last round is counted wrongly.
   vocab, length = 3, 4
   pair = sj.exact.random_pair("zeros", vocab, length + gamma, 1)
-  progress = sj.exact.progress_given_text(
+  progress = sj.analysis.progress_given_text(
       _RULES[rule], pair, gamma, length, length)[:, :, length]
   probs, mixture = np.ones(1), np.zeros(length + 1)
   for table in pair.p[:length]:
@@ -38,7 +38,7 @@ def test_rounds_given_a_text_are_those_of_the_production_rule(rule, gamma):
     within = text_rounds.given_text(ratios, gamma, rule)
     np.testing.assert_allclose(within[1:], progress[:, text], atol=1e-12)
     mixture += probs[text] * within
-  rounds = sj.exact.rounds_distribution(_RULES[rule], pair, gamma, length)
+  rounds = sj.analysis.rounds_distribution(_RULES[rule], pair, gamma, length)
   np.testing.assert_allclose(mixture, np.cumsum(rounds.probs), atol=1e-12)
 
 

@@ -38,12 +38,12 @@ def _verification(top_p):
 
   device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
   transform = sj.LogitsTransform(temperature=None, top_p=top_p)
-  rule = sj.interfaces.rule(sj.verifiers.Block())
+  rule = sj.verifiers.Block()
 
   def verify(logits, temperature, draft, uniforms):
     probs = transform(logits, temperature[:, None])
     draw = lambda draft, probs, uniforms: sj.sampling.sample_outcome(
-        rule.by_row(draft, probs), draft, uniforms)
+        rule.law(draft, probs), draft, uniforms)
     verdict, row = jax.vmap(draw)(draft, probs, uniforms)
     # What the loop asks besides.
     return verdict, [jnp.isfinite(x.sum(-1)) for x in (row, probs, draft.probs)]

@@ -194,7 +194,7 @@ def test_certify_rejects_a_rho_that_is_too_small():
 class _NoResidual(Recursive):
   """The extra token follows p after rejections too."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     return super().law(draft, p).replace(next_token=p)
 
 
@@ -202,7 +202,7 @@ class _NoResidual(Recursive):
 class _SiblingsAtOnce(Recursive):
   """Every child is tried against p, as if it were the only one."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     wanted = p[jnp.maximum(draft.parents, 0), draft.tokens]
     accept = residual.over(wanted, tree.drafted_probs(draft))
     stop = tree.first_accepted(draft.parents, jnp.minimum(accept, 1))
@@ -213,7 +213,7 @@ class _SiblingsAtOnce(Recursive):
 class _ForgottenMass(Traversal):
   """The extra token follows a residual that ignores the mass of a node."""
 
-  def law(self, draft, p, state=None):
+  def law(self, draft, p):
     _, _, row = tree.try_children(draft, p, inherit=False)
     return super().law(draft, p).replace(
         next_token=jax.vmap(row)(jnp.arange(len(p))))

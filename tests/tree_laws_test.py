@@ -9,6 +9,7 @@ import pytest
 
 from specjax import exact
 from specjax import testing
+from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.verifiers import Block
 from specjax.verifiers import KSeq
@@ -53,7 +54,7 @@ def test_rule_is_lossless_elsewhere(rule, dtype, vocab_size):
 def test_certify_takes_trees_from_what_a_rule_says():
   # Broken: a rule for trees is approved on chains alone, or one for chains is
   # rejected for trees that it never meets.
-  class Silent:
+  class Silent(Verifier):
     """Says nothing of what it requires: a chain."""
 
     def law(self, draft, p):

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from specjax import analysis
 from specjax import exact
 from specjax.exact import schemes
 from specjax.verifiers import KSeq
@@ -74,7 +75,7 @@ def test_no_rule_exceeds_the_program():
   # by.
   gaps = {rule: [] for rule in (Recursive(), Traversal(), TargetWalk(), KSeq())}
   for pair, parents, scheme in _instances(60, _TREES, schemes.CONDITIONAL):
-    optimum = exact.tree_optimum(pair, parents, scheme)
+    optimum = analysis.tree_optimum(pair, parents, scheme)
     for rule, gap in gaps.items():
       if scheme in schemes.sound_for(rule):
         gap.append(optimum - _accepted(rule, pair, parents, scheme))
@@ -86,7 +87,7 @@ def test_deterministic_trees_leave_nothing_to_gain():
   # Broken: a rule wastes what the target walk, which is optimal there, gets;
   # or the program is too generous.
   for pair, parents, scheme in _instances(25, _TREES, [schemes.top_k]):
-    optimum = exact.tree_optimum(pair, parents, scheme)
+    optimum = analysis.tree_optimum(pair, parents, scheme)
     for rule in (Recursive(), Traversal(), TargetWalk()):
       assert abs(_accepted(rule, pair, parents, scheme) - optimum) <= 1e-8
 
@@ -97,8 +98,8 @@ def test_chains_have_the_optimum_of_chains(kind):
   for vocab, gamma in ((3, 3), (4, 2)):
     pair = exact.random_pair(kind, vocab, gamma + 1, 0)
     chain = range(-1, gamma)
-    assert abs(exact.tree_optimum(pair, chain, "iid")
-               - exact.verifier_optimum(pair, gamma)) <= 1e-9
+    assert abs(analysis.tree_optimum(pair, chain, "iid")
+               - analysis.verifier_optimum(pair, gamma)) <= 1e-9
 
 
 def _one_token(count):
@@ -116,7 +117,7 @@ def test_one_token_has_the_known_optimum(vocab, count):
     order = np.argsort(p / q)
     known = min(1, np.min(
         1 + np.cumsum(p[order]) - np.cumsum(q[order])**count))
-    found = exact.tree_optimum(pair, _one_token(count), "iid")
+    found = analysis.tree_optimum(pair, _one_token(count), "iid")
     assert abs(found - known) <= 1e-9
 
 
@@ -127,7 +128,7 @@ def test_k_seq_is_near_the_optimum_of_one_token():
   for seed in range(30):
     pair = exact.random_pair("dense", 3, 2, seed)
     for parents in (_one_token(2), _one_token(3)):
-      optimum = exact.tree_optimum(pair, parents, "iid")
+      optimum = analysis.tree_optimum(pair, parents, "iid")
       found = _accepted(KSeq(), pair, parents, "iid")
       assert (1 - 1 / np.e) * optimum <= found <= optimum + 1e-9
       gain.append(found - _accepted(Recursive(), pair, parents, "iid"))
@@ -147,7 +148,7 @@ def test_hybrid_children_are_optimal():
       parents = _one_token(count)
       assert abs(_accepted(Recursive(), pair, parents, "hybrid")
                  - known) <= 1e-12
-      assert abs(exact.tree_optimum(pair, parents, "hybrid") - known) <= 1e-9
+      assert abs(analysis.tree_optimum(pair, parents, "hybrid") - known) <= 1e-9
 
 
 def test_packed_paths_accept_no_less_than_separate_ones():

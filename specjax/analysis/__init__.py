@@ -4,6 +4,11 @@ from specjax.analysis.bounds import accepted_bound
 from specjax.analysis.bounds import bound_terms
 from specjax.analysis.bounds import BoundTerms
 from specjax.analysis.bounds import fit_bound
+from specjax.analysis.draft_lengths import best_draft_lengths
+from specjax.analysis.draft_lengths import DraftLengths
+from specjax.analysis.duals import chain_potential
+from specjax.analysis.duals import dual_bound
+from specjax.analysis.duals import tree_potential
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.estimates import relative_gain
 from specjax.analysis.intervals import clusters_needed
@@ -18,36 +23,71 @@ from specjax.analysis.lengths import operations_factor
 from specjax.analysis.lengths import optimal_gamma
 from specjax.analysis.lengths import predicted_speedup
 from specjax.analysis.lengths import speedup
+from specjax.analysis.optima import emission_optimum
+from specjax.analysis.optima import transport_optimum
+from specjax.analysis.optima import tree_optimum
+from specjax.analysis.optima import verifier_optimum
+from specjax.analysis.patient import Patient
+from specjax.analysis.patient import patient_pair
 from specjax.analysis.recording import Record
 from specjax.analysis.recording import record
 from specjax.analysis.recording import Rollout
 from specjax.analysis.replay import evaluate
 from specjax.analysis.replay import online
 from specjax.analysis.replay import Replayed
+from specjax.analysis.rounds import expected_rounds
+from specjax.analysis.rounds import progress_given_text
+from specjax.analysis.rounds import remaining_rounds
+from specjax.analysis.rounds import rounds_distribution
+from specjax.analysis.rounds import RoundsDistribution
+from specjax.analysis.rounds import token_value
+from specjax.analysis.several_rounds import fewest_remaining_rounds
+from specjax.analysis.several_rounds import fewest_rounds
+from specjax.analysis.several_rounds import most_tokens
 
 __all__ = [
     "BoundTerms",
+    "DraftLengths",
     "Estimate",
+    "Patient",
     "Record",
     "Replayed",
     "Rollout",
+    "RoundsDistribution",
     "accepted_bound",
+    "best_draft_lengths",
     "best_gamma",
     "bound_terms",
+    "chain_potential",
     "clusters_needed",
+    "dual_bound",
+    "emission_optimum",
     "estimate",
     "evaluate",
     "expected_accepted",
+    "expected_rounds",
     "expected_tokens",
     "expected_tokens_by_position",
     "expected_tokens_over",
+    "fewest_remaining_rounds",
+    "fewest_rounds",
     "fit_bound",
+    "most_tokens",
     "online",
     "operations_factor",
     "optimal_gamma",
+    "patient_pair",
     "predicted_speedup",
+    "progress_given_text",
     "ratio_estimate",
     "record",
     "relative_gain",
+    "remaining_rounds",
+    "rounds_distribution",
     "speedup",
+    "token_value",
+    "transport_optimum",
+    "tree_optimum",
+    "tree_potential",
+    "verifier_optimum",
 ]

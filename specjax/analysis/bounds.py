@@ -11,8 +11,8 @@ is the difference, so it has mean 0, and in one round
         <= E_T[max over v, y of (depth(v) + sum of m along vy)],
 
 where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
-This is `exact.dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends on p
-and q along the text alone. So every drawn tree gives an unbiased sample of the
+This is `dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends on p and
+ q along the text alone. So every drawn tree gives an unbiased sample of the
 bound, whatever the vocabulary is and whatever the rule knows of both models.
 
 m(c, y) = E_p[w(c, .)] - w(c, y), where w is a table: its row is the depth of c

@@ -157,7 +157,8 @@ class Round:
     # What comes of bad numbers is not the fault of the part that read them.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
-        type(self.rule).__name__, state, draft, law, usable) if self.debug else None
+        type(self.rule).__name__, state, draft, law, usable
+    ) if self.debug else None
     tokens, count, ended, failed = _emitted(
         state, draft, verdict, usable, stuck)
     finite, usable = finite & ~failed, usable & ~failed

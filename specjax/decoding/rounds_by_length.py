@@ -340,8 +340,9 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
   """
   if one.rule.has_state:
     raise ValueError(
-        f"{type(one.rule).__name__} has a state that is made for drafts of one length, "
-        "and a controller varies it; choose a rule without, such as Block")
+        f"{type(one.rule).__name__} has a state that is made for drafts of one "
+        "length, and a controller varies it; choose a rule without, such as "
+        "Block")
   name = type(one.drafter).__name__
   if interfaces.has_model(one.drafter) and not one.drafter.catches_up:
     raise ValueError(

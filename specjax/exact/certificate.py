@@ -10,11 +10,11 @@ import numpy as np
 
 from specjax.exact import enumeration
 from specjax.exact import schemes as schemes_lib
-from specjax.exact import stopping
 from specjax.exact import trials
 from specjax.exact.compiled import Compiled
-from specjax.exact.examples import Example
-from specjax.exact.optima import full_information_optimum
+from specjax.exact.compiled import Example
+from specjax.exact.drafts import ended_by
+from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
 from specjax.interfaces import Verifier
@@ -201,7 +201,7 @@ def certify(verifier: Verifier | Compiled, *,
                rounds=((some_rounds,), 1), seeds=(seeds, 0))
   _check_settings(kinds, dtype, drafting, trees, stop)
   _check_at(at)
-  ended = None if stop is None else stopping.kept_by(stop)
+  ended = None if stop is None else ended_by(stop)
   if trees is None and ("chain" in rule.requires or stop is not None
                         or drafting not in (None, "autoregressive")):
     trees = ()

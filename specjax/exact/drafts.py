@@ -5,8 +5,12 @@ context c followed by token x is c V + 1 + x. So q `[contexts, V]`, the rows
 of a `Pair`'s tables one below the other, is indexed by them.
 """
 
+from collections.abc import Callable
 import dataclasses
+from typing import Any
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -194,3 +198,99 @@ def _marginals(q, contexts, gamma):
     at = longer(at[..., None], np.arange(vocab_size), vocab_size).reshape(
         len(contexts), -1)
   return laws
+
+
+_CHUNK = 1024  # chains of one call: one compiled shape for each length
+
+Kept = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def ended_by(stop: Kept) -> Callable[[Drafts], Drafts]:
+  """A function that ends chains as `stop` says; see `certify`.
+
+  Raises:
+    ValueError: it is neither a rule nor a function.
+  """
+  if isinstance(stop, type) or not callable(stop):
+    raise ValueError(f"stop is {stop!r}; it must be a drafters.stop_rules."
+                     "StopRule, or a function (probs, tokens) -> length")
+  compiled = jax.jit(jax.vmap(stop))
+
+  def ended(drafts: Drafts) -> Drafts:
+    probs, tokens = drafts.probs[:, 1:], drafts.tokens[:, 1:].astype(np.int32)
+    count = len(tokens)
+    fill = lambda x: np.concatenate(
+        [x, np.repeat(x[:1], -count % _CHUNK, axis=0)])
+    probs, tokens = fill(probs), fill(tokens)
+    with jax.enable_x64(True):
+      lengths = [np.asarray(compiled(probs[i:i + _CHUNK], tokens[i:i + _CHUNK]))
+                 for i in range(0, len(tokens), _CHUNK)]
+    return drafts.cut(np.concatenate(lengths)[:count])
+
+  return ended
+
+
+_DENSE = 1 << 22  # contexts of one length that are counted without sorting
+
+
+class Starts(NamedTuple):
+  """Where rounds start: n contexts of one length, each with a state.
+
+  Attributes:
+    contexts: `[n]` int64, rows of the models' tables.
+    states: the rule's states, leaves `[n, ...]`; None without one.
+    weights: `[n]`, probabilities.
+  """
+
+  contexts: np.ndarray
+  states: Any
+  weights: np.ndarray
+
+
+def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
+  """The number of the first context of every length up to `depth`."""
+  return np.cumsum([0, *(vocab_size**k for k in range(depth))])
+
+
+def dense(starts: Starts, size: int) -> np.ndarray:
+  return np.bincount(starts.contexts, starts.weights, minlength=size)
+
+
+def _counted(contexts, weights, size):
+  """Each of `contexts`, numbers below `size`, once, with all of its weight."""
+  if size > _DENSE:
+    contexts, which = np.unique(contexts, return_inverse=True)
+    return contexts, np.bincount(which.reshape(-1), weights)
+  dense = np.bincount(contexts, weights, minlength=size)
+  contexts = np.flatnonzero(dense)
+  return contexts, dense[contexts]
+
+
+def merged(outcomes: list[dict[int, Starts]], vocab: int
+            ) -> dict[int, Starts]:
+  """The starts of all `outcomes`, equal (context, state) as one."""
+  lengths = sorted({length for found in outcomes for length in found})
+  merged = {}
+  for length in lengths:
+    parts = [found[length] for found in outcomes if length in found]
+    contexts = np.concatenate([part.contexts for part in parts])
+    weights = np.concatenate([part.weights for part in parts])
+    leaves = [jax.tree.leaves(part.states) for part in parts]
+    structure = jax.tree.structure(parts[0].states)
+    leaves = [np.concatenate(column) for column in zip(*leaves)]
+    if not leaves:
+      contexts, weights = _counted(contexts, weights, vocab**length)
+      merged[length] = Starts(contexts, parts[0].states, weights)
+      continue
+    columns = [contexts, *leaves]
+    rows = np.concatenate([
+        np.ascontiguousarray(x).reshape(len(contexts), -1).view(np.uint8)
+        for x in columns], axis=1)
+    _, first, which = np.unique(
+        rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1),
+        return_index=True, return_inverse=True)
+    merged[length] = Starts(
+        contexts[first],
+        jax.tree.unflatten(structure, [x[first] for x in leaves]),
+        np.bincount(which.reshape(-1), weights))
+  return merged

@@ -1,28 +1,30 @@
 """Sums a verifier's law over every draft of a pair of models."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from specjax import interfaces
 from specjax.exact import drafts
 from specjax.exact import pairs
+from specjax.exact import schemes
 from specjax.exact.compiled import Compiled
-from specjax.exact.examples import Example
+from specjax.exact.compiled import Example
+from specjax.exact.drafts import dense
+from specjax.exact.drafts import first_contexts
+from specjax.exact.drafts import merged
+from specjax.exact.drafts import Starts
 from specjax.exact.pairs import Pair
-from specjax.exact.starts import dense
-from specjax.exact.starts import first_contexts
-from specjax.exact.starts import merged
-from specjax.exact.starts import Starts
 from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
+TREE_CHUNK = 256  # most trees have few drafts
 _STARTS = 1024  # rounds expanded at a time: bounds the memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of a total variation
@@ -51,12 +53,12 @@ class Outcome(NamedTuple):
     return 0.5 * float(np.abs(self.law - self.target).sum())
 
 
-def horizon_of(rule: interfaces.Rule, gamma: int, rounds: int) -> int:
+def horizon_of(rule: Verifier, gamma: int, rounds: int) -> int:
   """Tokens whose joint law `enumerate_chains` returns."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
-def depth_of(rule: interfaces.Rule, gamma: int, rounds: int) -> int:
+def depth_of(rule: Verifier, gamma: int, rounds: int) -> int:
   """How deep the tables of a pair must be for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
@@ -87,7 +89,8 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
       the round starts, as independent heads draft.
     nodes: size to which drafts are padded, see `enumerate_trees`; default:
       none is.
-    ended: what ends the chains, `stopping.kept_by` a rule; default: nothing.
+    ended: function that ends chains early, from `exact.ended_by`; default:
+      none does.
 
   Raises:
     ValueError: `drafting` is neither, the tables are not deep enough or a row
@@ -104,6 +107,43 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   nodes = max(nodes, gamma + 1)
   scheme = chain_scheme(gamma, drafting, nodes, ended)
   return enumerate_drafts(verifier, pair, scheme, nodes, gamma, rounds, dtype)
+
+
+def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
+                    parents: Sequence[int], scheme: str | schemes.Scheme,
+                    rounds: int = 1, dtype: str = "float64",
+                    nodes: int | None = None) -> Outcome:
+  """The exact law of what decoding with drafts of one shape emits.
+
+  Args:
+    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
+    pair: tables of at least rounds * (height + 1) contexts deep.
+    parents: N numbers, `parents[0] == -1` and `parents[i] < i`, in any order.
+    scheme: how the tokens are drawn: a function as in `exact.schemes`, or the
+      name of one: "iid", "paths", "without_replacement", "top_k", "hybrid",
+      "several", "larger_of_two", "confident".
+    rounds: rounds of draft-and-verify, after which the target continues; see
+      `enumerate_chains`, where gamma is the tree's height.
+    dtype: of the numbers handed to the law; sums are float64 always.
+    nodes: size to which drafts are padded, so that trees of several sizes
+      share a compiled law; default: none is.
+
+  Raises:
+    ValueError: `nodes` is less than the tree has, the tables are not deep
+      enough or a row of them is not a distribution, or there are too many
+      drafts.
+  """
+  longest, nodes = schemes.height(parents), nodes or len(parents)
+  if nodes < len(parents):
+    raise ValueError(f"nodes is {nodes}; the tree alone has {len(parents)}")
+  pairs.check_pair(pair)
+  pairs.check_depth(rounds, "rounds")
+  check_size(pair.vocab_size, len(parents) - 1, nodes)
+  scheme = schemes.named(scheme)
+  drafting = lambda q, contexts: schemes.draw(
+      scheme, parents, q, contexts).padded(nodes)
+  return enumerate_drafts(
+      verifier, pair, drafting, nodes, longest, rounds, dtype, TREE_CHUNK)
 
 
 def chain_scheme(gamma: int, drafting: str, nodes: int, ended
@@ -327,7 +367,7 @@ class Run:
 
   def _laws(self, arguments, found, weights):
     """`stop` and `next_token` in float64, 0 where they do not count."""
-    stop, next_token, gap, survival = self._compiled.laws(
+    stop, next_token, survival = self._compiled.laws(
         arguments, self._chunk, self._dtype)
     self.laws += len(stop)
     some, each = stop > 0, lambda bad: bad.any(-1)
@@ -338,9 +378,7 @@ class Run:
             (stop < 0) | some & (next_token < 0).any(-1))),
         ("stop does not sum to 1", np.abs(stop.sum(-1) - 1) > 1e-6),
         ("a row of next_token does not sum to 1", each(
-            some & (np.abs(next_token.sum(-1) - 1) > 1e-6))),
-        ("by_row is not the law",
-         np.zeros(len(stop), bool) if gap is None else ~(gap <= 1e-6))):
+            some & (np.abs(next_token.sum(-1) - 1) > 1e-6)))):
       if bad.any():
         self._note(np.argmax(bad), arguments, stop, next_token, defect)
     known = lambda x: np.where(np.isfinite(x), x, 0).astype(np.float64)

@@ -238,3 +238,27 @@ def _uniform(rng, rows, vocab_size):
 
 _SIDES = {"ties": _ties, "nearly_one_hot": _nearly_one_hot,
           "heavy_tails": _heavy_tails, "uniform": _uniform}
+
+
+def full_information_optimum(pair: Pair, gamma: int) -> float:
+  """Returns the most draft tokens that any coupling accepts in one round.
+
+  sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)): Lemma 8. Greedy block
+  verification attains it in its first round (Theorem 3).
+  """
+  p, q = (joint(tables, gamma) for tables in (pair.p, pair.q))
+  return float(sum(np.minimum(a, b).sum() for a, b in zip(p[1:], q[1:])))
+
+
+def joint(tables, length):
+  """Joint laws `[V**i]` of the first i tokens, for i = 0..length."""
+  check_depth(length, "gamma", 0)
+  laws = [np.ones(1)]
+  for d in range(length):
+    check_rows(f"table {d} of the pair", tables[d])
+    error = np.abs(tables[d].sum(-1) - 1).max()
+    if error > 1e-12:  # the programs would have no solution
+      raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "
+                       "1e-12 is needed: normalise the rows in float64")
+    laws.append((laws[-1][:, None] * tables[d]).reshape(-1))
+  return laws

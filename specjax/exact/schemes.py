@@ -8,12 +8,15 @@ in its closure.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import itertools
 
 import numpy as np
 
-from specjax import interfaces
 from specjax.exact.drafts import Drafts
 from specjax.interfaces import Verifier
+from specjax.trees import shapes
 
 Scheme = Callable[[Drafts, np.ndarray, tuple[int, ...]], Drafts]
 
@@ -174,9 +177,9 @@ ALL = (*CONDITIONAL, larger_of_two, confident)
 _NAMED = (*ALL, expanded_by_score, expanded_iid)
 
 
-def sound_for(verifier: Verifier | interfaces.Rule) -> tuple[Scheme, ...]:
+def sound_for(verifier: Verifier) -> tuple[Scheme, ...]:
   """The schemes of this module that a verifier says it is exact for."""
-  requires = interfaces.rule(verifier).requires
+  requires = verifier.requires
   if "iid" in requires:
     return IID
   return CONDITIONAL if "conditional" in requires else ALL
@@ -210,3 +213,24 @@ def _next_best(drafts, q, parent):
   free = ~drafts.seen(parent)
   best = np.argmax(np.where(free, q[drafts.at(parent)], -1), axis=-1)
   return np.eye(q.shape[-1])[best] * free.any(-1, keepdims=True)
+
+
+def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
+  """All `parents` of trees of N nodes: every shape in every order of nodes.
+
+  There are (N - 1)! of them, those that are no depth-first order included.
+  """
+  for below in itertools.product(*(range(i) for i in range(1, nodes))):
+    yield (-1, *below)
+
+
+def height(parents: Sequence[int]) -> int:
+  """The depth of the deepest node; the parents are checked, see `trees`."""
+  return max(shapes.depths(parents))
+
+
+def draw(scheme: str | Scheme, parents: Sequence[int], q: np.ndarray,
+         contexts: np.ndarray) -> Drafts:
+  """All drafts of one shape from `contexts [n]`; q is `[contexts, V]`."""
+  roots = Drafts.roots(contexts, q.shape[-1])
+  return named(scheme)(roots, q, tuple(parents))

@@ -15,10 +15,9 @@ from specjax.exact import drafts
 from specjax.exact import enumeration
 from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
-from specjax.exact import trees as trees_lib
 from specjax.exact import walks
 from specjax.exact.compiled import Compiled
-from specjax.exact.examples import Example
+from specjax.exact.compiled import Example
 from specjax.exact.pairs import random_pair
 from specjax.types import Draft
 
@@ -172,7 +171,7 @@ def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
       trees, map(schemes_lib.named, schemes), kinds, seeds):
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
     times = rounds if few else 1
-    longest = trees_lib.height(parents)
+    longest = schemes_lib.height(parents)
     depth = enumeration.depth_of(compiled.rule, longest, times)
     draw = functools.partial(_drawn_tree, scheme, parents, largest, scattered)
     witness = dict(kind=kind, vocab_size=vocab_size, seed=seed,
@@ -184,11 +183,11 @@ def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
     yield _enumerated(
         f"trees of up to {largest} {what}, V = {vocab_size}, {dtype}", compiled,
         random_pair(kind, vocab_size, depth, seed), draw, largest, longest,
-        times, dtype, witness, len(parents), trees_lib.CHUNK)
+        times, dtype, witness, len(parents), enumeration.TREE_CHUNK)
 
 
 def _drawn_tree(scheme, parents, nodes, scattered, q, contexts):
-  found = trees_lib.draw(scheme, parents, q, contexts)
+  found = schemes_lib.draw(scheme, parents, q, contexts)
   return found.scattered(nodes) if scattered else found.padded(nodes)
 
 
@@ -200,7 +199,7 @@ def default_trees(vocab_size):
       few = nodes <= 5 and drafted <= _ALL_TREES
       step = 1 if few else max(math.factorial(nodes - 1) // 5, 1)
       yield from itertools.islice(
-          trees_lib.all_trees(nodes), step // 2, None, step)
+          schemes_lib.all_trees(nodes), step // 2, None, step)
       if not few:  # a star
         yield (-1, *[0] * (nodes - 1))
 
@@ -223,9 +222,9 @@ def on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[Found]:
   """Long chains, large vocabularies, large trees, many rounds."""
   def one(trial, seed, vocab_size, scheme, parents, witness, rounds=1,
           narrow=False, nodes=0, single=None):
-    longest, nodes = trees_lib.height(parents), nodes or len(parents)
+    longest, nodes = schemes_lib.height(parents), nodes or len(parents)
     depth = enumeration.depth_of(compiled.rule, longest, rounds)
-    draw = lambda q, contexts: trees_lib.draw(
+    draw = lambda q, contexts: schemes_lib.draw(
         scheme, parents, q, contexts).padded(nodes)
     return _enumerated(
         f"{trial}, {dtype}", compiled,
@@ -289,10 +288,10 @@ def audits(compiled: Compiled, is_tree: bool, seeds) -> Iterator[Found]:
 def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
             ) -> Iterator[Found]:
   """Both audits of one size."""
-  nodes, longest, rule = len(parents), trees_lib.height(parents), compiled.rule
+  nodes, longest = len(parents), schemes_lib.height(parents)
   shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
   for run in (audit.enumerate_few, audit.sample_dense)[
-      :1 if rule.remembers else 2]:
+      :1 if compiled.rule.remembers else 2]:
     yield _found(
         f"audit at {shape}, V = {vocab_size:,}, float32, false alarm below "
         "1e-9", run(compiled, parents, vocab_size, seed), "float32",
@@ -315,7 +314,7 @@ def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
   stop, next_token, *_ = compiled.laws(
       (batch[0].tokens, batch[0].parents, batch[0].probs, *batch[1:]), 1, dtype)
   with jax.enable_x64(True):
-    law = jax.tree.map(np.asarray, jax.jit(rule.law)(draft, p, state))
+    law = jax.tree.map(np.asarray, jax.jit(rule.evaluate)(draft, p, state))
   off = np.abs(stop[0, :, None] * next_token[0]
                - law.stop[:, None] * law.next_token).sum()
   defects = {"the law of one draft depends on vmap"} if off > 1e-5 else set()

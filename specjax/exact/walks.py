@@ -13,7 +13,7 @@ import numpy as np
 from specjax.exact import audit
 from specjax.exact import pools
 from specjax.exact.compiled import Compiled
-from specjax.exact.examples import Example
+from specjax.exact.compiled import Example
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict

@@ -8,7 +8,6 @@ import math
 from typing import Any
 from typing import NamedTuple
 
-from specjax import interfaces
 from specjax import verifiers
 from specjax.interfaces import Verifier
 from specjax.methods.networks import Heads

@@ -29,6 +29,9 @@ class LawByRow(Law):
     nodes = jnp.arange(self.stop.shape[0], dtype=jnp.int32)
     return jax.vmap(self.next_row)(nodes)
 
+  def replace(self, **updates: jax.Array) -> Law:
+    return Law(**{"stop": self.stop, "next_token": self.next_token, **updates})
+
 
 jax.tree_util.register_pytree_node(
     LawByRow, lambda law: ((law.stop, law.next_token), None),

@@ -7,10 +7,10 @@ it emits one extra token and then continues with the unmodified target.
 In one round no valid rule accepts more tokens in expectation: block
 verification accepts every prefix with the largest possible probability (Lemma
 4). It also needs the fewest expected rounds of all valid rules to write a
-sequence of any given length (`exact.rounds`). Theorem 2 of the paper states
+sequence of any given length (`analysis.rounds`). Theorem 2 of the paper states
 that it has the most expected tokens after every number of rounds. That fails
 after two rounds for gamma >= 3, and after three for gamma = 2
-(`exact.patient_pair`).
+(`analysis.patient_pair`).
 """
 
 import dataclasses

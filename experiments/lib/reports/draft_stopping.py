@@ -3,7 +3,7 @@
 Every position of a text has one recorded draft. The cost of a text is its
 rounds plus a price for every drafted token. Given the text, block verification
 passes each position with a known probability, provided that the draft is long
-enough (`exact.draft_lengths`). The drafts add the expected number of drafted
+enough (`analysis.draft_lengths`). The drafts add the expected number of drafted
 tokens. So the cost of a rule has no noise from accept and reject decisions.
 
 All rules see q alone. Drafting one token more saves survival * D, where D is

@@ -12,7 +12,6 @@ import tqdm
 
 from lib.figures import style
 import specjax as sj
-from specjax.exact import stopping
 from specjax.methods import stop_rules
 
 _KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",
@@ -35,15 +34,15 @@ def counterexample(compiled) -> list[dict]:
     floats; the last row has a longer draft in place of `Patient`.
   """
   rules = {"block": compiled["block"],
-           "patient": sj.exact.Compiled(sj.exact.Patient())}
+           "patient": sj.exact.Compiled(sj.analysis.Patient())}
   rows = []
   for gamma, rounds in ((2, 3), (3, 2), (4, 2), (5, 2)):
-    pair = sj.exact.patient_pair(gamma, rounds * (gamma + 1))
+    pair = sj.analysis.patient_pair(gamma, rounds * (gamma + 1))
     row = dict(gamma=gamma, rounds=rounds)
     for name, rule in rules.items():
       row[name] = sj.exact.expected_tokens(rule, pair, gamma, rounds).tolist()
     rows.append(row)
-  pair = sj.exact.patient_pair(5, 14, certain=6)
+  pair = sj.analysis.patient_pair(5, 14, certain=6)
   rows.append(dict(gamma=5, rounds=2, **{
       name: sj.exact.expected_tokens(rules["block"], pair, gamma, 2).tolist()
       for name, gamma in (("block", 5), ("block_longer", 6))}))
@@ -97,12 +96,12 @@ def theorems(compiled, pairs: int) -> list[dict]:
     row = dict(kind=kind, vocab=vocab, gamma=gamma, length=length, eos=eos,
                seed=seed)
     settings = dict(pair=pair, gamma=gamma, length=length, eos=eos)
-    block = sj.exact.remaining_rounds(compiled["block"], **settings)
-    fewest = sj.exact.fewest_remaining_rounds(**settings)
+    block = sj.analysis.remaining_rounds(compiled["block"], **settings)
+    fewest = sj.analysis.fewest_remaining_rounds(**settings)
     row["lp_gap"] = float(np.abs(block - fewest).max())
     row["value_margin"] = _value_margin(compiled["block"], block, settings)
     if eos is None:  # texts of one length
-      behind = [np.cumsum(sj.exact.progress_given_text(
+      behind = [np.cumsum(sj.analysis.progress_given_text(
           compiled[name], pair, gamma, length, _ROUNDS), axis=-1)
                 for name in ("token", "block")]
       row["text_margin"] = float((behind[0] - behind[1]).min())
@@ -119,7 +118,7 @@ def _value_margin(rule, rounds, settings):
   unseen = np.where(p > 0, 0, q)
   if eos is not None:
     unseen[:, eos] = q[:, eos]
-  value = sj.exact.token_value(rule, **settings)
+  value = sj.analysis.token_value(rule, **settings)
   return float((value - unseen.sum(-1))[rounds > 0].min())
 
 
@@ -170,7 +169,7 @@ def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
       stop_rules.Scheduler(speeds=tuple(
           1 / (1 + price * k) for k in range(gamma + 1)))
       for price in _COSTS]}
-  ended = {name: [_within(length, stopping.kept_by(rule)) for rule in rules]
+  ended = {name: [_within(length, sj.exact.ended_by(rule)) for rule in rules]
            for name, rules in families.items()}
   ended = {"fixed length": [_within(length)], **ended}
   models = [sj.exact.random_pair(kind, 3, length + gamma, seed)
@@ -179,10 +178,10 @@ def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
   for price in tqdm.tqdm(_COSTS, unit="price", desc="draft lengths",
                          dynamic_ncols=True):
     cost = lambda pair, gamma, ended, price=price: (
-        sj.exact.remaining_rounds(compiled["block"], pair, gamma, length,
+        sj.analysis.remaining_rounds(compiled["block"], pair, gamma, length,
                                   ended=ended, token_cost=price)[0])
     row = dict(token_cost=price, best=float(np.mean([
-        sj.exact.best_draft_lengths(pair, gamma, length, price).cost[0]
+        sj.analysis.best_draft_lengths(pair, gamma, length, price).cost[0]
         for pair in models])))
     for name, stops in ended.items():
       row[name] = min(
@@ -212,15 +211,16 @@ def plot_counterexample(path) -> None:
   """Draws the tokens after two rounds on the counterexample with gamma 3."""
   gamma, rounds = 3, 2
   longest = rounds * (gamma + 1)
-  pair = sj.exact.patient_pair(gamma, longest + gamma)
+  pair = sj.analysis.patient_pair(gamma, longest + gamma)
   texts = np.ones(1)
   for table in pair.p[:longest]:
     texts = (texts[:, None] * table).reshape(-1)
   figure, [[axes]] = style.panels()
   for side, name, color, rule in (
       (-0.2, "block", style.color("block"), sj.verifiers.Block()),
-      (0.2, "Patient", "black", sj.exact.Patient())):
-    progress = sj.exact.progress_given_text(rule, pair, gamma, longest, rounds)
+      (0.2, "Patient", "black", sj.analysis.Patient())):
+    progress = sj.analysis.progress_given_text(
+        rule, pair, gamma, longest, rounds)
     probs = texts @ progress[-1]
     mean = probs @ np.arange(longest + 1)
     axes.bar(np.arange(longest + 1) + side, probs, 0.4, color=color,

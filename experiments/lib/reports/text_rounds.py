@@ -108,9 +108,9 @@ def given_text(ratios, gamma, rule):
   """Returns the distribution of the rounds, given the text that is written.
 
   The drafter's q depends on the text alone. Then, given the text, the position
-  after each round is a Markov chain (`exact.progress_given_text`). A round from
-  position n passes position n + l with probability prod_j min(1, 1 / r_j) under
-  token verification, and 1 / max(1, max_j r_1 ... r_j) under block
+  after each round is a Markov chain (`analysis.progress_given_text`). A round
+  from position n passes position n + l with probability prod_j min(1, 1 / r_j)
+  under token verification, and 1 / max(1, max_j r_1 ... r_j) under block
   verification, with the ratios r of the l tokens after n.
 
   Args:

@@ -14,7 +14,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import interfaces
 from specjax.trees import topology
 
 _TRACED_BYTES = 2**28  # limit for the distributions of one call

@@ -17,7 +17,6 @@ import numpy as np
 from lib import common
 from lib.reports import text_rounds
 from specjax import analysis
-from specjax import interfaces
 
 BASELINE = "autoregressive"
 PROMPTS = "verification_prompts.csv"  # what intervals are computed from

@@ -5,7 +5,6 @@ from lib.figures import style
 from lib.reports import text_rounds
 from lib.reports import verification_cells as cells
 from specjax import analysis
-from specjax import interfaces
 
 # Columns of the table on stdout, their format and their width.
 _SHOWN = (("block_efficiency", ".2f", 20),

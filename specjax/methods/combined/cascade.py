@@ -94,9 +94,9 @@ class Cascade(Drafter):
     interfaces.check_verifier(self.verifier)
     if not self.verifier.lossless:
       raise ValueError(
-          f"the verifier of the cascade is {type(self.verifier).__name__}, which is lossy, so "
-          "that its drafts would have another law than it says; choose a "
-          "lossless one")
+          f"the verifier of the cascade is {type(self.verifier).__name__}, "
+          "which is lossy, so that its drafts would have another law than "
+          "it says; choose a lossless one")
 
   @property
   def autoregressive(self) -> bool:

@@ -12,37 +12,33 @@ with p/q < 1 does not see the factor that would have given later tokens credit.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.exact.pairs import Pair
+from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class Patient:
+class Patient(Verifier):
   """Block verification without the last drafted token if its row is one-hot.
 
   The row of q decides, and not the token that was drawn from it. So the rule
   is valid on all models.
   """
 
-  lossless = True
-  requires = ("chain",)
-
-  def law(self, draft: Draft, target_probs: jax.Array, state: Any = None
-          ) -> Law:
-    """The law of `Block` for the draft that is left."""
+  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
+    """Returns the law of `Block` for the draft that is left."""
     last = jnp.sum(draft.drafted, dtype=jnp.int32)
     omitted = ((jnp.arange(draft.probs.shape[0]) == last)
                & (draft.probs.max(-1) >= 1))
     probs = jnp.where(omitted[:, None], 0, draft.probs)
-    return Block().law(draft.replace(probs=probs), target_probs, state)
+    return Block().law(draft.replace(probs=probs), target_probs)
 
 
 def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
@@ -72,8 +68,8 @@ def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
 
   Example:
     >>> import specjax as sj
-    >>> pair = sj.exact.patient_pair(gamma=3, depth=8)
-    >>> for rule in sj.verifiers.Block(), sj.exact.Patient():
+    >>> pair = sj.analysis.patient_pair(gamma=3, depth=8)
+    >>> for rule in sj.verifiers.Block(), sj.analysis.Patient():
     ...   print(sj.exact.expected_tokens(rule, pair, gamma=3, rounds=2))
     [4.    6.125]
     [3.   6.25]

@@ -21,9 +21,8 @@ import math
 
 import numpy as np
 
-from specjax.exact import optima
+from specjax.analysis import optima
 from specjax.exact import schemes
-from specjax.exact import trees
 from specjax.exact.pairs import Pair
 
 Fraction = fractions.Fraction
@@ -120,12 +119,12 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
 
     >>> import specjax as sj
     >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=3)
-    >>> bound = sj.exact.dual_bound(
-    ...     pair, (-1, 0, 1), "iid", sj.exact.chain_potential(pair, gamma=2))
+    >>> bound = sj.analysis.dual_bound(
+    ...     pair, (-1, 0, 1), "iid", sj.analysis.chain_potential(pair, gamma=2))
     >>> print(round(float(bound * 9), 6))
     11.0
   """
-  vocab, length = pair.vocab_size, trees.height(parents) + 1
+  vocab, length = pair.vocab_size, schemes.height(parents) + 1
   if len(potential) != vocab**length:
     raise ValueError(f"potential has {len(potential)} numbers; it must have "
                      f"V**(height + 1) = {vocab**length}")
@@ -142,7 +141,7 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
   best = [[max((means[n + 1][c * vocab + y] for y in range(vocab)
                 if possible[n + 1][c * vocab + y]), default=None)
            for c in range(vocab**n)] for n in range(length)]
-  drafts = trees.draw(scheme, parents, np.concatenate(pair.q),
+  drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
   total = Fraction(0)
   for tokens, above, probs, weight in zip(

@@ -2,7 +2,7 @@
 
 A drafted token costs `token_cost` target calls. With block verification the
 next token x of a draft saves survival(x) D(c x) on average, where D is the
-value of a token as in `exact.rounds`, in total cost instead of rounds. So
+value of a token as in `analysis.rounds`, in total cost instead of rounds. So
 drafting should continue while the expected saving by this token and by later
 ones exceeds the cost. The rules of the literature stop by the expected number
 of accepted tokens.
@@ -12,8 +12,8 @@ import dataclasses
 
 import numpy as np
 
+from specjax.analysis import rounds as rounds_lib
 from specjax.exact import enumeration
-from specjax.exact import rounds as rounds_lib
 from specjax.exact.drafts import Drafts
 from specjax.exact.pairs import Pair
 
@@ -24,7 +24,7 @@ class DraftLengths:
 
   Attributes:
     cost: `[contexts]`, the expected total cost from every context, rounds +
-      token_cost * drafted tokens; numbered as by `exact.remaining_rounds`.
+      token_cost * drafted tokens; numbered as by `analysis.remaining_rounds`.
     goes_on: goes_on[n][l] is `[V**(n + l)]` bool: whether a round that starts
       after n tokens drafts one more token after l drafted ones.
     vocab_size: V.
@@ -35,7 +35,7 @@ class DraftLengths:
   vocab_size: int
 
   def ended(self, drafts: Drafts) -> Drafts:
-    """Ends chains where the best stopping does, as `stopping.kept_by`."""
+    """Ends chains where the best stopping does, as `exact.ended_by`."""
     offsets = enumeration.first_contexts(self.vocab_size, len(self.goes_on) + 1)
     lengths = np.searchsorted(offsets, drafts.contexts[:, 0], "right") - 1
     kept = np.zeros(len(lengths), int)

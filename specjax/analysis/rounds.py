@@ -11,7 +11,7 @@ W(cy) is the value of one more token, in rounds. For block verification D(c) >=
 q(p = 0 | c) >= 0 on all models. It follows that no valid rule with at most
 gamma drafted tokens per round needs fewer expected rounds, for any length. The
 tokens after a fixed number of rounds have no such optimum, see
-`exact.patient_pair`.
+`analysis.patient_pair`.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
     >>> import specjax as sj
     >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=6)
     >>> for rule in sj.verifiers.Token(), sj.verifiers.Block():
-    ...   print(round(sj.exact.expected_rounds(rule, pair, 2, length=4), 4))
+    ...   print(round(sj.analysis.expected_rounds(rule, pair, 2, length=4), 4))
     2.2963
     2.2222
   """
@@ -100,8 +100,8 @@ def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
     gamma: draft length.
     length: tokens to write, at least 1.
     eos: the token that ends a sequence; default: no token does.
-    ended: rule that ends the chains early, from `stopping.kept_by`; default:
-      all chains have gamma tokens.
+    ended: function that ends chains early, from `exact.ended_by`; default:
+      none does.
 
   Raises:
     ValueError: `gamma`, `length` or `eos` is out of range, or the tables are
@@ -142,7 +142,7 @@ def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
     gamma: draft length.
     length: tokens to write, including the tokens of the context.
     eos: the token that ends a sequence; default: no token does.
-    ended: rule that ends the chains early, from `stopping.kept_by`.
+    ended: rule that ends the chains early, from `exact.ended_by`.
     token_cost: cost of one drafted token, in rounds. Then W is the expected
       total cost, rounds + token_cost * drafted tokens.
 

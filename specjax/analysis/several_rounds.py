@@ -9,9 +9,9 @@ is a bound for every rule whose only state is its output.
 
 import numpy as np
 
+from specjax.analysis import optima
+from specjax.analysis import rounds as rounds_lib
 from specjax.exact import enumeration
-from specjax.exact import optima
-from specjax.exact import rounds as rounds_lib
 from specjax.exact.pairs import Pair
 
 _PROGRAMS = 64  # solved in one call
@@ -69,7 +69,7 @@ def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
 
   Each entry has its own best rule. Block verification attains the first entry.
   It attains all of them if gamma = 1, and the second if gamma = 2; other
-  entries can be larger, see `exact.patient_pair`.
+  entries can be larger, see `analysis.patient_pair`.
 
   Args:
     pair: tables of at least rounds * (gamma + 1) contexts deep.

@@ -2,7 +2,7 @@
 
 All of them are bounds for ONE round. Sun et al. 2024 (arXiv:2403.10444) treat
 chains of gamma drafted tokens; their program over all valid verifiers is
-extended to trees here. `exact.several_rounds` uses it for several rounds.
+extended to trees here. `analysis.several_rounds` uses it for several rounds.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from specjax.exact import schemes
-from specjax.exact import trees
 from specjax.exact.drafts import longer
-from specjax.exact.pairs import check_depth
-from specjax.exact.pairs import check_rows
+from specjax.exact.pairs import joint
 from specjax.exact.pairs import Pair
 
 # The gain of an improbable text would else lie below the solver's tolerance.
@@ -24,16 +22,6 @@ _RAREST = 1e-12  # of the trees in a program
 _DUAL_ERROR = 1e-11  # of the solver's dual variables of texts
 
 
-def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """Returns the most draft tokens that any coupling accepts in one round.
-
-  sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)): Lemma 8. Greedy block
-  verification attains it in its first round (Theorem 3).
-  """
-  p, q = (_joint(tables, gamma) for tables in (pair.p, pair.q))
-  return float(sum(np.minimum(a, b).sum() for a, b in zip(p[1:], q[1:])))
-
-
 def transport_optimum(pair: Pair, gamma: int) -> float:
   """Returns `full_information_optimum` by its definition, optimal transport.
 
@@ -42,7 +30,7 @@ def transport_optimum(pair: Pair, gamma: int) -> float:
   variables.
   """
   vocab = pair.vocab_size
-  p, q = (_joint(tables, gamma)[-1] for tables in (pair.p, pair.q))
+  p, q = (joint(tables, gamma)[-1] for tables in (pair.p, pair.q))
   x, z = np.nonzero(np.outer(q, p))
   common = sum((x // vocab**i == z // vocab**i).astype(float)
                for i in range(gamma))
@@ -60,7 +48,7 @@ def verifier_optimum(pair: Pair, gamma: int,
   The largest E[tau] over all verifiers of `emission_optimum`. Block
   verification attains it (Theorem 2 of the paper, for one round). The optimum
   is for one round: after two rounds block verification can have fewer tokens
-  than another valid rule if gamma >= 3 (`exact.patient_pair`).
+  than another valid rule if gamma >= 3 (`analysis.patient_pair`).
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
@@ -123,7 +111,7 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
     in the others, A[rows[k], columns[k]] = entries[k].
   """
   vocab = pair.vocab_size
-  p, q = _joint(pair.p, gamma + 1), _joint(pair.q, gamma)
+  p, q = joint(pair.p, gamma + 1), joint(pair.q, gamma)
   texts = np.flatnonzero(p[gamma + 1])
   # f enters only by its sums over the drafts with one prefix: every draft's
   # mass climbs from its leaf towards the root and stops at some prefix v. The
@@ -217,7 +205,7 @@ def tree_prices(pair: Pair, parents: Sequence[int],
   With some u(T), u(T) + E[v(z) | z begins with vy] >= depth(v) for the nodes v
   of all trees T. The solver's variable of a text is p(z) v(z), with an error
   that does not depend on p(z), so every price gets an allowance for this error.
-  `exact.duals` makes exact bounds of the prices.
+  `analysis.duals` makes exact bounds of the prices.
 
   Returns:
     `[2, V**(height + 1)]`: two lists of prices, which differ only for models
@@ -229,7 +217,7 @@ def tree_prices(pair: Pair, parents: Sequence[int],
   # The solver may let one improbable text pay for others that begin as it
   # does, by prices far from the average. The first list cuts high prices off.
   # In the second, texts with the same beginning pay the difference.
-  mean, height = paid.sum(), trees.height(parents)
+  mean, height = paid.sum(), schemes.height(parents)
   cut = np.minimum(paid, (mean + height) * p)
   inside = np.maximum(cut, (mean - 3 * height) * p)
   over = paid - inside
@@ -247,14 +235,14 @@ def tree_prices(pair: Pair, parents: Sequence[int],
 
 def _tree_program(pair, parents, scheme):
   """The program of `tree_optimum`, the numbers of its texts, and p of all."""
-  length = trees.height(parents) + 1
+  length = schemes.height(parents) + 1
   vocab = pair.vocab_size
-  p = _joint(pair.p, length)
-  _joint(pair.q, length - 1)
+  p = joint(pair.p, length)
+  joint(pair.q, length - 1)
   offsets = np.cumsum([0, *map(len, p)])
-  laws, joint = np.concatenate(pair.p[:length]), np.concatenate(p)
+  laws, texts = np.concatenate(pair.p[:length]), np.concatenate(p)
   # A verifier that knows everything sees a tree as the set of its texts.
-  drafts = trees.draw(scheme, parents, np.concatenate(pair.q),
+  drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
   weights = {}
   for texts, weight in zip(_texts(drafts), drafts.weights):
@@ -271,15 +259,15 @@ def _tree_program(pair, parents, scheme):
   count = 0
   for tree, (nodes, weight) in enumerate(weights.items()):
     nodes = np.array(nodes)
-    at, y = np.nonzero(laws[nodes] * joint[nodes, None])
+    at, y = np.nonzero(laws[nodes] * texts[nodes, None])
     after = longer(nodes[at], y, vocab)
     stop_depth = np.searchsorted(offsets, nodes[at], side="right") - 1
     column = np.full(offsets[length + 1], -1)
     column[after] = count + np.arange(len(after))
-    gains.append(stop_depth * joint[after])
+    gains.append(stop_depth * texts[after])
     rows.append(np.full(len(after), tree))
     columns.append(column[after])
-    entries.append(joint[after] / weight)
+    entries.append(texts[after] / weight)
     prefix = texts
     for _ in range(length):  # every text and what it begins with
       found = np.flatnonzero(column[prefix] >= 0)
@@ -303,20 +291,6 @@ def _texts(drafts):
     real[:, node] &= real[np.arange(len(real)), parent]
   for contexts, counts in zip(drafts.contexts, real):
     yield tuple(np.unique(contexts[counts]).tolist())
-
-
-def _joint(tables, length):
-  """Joint laws `[V**i]` of the first i tokens, for i = 0..length."""
-  check_depth(length, "gamma", 0)
-  laws = [np.ones(1)]
-  for d in range(length):
-    check_rows(f"table {d} of the pair", tables[d])
-    error = np.abs(tables[d].sum(-1) - 1).max()
-    if error > 1e-12:  # the programs would have no solution
-      raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "
-                       "1e-12 is needed: normalise the rows in float64")
-    laws.append((laws[-1][:, None] * tables[d]).reshape(-1))
-  return laws
 
 
 def maxima(programs: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
