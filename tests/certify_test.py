@@ -182,7 +182,7 @@ def test_laws_are_differentiable_in_reverse(rule, kind):
     if rule == KSeq():  # siblings share one law
       q = q.at[2].set(q[1])
     draft = Draft(tokens=tokens, parents=jnp.array(parents), probs=q)
-    law = rule.law(draft, _laws(logits[1], kind_of_p), state)
+    law = rule.evaluate(draft, _laws(logits[1], kind_of_p), state)
     weights = jnp.arange(1.0, 17).reshape(4, 4)**0.5
     return jnp.sum(law.stop[:, None] * law.next_token * weights)
 
