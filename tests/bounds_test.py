@@ -11,7 +11,7 @@ from scripts import ROOT
 
 from specjax import analysis
 from specjax import exact
-from specjax.exact import trees
+from specjax.exact import schemes
 from specjax.trees import shapes
 from specjax.types import Draft
 
@@ -26,9 +26,9 @@ _terms = jax.jit(jax.vmap(analysis.bound_terms))
 @functools.cache
 def _enumerated(kind, vocab, parents, scheme, seed=0):
   """All drafts of a pair: `(pair, terms, probabilities)`."""
-  pair = exact.random_pair(kind, vocab, trees.height(parents) + 1, seed)
+  pair = exact.random_pair(kind, vocab, schemes.height(parents) + 1, seed)
   p, q = (np.concatenate(side) for side in pair)
-  drafts = trees.draw(scheme, parents, q, np.zeros(1, np.int64))
+  drafts = schemes.draw(scheme, parents, q, np.zeros(1, np.int64))
   draft = Draft(tokens=jnp.array(drafts.tokens), probs=jnp.array(drafts.probs),
                 parents=jnp.array(drafts.parents, jnp.int32))
   at = np.minimum(drafts.contexts, len(p) - 1)  # padding is nowhere

@@ -22,6 +22,7 @@ from specjax.decoding import round_steps
 from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
 from specjax.methods import _stopping
@@ -40,7 +41,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.utils import fields
 from specjax.utils.fields import check_divisible
 

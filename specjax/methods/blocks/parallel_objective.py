@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from specjax.caches.dense import BlockCache
+from specjax.interfaces import Verifier
 from specjax.methods.blocks import _masks
 from specjax.methods.blocks import parallel_network
 from specjax.methods.blocks.parallel_drafter import ddtree
@@ -46,7 +47,6 @@ from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
-from specjax.types import Verifier
 
 POSITION_WEIGHTS = ("decay", "dpace")
 

@@ -16,13 +16,13 @@ from specjax.decoding import round_steps
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from specjax.decoding import round_steps
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _stopping
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import Strategy
@@ -22,7 +23,6 @@ from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Verifier
 from specjax.verifiers import tree
 
 

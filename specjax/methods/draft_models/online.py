@@ -29,6 +29,7 @@ import optax
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.strategy import BLOCK
@@ -41,7 +42,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.utils import fields
 
 POSITIONS = ("rejected", "path", "all")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import verifiers
+from specjax.interfaces import Verifier
 from specjax.methods import _dynamic_trees
 from specjax.methods.features import eagle
 from specjax.methods.features import mtp
@@ -30,7 +31,6 @@ from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
 from specjax.training.objective import Params
 from specjax.training.objective import Score
-from specjax.types import Verifier
 
 _FLOOR = 20.0  # nats below which a score counts all tokens alike
 

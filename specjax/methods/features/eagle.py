@@ -17,6 +17,7 @@ from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
 from specjax.methods import _stopping
@@ -34,7 +35,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.features import _drafter
@@ -33,7 +34,6 @@ from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

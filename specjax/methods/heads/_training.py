@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import verifiers
+from specjax.interfaces import Verifier
 from specjax.methods.networks import Heads
 from specjax.methods.networks import HiddenStateHeads
 from specjax.methods.records import chain_of
@@ -28,7 +29,6 @@ from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
-from specjax.types import Verifier
 
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,

@@ -18,6 +18,7 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.heads import _forecasts
 from specjax.methods.networks import check_fits
@@ -45,7 +46,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.interfaces import Verifier
 from specjax.utils import fields
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.model_free._matches import NOWHERE
 from specjax.methods.strategy import Strategy
@@ -34,7 +35,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.types import Verifier
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")

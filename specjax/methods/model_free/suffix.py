@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.data.datastores import Datastore
+from specjax.interfaces import Verifier
 from specjax.methods.model_free import _continuations
 from specjax.methods.model_free import _matches as matches_lib
 from specjax.methods.strategy import BLOCK
@@ -43,7 +44,6 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods.other_vocabularies import _reading as reading_lib
@@ -56,7 +57,6 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verifier
 from specjax.utils import fields
 
 

@@ -19,6 +19,7 @@ from specjax import interfaces
 from specjax.caches.dense import KVCache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods.combined.cascade import Cascade
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
@@ -27,7 +28,6 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import Verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.self_speculation.skipping import survival
@@ -36,7 +37,6 @@ from specjax.models.shortened import mask
 from specjax.models.shortened import Shortened
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
-from specjax.types import Verifier
 
 PARTS = ("attention", "mlp")
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from specjax.decoding import round_steps
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.strategy import BLOCK
@@ -37,7 +38,7 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verifier
+from specjax.types import Verdict
 from specjax.utils import fields
 
 
