@@ -240,7 +240,7 @@ def _tree_program(pair, parents, scheme):
   p = joint(pair.p, length)
   joint(pair.q, length - 1)
   offsets = np.cumsum([0, *map(len, p)])
-  laws, texts = np.concatenate(pair.p[:length]), np.concatenate(p)
+  laws, reach = np.concatenate(pair.p[:length]), np.concatenate(p)
   # A verifier that knows everything sees a tree as the set of its texts.
   drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
@@ -259,15 +259,15 @@ def _tree_program(pair, parents, scheme):
   count = 0
   for tree, (nodes, weight) in enumerate(weights.items()):
     nodes = np.array(nodes)
-    at, y = np.nonzero(laws[nodes] * texts[nodes, None])
+    at, y = np.nonzero(laws[nodes] * reach[nodes, None])
     after = longer(nodes[at], y, vocab)
     stop_depth = np.searchsorted(offsets, nodes[at], side="right") - 1
     column = np.full(offsets[length + 1], -1)
     column[after] = count + np.arange(len(after))
-    gains.append(stop_depth * texts[after])
+    gains.append(stop_depth * reach[after])
     rows.append(np.full(len(after), tree))
     columns.append(column[after])
-    entries.append(texts[after] / weight)
+    entries.append(reach[after] / weight)
     prefix = texts
     for _ in range(length):  # every text and what it begins with
       found = np.flatnonzero(column[prefix] >= 0)
