@@ -58,7 +58,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax import interfaces
 from specjax import methods
 from specjax import strategies
 from specjax.strategies import Strategy

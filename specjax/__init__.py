@@ -29,7 +29,6 @@ from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
-from specjax.types import LawByRow
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats

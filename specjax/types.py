@@ -17,8 +17,6 @@ p is the target's law and q the drafter's, as in the papers.
 """
 
 from typing import Any
-from typing import Protocol
-from typing import runtime_checkable
 
 from flax import struct
 import jax
@@ -134,6 +132,13 @@ class Law:
   def next_row(self, node: jax.Array) -> jax.Array:
     """`[V]`, the law of the extra token after a stop at `node []`."""
     return jnp.asarray(self.next_token)[node]
+
+  def __getattr__(self, name: str) -> jax.Array:
+    # Only laws of `verifiers._by_row` have no `next_token` of their own.
+    if name != "next_token" or "next_row" not in vars(self):
+      raise AttributeError(f"Law has no attribute {name!r}")
+    nodes = jnp.arange(self.stop.shape[0], dtype=jnp.int32)
+    return jax.vmap(self.next_row)(nodes)
 
 
 @struct.dataclass
@@ -301,16 +306,3 @@ class Trace:
   draft: Draft
   target_probs: jax.Array
   verdict: Verdict
-
-
-@runtime_checkable
-class Verifier(Protocol):
-  """A verification rule: the law of its outcome, for one sequence, no uniforms.
-
-  `law(draft, target_probs)` is all that a rule must have. What it may have
-  besides, and what holds where it does not, is told once, in
-  `specjax.interfaces`.
-  """
-
-  def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    ...

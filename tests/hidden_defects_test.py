@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from specjax import exact
+from specjax.exact import audit
 from specjax.exact import trials
-from specjax.exact import walks
 from specjax.interfaces import Verifier
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
@@ -295,7 +295,7 @@ def test_late_rounds():
   # Broken: a rule with state that is wrong after many rounds is approved; or
   # one that is right is not.
   for rule, right in ((_Late(), False), (GreedyBlock(), True)):
-    found = walks.walk(exact.Compiled(rule), 4, 6, 160, 400)
+    found = audit.walk(exact.Compiled(rule), 4, 6, 160, 400)
     assert bool(found.defects) != right, found.defects
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import specjax as sj
-from specjax import interfaces
 from specjax import methods
 from specjax import objectives
 from specjax.methods import Heads

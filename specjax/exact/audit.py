@@ -25,12 +25,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.exact import pools
+from specjax.exact import larger
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
 from specjax.trees import shapes
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.types import Verdict
 
 LIMIT = 7.0  # standard errors
 TOLERANCE = 1e-4  # of float32 sums over a whole vocabulary
@@ -72,10 +73,10 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   nodes = len(parents)
   most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
   rng = np.random.default_rng([vocab_size, nodes, seed, 1])
-  pool, drafts = pools.few_pool(vocab_size, nodes, seed), None
-  roots = pools.roots_of(vocab_size, _ROOTS, rng)
+  pool, drafts = larger.few_pool(vocab_size, nodes, seed), None
+  roots = larger.roots_of(vocab_size, _ROOTS, rng)
   for salt in range(100):  # in most models the drafts are too many or too few
-    new = pools.grow(pool, parents, roots, salt, most)
+    new = larger.grow(pool, parents, roots, salt, most)
     if new and (drafts is None or len(new.weights) > len(drafts.weights)):
       drafts = new
     if drafts and len(drafts.weights) > most // 2:
@@ -113,10 +114,10 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   nodes = len(parents)
   count = int(np.clip(_LAWS // (nodes * vocab_size), *_DRAWN))
   count -= count % _BATCH
-  pool = pools.dense_pool(vocab_size, seed)
+  pool = larger.dense_pool(vocab_size, seed)
   rng = np.random.default_rng([vocab_size, nodes, seed, 2])
-  roots = pools.roots_of(vocab_size, count, rng)
-  drafts = pools.grow(pool, parents, roots, 0, rng=rng)
+  roots = larger.roots_of(vocab_size, count, rng)
+  drafts = larger.grow(pool, parents, roots, 0, rng=rng)
   functions = Functions(pool, rng)
   run = _Evaluation(compiled, pool, parents)
   depth = np.array(shapes.depths(parents))
@@ -165,7 +166,7 @@ class Functions:
     variances: `[K, F]`, under p.
   """
 
-  def __init__(self, pool: pools.Pool, rng: np.random.Generator):
+  def __init__(self, pool: larger.Pool, rng: np.random.Generator):
     rows, vocab_size = pool.p.shape
     signs = np.where(rng.random((3, vocab_size)) < 0.5, -1, 1)
     ids = np.arange(vocab_size)
@@ -208,7 +209,7 @@ class _Evaluation:
     example: a draft of the first defect.
   """
 
-  def __init__(self, compiled: Compiled, pool: pools.Pool,
+  def __init__(self, compiled: Compiled, pool: larger.Pool,
                parents: Sequence[int]):
     self._compiled, self._pool = compiled, pool
     self._parents = np.array(parents)
@@ -330,3 +331,96 @@ def _compared(pool, parents, drafts, which, mass, first):
       farthest, worst = off, text
       obtained = whole / total if total > 0 else whole
   return 0.5 * float(distance), worst, obtained
+
+
+_STRETCH = 16
+
+
+def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
+         rows: int, seed: int = 0) -> Audited:
+  """Decodes `rows` sequences of random models and compares means, see above.
+
+  Args:
+    compiled: the rule.
+    gamma: draft length of the chains.
+    vocab_size: V.
+    tokens: tokens that every row writes.
+    rows: sequences, with models of their own contexts.
+    seed: of the models and of all samples.
+
+  Returns:
+    An `Audited`; its total variation is 0, because nothing is enumerated.
+  """
+  rng = np.random.default_rng([vocab_size, gamma, seed, 3])
+  pool = larger.dense_pool(vocab_size, seed)
+  functions = Functions(pool, rng)
+  hashes = larger.extended(np.arange(rows).astype(np.uint64), 0)
+  roots = rng.integers(vocab_size, size=rows).astype(np.int32)
+  states = jax.tree.map(lambda x: np.repeat(x[None], rows, axis=0),
+                        compiled.initial_state(gamma, "float32"))
+  longest = tokens + gamma + 1
+  sums = np.zeros((2, longest + _STRETCH, functions.count))
+  lengths, laws = np.zeros(rows, int), 0
+  parents = np.tile(np.arange(-1, gamma), (rows, 1))
+  while lengths.min() < tokens:
+    drafted, at, texts = _draft_chains(pool, hashes, gamma, rng)
+    q = np.concatenate(
+        [np.zeros((rows, 1, vocab_size), np.float32), pool.q[at[:, :-1]]], 1)
+    arguments = (np.concatenate([roots[:, None], drafted], 1), parents, q,
+                 pool.p[at], states)
+    stop, next_token, *_ = compiled.laws(arguments, rows, "float32")
+    laws += rows
+    bad = ~(np.isfinite(stop).all(-1) & (np.abs(stop.sum(-1) - 1) < 1e-3))
+    if bad.any():
+      row = np.argmax(bad)
+      return Audited(
+          0.0, frozenset({"a law is not finite or stop does not sum to 1"}),
+          laws, Example(Draft(*(x[row] for x in arguments[:3])),
+                        arguments[3][row], Law(stop[row], next_token[row])))
+    each = np.arange(rows)
+    taus = larger.drawn(np.maximum(stop, 0), rng)
+    extra = larger.drawn(np.maximum(next_token[each, taus], 0), rng)
+    for node in range(gamma + 1):
+      live = (node <= taus) & (lengths + node < tokens)
+      token = np.where(node == taus, extra, drafted[:, min(node, gamma - 1)])
+      for row in np.flatnonzero(live):
+        which, place = at[row, node], lengths[row] + node
+        sums[0, place] += functions.at(which, token[row])
+        sums[1, place] += functions.variances[which]
+    path = np.where(np.arange(gamma + 1) <= taus[:, None],
+                    np.arange(gamma + 1), 0).astype(np.int32)
+    states = compiled.commits(
+        arguments, Verdict(path=path, num_accepted=taus.astype(np.int32),
+                           next_token=extra.astype(np.int32)), rows, "float32")
+    hashes = larger.extended(texts[each, taus], extra)
+    roots, lengths = extra.astype(np.int32), lengths + taus + 1
+  return _deviation(functions, sums[:, :tokens], laws)
+
+
+def _draft_chains(pool, hashes, gamma, rng):
+  """Drafted tokens `[n, gamma]`, rows and hashes `[n, gamma + 1]`."""
+  tokens, texts = [], [hashes]
+  for _ in range(gamma):
+    new = larger.drawn(pool.q[pool.rows(texts[-1])], rng)
+    tokens.append(new)
+    texts.append(larger.extended(texts[-1], new))
+  texts = np.stack(texts, axis=1)
+  return np.stack(tokens, axis=1).astype(np.int32), pool.rows(texts), texts
+
+
+def _deviation(functions, sums, laws):
+  # Every stretch, and all tokens from its start on.
+  starts = range(0, sums.shape[1], _STRETCH)
+  ends = [(a, min(b, sums.shape[1])) for a in starts
+          for b in (a + _STRETCH, sums.shape[1])]
+  parts = np.stack([sums[:, a:b].sum(1) for a, b in ends])
+  size = np.abs(parts[:, 0]) / np.sqrt(np.maximum(parts[:, 1], 1))
+  defects = []
+  if size.max() > LIMIT:
+    part, which = np.unravel_index(np.argmax(size), size.shape)
+    where = "tokens {} to {}".format(*ends[part])
+    defects.append(
+        f"the mean of {functions.names[which]} over {where} is "
+        f"{size.max():.0f} standard errors from the target's; "
+        f"{LIMIT:.0f} are allowed")
+  return Audited(0.0, frozenset(defects), laws, None)

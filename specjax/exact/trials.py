@@ -15,7 +15,6 @@ from specjax.exact import drafts
 from specjax.exact import enumeration
 from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
-from specjax.exact import walks
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
 from specjax.exact.pairs import random_pair
@@ -280,7 +279,7 @@ def audits(compiled: Compiled, is_tree: bool, seeds) -> Iterator[Found]:
       gamma, vocab_size, tokens, rows = _WALK
       yield _found(
           f"sampled decoding of {rows} x {tokens} tokens, gamma {gamma}, V = "
-          f"{vocab_size}", walks.walk(compiled, *_WALK, seed=seed), "float32",
+          f"{vocab_size}", audit.walk(compiled, *_WALK, seed=seed), "float32",
           dict(kind="walk", vocab_size=vocab_size, gamma=gamma, seed=seed),
           (gamma, vocab_size, 0))
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.interfaces import checks
-from specjax.interfaces.declared import CAPABILITIES
-from specjax.interfaces.declared import capabilities
+from specjax.interfaces.drafter import CAPABILITIES
+from specjax.interfaces.drafter import capabilities
+from specjax.interfaces.drafter import Drafter
 from specjax.trees import topology
 from specjax.types import Draft
-from specjax.types import Drafter
 from specjax.types import Law
 from specjax.types import Verdict
 from specjax.utils import fields

@@ -7,8 +7,8 @@ from specjax import verifiers
 from specjax.decoding.decoder import Decoder
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
-from specjax.methods import stop_rules
 from specjax.interfaces import Verifier
+from specjax.methods import stop_rules
 
 TOKEN, BLOCK = verifiers.Token(), verifiers.Block()
 TRAVERSAL = verifiers.Traversal()

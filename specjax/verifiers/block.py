@@ -22,7 +22,7 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Block(Verifier):
     mass = jnp.append(
         rest(survive[:-1, None], target_probs[:-1], q).sum(-1),
         rest(survive[-1], target_probs[-1], 0).sum())
-    return LawByRow(stop=residual.last_heads(mass, survive), row=next_row)
+    return law_by_row(stop=residual.last_heads(mass, survive), row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""

@@ -15,7 +15,7 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.utils import fields
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _check_minimum(minimum):
       "minimum", minimum, 0, ": 0 accepts only what matches")
 
 
-def _matched(near, minimum, draft, target_probs) -> LawByRow:
+def _matched(near, minimum, draft, target_probs) -> Law:
   """Stops before the first token that is not `near [N - 1]`, or is padding."""
   forced = jnp.arange(near.shape[0]) < minimum
   real = residual.at_drafted(draft, draft.probs) > 0
@@ -100,7 +100,7 @@ def _matched(near, minimum, draft, target_probs) -> LawByRow:
   nodes, vocab = target_probs.shape
   one_hot = lambda index, size: jax.nn.one_hot(
       index, size, dtype=target_probs.dtype)
-  return LawByRow(
+  return law_by_row(
       stop=one_hot(length, nodes),
       row=lambda node: one_hot(
           jnp.argmax(residual.at_node(target_probs, node)), vocab))

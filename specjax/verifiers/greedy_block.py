@@ -21,7 +21,7 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @struct.dataclass
@@ -96,7 +96,7 @@ class GreedyBlock(Verifier):
     every = jnp.arange(q.shape[0])[:, None]
     mass = jnp.sum(rest(found.target(target_probs, q, every), q,
                         survive[:, None], scale[:, None]), axis=-1)
-    return LawByRow(stop=residual.last_heads(mass, survive), row=next_row)
+    return law_by_row(stop=residual.last_heads(mass, survive), row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                state: GreedyBlockState | None = None) -> jax.Array:

@@ -13,7 +13,7 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 # Steps of false position in the search of rho; bisection has the rest. On
 # laws of text about 8 are enough for float32.
@@ -70,8 +70,8 @@ class KSeq(Verifier):
     parents = jnp.maximum(draft.parents, 0)
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
     accept = jnp.minimum(residual.over(p, rhos[parents] * drawn), 1)
-    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
-                    row=next_row)
+    return law_by_row(stop=tree.first_accepted(draft.parents, accept),
+                      row=next_row)
 
 
 @jax.custom_jvp

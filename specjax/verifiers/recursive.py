@@ -14,7 +14,7 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,5 +44,5 @@ class Recursive(Verifier):
       r of node i.
     """
     accept, _, rest = tree.try_children(draft, target_probs, inherit=False)
-    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
-                    row=rest)
+    return law_by_row(stop=tree.first_accepted(draft.parents, accept),
+                      row=rest)

@@ -17,7 +17,7 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,5 +66,5 @@ class TargetWalk(Verifier):
       taken = jnp.where(counts & (parent == node), draft.tokens, p.shape[0])
       return residual.normalised(p.at[taken].set(0, mode="drop"), p)
 
-    return LawByRow(stop=jnp.where(counts | (node == 0), text * outside, 0),
-                    row=next_row)
+    return law_by_row(stop=jnp.where(counts | (node == 0), text * outside, 0),
+                      row=next_row)

@@ -13,7 +13,7 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Token(Verifier):
       rest = p - residual.next_draft_row(draft, node, p.dtype)
       return residual.normalised(jnp.maximum(rest, 0), p)
 
-    return LawByRow(stop=reach * reject, row=next_row)
+    return law_by_row(stop=reach * reject, row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""

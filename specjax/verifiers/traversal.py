@@ -14,7 +14,7 @@ from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,5 +54,5 @@ class Traversal(Verifier):
     # Left before i: what is below i, and what lies under an elder sibling of
     # a node on the path to i. All counts are small and exact.
     before = below | (paths @ elder @ paths.T > 0.5)
-    return LawByRow(stop=mass * tree.over_marked(before, 1 - mass),
-                    row=rest)
+    return law_by_row(stop=mass * tree.over_marked(before, 1 - mass),
+                      row=rest)

@@ -15,7 +15,7 @@ from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
+from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Typical(Verifier):
     log_p = jnp.where(root, 0, jnp.log(jnp.where(accept, p, 1)))
     likelihood = jnp.where(depth == jnp.max(depth), on_path @ log_p, -jnp.inf)
     dtype = target_probs.dtype
-    return LawByRow(
+    return law_by_row(
         stop=jax.nn.one_hot(jnp.argmax(likelihood), nodes, dtype=dtype),
         row=lambda node: jax.nn.one_hot(
             jnp.argmax(residual.at_node(target_probs, node)), vocab,

@@ -38,7 +38,6 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.utils import fields
 
 
