@@ -258,8 +258,9 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   compiled = Compiled.of(rule)
   if compiled.rule.remembers:
     raise ValueError(
-        f"rule is {type(compiled.rule).__name__}, which has state, so a context "
-        "alone does not determine the next round; use rounds_distribution")
+        f"rule is {type(compiled.rule).__name__}, which has state, so a "
+        "context alone does not determine the next round; use "
+        "rounds_distribution")
   check(pair, gamma, length, eos, length + gamma)
   p, q = pair.tables()
   vocab = pair.vocab_size
