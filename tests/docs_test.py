@@ -77,6 +77,8 @@ def test_links_of_documents():
   # Broken: the page that a reader is sent to is not there.
   for path in _DOCUMENTS:
     for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text("utf-8")):
+      if link.startswith("api/"):  # written when the site is built
+        continue
       assert (path.parent / link).exists(), f"{_id(path)} links to {link}"
 
 
