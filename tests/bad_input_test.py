@@ -252,7 +252,7 @@ def test_a_law_in_few_bits_is_refused(rule):
   # Broken: a residual of a sixteenth counts as none in float16.
   law = jnp.array([[0.5, 0.25, 0.25]] * 2, jnp.float16)
   draft = sj.Draft.chain(root=0, tokens=jnp.array([1]), probs=law[:1])
-  _raises_one_line(lambda: sj.exact.Compiled.of(rule).rule.law(draft, law),
+  _raises_one_line(lambda: rule.evaluate(draft, law, None).next_token,
                    "float16", "float32")
 
 
