@@ -585,9 +585,11 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("given,name,drafter,words", [
     (["--nodes=20"], "ngram", sj.drafters.NGram(gamma=2), "--nodes is 20"),
-    (["--gamma=3"], "medusa", types.SimpleNamespace(), "--gamma is 3, of a"),
-    (["--gamma=3"], "recycling", types.SimpleNamespace(), "--gamma is 3, of a"),
-    (["--nodes=5"], "rest", types.SimpleNamespace(num_nodes=16),
+    (["--gamma=3"], "medusa", types.SimpleNamespace(chain=False),
+     "--gamma is 3, of a"),
+    (["--gamma=3"], "recycling", types.SimpleNamespace(chain=False),
+     "--gamma is 3, of a"),
+    (["--nodes=5"], "rest", types.SimpleNamespace(chain=False, num_nodes=16),
      "--nodes is 5, and the trees of rest have 16"),
     (["--gamma=3"], "none", sj.drafters.Empty(), "is 3, and nothing drafts"),
     (["--verifier=token"], "none", sj.drafters.Empty(), "is token, and noth")])
