@@ -18,6 +18,7 @@ from scripts import ROOT
 from tiny_llama import write_llama
 
 import specjax as sj
+from specjax import interfaces
 from specjax import strategies
 from specjax import testing
 from specjax.methods.stop_rules import Confidence
@@ -583,13 +584,17 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
     of(tmp_path / "new")
 
 
+class _TreeOf16(interfaces.Drafter):
+  num_nodes = 16
+
+
 @pytest.mark.parametrize("given,name,drafter,words", [
     (["--nodes=20"], "ngram", sj.drafters.NGram(gamma=2), "--nodes is 20"),
-    (["--gamma=3"], "medusa", types.SimpleNamespace(chain=False),
+    (["--gamma=3"], "medusa", _TreeOf16(),
      "--gamma is 3, of a"),
-    (["--gamma=3"], "recycling", types.SimpleNamespace(chain=False),
+    (["--gamma=3"], "recycling", _TreeOf16(),
      "--gamma is 3, of a"),
-    (["--nodes=5"], "rest", types.SimpleNamespace(chain=False, num_nodes=16),
+    (["--nodes=5"], "rest", _TreeOf16(),
      "--nodes is 5, and the trees of rest have 16"),
     (["--gamma=3"], "none", sj.drafters.Empty(), "is 3, and nothing drafts"),
     (["--verifier=token"], "none", sj.drafters.Empty(), "is token, and noth")])

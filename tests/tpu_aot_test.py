@@ -84,7 +84,8 @@ def _kept(name, *texts):
 
 def _readers():
   """The texts of what reads a program."""
-  return [pathlib.Path(_ROOT, "experiments/lib", name).read_text("utf-8")
+  directory = pathlib.Path(_ROOT, "experiments/lib/compiler")
+  return [(directory / name).read_text("utf-8")
           for name in ("hlo.py", "tpu_rounds.py")]
 
 
