@@ -5,7 +5,6 @@
 The figures of the findings are drawn from committed CSVs.
 """
 
-import csv
 import pathlib
 
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ matplotlib.use("Agg")
 import matplotlib.patches as patches  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+import tables  # noqa: E402
 
 import specjax as sj  # noqa: E402
 
 _FIGURES = pathlib.Path(__file__).parent / "figures"
-_RESULTS = pathlib.Path(__file__).parents[1] / "experiments/results"
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#7f7f7f")
 _STYLE = {"font.size": 9, "svg.hashsalt": "specjax", "pdf.fonttype": 42,
@@ -143,9 +142,8 @@ def draw_tree():
 
 
 def _rows(name, **where):
-  with open(_RESULTS / name, newline="", encoding="utf-8") as file:
-    return [row for row in csv.DictReader(file)
-            if all(row[key] == value for key, value in where.items())]
+  return [row for row in tables.read(name)
+          if all(row[key] == value for key, value in where.items())]
 
 
 def _bars(axes, rows, column, names, colors, scale=1):

@@ -19,20 +19,18 @@ import csv
 import pathlib
 import re
 import shlex
+import sys
 
 _ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(_ROOT / "experiments"))
+
+from lib.figures import style  # noqa: E402
+
 _RESULTS = _ROOT / "experiments/results"
 _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: ([^>]*?) -->)[^<]*(<!-- /value -->)")
+_NAMES = {"method": style.label, "verifier": style.rule, "over": style.rule}
 _WORDS = {
-    "greedy_block": "greedy block", "k_seq": "K-SEQ",
-    "target_walk": "target walk", "chain_token": "chain, token",
-    "chain_block": "chain, block", "specinfer": "i.i.d., recursive (SpecInfer)",
-    "iid_traversal": "i.i.d., traversal",
-    "without_replacement": "without replacement, recursive",
-    "method=traversal": "without replacement, traversal",
-    "hybrid": "hybrid, recursive",
-    "top_k": "top-k, target walk", "typical": "typical (lossy)",
     "jensen_shannon": "Jensen-Shannon", "total_variation": "total variation",
     "forward_kl": "forward KL", "lk_alpha": "LK (alpha)",
     "mt_bench": "MT-bench", "gsm8k": "GSM8K", "humaneval": "HumanEval",
@@ -46,7 +44,8 @@ def documents():
       if "_build" not in path.parts)]
 
 
-def _read(name):
+def read(name):
+  """Returns the rows of a CSV in experiments/results/."""
   with open(_RESULTS / name, newline="", encoding="utf-8") as file:
     return list(csv.DictReader(file))
 
@@ -75,7 +74,10 @@ def _fields(text, count):
 
 def _word(column, text):
   """Returns the name of a value in tables."""
-  word = _WORDS.get(f"{column}={text}") or _WORDS.get(text, text)
+  try:
+    word = _NAMES[column](text)
+  except KeyError:  # no method, or one of a single study
+    word = _WORDS.get(text, text)
   return word.replace("|", "\\|")
 
 
@@ -95,7 +97,7 @@ def _number(row, column, form):
 def table(spec):
   """Returns the Markdown table of a comment."""
   name, options = _options(spec)
-  rows = _selected(_read(name), options.get("where", ""))
+  rows = _selected(read(name), options.get("where", ""))
   if "sort" in options:
     rows = sorted(rows, key=lambda row: -float(row[options["sort"]]))
   names = list(_fields(options["rows"], 2))
@@ -120,7 +122,7 @@ def table(spec):
 def value(spec):
   """Returns the number of a comment."""
   name, options = _options(spec)
-  [row] = _selected(_read(name), options["where"])
+  [row] = _selected(read(name), options["where"])
   [(column, form, _)] = _fields(options["cells"], 3)
   return _number(row, column, form)
 
