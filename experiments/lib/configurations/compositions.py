@@ -90,10 +90,6 @@ class Noise(sj.interfaces.Drafter):
     root = round_steps.roots(state)
     return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
-    """Nothing."""
-    del params, drafter, draft, verdict, target_output, count
-
 
 def composes(name: str) -> bool:
   """Whether a name is one of these."""

@@ -79,8 +79,14 @@ def draw(directory, rows):
   by_prompts = [r for r in rows if r["prompts"] != "all"]
   rows = [r for r in rows if r["prompts"] == "all"]
   (directory / "verification.md").write_text(_tables(rows, by_prompts))
-  _plot_tokens(rows, directory / "verification_tokens.png")
-  _plot_gain(rows, directory / "verification_gain.png")
+  _plot_estimate(
+      rows, directory / "verification_tokens.png", "paired_block_efficiency",
+      "tokens of a round", "Tokens of a round on the same drafts; 95 % "
+      "intervals over prompts")
+  _plot_estimate(
+      rows, directory / "verification_gain.png", "gain", "gain in %",
+      "Gain in tokens of a round over token verification, on the same drafts; "
+      "95 % intervals over prompts", scale=100, skipped=("token",))
   if "speedup" in rows[0]:
     _plot_speed(rows, directory / "verification_speed.png")
 
@@ -197,27 +203,15 @@ def _measured(axes, verifier, rows, name, place, scale=1):
       color=style.color(verifier), label=_name(verifier)), *place)
 
 
-def _plot_tokens(rows, path):
-  """How many tokens does a round give?"""
+def _plot_estimate(rows, path, name, label, title, *, scale=1, skipped=()):
+  """Plots one estimate with its intervals, a curve for each verifier."""
   figure, found = _panels(rows)
   for axes, curves in found:
     for verifier, mine, place in curves:
-      _measured(axes, verifier, mine, "paired_block_efficiency", place)
-    axes.set_ylabel("tokens of a round")
-  style.save(figure, path, "Tokens of a round on the same drafts; 95 % "
-             "intervals over prompts")
-
-
-def _plot_gain(rows, path):
-  """What does a rule gain over token verification?"""
-  figure, found = _panels(rows)
-  for axes, curves in found:
-    for verifier, mine, place in curves:
-      if verifier != "token":
-        _measured(axes, verifier, mine, "gain", place, scale=100)
-    axes.set_ylabel("gain in %")
-  style.save(figure, path, "Gain in tokens of a round over token verification, "
-             "on the same drafts; 95 % intervals over prompts")
+      if verifier not in skipped:
+        _measured(axes, verifier, mine, name, place, scale)
+    axes.set_ylabel(label)
+  style.save(figure, path, title)
 
 
 def _plot_speed(rows, path):
