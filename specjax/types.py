@@ -13,7 +13,7 @@ Axis letters, used in every docstring of specjax:
 In a cache H are key-value heads, G the query heads of each, and D the width of
 a head. Other letters are defined where they are used.
 
-p is the target's law and q the drafter's, as in the papers.
+p is the target's distribution and q the drafter's, as in the papers.
 """
 
 from typing import Any
@@ -32,14 +32,13 @@ class Draft:
 
   Attributes:
     tokens: `[N]` int32, the token of each node. Ids >= V with an all-zero row
-      of `probs` are look-ahead positions: they change no law.
+      of `probs` are look-ahead positions, which no rule accepts.
     parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
-    probs: `[N, V]`, row i is q of `tokens[i]` given all tokens that were drawn
-      before it, its parent and its earlier siblings included, as it was drawn.
-      Whether node i exists may depend on those tokens too
-      (`methods._drawn_trees`), and never on its own. Row 0 is unused. A
-      deterministic proposal is one-hot; an all-zero row is padding and is never
-      accepted.
+    probs: `[N, V]`, row i is the distribution q that `tokens[i]` was drawn
+      from, given all tokens drawn before it (its parent and earlier siblings
+      included). The existence of node i may depend on those tokens, but not on
+      `tokens[i]`. Row 0 is unused. A deterministic proposal is one-hot; an
+      all-zero row is padding and is never accepted.
 
   Example:
     >>> import jax.numpy as jnp
@@ -57,9 +56,9 @@ class Draft:
 
   @property
   def drafted(self) -> jax.Array:
-    """`[N]` bool, the nodes below the root that are no padding; or `[B, N]`.
+    """Nodes below the root that are not padding, `[N]` or `[B, N]` bool.
 
-    A node whose row of `probs` is NaN is among them; the loop reports it, see
+    They include nodes with NaN in `probs`, which the loop reports, see
     `RoundStats.draft_finite`.
     """
     below_root = jnp.arange(self.probs.shape[-2]) > 0
@@ -68,12 +67,12 @@ class Draft:
   @classmethod
   def chain(cls, root: jax.Array, tokens: jax.Array, probs: jax.Array
             ) -> "Draft":
-    """A chain of gamma tokens below `root`.
+    """Returns a chain of gamma tokens below `root`.
 
     Args:
-      root: `[]` the last committed token.
-      tokens: `[gamma]` the drafted tokens, in order.
-      probs: `[gamma, V]` the laws that they were drawn from.
+      root: `[]`, the last committed token.
+      tokens: `[gamma]`, the drafted tokens in order.
+      probs: `[gamma, V]`, the distributions that they were drawn from.
     """
     parents = jnp.arange(-1, jnp.shape(tokens)[0], dtype=jnp.int32)
     return cls.tree(root, parents, tokens, probs)
@@ -81,13 +80,13 @@ class Draft:
   @classmethod
   def tree(cls, root: jax.Array, parents: jax.Array, tokens: jax.Array,
            probs: jax.Array) -> "Draft":
-    """A tree of N nodes with `root` at its top.
+    """Returns a tree of N nodes below `root`.
 
     Args:
-      root: `[]` the last committed token.
+      root: `[]`, the last committed token.
       parents: `[N]` int32, the root's -1 included.
-      tokens: `[N - 1]` the drafted tokens.
-      probs: `[N - 1, V]` the laws that they were drawn from.
+      tokens: `[N - 1]`, the drafted tokens.
+      probs: `[N - 1, V]`, the distributions that they were drawn from.
     """
     tokens, probs = jnp.asarray(tokens), jnp.asarray(probs)
     unused = jnp.zeros((1, probs.shape[-1]), probs.dtype)
@@ -101,17 +100,17 @@ class Draft:
 
 @struct.dataclass
 class Law:
-  """The law of a verifier's outcome, given the draft.
+  """Distribution of a verifier's outcome, given the draft.
 
   Attributes:
-    stop: `[N]`, the probability that decoding stops at node i: everything on
-      the path root..i is accepted and nothing more. Sums to 1.
-    next_token: `[N, V]`, the law of the extra token emitted after a stop at
+    stop: `[N]`, the probability that verification stops at node i: the path
+      root..i is accepted, and no further node. Sums to 1.
+    next_token: `[N, V]`, the distribution of the bonus token after a stop at
       node i. Rows whose `stop` is 0 are arbitrary.
 
-  Example: the law of token verification. The drafted token 0 is accepted with
-  probability p / q = 0.25 / 0.5; after a rejection the extra token follows
-  norm((p - q)+), and after an acceptance it follows p.
+  Example, token verification: the drafted token 0 is accepted with probability
+  p / q = 0.25 / 0.5. After a rejection the bonus token follows the residual
+  distribution norm((p - q)+), and after an acceptance it follows p.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -130,7 +129,7 @@ class Law:
   next_token: jax.Array
 
   def next_row(self, node: jax.Array) -> jax.Array:
-    """`[V]`, the law of the extra token after a stop at `node []`."""
+    """Returns `[V]`, the distribution of the bonus token after this stop."""
     return jnp.asarray(self.next_token)[node]
 
   def __getattr__(self, name: str) -> jax.Array:
@@ -143,12 +142,12 @@ class Law:
 
 @struct.dataclass
 class Verdict:
-  """One outcome drawn from a `Law`.
+  """Outcome sampled from a `Law`.
 
   Attributes:
     path: `[N]` int32, the accepted nodes root..stop in order, then zeros.
-    num_accepted: `[]` int32, tau: accepted draft tokens, the root not counted.
-    next_token: `[]` int32, the extra token.
+    num_accepted: `[]` int32, tau: accepted draft tokens, without the root.
+    next_token: `[]` int32, the bonus token.
   """
 
   path: jax.Array
@@ -162,10 +161,10 @@ class Prompt:
 
   Attributes:
     tokens: `[B, P]` int32.
-    lengths: `[B]` int32, real tokens of each row.
-    capacity: slots that a cache of the decoding loop must have.
+    lengths: `[B]` int32, tokens of each row without padding.
+    capacity: cache slots per row that the decoding loop needs.
     context: arrays `[B, ...]` that a drafter may read, such as reference
-      texts; None without any.
+      documents, or None.
   """
 
   tokens: jax.Array
@@ -176,15 +175,15 @@ class Prompt:
 
 @struct.dataclass
 class ModelOutput:
-  """What one pass of a model returns.
+  """Result of one pass of a model.
 
   Attributes:
     logits: `[B, S, V]`, float32 at least.
-    hidden: `[B, S, F]`, the hidden states that the model is configured to
-      return, joined along their last axis; for heads it is what the LM head
-      reads. How they are named: see `TransformerConfig.features`.
-    cache: the model's cache with the keys and values of the S new tokens, not
-      committed; `None` when the pass ran without a cache.
+    hidden: `[B, S, F]`, the hidden states named by
+      `TransformerConfig.features`, joined along their last axis. Default: the
+      input of the LM head.
+    cache: the model's cache with the keys and values of the S new tokens, which
+      are not committed; None if the pass ran without a cache.
   """
 
   logits: jax.Array
@@ -194,35 +193,32 @@ class ModelOutput:
 
 @struct.dataclass
 class DecodeState:
-  """The carry of the loop: preallocated, of fixed shapes, donated.
+  """State of the decoding loop: preallocated, of fixed shapes, donated.
 
-  Every leaf of a state has the rows B as its first axis, those of its parts
-  included. So one row can be put into the place of another, see
-  `Decoder.insert`, and rows can be split over devices. Only a cache may have
-  others, such as pages, if it has `with_rows`, see `specjax.interfaces`.
+  The first axis of every leaf is the batch. A row can therefore be replaced
+  (`Decoder.insert`), and rows can be split over devices. A cache may have
+  another layout, such as pages, if `has_rows_first` is False.
 
   Attributes:
-    tokens: `[B, C]` int32, prompt and output; the slots after `lengths` are
-      scratch.
-    lengths: `[B]` int32, committed tokens. The target's cache holds one less:
-      the last token is the root of the next draft.
-    limits: `[B]` int32, the length at which a row is done.
-    done: `[B]` bool.
-    keys: `[B]` PRNG keys, constant: a round folds its number in.
-    rounds: `[B]` int32, rounds since the prompt was read, counted on after the
-      row is done.
-    temperature: `[B]` float32, of the target and of a drafter that shares its
-      transform; 0 is greedy.
-    eos: `[B, E]` int32, the token ids that end a row, filled up with -1.
+    tokens: `[B, C]` int32, prompt and output; slots after `lengths` are unused.
+    lengths: `[B]` int32, committed tokens. The target's cache has one less,
+      because the last token is the root of the next draft.
+    limits: `[B]` int32, length at which a row is done.
+    done: `[B]` bool, True if a row is complete.
+    keys: `[B]` PRNG keys, constant. Each round folds in its number.
+    rounds: `[B]` int32, rounds since the prompt was read. It also increases
+      after the row is done.
+    temperature: `[B]` float32, temperature of the target, and of a drafter that
+      shares its transform; 0 is greedy.
+    eos: `[B, E]` int32, token ids that end a row, padded with -1.
     target_cache: the target's cache.
-    drafter: the drafter's own state.
-    verifier: the verifier's own state.
-    context: the prompt's, constant.
-    controller: the controller's own state.
-    constraints: the memories of the transform's constraints after the
-      committed tokens, see `specjax.constraints`; None without any.
-    made_by: class name of the drafter whose state this is, static; None: not
-      known.
+    drafter: state of the drafter.
+    verifier: state of the verifier.
+    context: `Prompt.context`, constant.
+    controller: state of the controller.
+    constraints: states of the transform's constraints after the committed
+      tokens, see `specjax.constraints`, or None.
+    made_by: class name of the drafter, static; None if it is not known.
   """
 
   tokens: jax.Array
@@ -244,24 +240,24 @@ class DecodeState:
 
 @struct.dataclass
 class RoundStats:
-  """Diagnostics of one round; they never enter the carry of a loop.
+  """Statistics of one round, or sums over rounds.
 
   The axis J lists the rules: the verifier first, then every observer.
 
   Attributes:
-    emitted: `[B]` int32, tokens committed: 0 once a row is done.
-    accepted: `[B]` int32, drafted tokens among those committed.
-    expected: `[B, J]` float32, E[tau | draft] of each law. Multiplied by
-      `active`, so that finished rows add nothing.
-    survival: `[B, J, N]` float32, P(tau >= i | the first i drafted tokens)
-      for i = 0..N-1 where the verifier offers it, else P(depth of the stop
-      >= i | draft). Also multiplied by `active`.
-    active: `[B]` bool, the row took part in this round.
-    finite: `[B]` bool, False: the target's logits were NaN or +inf.
-    draft_finite: `[B]` bool, False: the drafter's `probs` were NaN or infinite.
-    law_finite: `[B]` bool, False: the verifier's law was NaN or infinite, and
-      both models' numbers were not.
-    checks: `{text: [B] bool}` with `Decoder(debug=True)`, else None; see
+    emitted: `[B]` int32, committed tokens; 0 for a row that was done.
+    accepted: `[B]` int32, committed tokens that were drafted.
+    expected: `[B, J]` float32, E[tau | draft] of each rule; 0 for a row that
+      was done.
+    survival: `[B, J, N]` float32, P(tau >= i | the first i drafted tokens) for
+      i = 0..N-1 if the verifier implements `survival`, else P(depth of the stop
+      >= i | draft); 0 for a row that was done.
+    active: `[B]` bool, True if the row took part in this round.
+    finite: `[B]` bool, False if the target's logits were NaN or +inf.
+    draft_finite: `[B]` bool, False if the drafter's `probs` were not finite.
+    law_finite: `[B]` bool, False if the verifier's `Law` was not finite and
+      both models' numbers were.
+    checks: `{error: [B] bool}` with `Decoder(debug=True)`, else None; see
       `checks.raise_if_bad`.
   """
 
@@ -277,7 +273,7 @@ class RoundStats:
 
   @property
   def block_efficiency(self) -> jax.Array:
-    """Tokens per target call: tokens committed over rounds, of all rows.
+    """Tokens per target call: committed tokens over rounds, of all rows.
 
     The last round of a row counts only the tokens up to its limit or end token.
     """
@@ -295,12 +291,12 @@ class RoundStats:
 
 @struct.dataclass
 class Trace:
-  """What a verifier saw and decided in one round, batched.
+  """Inputs and outcome of the verifier in one round, batched.
 
   Attributes:
-    draft: the `Draft`s.
-    target_probs: `[B, N, V]`, the target's law of the token after every node.
-    verdict: the `Verdict`s.
+    draft: drafts.
+    target_probs: `[B, N, V]`, distribution p of the token after every node.
+    verdict: verdicts.
   """
 
   draft: Draft

@@ -20,19 +20,18 @@ if TYPE_CHECKING:
   from specjax.sampling import LogitsTransform
 
 CAPABILITIES = {
-    "chain": "every draft is one chain: node i + 1 is below node i, what hangs "
-             "beside it is padding, and every row of `probs` is the law of its "
-             "token given those before it",
-    "iid": "the children of a node are independent draws from one law",
-    "conditional": "every row of `probs` is the law of its token given what "
-                   "came before it, as `Draft` asks",
-    "autoregressive": "q depends on the context alone, not on where the draft "
-                      "began; whether a row is padding may depend on its "
-                      "position, not on the tokens before it",
-    "deterministic": "every row of `probs` is one-hot or padding, so that its "
-                     "token tells the whole law",
-    "full": "no node is padding, so that nobody need look how much was "
-            "drafted",
+    "chain": "every draft is one chain: node i + 1 is the child of node i, "
+             "other nodes are padding, and every row of `probs` is the "
+             "distribution of its token given the tokens before it",
+    "iid": "the children of a node are independent draws from one distribution",
+    "conditional": "every row of `probs` is the distribution of its token "
+                   "given all tokens drawn before it, as `Draft` requires",
+    "autoregressive": "q depends on the context alone, not on the position "
+                      "where the draft began; padding may depend on the "
+                      "position of a node, not on the tokens before it",
+    "deterministic": "every row of `probs` is one-hot or padding, so the token "
+                     "determines the row",
+    "full": "no node is padding",
 }
 
 

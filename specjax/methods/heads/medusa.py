@@ -81,7 +81,7 @@ class MedusaHeads(networks.HiddenStateHeads):
       small = self.vocab_size <= _OWN_UP_TO and self.rank == MedusaHeads.rank
       object.__setattr__(self, "output", "own" if small else "low_rank")
     if self.output not in _OUTPUTS:
-      raise ValueError(f"output is {self.output!r}; it must be one of "
+      raise ValueError(f"output is {self.output!r}; it must be one of auto, "
                        f"{', '.join(_OUTPUTS)}")
 
   def init(self, key: jax.Array, target_params: Params
