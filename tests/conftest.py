@@ -92,9 +92,6 @@ _LONGEST = ("contribution_test", "lossless_test", "tree_laws_test",
             "tree_drafters_test", "self_drafters_test", "joint_law_test",
             "rounds_by_length_test", "greedy_test", "rounds_test",
             "vocabularies_test", "train_drafter_test", "published_test")
-# A process has at most 65,530 memory maps, and every compiled program needs
-# some of them.
-_MAPS = 30_000
 
 
 def pytest_collection_modifyitems(items):
@@ -109,24 +106,15 @@ def pytest_collection_modifyitems(items):
   items.sort(key=place)  # stable
 
 
-def _count_maps():
-  """Returns the number of memory maps of this process, 0 if it is unknown."""
-  try:
-    with open("/proc/self/maps", "rb") as f:
-      return sum(1 for _ in f)
-  except OSError:
-    return 0
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _bound_maps():
-  """Forgets all compiled programs when they need too many memory maps.
+def _forget_compiled_code():
+  """Clears jax's caches after every file.
 
-  Programs that several files use are otherwise compiled once per process.
+  Compiled programs need memory maps, of which a process has 65,530. And a
+  cached trace in 32 bits would be found by the tests in 64 bits.
   """
   yield
-  if not 0 < _count_maps() < _MAPS:
-    jax.clear_caches()
+  jax.clear_caches()
 
 
 @pytest.fixture(autouse=True, scope="module")
