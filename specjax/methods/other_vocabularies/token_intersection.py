@@ -8,8 +8,8 @@ tokens d, the drafted law over the target's tokens x is
   q'(x) = sum over d that are x of q(d) / q(I) for x in I, and 0 elsewhere.
 
 Several d can be one x: whoever draws d and reports the q of one of them alone
-is biased (`tests/planted_defects_test.py` shows by how much). Here x is drawn
-from q' itself.
+is biased (`tests/exact/planted_defects_test.py` shows by how much). Here x is
+drawn from q' itself.
 
 What the model reads is a function of the target's tokens t_1..t_n alone,
 

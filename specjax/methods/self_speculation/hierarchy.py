@@ -37,7 +37,7 @@ class Hierarchy(Cascade):
   Every stage is exact with respect to the next, as in any cascade: after a
   rejection the middle stage draws from its *residual* law. TriForce's released
   code draws from the middle's whole law there and says that the token had it,
-  which is biased; `tests/hierarchy_test.py` has the figures.
+  which is biased; `tests/methods/hierarchy_test.py` has the figures.
 
   `params["drafter"]` is `{"target": the target's parameters, or a copy such as
   `models.quantize` makes, "drafter": those of the inner drafter}`.

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "experiments"))
 
 from lib.compiler import tpu_compiler  # noqa: E402
@@ -34,7 +34,9 @@ def answer(script: str, *question: str, **environment: str):
   done = subprocess.run(
       [sys.executable, script, *question], cwd=_ROOT, capture_output=True,
       text=True, timeout=600, check=False, env={
-          **inherited, **tpu_compiler.ENVIRONMENT, "PYTHONPATH": str(_ROOT),
+          **inherited, **tpu_compiler.ENVIRONMENT,
+          "PYTHONPATH": os.pathsep.join(
+              str(_ROOT / name) for name in ("", "tests", "tests/support")),
           **environment})
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])

@@ -30,7 +30,7 @@ def _smollm2():
 
 @pytest.fixture(name="expected", scope="module")
 def _expected():
-  found = np.load(pathlib.Path(__file__).parent / "golden" / "smollm2.npz")
+  found = np.load(pathlib.Path(__file__).parents[1] / "golden" / "smollm2.npz")
   count = sum(name.startswith("prompt_") for name in found)
   return [{name: found[f"{name}_{i}"] for name in (
       "prompt", "at", "top_ids", "top", "some", "text")}

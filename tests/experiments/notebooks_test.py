@@ -15,7 +15,7 @@ import scripts
 pytestmark = pytest.mark.slow
 
 _NOTEBOOKS = sorted(
-    (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+    (pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 def _read(path):

@@ -16,7 +16,9 @@ from absl import flags
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
+# Import path of test files that run as scripts.
+TESTS = (str(ROOT / "tests"), str(ROOT / "tests" / "support"))
 sys.path.append(str(ROOT / "experiments"))
 
 

@@ -201,7 +201,7 @@ def _start(cwd, devices, runs, decodes):
       environment.get("XLA_FLAGS", "")
       + f" --xla_force_host_platform_device_count={devices}")
   environment["PYTHONPATH"] = os.pathsep.join(
-      [str(scripts.ROOT), os.environ.get("PYTHONPATH", "")])
+      [str(scripts.ROOT), *scripts.TESTS, os.environ.get("PYTHONPATH", "")])
   return subprocess.Popen(
       [sys.executable, __file__, json.dumps([runs, decodes])], cwd=cwd,
       text=True, env=environment, stdin=subprocess.DEVNULL,

@@ -9,9 +9,8 @@ import pytest
 from specjax.data import tokenizers
 
 pytest.importorskip("jinja2")
-_RECORDED = json.loads(
-    (pathlib.Path(__file__).parent / "golden" / "tokenizers" / "answers.json"
-     ).read_text())
+_GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+_RECORDED = json.loads((_GOLDEN / "answers.json").read_text())
 _MARKS = re.compile("{% (end)?generation %}")
 _CHATML = _MARKS.sub("", _RECORDED["templates"]["ChatML"])
 

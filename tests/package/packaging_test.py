@@ -5,7 +5,7 @@ import pathlib
 import re
 import sys
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = {"orbax": "orbax-checkpoint"}  # imported under another name
 # Their absence is told to the user.
 _OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "tensorboardX",

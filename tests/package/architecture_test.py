@@ -5,7 +5,7 @@ import pathlib
 import measure_package
 import pytest
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 _FILES = sorted((_ROOT / "specjax").rglob("*.py"))
 # The names at the top of specjax/, from the lowest layer to the highest. A
 # module imports from its own layer and from lower ones.

@@ -12,7 +12,7 @@ import pytest
 from scripts import imported
 from scripts import run
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 _FILES = sorted(_ROOT.glob("specjax/**/*.py"))
 _DOCUMENTS = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md",
               *sorted(path for path in _ROOT.glob("docs/**/*.md")

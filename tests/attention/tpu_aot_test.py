@@ -25,7 +25,7 @@ import tpu_processes
 
 pytestmark = pytest.mark.slow
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _HBM = 16e9  # bytes of one v5e chip
 _BATCH = 8
 _GAMMA = 4

@@ -20,7 +20,7 @@ import tempfile
 import pytest
 import tpu_processes
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _BATCH, _NODES, _VOCAB = 32, 17, 128512
 _SPLIT = 4  # devices of the mesh
 _SPLIT_VOCAB = 128256  # Llama's: no whole number of blocks on each of four

@@ -19,7 +19,7 @@ from tokenizers import processors
 from specjax.data import token_bytes
 from specjax.data import tokenizers
 
-_GOLDEN = pathlib.Path(__file__).parent / "golden" / "tokenizers"
+_GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 _TEXTS = ["", " ", "  two  spaces \n\n", "tabs\tand\r\nlines",
           "caf\u00e9 \u6f22\u5b57 \U0001f600 e\u0301", "a</s>b <|im_end|> c",
           "don't 12345"]

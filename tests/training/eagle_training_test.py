@@ -17,7 +17,8 @@ from specjax.methods.blocks import _masks
 from specjax.methods.features import _training
 from specjax.methods.features import eagle_objective
 
-_GOLDEN = pathlib.Path(__file__).parent / "golden/eagle3_training.safetensors"
+_GOLDEN = (pathlib.Path(__file__).parents[1] / "golden"
+           / "eagle3_training.safetensors")
 _V, _S, _K = 7, 8, 3
 _IDS = (0, 2, 3, 6)
 

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib.training import drafter_report  # noqa: E402
 
-_RECORDED = pathlib.Path(__file__).parent / "golden/acceptance.csv"
+_RECORDED = pathlib.Path(__file__).parents[1] / "golden/acceptance.csv"
 _ROUNDS = {"greedy": 379, "sampled": 379, "decoded": 16}
 _REPETITIONS = 1000
 
