@@ -1,10 +1,12 @@
-"""Writes the tables and numbers of the documents from the committed CSVs.
+"""Writes the tables and numbers of the documents from the committed results.
 
   python docs/tables.py
 
 A table is between `<!-- table: ... -->` and `<!-- /table -->`, a number between
-`<!-- value: ... -->` and `<!-- /value -->`. The comment names a CSV in
-experiments/results/ and, as `key="..."`:
+`<!-- value: ... -->` and `<!-- /value -->`. The comment names a file in
+experiments/results/: a CSV, or `file.json#a/b` for the list or dictionary at
+`b` in `a`. The columns of JSON rows are paths (`c/0`); the rows of a dictionary
+have the column `key`. Options follow as `key="..."`:
 
   where: `column=value` pairs; `a|b` allows several values and their order.
   rows: columns of the CSV that name a row, as `column` or `column:title`.
@@ -13,9 +15,11 @@ experiments/results/ and, as `key="..."`:
     interval is added if the CSV has `column_low` and `column_high` and the
     format does not end in `!`.
   sort: column of the CSV by which rows are sorted, largest first.
+  turn: any text; rows and columns of the table change places.
 """
 
 import csv
+import json
 import pathlib
 import re
 import shlex
@@ -29,10 +33,12 @@ from lib.figures import style  # noqa: E402
 _RESULTS = _ROOT / "experiments/results"
 _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: ([^>]*?) -->)[^<]*(<!-- /value -->)")
-_NAMES = {"method": style.label, "verifier": style.rule, "over": style.rule}
+_NAMES = {"method": style.label, "verifier": style.rule, "over": style.rule,
+          "key": style.rule}
 _WORDS = {
     "jensen_shannon": "Jensen-Shannon", "total_variation": "total variation",
     "forward_kl": "forward KL", "lk_alpha": "LK (alpha)",
+    "random": "134M + 19M", "bundled": "bundled pair",
     "mt_bench": "MT-bench", "gsm8k": "GSM8K", "humaneval": "HumanEval",
 }
 
@@ -44,10 +50,29 @@ def documents():
       if "_build" not in path.parts)]
 
 
+def _flat(value, path=""):
+  """Returns {path: number or text} of a JSON value."""
+  if isinstance(value, list):
+    value = dict(enumerate(value))
+  if not isinstance(value, dict):
+    return {path: str(value)}
+  return {name: leaf for key, part in value.items() for name, leaf in
+          _flat(part, f"{path}/{key}" if path else str(key)).items()}
+
+
 def read(name):
-  """Returns the rows of a CSV in experiments/results/."""
+  """Returns the rows of a CSV or JSON file in experiments/results/."""
+  name, _, path = name.partition("#")
   with open(_RESULTS / name, newline="", encoding="utf-8") as file:
-    return list(csv.DictReader(file))
+    if not name.endswith(".json"):
+      return list(csv.DictReader(file))
+    value = json.load(file)
+  for key in filter(None, path.split("/")):
+    value = value[key]
+  if isinstance(value, list):
+    return [_flat(row) for row in value]
+  return ([{"key": key, **_flat(row)} for key, row in value.items()]
+          if path else [_flat(value)])
 
 
 def _options(spec):
@@ -113,16 +138,18 @@ def table(spec):
       lines.setdefault(key, {})[head] = _number(row, column, form)
   table_rows = [
       [title or column for column, title in names] + list(heads),
-      ["---"] * (len(names) + len(heads)),
       *([*key, *(line.get(head, "") for head in heads)]
         for key, line in lines.items())]
+  if "turn" in options:
+    table_rows = list(zip(*table_rows))
+  table_rows.insert(1, ["---"] * len(table_rows[0]))
   return "".join(f"| {' | '.join(row)} |\n" for row in table_rows)
 
 
 def value(spec):
   """Returns the number of a comment."""
   name, options = _options(spec)
-  [row] = _selected(read(name), options["where"])
+  [row] = _selected(read(name), options.get("where", ""))
   [(column, form, _)] = _fields(options["cells"], 3)
   return _number(row, column, form)
 

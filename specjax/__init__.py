@@ -1,4 +1,16 @@
-"""specjax: speculative decoding as probability distributions, in JAX."""
+"""specjax: speculative decoding as probability distributions, in JAX.
+
+>>> import jax
+>>> import specjax as sj
+>>> pair = sj.zoo.load()
+>>> strategy = sj.strategies.block_verification(
+...     pair.drafters["small"].model, gamma=4)
+>>> text = strategy.decoder(pair.target.model).generate(
+...     pair.params("small"), [pair.tokenizer.encode("import os")],
+...     jax.random.key(0), max_new_tokens=8)
+>>> len(text.tokens[0])
+11
+"""
 
 from specjax import analysis
 from specjax import caches

@@ -1,10 +1,14 @@
-"""The trained models in the box, no network needed.
+"""The bundled models: a target, its draft models and heads; no network needed.
 
-A target, two small drafters, and what the target drafts for itself with; and a
-drafter and an EAGLE layer for SmolLM2-135M-Instruct, which is not in the box.
+A draft model and an EAGLE layer for SmolLM2-135M-Instruct are also bundled
+(SmolLM2 itself is not). `models/zoo/CARD.md` has training data, commands and
+results of every model.
 
-`models/zoo/CARD.md` says what they were trained on, by which command,
-and how good they are.
+>>> pair = load()
+>>> pair.target.model.config.vocab_size
+4096
+>>> sorted(pair.params("small"))
+['drafter', 'target']
 """
 
 import dataclasses
@@ -32,15 +36,24 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-  """A target, drafters by name, and the tokenizer that they share."""
+  """A target, draft models by name, and the tokenizer that they share."""
 
   target: Member
   drafters: dict[str, Member]
   tokenizer: Tokenizer
 
+  def params(self, drafter: str) -> dict[str, Any]:
+    """Returns the parameters that a `Decoder` of target and draft model reads.
+
+    Args:
+      drafter: name of the draft model, a key of `drafters`.
+    """
+    return {"target": self.target.params,
+            "drafter": self.drafters[drafter].params}
+
 
 def heads_path(name: str) -> pathlib.Path:
-  """The directory of heads, for `methods.load_heads`.
+  """Returns the directory of heads, for `methods.load_heads`.
 
   Args:
     name: one of `HEADS` or `HEADS_FOR_SMOLLM2`.
@@ -49,7 +62,7 @@ def heads_path(name: str) -> pathlib.Path:
 
 
 def model_path(name: str) -> pathlib.Path:
-  """The directory of a language model, for `models.load_pretrained`.
+  """Returns the directory of a language model, for `models.load_pretrained`.
 
   Args:
     name: "target", or one of `DRAFTERS` or `FOR_SMOLLM2`.
@@ -58,7 +71,7 @@ def model_path(name: str) -> pathlib.Path:
 
 
 def tokenizer_path() -> pathlib.Path:
-  """The file of the tokenizer that the target and its drafters share."""
+  """Returns the tokenizer file of the target and its draft models."""
   return _DIRECTORY / "tokenizer.json"
 
 
@@ -66,7 +79,7 @@ def load(dtype: Any = None) -> Pair:
   """Loads the bundled pair.
 
   Args:
-    dtype: of the parameters; None is float32 on CPU, else bfloat16.
+    dtype: dtype of the parameters. None is float32 on CPUs, else bfloat16.
   """
   member = lambda name: Member(*load_model(_DIRECTORY / name, dtype))
   return Pair(
