@@ -108,7 +108,7 @@ def draw_enumeration():
 
 
 def draw_tree():
-  """Draws a draft tree beside its mask."""
+  """Draws a draft tree and its mask."""
   parents = [-1, 0, 0, 1, 1, 2, 3]
   depths = [0]
   for parent in parents[1:]:
@@ -158,7 +158,7 @@ def _bars(axes, rows, column, names, colors, scale=1):
 
 
 def draw_sampled_trees():
-  """Draws sampled beside deterministic trees, at temperature 1."""
+  """Draws sampled and deterministic trees, at temperature 1."""
   wanted = [("medusa, top-k tree", "target_walk"),
             ("medusa, sampled tree", "traversal"),
             ("eagle3, dynamic tree", "target_walk"),
@@ -222,7 +222,7 @@ def draw_exits():
 
 
 def draw_hybrid():
-  """Draws hybrid trees beside chains and trees without replacement."""
+  """Draws hybrid trees, chains and trees without replacement."""
   figure, axes = plt.subplots(figsize=(6.4, 2.6))
   for method, label, color, marker, style in (
       ("traversal", "without replacement, traversal", _RED, "o", "-"),

@@ -123,7 +123,7 @@ def _is_clean(lines):
 def _readable(block):
   """Returns a paragraph of a docstring in a form that docutils accepts.
 
-  Docstrings are plain text first. A paragraph that is no reStructuredText has
+  Docstrings are plain text first. A paragraph that is not reStructuredText has
   its symbols escaped or, if that does not help, is shown as it is.
   """
   escaped = [re.sub(r"([*|`])", r"\\\1", line) for line in block]
@@ -135,7 +135,7 @@ def _readable(block):
 
 
 def _process_docstring(app, what, name, value, options, lines):
-  """Replaces paragraphs that are no reStructuredText."""
+  """Replaces paragraphs that are not reStructuredText."""
   starts = [0, *(i for i, (before, line) in enumerate(
       itertools.pairwise(lines), 1)
       if line.startswith(":") or not before and line[:1].strip())]
