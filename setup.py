@@ -24,6 +24,7 @@ setuptools.setup(
     install_requires=[
         "absl-py",
         "chex",
+        "filelock",
         "flax>=0.10",
         "jax>=0.8",
         "numpy",

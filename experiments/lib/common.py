@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import contextlib
 import csv
-import errno
 import gc
 import io
 import json
@@ -48,16 +47,6 @@ VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
 _HELD = contextlib.ExitStack()  # the directories of the script that runs
-_FIXES = {
-    errno.ENOSPC: "make room, or choose another place",
-    errno.EDQUOT: "make room, or choose another place",
-    errno.EACCES: "choose a place that you may write to",
-    errno.EPERM: "choose a place that you may write to",
-    errno.EROFS: "choose a place that you may write to",
-    errno.EEXIST: "choose a directory",
-    errno.ENOTDIR: "choose a directory",
-    errno.EISDIR: "choose a file",
-}
 
 
 def run(main, argv=None) -> None:
@@ -210,12 +199,10 @@ def _forget_stdout():
   os.close(nowhere)
 
 
-def _in_words(e):
-  """An `OSError` in one line that names the file and the fix."""
+def _in_words(e: OSError) -> str:
+  """Returns an `OSError` in one line that names the file."""
   text = " ".join(str(e.strerror or e).split()).rstrip(".")
-  place = "" if e.filename is None else f"{e.filename}: "
-  fix = _FIXES.get(e.errno)
-  return place + text + (f"; {fix}" if fix else "")
+  return text if e.filename is None else f"{e.filename}: {text}"
 
 
 def first_speaks() -> None:

@@ -112,6 +112,7 @@ class Trainer:
   directory: pathlib.Path
   evaluate: Callable[[Any], dict[str, float]] | None = None
   evaluate_every: int = 0
+  saved_dtype: Any = None
   evaluated: Callable[[int, Any, dict[str, float]], None] | None = None
   checkpoint_every: int = 200
   keep_checkpoints: int = 2
@@ -219,11 +220,12 @@ class Trainer:
       if saves:
         _check_finite(state.params, done)
       if evaluates:
-        found = self.evaluate({**frozen, **cast(state.params, dtype)})
-        progress.evaluated(done, found)
+        saved = cast(state.params, self.saved_dtype or dtype)
+        values = self.evaluate({**frozen, **cast(saved, dtype)})
+        progress.evaluated(done, values)
       progress.write(done)
       if evaluates and self.evaluated:
-        self.evaluated(done, state.params, found)
+        self.evaluated(done, state.params, values)
       if saves:
         checkpoints.save(manager, done, state, progress.pending_losses)
       if stops:

@@ -1,52 +1,49 @@
-"""Whole files, and directories that belong to one run.
+"""Atomic writes, text and JSON of users, and directories of single runs.
 
-Text and JSON of users are read in one way: a byte-order mark belongs to the
-encoding and is dropped, lines end in LF, CR or both, and errors name the line.
+Text and JSON are read in one way: a byte-order mark belongs to the encoding and
+is dropped, lines end in LF, CR or both, and errors name the line.
 
-A file that is written `atomically` is either complete or absent. A directory
-that a run has made its own by `claim` is refused to a run of other data or
-settings, which differ in their `fingerprints.fingerprint`. While a process has
-it `locked`, it is refused to every other one.
+A file written `atomically` is complete or absent. A directory that a run claims
+(`claim`) is refused to runs with other data or settings; the claim compares
+`fingerprints.fingerprint` of them. While a process has a directory `locked`,
+other processes cannot lock it.
 """
 
 import codecs
 from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
 import gzip
 import io
 import json
 import os
 import pathlib
-import re
 from typing import Any
 from typing import BinaryIO
 import uuid
 import zlib
 
+import filelock
+
 from specjax.utils import processes
 
-try:
-  import fcntl
-except ImportError:  # Windows has no such locks
-  fcntl = None
-
-# Raised whenever `fingerprint` changes, so that what was recorded under an
-# older one is refused by name and not compared.
+# Raised when `fingerprint` changes. Manifests of older formats are refused
+# because their fingerprints cannot be compared.
 _FORMAT = 2
 _POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
-# What a file is called that is not complete: its name, digits, and this.
+# An incomplete file is called NAME.DIGITS.partial.
 _DIGITS, _PARTIAL = 8, ".partial"
-# UTF-32 first: its mark begins with that of UTF-16.
+# UTF-32 is first, because its mark begins with the mark of UTF-16.
 _MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
           (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-# Escapes of JSON: a pair of surrogates, one alone, any other.
-_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPES = re.compile(rf"{_PAIR}|(\\u[dD][89a-fA-F][0-9a-fA-F]{{2}})|\\.",
-                      re.DOTALL)
 
 
 class OtherRunError(ValueError):
-  """The path `directory` holds a run of other data or settings."""
+  """A directory belongs to a run with other data or settings.
+
+  Attributes:
+    directory: the path of the directory.
+  """
 
   def __init__(self, directory: pathlib.Path, what: str, difference: str):
     super().__init__(f"{directory} holds another {what}: {difference}: choose "
@@ -56,20 +53,28 @@ class OtherRunError(ValueError):
 
 @contextlib.contextmanager
 def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-  """Opens a file for writing bytes; it appears under its name when complete.
+  """Opens a binary file that appears under its name only when complete.
 
-  Of several processes of one program the first writes; what the others write
-  is forgotten.
+  If several processes of one program call it, only the first one writes. The
+  others get a file that discards its content.
+
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   with atomically(f"{directory}/x") as f:
+  ...     _ = f.write(b"text")
+  ...     before = os.path.exists(f"{directory}/x")
+  ...   before, os.path.exists(f"{directory}/x")
+  (False, True)
 
   Args:
-    path: of the file; one that exists is replaced, and stays if the writing
-      fails.
+    path: path of the file. An existing file is replaced, and is unchanged if
+      the writing fails.
 
   Yields:
-    The file, under a name that no other process gives to one.
+    The open file, under a temporary name.
   """
   if not processes.is_first():
-    yield _Forgotten()
+    yield _Discarded()
     return
   path = pathlib.Path(path)
   digits = uuid.uuid4().hex[:_DIGITS]
@@ -86,22 +91,24 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     raise
 
 
-class _Forgotten(io.RawIOBase):
-  """A file of which nothing is kept; an archive asks /dev/null where it is."""
+class _Discarded(io.RawIOBase):
+  """A file without content. /dev/null fails, because archives seek in it."""
 
   def writable(self) -> bool:
     return True
 
-  def write(self, data) -> int:
+  def write(self, data: Any) -> int:
     return memoryview(data).nbytes
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Adds this file's name to every `OSError` raised inside that has none.
+  """Adds a file name to every `OSError` raised inside that has none.
 
-  A full disk is found out when bytes are written, by a call that knows of no
-  name.
+  Writing to an open file on a full disk raises an error without a name.
+
+  Args:
+    path: path of the file.
   """
   try:
     yield
@@ -112,99 +119,98 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
-  """Keeps every other process out of a directory, and clears up in it.
+  """Locks a directory against other processes.
 
-  Of several processes of one program the first holds it for all.
-
-  The system itself lets go of the lock when the process ends, however it ends:
-  a killed one leaves nothing that keeps others out. The pieces of files that
-  it may have left are deleted. Where the file system has no locks, nobody is
-  kept out.
+  The system releases the lock when the process ends, even if it is killed.
+  Incomplete files of a killed process are deleted. Of several processes of one
+  program, the first one holds the lock for all.
 
   Args:
-    directory: created if needed.
-    what: a word for the error, such as "run".
+    directory: path of the directory, which is created if needed.
+    what: word for the error, such as "run".
 
   Raises:
-    ValueError: another process has it.
+    ValueError: another process holds the lock.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   if not processes.is_first():
     yield
     return
-  alone = fcntl is not None
-  with open(directory / ".lock", "ab") as f:
-    try:
-      if fcntl:
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise ValueError(f"another {what} is at work in {directory}; wait until "
-                       "it ends, or choose another directory") from None
-    except OSError:  # a file system without locks
-      alone = False
-    if alone:
-      for path in directory.glob(f"*.{'[0-9a-f]' * _DIGITS}{_PARTIAL}"):
-        path.unlink()
+  lock = filelock.FileLock(directory / ".lock", timeout=0)
+  try:
+    lock.acquire()
+  except filelock.Timeout:
+    raise ValueError(f"another {what} is at work in {directory}; wait until "
+                     "it ends, or choose another directory") from None
+  try:
+    for path in directory.glob(f"*.{'[0-9a-f]' * _DIGITS}{_PARTIAL}"):
+      path.unlink()
     yield
+  finally:
+    lock.release()
 
 
-def claim(path: str | os.PathLike[str], manifest: dict[str, Any], what: str
+def claim(path: str | os.PathLike[str], manifest: Mapping[str, Any], what: str
           ) -> None:
-  """Writes what a directory holds, or checks that it holds the same.
+  """Writes the manifest of a directory, or compares it with the existing one.
 
-  All processes of a program call it, and the first does it.
+  All processes of a program call it, and the first one does the work.
+
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   claim(f"{directory}/run.json", {"seed": 1}, "run")
+  ...   claim(f"{directory}/run.json", {"seed": 1}, "run")
 
   Args:
-    path: of the JSON file that says it; its directory is created if needed.
-    manifest: values that JSON can hold.
-    what: a word for the error, such as "record".
+    path: path of the manifest; its directory is created if needed.
+    manifest: JSON values by name.
+    what: word for the error, such as "record".
 
   Raises:
-    OtherRunError: the file says something else.
-    ValueError: it is of another version, or is not JSON.
+    OtherRunError: the existing manifest differs.
+    ValueError: the existing file is not JSON or has another format.
   """
-  processes.by_the_first(
-      lambda: _claim(pathlib.Path(path), manifest, what))
+  processes.by_the_first(lambda: _claim(pathlib.Path(path), manifest, what))
 
 
-def _claim(path, manifest, what):
+def _claim(path: pathlib.Path, manifest: Mapping[str, Any], what: str) -> None:
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"format": _FORMAT, **manifest}, indent=2)
     return
-  found = read_manifest(path, what)
-  others = [name for name, value in manifest.items()
-            if found.get(name) != value]
-  if others:
-    # Shortest first: a setting says more than a hash that depends on it.
-    others.sort(key=lambda name: len(str(manifest[name])))
-    more = f" ({len(others) - 2} more differ)" * (len(others) > 2)
+  existing = read_manifest(path, what)
+  names = [name for name, value in manifest.items()
+           if existing.get(name) != value]
+  if names:
+    # A short setting explains more than a hash that depends on it.
+    names.sort(key=lambda name: len(str(manifest[name])))
+    rest = f" ({len(names) - 2} more differ)" if len(names) > 2 else ""
     raise OtherRunError(path.parent, what, "; ".join(
-        _difference(x, found, manifest[x]) for x in others[:2]) + more)
+        _difference(x, existing, manifest[x]) for x in names[:2]) + rest)
 
 
 def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-  """What `claim` wrote.
+  """Returns a manifest that `claim` wrote.
 
   Args:
-    path: of the JSON file.
-    what: a word for the error, such as "record".
+    path: path of the manifest.
+    what: word for the error, such as "record".
 
   Raises:
-    ValueError: the file is not JSON, or of another version of specjax.
+    ValueError: the file is not JSON or has another format.
   """
   path = pathlib.Path(path)
-  found = read_json(path, f"choose another path, or delete {path.parent}")
-  if not found:
+  manifest = read_json(path, f"choose another path, or delete {path.parent}")
+  if not manifest:
     raise ValueError(f"{path} describes no {what}; choose another path, or "
                      f"delete {path.parent}")
-  if found.get("format") != _FORMAT:
+  if manifest.get("format") != _FORMAT:
     raise ValueError(
         f"{path.parent} holds a {what} of another version of specjax, whose "
         "fingerprints differ; choose another path, or delete it and start "
         "again")
-  return found
+  return manifest
 
 
 def check_downloaded(path: str | os.PathLike[str]) -> None:
@@ -215,23 +221,22 @@ def check_downloaded(path: str | os.PathLike[str]) -> None:
                        "download the file: git lfs pull")
 
 
-def write_json(path: str | os.PathLike[str], value: dict[str, Any],
+def write_json(path: str | os.PathLike[str], value: Mapping[str, Any],
                indent: int | None = None) -> None:
-  """Writes a JSON object and a newline, whole or not at all."""
+  """Writes a JSON object and a newline atomically."""
   with atomically(path) as f:
     f.write((json.dumps(value, indent=indent) + "\n").encode())
 
 
 def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
-  """The JSON object in a file.
+  """Returns the JSON object in a file.
 
   Args:
-    path: of the file.
-    fix: what the user may do about a file that holds none.
+    path: path of the file.
+    fix: advice for the error.
 
   Raises:
-    ValueError: the file is not UTF-8, not JSON, or holds no object, or half of
-      a character.
+    ValueError: the file is not UTF-8 or not a JSON object.
   """
   check_downloaded(path)
   try:
@@ -239,17 +244,13 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
   except ValueError as e:
     raise ValueError(f"{path} is not JSON: {e}; {fix}") from None
   try:
-    found = parse_json(text, path)
+    value = parse_json(text, path)
   except ValueError as e:
     raise ValueError(f"{e}; {fix}") from None
-  half = half_of_a_character(text)
-  if half:
-    raise ValueError(f"{path} line {half} has half of a character (a lone "
-                     f"surrogate, such as \\ud83d); {fix}")
-  if not isinstance(found, dict):
-    raise ValueError(f"{path} holds a JSON {type(found).__name__} and no "
+  if not isinstance(value, dict):
+    raise ValueError(f"{path} holds a JSON {type(value).__name__} and no "
                      f"object; {fix}")
-  return found
+  return value
 
 
 def encoding_of(start: bytes) -> str:
@@ -259,10 +260,13 @@ def encoding_of(start: bytes) -> str:
 
 
 def decoded(data: bytes) -> str:
-  """Returns the text of a file's bytes: UTF-8, or as its byte-order mark says.
+  r"""Decodes the bytes of a text file, UTF-8 unless a byte-order mark differs.
+
+  >>> decoded(b"one\r\ntwo")
+  'one\ntwo'
 
   Raises:
-    ValueError: they are not; it names the line and the byte, but no path.
+    ValueError: the bytes are not text. The error names line and byte.
   """
   try:
     text = data.decode(encoding_of(data))
@@ -278,10 +282,10 @@ def decoded(data: bytes) -> str:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-  """Returns the text of a file, which is unpacked first if it ends in `.gz`.
+  """Returns the text of a file; a `.gz` file is decompressed.
 
   Raises:
-    ValueError: the file is not text, or not gzipped.
+    ValueError: the file is not text, or not gzip data.
   """
   path = pathlib.Path(path)
   check_downloaded(path)
@@ -302,12 +306,11 @@ def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
 
   Args:
     text: the JSON.
-    path: the file, for errors.
-    line: the line of the file on which the text begins.
+    path: path of the file, for errors.
+    line: number of the text's first line in the file.
 
   Raises:
-    ValueError: it is not JSON, or nested too deep or with too long a number
-      for Python's `json`.
+    ValueError: the text is not JSON, or exceeds limits of Python's `json`.
   """
   try:
     return json.loads(text)
@@ -317,25 +320,17 @@ def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
   except RecursionError:
     raise ValueError(f"{path} line {line} has JSON that is nested deeper than "
                      "Python reads (about 900 levels); take it out") from None
-  except ValueError:  # of int()
+  except ValueError:  # int() refuses long numbers
     raise ValueError(f"{path} line {line} has a number with more digits than "
                      "Python reads (4300); take it out") from None
 
 
-def half_of_a_character(text: str) -> int | None:
-  """Returns the line of the first lone surrogate in a JSON text, or None."""
-  for match in _ESCAPES.finditer(text):
-    if match[1]:
-      return 1 + text.count("\n", 0, match.start())
-  return None
-
-
-def _difference(name, found, value) -> str:
-  """What two manifests hold, from where it begins to differ."""
-  if name not in found:
+def _difference(name: str, existing: Mapping[str, Any], value: Any) -> str:
+  """Describes two values of a manifest, from the first different character."""
+  if name not in existing:
     return (f"{name} is {str(value)[:60]} here and not told there, as by an "
             "older version of specjax or without this option")
-  texts = [str(found[name]), str(value)]
+  texts = [str(existing[name]), str(value)]
   start = max(len(os.path.commonprefix(texts)) - 20, 0)
   there, here = ("..." * (start > 0) + text[start:start + 60]
                  for text in texts)

@@ -1,9 +1,8 @@
-"""What several processes of one program do together.
+"""Coordination of several processes of one program.
 
 `jax.distributed.initialize` joins processes whose devices then form one mesh.
-All of them run the same Python, and what concerns the outside is done by the
-first: it prints, and it writes the files (`files.atomically` knows). In a
-program of one process every function here is free.
+All of them run the same Python. The first one prints, and writes the files
+(`files.atomically`). In a program of one process every function here is free.
 """
 
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import os
 import pickle
 import signal
 import threading
+from types import FrameType
 from typing import Any
 from typing import TypeVar
 
@@ -24,17 +24,19 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 _T = TypeVar("_T")
-_ALONE = []  # what the first process does while the others wait
-_LOOKS, _TOLD = itertools.count(1), []  # for SIGTERM; whether one was found
-_HEARD = []  # signals to a single process, while it is `listening`
+# Work of the first process, for which the other processes wait.
+_ALONE: list[Callable[[], Any]] = []
+_LOOKS = itertools.count(1)  # places where all processes look for SIGTERM
+_TOLD: list[bool] = []  # not empty after SIGTERM to joined processes
+_HEARD: list[int] = []  # signals to a single process that is `listening`
 _STOPS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-  """A run was asked to stop, and all its processes have saved what they had.
+  """A run was asked to stop, and all its processes have saved their state.
 
   Attributes:
-    signal: the number of the signal that asked.
+    signal: the number of the signal.
   """
 
   def __init__(self, message: str, number: int = signal.SIGTERM):
@@ -43,21 +45,28 @@ class Stopped(Exception):
 
 
 def is_first() -> bool:
-  """Whether this process speaks and writes for all.
+  """Returns whether this process prints and writes for all.
 
   It starts no backend in a program of one process.
+
+  >>> is_first()
+  True
   """
   return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def by_the_first(work: Callable[[], _T]) -> _T:
-  """What `work` returns, or raises, in the first process; called by all.
+  """Calls `work` in the first process and returns its result in all of them.
 
-  For reading and claiming files, of which each process might see another
-  state: so none goes on where another stops.
+  All processes call it. It is for reading and claiming files, whose state may
+  change between the reads of different processes. An exception of `work` is
+  raised in all processes.
+
+  >>> by_the_first(lambda: 3)
+  3
 
   Args:
-    work: called in the first process alone; its result can be pickled.
+    work: function without arguments; its result can be pickled.
   """
   if not jax.distributed.is_initialized() or _ALONE:
     return work()
@@ -66,8 +75,8 @@ def by_the_first(work: Callable[[], _T]) -> _T:
     _ALONE.append(work)
     try:
       data = pickle.dumps((work(), None))
-    except Exception as e:  # whatever it is, the others wait for it
-      error, data = e, _packed(e)
+    except Exception as e:  # any error, because the other processes wait
+      error, data = e, _pickled(e)
     finally:
       _ALONE.pop()
   send = multihost_utils.broadcast_one_to_all
@@ -77,28 +86,21 @@ def by_the_first(work: Callable[[], _T]) -> _T:
   data = np.asarray(send(data)).tobytes()
   if error is not None:
     raise error
-  found, error = pickle.loads(data)
+  result, error = pickle.loads(data)
   if error is not None:
     raise error
-  return found
+  return result
 
 
-def _packed(error):
-  """An error for the others, or its words where it is none to them."""
+def _pickled(error: Exception) -> bytes:
+  """Pickles an error, or its message if its class cannot be pickled."""
   try:
     data = pickle.dumps((None, error))
     pickle.loads(data)
     return data
-  except Exception:  # of a class that cannot be sent, or not made again
+  except Exception:  # pickle calls the methods of any class
     return pickle.dumps(
         (None, RuntimeError(f"{type(error).__name__}: {error}")))
-
-
-def all_agree(good: bool) -> bool:
-  """Whether it is so in every process; called by all."""
-  if not jax.distributed.is_initialized():
-    return good
-  return bool(multihost_utils.process_allgather(np.asarray(good)).all())
 
 
 @contextlib.contextmanager
@@ -110,17 +112,17 @@ def listening() -> Iterator[None]:
   stays ignored. Joined processes use JAX's service for SIGTERM instead, and
   threads other than the main one cannot receive signals.
   """
-  before = {}
+  before: dict[int, Any] = {}
 
-  def restore():
+  def restore() -> None:
     for number, handler in before.items():
       signal.signal(number, handler)
 
-  def hear(number, frame):
+  def hear(number: int, frame: FrameType | None) -> None:
     del frame
     restore()
     _HEARD.append(number)
-    # Not print: its buffer may be in use where the signal arrives.
+    # `print` is not safe here: the signal may arrive while its buffer is used.
     os.write(2, f"\n{_STOPS[number]}: the run ends after this step, with a "
              "checkpoint; a second signal ends it at once\n".encode())
 
@@ -141,10 +143,10 @@ def listening() -> Iterator[None]:
 def told_to_stop() -> bool:
   """Returns whether the program was asked to end; called by all processes.
 
-  For joined processes it is true if SIGTERM has come to one of them, in every
-  process from the same call on. All of them must call it equally often: JAX
-  identifies the place where they stop by a running number. A single process
-  must be `listening`.
+  Joined processes all return True from the same call on, if SIGTERM has come
+  to one of them. They must call it equally often, because JAX identifies the
+  place where they stop by a running number. A single process must be
+  `listening`.
   """
   if not jax.distributed.is_initialized():
     return bool(_HEARD)
@@ -161,39 +163,41 @@ def stopped(what: str) -> Stopped:
   """Returns the error of a program that was `told_to_stop`.
 
   Args:
-    what: the state in which it ends, such as "after step 3, which is saved".
+    what: state of the program, such as "after step 3, which is saved".
   """
   number = _HEARD[0] if _HEARD else signal.SIGTERM
   return Stopped(f"stopped by {_STOPS[number]} {what}", number)
 
 
-def gathered(tree: Any) -> Any:
-  """The tree with every leaf readable in this process; called by all.
+def gathered(tree: _T) -> _T:
+  """Returns the tree with every leaf readable here; called by all processes.
 
-  Arrays that lie in part on the devices of other processes become numpy arrays
-  of the whole; the others stay as they are.
+  Arrays with parts on devices of other processes become complete numpy arrays.
+  Other leaves are unchanged.
+
+  Args:
+    tree: tree of arrays.
   """
-  def one(x):
+  def gather(x: Any) -> Any:
     if not isinstance(x, jax.Array) or x.is_fully_addressable or (
         x.is_fully_replicated):
       return x
     return multihost_utils.process_allgather(x, tiled=True)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(gather, tree)
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-  """Arrays that every process has whole, put where their shardings say.
+  """Places arrays on devices; every process has the complete arrays.
 
-  No device gets more than its part. Arrays that lie on several devices already
-  are moved between these.
+  A device receives only its part. Arrays that already are on several devices
+  are moved between them.
 
   Args:
-    tree: of arrays of numpy or of one device, typed keys among them.
-    shardings: a tree of `NamedSharding` like it; a `Format` may say besides in
-      what order the axes of an array lie.
+    tree: tree of arrays, of numpy or on one device, or of typed keys.
+    shardings: tree of `NamedSharding` or `Format` with the same structure.
   """
-  def one(x, sharding):
+  def place(x: Any, sharding: Any) -> jax.Array:
     devices = getattr(sharding, "sharding", sharding)  # of a `Format`
     if devices.is_fully_addressable or (
         isinstance(x, jax.Array) and not x.is_fully_addressable):
@@ -204,9 +208,9 @@ def placed(tree: Any, shardings: Any) -> Any:
           sharding.mesh, PartitionSpec(
               *sharding.spec, *[None] * (x.ndim + 1 - len(sharding.spec))))
       return jax.random.wrap_key_data(
-          one(jax.random.key_data(x), data), impl=jax.random.key_impl(x))
-    whole = np.asarray(x)
+          place(jax.random.key_data(x), data), impl=jax.random.key_impl(x))
+    array = np.asarray(x)
     return jax.make_array_from_callback(
-        whole.shape, sharding, lambda index: whole[index])
+        array.shape, sharding, lambda index: array[index])
 
-  return jax.tree.map(one, tree, shardings)
+  return jax.tree.map(place, tree, shardings)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -269,39 +270,24 @@ def test_metrics_of_another_form_are_refused(tmp_path, content):
   assert path.read_text() == content
 
 
-def _cut(path):
-  path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
-
-
-def _flip(path):
-  data = bytearray(path.read_bytes())
-  if len(data) > 50_000:  # of the largest, the weights themselves
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [
-    _cut, _flip, lambda path: path.write_bytes(b""),
-    lambda path: path.unlink()], ids=["cut", "bit", "emptied", "missing"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    tmp_path, capsys, damage):
-  # Broken: a disk that was full costs the whole run, or other weights are
-  # taken for the run's.
-  table = {"target": _MARKOV.model.init(jax.random.key(0)),
-           "unused": jax.random.normal(jax.random.key(1), (200, 100))}
+    lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
+    lambda path: path.unlink()], ids=["cut", "missing"])
+def test_a_run_continues_before_a_damaged_checkpoint(tmp_path, damage):
+  # Broken: a disk that was full costs the run, or other weights are taken for
+  # the run's.
+  table = {"target": _MARKOV.model.init(jax.random.key(0))}
   trainer = _markov_trainer(tmp_path, checkpoint_every=1)
   whole = trainer.run(table)["target"]
   newest = tmp_path / "checkpoints" / "3"
   for path in [path for path in newest.rglob("*") if path.is_file()]:
     damage(path)
-  capsys.readouterr()
+  with pytest.raises(ValueError, match="checkpoints/3 cannot be read: .* delete"
+                     ):
+    trainer.run(table)
+  shutil.rmtree(newest)
   np.testing.assert_array_equal(trainer.run(table)["target"], whole)
-  [warning] = [line for line in capsys.readouterr().err.splitlines()
-               if line.startswith("warning")]
-  assert "the checkpoint of step 3 is damaged" in warning
-  assert "goes on from step 2" in warning
-  assert (tmp_path / "damaged_3").is_dir() and newest.is_dir()
 
 
 def test_a_finished_run_is_extended(tmp_path, capsys):
@@ -334,9 +320,6 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   assert "run of 2 steps" in line and "learning rate is that of a run of 3" in (
       line)
   assert json.loads((tmp_path / "run.json").read_text())["steps"] == [2, 3]
-  (tmp_path / "run.json").write_text('{"format": 2, "seed": 1}')
-  with pytest.raises(ValueError, match="steps is None"):
-    lengths(3)
 
 
 def test_the_same_parameters_are_measured_once():
