@@ -306,7 +306,8 @@ def main():
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
   objective = objectives.StoredLaws(model=drafter)
-  evaluate = _evaluation(objective, held_out)
+  evaluate = evaluation.remembered(
+      _evaluation(objective, held_out), ["drafter"])
   schedule = runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
       _DECAY_FRACTION.value)
@@ -316,7 +317,7 @@ def main():
       steps=runs.last_step(output_dir, _STEPS.value), directory=output_dir,
       log=Log(learning_rate=schedule, wandb=_WANDB.value,
               steps_per_epoch=len(rows) // _BATCH_SIZE.value),
-      compute_dtype=dtype, evaluate=evaluate,
+      compute_dtype=dtype, evaluate=evaluate, saved_dtype=_SAVE_DTYPE.value,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value,

@@ -93,6 +93,7 @@ from lib.training import sweep
 import numpy as np
 
 from specjax import methods
+from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import optimizers
 from specjax.training import runs
@@ -368,10 +369,9 @@ def main():
       (target.params, params if _HEADS_FROM.value else ()), rate, dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
   batch, held_out = rows()
-  evaluate = drafter_report.evaluation_of(
-      method, target, heads, params, objective, held_out)
-  measure = lambda trained, **options: evaluate(
-      {**frozen, **loop.cast(trained, dtype)}, **options)
+  evaluate = evaluation.remembered(drafter_report.evaluation_of(
+      method, target, heads, params, objective, held_out), list(trainable))
+  measure = lambda trained: evaluate({**frozen, **loop.cast(trained, dtype)})
   before = measure(trainable)
   saves = drafter_saves.Saves(
       directory=output_dir, method=method, heads=heads, target=target,
@@ -381,7 +381,8 @@ def main():
   trainer = _trainer(
       learner, lengths, rate, start.trains_target, batch,
       source.num_rows(text, row_tokens), steps=steps, directory=output_dir,
-      evaluate=evaluate, evaluated=saves.evaluated, mesh=mesh,
+      evaluate=lambda params: drafter_report.scalars(evaluate(params)),
+      saved_dtype=_SAVE_DTYPE.value, evaluated=saves.evaluated, mesh=mesh,
       tokens_per_step=saves.tokens_per_step, compute_dtype=dtype,
       param_shardings=specs and {name: tree for name, tree in specs.items()
                                  if name in {**trainable, **frozen}})
@@ -390,7 +391,7 @@ def main():
   drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
   saves.print_best()
   drafter_report.write(output_dir, method, saves.taken(steps), added, before,
-                       measure(saved, by_row=True))
+                       measure(saved))
   print(exports.advice(output_dir, heads, target.model, _TARGET.value),
         file=sys.stderr)
 

@@ -289,10 +289,11 @@ def _training_texts():
 
 
 def _measure(model, corpus):
-  """`parameters -> bits per byte` of held-out texts."""
-  return evaluation.bits_per_byte(
+  """Returns `{"target"} -> {name: value}` for held-out texts."""
+  measure = evaluation.bits_per_byte(
       model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
+  return lambda params: measure(params["target"])
 
 
 def _claim(output_dir, corpus, model, trainable, objective, initial, dtype):
@@ -323,7 +324,7 @@ def main():
   model, objective, heads, trainable = _begun(initial, tokenizer)
   specs = meshes.specs(mesh, {"target": model})
   num_params = common.num_parameters(trainable)
-  bits_per_byte = evaluation.remembered(_measure(model, corpus))
+  evaluate = evaluation.remembered(_measure(model, corpus), ["target"])
   windows = batches.TokenWindows(
       corpus.tokens[0], _BATCH_SIZE.value, _CONTEXT_LENGTH.value, _SEED.value)
   dtype = common.dtype_of(_DTYPE)
@@ -342,8 +343,8 @@ def main():
                           "progress": np.float32(
                               step / runs.part_length(lengths, step))},
       steps=steps, directory=output_dir,
-      evaluate=lambda params: bits_per_byte(params["target"]),
-      evaluate_every=_EVALUATE_EVERY.value,
+      evaluate=evaluate, evaluate_every=_EVALUATE_EVERY.value,
+      saved_dtype=_SAVE_DTYPE.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _CONTEXT_LENGTH.value,
       log=Log(learning_rate=schedule, wandb=_WANDB.value,
@@ -352,7 +353,7 @@ def main():
 
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, model, saved["target"])
-  final = bits_per_byte(loop.cast(saved["target"], dtype))
+  final = evaluate(loop.cast(saved, dtype))
   spent = {"data": _DATA.value, "corpus": corpus.corpus,
            "tokens": steps * windows.batch_size * windows.length}
   if heads is not None:

@@ -31,23 +31,29 @@ _BATCH = 8
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 
 
-def remembered(measure: Measure) -> Measure:
-  """As `measure`, which is not asked twice of the same parameters in a row.
+def remembered(measure: Measure, names: Sequence[str]) -> Measure:
+  """Returns `measure` with a memory for the last parameters.
 
-  Parameters that other processes hold parts of are measured whenever asked.
+  The final evaluation of a run and the evaluation of its saved parameters are
+  then one. Parameters with parts in other processes are measured every time.
+
+  Args:
+    measure: function of named parameters.
+    names: names of the parameters that change; the others stay as they are.
   """
-  last: dict[str, dict[str, float]] = {}
+  last: dict[str, dict[str, Any]] = {}
 
-  def measured(params):
+  def measured(params: Mapping[str, Any]) -> dict[str, Any]:
+    changing = {name: params[name] for name in names}
     if not all(getattr(x, "is_fully_addressable", True)
-               for x in jax.tree.leaves(params)):
+               for x in jax.tree.leaves(changing)):
       return measure(params)
-    name = fingerprint(params)
-    if name not in last:
-      found = measure(params)
+    key = fingerprint(changing)
+    if key not in last:
+      values = measure(params)
       last.clear()
-      last[name] = found
-    return dict(last[name])
+      last[key] = values
+    return dict(last[key])
 
   return measured
 

@@ -84,6 +84,8 @@ class Trainer:
     evaluate: `params -> {name: value}`, given all parameters, called every
       `evaluate_every` steps and at the end.
     evaluate_every: steps; 0 evaluates at the end alone.
+    saved_dtype: the dtype in which the trained parameters will be saved. They
+      are rounded to it for evaluations. None does not round.
     evaluated: `(step, trained parameters, values) -> None`, called after every
       evaluation with its values, when these are on disk. All processes call it.
     checkpoint_every: steps between checkpoints.

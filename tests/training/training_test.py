@@ -331,7 +331,7 @@ def test_the_same_parameters_are_measured_once():
     asked.append(params)
     return {"sum": float(params["x"].sum())}
 
-  found = evaluation.remembered(measure)
+  found = evaluation.remembered(measure, ["x"])
   x = np.arange(3, dtype=np.float32) / 3
   assert found({"x": x}) == found({"x": jnp.asarray(x)}) == {"sum": x.sum()}
   assert len(asked) == 1

@@ -33,8 +33,8 @@ def evaluation_of(method, target, heads, params, objective, held_out):
     held_out: `[R, S]` held-out rows.
 
   Returns:
-    `{"target", "drafter", ...} -> {name: number}`; with `by_row=True` also the
-    values of each row, see `evaluation.head_accuracy`.
+    `{"target", "drafter", ...} -> {name: number}`, with "by_row" of
+    `evaluation.head_accuracy`.
   """
   accuracy = evaluation.head_accuracy(
       method.measure(target.model, heads), held_out)
@@ -48,10 +48,15 @@ def evaluation_of(method, target, heads, params, objective, held_out):
       prompts, rounds=min(DECODED_ROUNDS,
                           max(1, room // (heads.num_forecasts + 1))))
   loss = evaluation.held_out_loss(objective, held_out)
-  return lambda params, **options: {
-      **accuracy(params, **options),
+  return lambda params: {
+      **accuracy(params, by_row=True),
       **decoded(attach(params["target"], params["drafter"])[1]),
       **loss(params)}
+
+
+def scalars(measured):
+  """Returns an evaluation without the values of each row, for the log."""
+  return {name: x for name, x in measured.items() if name != "by_row"}
 
 
 def draw_curves(output_dir, heads, loss):
@@ -108,9 +113,8 @@ def write(output_dir, method, taken, added, before, measured):
       "loss": evaluation.by_head(measured, "loss"),
       "data_accuracy": evaluation.by_head(measured, "data_top"),
       **results(measured), "untrained": results(before),
-      **({"by_row": {name: values.tolist() for name, values in
-                     measured["by_row"].items()}}
-         if "by_row" in measured else {})})
+      "by_row": {name: values.tolist() for name, values in
+                 measured["by_row"].items()}})
 
 
 def shown(found: Estimate) -> str:
