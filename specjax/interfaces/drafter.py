@@ -66,6 +66,8 @@ class Drafter:
     tells: True if `lacking` is known before anything is drawn. A controller
       then has separate costs for the two kinds of round.
     proposal: name of the sampling method of its tokens, for tables.
+    parts: drafters that it consists of, such as those of a `Merge`.
+    stop: stop rule of its chains, or None.
   """
 
   chain = False
@@ -81,6 +83,8 @@ class Drafter:
   reads_cache = False
   tells = False
   proposal = ""
+  parts: tuple["Drafter", ...] = ()
+  stop: Any = None
 
   @property
   def num_nodes(self) -> int:

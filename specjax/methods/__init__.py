@@ -28,13 +28,13 @@ from specjax.methods import model_free
 from specjax.methods import other_vocabularies
 from specjax.methods import self_speculation
 from specjax.methods import stop_rules
-from specjax.methods.export import export_drafter
 from specjax.methods.files import save_heads
 from specjax.methods.heads.pass_lookahead import with_lookahead
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
 from specjax.methods.published import drafter_layout
+from specjax.methods.published import export_drafter
 from specjax.methods.published import load_drafter
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method

@@ -1,5 +1,12 @@
-"""What a stop rule sees, and what it may leave out."""
+"""Stop rules, which end a drafted chain early, and their use in drafters.
 
+A rule sees the positions of a chain one by one. `keeps` says if it is evaluated
+before or after a token is sampled. A rule with memory over rounds is updated
+after every round in which its own chain was verified.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any
@@ -9,7 +16,20 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax.decoding import constraining as constraints_lib
+from specjax.decoding import round_steps
+from specjax.sampling import inverse_cdf
+from specjax.sampling import LogitsTransform
+from specjax.sampling import UNIFORMS_A_DRAW
+from specjax.trees import topology
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import Verdict
 from specjax.utils import fields
+
+# Logits `[B, V]` of the next token, and the hidden states `[B, F]` that they
+# were computed from.
+Forecast = tuple[jax.Array, jax.Array]
 
 
 @struct.dataclass
@@ -33,8 +53,8 @@ class StopRule:
   """Base of stop rules.
 
   Attributes:
-    keeps: True if the rule is asked after x_k was sampled, which then stays;
-      False if it is asked before, and then x_k is not sampled.
+    keeps: True if the rule is evaluated after x_k was sampled, which then stays
+      in the draft. False if it is evaluated before; then x_k is not sampled.
     has_params: True if it reads `params["drafter"]["stop"]`.
   """
 
@@ -44,8 +64,8 @@ class StopRule:
   def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the number of tokens of a chain that are submitted, `[]` int32.
 
-    As `exact.certify(stop=...)` calls a rule: before its first round, with the
-    rows of q as hidden states and token 0 as the root.
+    `exact.certify(stop=...)` calls a rule this way: before its first round,
+    with the rows of q as hidden states and token 0 as the root.
 
     Args:
       probs: `[gamma, V]`, rows of q along the chain.
@@ -57,8 +77,10 @@ class StopRule:
     if self.has_params:
       raise ValueError(
           f"the stop rule {type(self).__name__} has parameters; give a "
-          "function (probs, tokens) -> length, made of stop_rules.kept")
-    return kept(self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
+          "function (probs, tokens) -> length, made of "
+          "stop_rules.count_tokens")
+    return count_tokens(
+        self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
   def init(self) -> Any:
     """Returns its initial memory over rounds for one row; () by default."""
@@ -71,7 +93,7 @@ class StopRule:
 
   def stops(self, params: Any, seen: Seen, memory: Any
             ) -> tuple[jax.Array, Any]:
-    """Returns whether the chain of one row ends, `[]` bool, and the memory."""
+    """Returns a `[]` bool, True if the row's chain ends, and the memory."""
     raise NotImplementedError
 
   def commit(self, state: Any, drafted: jax.Array, accepted: jax.Array,
@@ -80,34 +102,45 @@ class StopRule:
 
     Args:
       state: memory before the round.
-      drafted: `[]` int32, tokens of the row's chain; 0 only if a rule that
-        does not keep refused the first one, and what was drafted in its place
-        was none of its own.
-      accepted: `[]` int32, those of them that were accepted.
-      gamma: `[]` int32, the most that the chain could have.
+      drafted: `[]` int32, tokens of the row's chain. It is 0 only if a rule
+        that does not keep refused the first token.
+      accepted: `[]` int32, accepted tokens of the chain.
+      gamma: `[]` int32, largest possible length of the chain.
     """
     del drafted, accepted, gamma
     return state
+
+  @property
+  def learns(self) -> bool:
+    """True if the rule has memory over rounds."""
+    return bool(jax.tree.leaves(self.init()))
 
 
 def check_share(name: str, value: float) -> None:
   """Raises `ValueError` unless a number is in [0, 1]."""
   if not 0 <= value <= 1:
-    raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
+    raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
 
-def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
-         root: jax.Array, tokens: jax.Array, state: Any = None) -> jax.Array:
+def count_tokens(rule: StopRule, params: Any, probs: jax.Array,
+                 hidden: jax.Array, root: jax.Array, tokens: jax.Array,
+                 state: Any = None) -> jax.Array:
   """Returns the number of tokens that a rule lets a row draft, `[]` int32.
+
+  >>> probs = jnp.array([[0.9, 0.1], [0.3, 0.7], [0.5, 0.5]])
+  >>> rule = Confidence(threshold=0.4)
+  >>> int(count_tokens(rule, None, probs, probs, jnp.array(0),
+  ...                  jnp.array([0, 0, 1])))
+  2
 
   Args:
     rule: stop rule.
-    params: parameters of the model.
+    params: parameters of the rule.
     probs: `[gamma, V]`, q_1..q_gamma along the chain.
     hidden: hidden states `[gamma, F]` from which q was computed.
     root: `[]` int32.
     tokens: `[gamma]` int32, x_1..x_gamma.
-    state: memory of the rule; None: the initial one.
+    state: memory of the rule; None: the initial memory.
   """
   chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
   before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
@@ -130,10 +163,11 @@ def kept(rule: StopRule, params: Any, probs: jax.Array, hidden: jax.Array,
 class Confidence(StopRule):
   """Ends the chain after a token of low draft probability.
 
-  With the drawn token it is the confidence threshold of Hugging Face's assisted
-  generation (0.4), with the likeliest that of Kangaroo (Liu et al. 2024,
-  arXiv:2404.18911; 0.6) and SWIFT (Xia et al. 2024, arXiv:2410.06916; 0.8).
-  At temperature 0 it never ends a chain, for q_k is one-hot.
+  With the sampled token it is the confidence threshold of Hugging Face's
+  assisted generation (0.4). With the likeliest token it is the rule of Kangaroo
+  (Liu et al. 2024, arXiv:2404.18911; 0.6) and SWIFT (Xia et al. 2024,
+  arXiv:2410.06916; 0.8). At temperature 0 it never ends a chain, because q_k is
+  one-hot.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
@@ -157,7 +191,7 @@ class Adapted:
 
   Attributes:
     threshold: `[]` float32.
-    matched: `[]` float32, a running share of the drafted tokens accepted.
+    matched: `[]` float32, running share of the drafted tokens accepted.
   """
 
   threshold: jax.Array
@@ -168,12 +202,12 @@ class Adapted:
 class Adaptive(StopRule):
   """Draft & Verify's threshold, adapted to a target acceptance share.
 
-  Zhang et al. 2023 (arXiv:2309.08168); the defaults are their code's. The chain
-  ends after a token of q_k(x_k) < th. After a round, m <- (m + accepted /
-  drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
-  the chain was as long as it may be; th <- 0.9 th + 0.1 th', which stays in
-  [0, 1] here: beyond, nothing would be drafted again. At temperature 0 it never
-  ends a chain, for q_k is one-hot.
+  Zhang et al. 2023 (arXiv:2309.08168), with the defaults of their code. The
+  chain ends after a token with q_k(x_k) < th. After a round, m <- (m + accepted
+  / drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
+  the chain had its largest length. Then th <- 0.9 th + 0.1 th', clipped to
+  [0, 1], because beyond 1 nothing would be drafted again. At temperature 0 the
+  rule never ends a chain, because q_k is one-hot.
 
   Attributes:
     threshold: th of the first round, in [0, 1].
@@ -215,12 +249,12 @@ class Adaptive(StopRule):
 class Entropy(Adaptive):
   """AdaEDL: ends the chain before a token of high entropy.
 
-  Agrawal et al. 2024 (arXiv:2410.18351): 1 - sqrt(factor H(q_k)) is a lower
-  bound of the acceptance rate, H in nats; x_k is not drawn where it is below a
-  threshold, which is adapted as Draft & Verify's is. Where the first token is
-  refused there is no chain to learn from, and the threshold falls by a tenth of
-  `step`, so that drafting is tried again. At temperature 0 it never ends a
-  chain, for q_k is one-hot.
+  Agrawal et al. 2024 (arXiv:2410.18351). 1 - sqrt(factor H(q_k)) is a lower
+  bound of the acceptance rate, with H in nats. x_k is not sampled if the bound
+  is below a threshold, which is adapted as Draft & Verify's is. If the first
+  token is refused, no acceptance is observed and the threshold falls by a tenth
+  of `step`, so that drafting is tried again. At temperature 0 the rule never
+  ends a chain, because q_k is one-hot.
 
   Attributes:
     factor: factor of the entropy.
@@ -244,19 +278,18 @@ class Entropy(Adaptive):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptanceHead(StopRule):
-  """SpecDec++: a head on the hidden state predicts that a token is accepted.
+  """SpecDec++: a head on the hidden state predicts the acceptance of a token.
 
-  Huang et al. 2024 (arXiv:2405.19715). With a_k = P(accept | hidden state
-  of x_{k-1}), from which q_k was computed, the chain ends after x_k where
-  1 - prod_{j=2..k} a_j > threshold, as in their code: the first token is not
-  counted.
+  Huang et al. 2024 (arXiv:2405.19715). Let a_k = P(accept | hidden state from
+  which q_k was computed). The chain ends after x_k if 1 - prod_{j=2..k} a_j >
+  threshold, as in their code: the first token is not counted.
 
-  Its parameters are `init_params`'s: `depth` residual blocks x + silu(x W + b)
-  and a linear layer to the logits of (reject, accept). `objectives.
-  Acceptance` trains them; `experiments/runs/stop_rules.py` does so.
+  `init_params` returns its parameters: `depth` residual blocks x + silu(x W +
+  b) and a linear layer to the logits of (reject, accept). `objectives.
+  Acceptance` trains them, as `experiments/runs/stop_rules.py` shows.
 
   Attributes:
-    threshold: the chain ends where a rejection is likelier, in [0, 1].
+    threshold: probability of a rejection above which the chain ends.
     least: minimal length of a chain.
     depth: number of residual blocks of the head.
   """
@@ -276,7 +309,7 @@ class AcceptanceHead(StopRule):
         "kernel": jax.random.normal(key, (width, out)) * width**-0.5,
         "bias": jnp.zeros((out,))}
     *blocks, last = jax.random.split(key, self.depth + 1)
-    return {"blocks": [weights(one, width) for one in blocks],
+    return {"blocks": [weights(block, width) for block in blocks],
             "out": weights(last, 2)}
 
   def start(self, state):
@@ -300,21 +333,20 @@ class AcceptanceHead(StopRule):
 class Scheduler(StopRule):
   """DSpark's scheduler for one row: drafts while tokens per second increase.
 
-  arXiv:2607.05147 (Algorithm 1). With confidences c_j, a_k = prod_{j<=k} c_j
-  and Theta_k = (1 + a_1 + ... + a_k) speeds[k], the first Theta_k that does not
-  exceed the best before it ends the chain before x_k. The search must not look
-  past a dip: c_{k+1} depends on x_k, which a search for the largest Theta of
-  all would drop for its value (their Appendix A; total variation 0.15). At
+  arXiv:2607.05147 (Algorithm 1). Let c_j be confidences, a_k = prod_{j<=k} c_j
+  and Theta_k = (1 + a_1 + ... + a_k) speeds[k]. The first Theta_k that does not
+  exceed the best one before it ends the chain before x_k. The search must not
+  look past a dip. c_{k+1} depends on x_k, so a search for the largest Theta of
+  all would drop x_k for its value (their Appendix A; total variation 0.15). At
   temperature 0 q_k is one-hot, and c_k is 1 unless it is `learned`.
 
   Attributes:
-    speeds: verifying passes a second with 0, 1, ... drafted tokens; only their
-      ratios count, and for longer chains the last one does.
+    speeds: verifying passes per second with 0, 1, ... drafted tokens. Only
+      their ratios count. The last one serves all longer chains.
     learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
       `{"kernel": [F], "bias": []}`; otherwise the largest entry of q_k.
-    temperatures: T_1, T_2, ... where it is learned, such as
-      `training.calibration.temperatures` fits; at later places, and by default
-      everywhere, 1.
+    temperatures: T_1, T_2, ... of a learned c_k, such as
+      `training.calibration.temperatures` fits; 1 at later places.
   """
 
   speeds: tuple[float, ...]
@@ -330,7 +362,7 @@ class Scheduler(StopRule):
       raise ValueError(f"temperatures is {self.temperatures}, and c_k is not "
                        "learned; set learned=True, or leave them out")
     if len(self.speeds) < 2 or not all(0 < x < math.inf for x in self.speeds):
-      raise ValueError(f"speeds is {self.speeds}; it must hold at least two "
+      raise ValueError(f"speeds is {self.speeds}; it must contain at least two "
                        "numbers above 0: passes a second with 0, 1, ... tokens")
 
   @property
@@ -344,8 +376,9 @@ class Scheduler(StopRule):
     return _accepted(params, seen, self.temperatures)
 
   def start(self, state):
-    one = jnp.float32(1)
-    return one, one, one * self.speeds[0]  # a_k, the sum of a, the best Theta
+    reach = jnp.float32(1)
+    # a_k, the sum of a, the best Theta.
+    return reach, reach, reach * self.speeds[0]
 
   def stops(self, params, seen, memory):
     reach, tokens, best = memory
@@ -362,13 +395,13 @@ class Scheduler(StopRule):
 class Threshold(StopRule):
   """Ends the chain before a token that a head expects to be rejected.
 
-  DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not drawn
-  where sigmoid((w . hidden + b) / T_k) is below it. Parameters are those of
-  `Scheduler` where that is `learned`.
+  DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not sampled
+  if sigmoid((w . hidden + b) / T_k) is below it. The parameters are those of
+  `Scheduler(learned=True)`.
 
   Attributes:
     threshold: in [0, 1].
-    temperatures: T_1, T_2, ..., as those of `Scheduler`.
+    temperatures: T_1, T_2, ..., see `Scheduler`.
   """
 
   threshold: float = 0.5
@@ -386,15 +419,210 @@ class Threshold(StopRule):
     return sure < self.threshold, memory
 
 
-def _check_temperatures(temperatures):
+def _check_temperatures(temperatures: tuple[float, ...]) -> None:
   if not all(0 < x < math.inf for x in temperatures):
     raise ValueError(f"temperatures is {temperatures}; each must be above 0")
 
 
-def _accepted(params, seen, temperatures):
+def _accepted(params: Mapping[str, jax.Array], seen: Seen,
+              temperatures: tuple[float, ...]) -> jax.Array:
   """Returns the probability that x_k is accepted, by a head."""
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
     by_place = jnp.array([*temperatures, 1], jnp.float32)
     logit = logit / by_place[jnp.minimum(seen.place, len(temperatures))]
   return jax.nn.sigmoid(logit)
+
+
+@struct.dataclass
+class RuleState:
+  """State of a rule that learns over rounds.
+
+  Attributes:
+    memory: memory of the rule, leaves `[B, ...]`.
+    room: `[B]` int32, largest possible length of the last chain, which a
+      controller may change from round to round; 0 once it is judged.
+    chain: `[B]` uint32, hash of the tokens of that chain; 0 if there was none.
+      A merge or a fallback may verify another draft. The rule then learns
+      nothing, because the hashes differ.
+  """
+
+  memory: Any
+  room: jax.Array
+  chain: jax.Array
+
+
+def init_state(rule: StopRule, rows: int) -> Any:
+  """Returns the state of a rule before its first round."""
+  memory = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), rule.init())
+  if not rule.learns:
+    return memory
+  return RuleState(memory=memory, room=jnp.zeros((rows,), jnp.int32),
+                   chain=jnp.zeros((rows,), jnp.uint32))
+
+
+def memory_of(state: Any) -> Any:
+  """Returns the rule's own memory."""
+  return state.memory if isinstance(state, RuleState) else state
+
+
+def record_chains(state: Any, draft: Draft, gamma: int) -> Any:
+  """Returns the state of a rule after its chains are drafted.
+
+  Args:
+    state: state of the rule.
+    draft: the chains, batched.
+    gamma: maximal length of a chain.
+  """
+  if not isinstance(state, RuleState):
+    return state
+  return state.replace(room=jnp.full_like(state.room, gamma),
+                       chain=_hashed(draft))
+
+
+def _hashed(draft: Draft) -> jax.Array:
+  """Returns `[B]` uint32, a hash of the drafted tokens; 0 if there are none."""
+  real = draft.drafted[:, 1:]
+  place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
+  tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
+  mixed = (tokens ^ (tokens >> 15)) * place * jnp.uint32(2246822519)
+  return jnp.sum(jnp.where(real, mixed ^ (mixed >> 13), 0), axis=1,
+                 dtype=jnp.uint32)
+
+
+def start_round(rule: StopRule, state: Any, rows: jax.Array
+                ) -> tuple[jax.Array, Any]:
+  """Returns `(going, memory)` of all rows at the start of a round.
+
+  Args:
+    rule: stop rule.
+    state: state of the rule, see `init_state`.
+    rows: rows `[B]` bool that draft.
+  """
+  if isinstance(state, RuleState):
+    return rows, jax.vmap(rule.start)(state.memory)
+  memory = rule.start(state)
+  return rows, jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (*rows.shape, *jnp.shape(x))), memory)
+
+
+def ask(rule: StopRule, params: Any, seen: Seen, going: jax.Array, memory: Any
+        ) -> tuple[jax.Array, Any]:
+  """Returns the rows `[B]` whose chains continue, and the memory."""
+  chex.assert_rank(going, 1)
+  stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
+  return going & ~stop, memory
+
+
+def update(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
+           count: jax.Array) -> Any:
+  """Returns the state of a rule after a round.
+
+  Args:
+    rule: stop rule.
+    state: result of `record_chains`.
+    draft: draft of the round, perhaps another drafter's.
+    verdict: verdicts of the round.
+    count: number `[B]` int32 of committed tokens. A row with 0 keeps its
+      memory.
+  """
+  chex.assert_rank(count, 1)
+  if not isinstance(state, RuleState):
+    return state
+  refused = (state.chain == 0) & (state.room > 0)
+  drafted = jnp.where(
+      refused, 0, jnp.sum(draft.drafted, axis=1, dtype=jnp.int32))
+  new = jax.vmap(rule.commit)(
+      state.memory, drafted, jnp.where(refused, 0, verdict.num_accepted),
+      state.room)
+  is_own = (state.chain != 0) & (state.chain == _hashed(draft))
+  learns = (count > 0) & (is_own | refused)
+  keep = lambda new, old: jax.vmap(jnp.where)(learns, new, old)
+  return RuleState(memory=jax.tree.map(keep, new, state.memory),
+                   room=jnp.zeros_like(state.room),
+                   chain=jnp.zeros_like(state.chain))
+
+
+def split_params(rule: StopRule | None, params: Any) -> tuple[Any, Any]:
+  """Returns the parameters of the model and of the rule.
+
+  Args:
+    rule: a stop rule, or None.
+    params: `params["drafter"]`, `{"model", "stop"}` if the rule has parameters.
+
+  Raises:
+    ValueError: the rule's parameters are missing.
+  """
+  if rule is None or not rule.has_params:
+    return params, None
+  if not (isinstance(params, Mapping) and {"model", "stop"} <= set(params)):
+    raise ValueError(
+        f"the stop rule {type(rule).__name__} has parameters; give "
+        "params['drafter'] = {'model': ..., 'stop': ...}")
+  return params["model"], params["stop"]
+
+
+def draw_until(rule: StopRule, params: Any, transform: LogitsTransform,
+               uniforms: jax.Array, state: DecodeState, rule_state: Any,
+               first: Forecast,
+               read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
+               carry: Any) -> tuple[Draft, Any, Any]:
+  """Samples a chain per row, in a loop that ends when all rows have stopped.
+
+  Args:
+    rule: stop rule.
+    params: parameters of the rule.
+    transform: transform of the logits.
+    uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    state: decoding state.
+    rule_state: state of the rule, see `init_state`.
+    first: logits and hidden state of the first token.
+    read: function `(tokens [B, 1], carry) -> (forecast, carry)` for the next
+      token.
+    carry: initial carry of `read`.
+
+  Returns:
+    `(Draft, carry, rule_state)`, batched.
+  """
+  chex.assert_rank([uniforms, *first], 2)
+  rows = state.lengths.shape[0]
+  u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW)
+  gamma, constraints = u.shape[1], transform.constraints
+
+  def ask_rule(node, law, hidden, token, going, memory):
+    seen = Seen(place=jnp.full_like(token, node - 1), probs=law, hidden=hidden,
+                token=token)
+    return ask(rule, params, seen, going, memory)
+
+  def draw(node, forecast, tokens, probs, path, going, memory):
+    logits, hidden = forecast
+    logits = constraints_lib.constrained(
+        constraints, path, logits, drafted=True)
+    law = transform(logits, state.temperature)
+    if not rule.keeps:
+      going, memory = ask_rule(
+          node, law, hidden, tokens[:, node - 1], going, memory)
+    reported = jnp.where(going[:, None], law, 0)
+    token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
+    if rule.keeps:
+      going, memory = ask_rule(node, law, hidden, token, going, memory)
+    return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
+            constraints_lib.advanced(constraints, path, token), going, memory)
+
+  def extend(loop):
+    node, carry, tokens, *drawn = loop
+    last = jax.lax.dynamic_slice_in_dim(tokens, node - 1, 1, axis=1)
+    forecast, carry = read(last, carry)
+    return node + 1, carry, *draw(node, forecast, tokens, *drawn)
+
+  tokens = jnp.pad(round_steps.roots(state)[:, None], ((0, 0), (0, gamma)))
+  probs = jnp.zeros((rows, gamma + 1, first[0].shape[-1]))
+  drawn = draw(1, first, tokens, probs, state.constraints,
+               *start_round(rule, rule_state, ~state.done))
+  _, carry, tokens, probs, *_ = jax.lax.while_loop(
+      lambda loop: (loop[0] <= gamma) & jnp.any(loop[-2]), extend,
+      (jnp.full((), 2, jnp.int32), carry, *drawn))
+  parents = jnp.tile(topology.chain(gamma), (rows, 1))
+  draft = Draft(tokens=tokens, parents=parents, probs=probs)
+  return draft, carry, record_chains(rule_state, draft, gamma)

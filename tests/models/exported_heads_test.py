@@ -16,7 +16,7 @@ from specjax import methods
 from specjax import zoo
 from specjax.methods import export_drafter
 from specjax.methods import load_drafter
-from specjax.methods.export import layouts_for
+from specjax.methods.published import layouts_for
 
 CASES = sorted(path.parent.name for path in (GOLDEN / "drafters").glob(
     "*/expected.npz"))

@@ -21,9 +21,9 @@ from scripts import ROOT
 import specjax as sj
 from specjax.methods import export_drafter
 from specjax.methods import load_drafter
-from specjax.methods.export import layouts_for
 from specjax.methods.published import drafter_layout
 from specjax.methods.published import LAYOUTS
+from specjax.methods.published import layouts_for
 
 sys.path.append(str(ROOT / "experiments"))
 

@@ -3,7 +3,7 @@
 import pathlib
 
 from lib import models
-from specjax.methods.export import layouts_for
+from specjax.methods.published import layouts_for
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 

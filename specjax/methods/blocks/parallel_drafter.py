@@ -25,7 +25,6 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
-from specjax.methods import _stopping
 from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.methods.blocks import _coupling
@@ -237,7 +236,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     if self.stop is None:
       return state
     return state.replace(
-        rule=_stopping.first(self.stop, len(prompt.lengths)))
+        rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
@@ -252,7 +251,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
       probs = self._ended(params, state, hidden, tokens, probs)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
     return draft, state.drafter.replace(
-        rule=_stopping.noted(state.drafter.rule, draft, self.depth))
+        rule=stop_rules.record_chains(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
     """Returns the distributions `[B, K, V]` of chains, 0 after a rule's
@@ -262,9 +261,9 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     evidence = self.heads.evidence(own, hidden, before)
     confidence = own["confidence"] if self.stop.has_params else None
     kept = jax.vmap(functools.partial(
-        stop_rules.kept, self.stop, confidence))(
+        stop_rules.count_tokens, self.stop, confidence))(
             probs, evidence, roots, tokens,
-            _stopping.memory_of(state.drafter.rule))
+            stop_rules.memory_of(state.drafter.rule))
     place = jnp.arange(tokens.shape[1])
     return jnp.where((place < kept[:, None])[..., None], probs, 0)
 
@@ -275,7 +274,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
-    return new.replace(rule=_stopping.learned(
+    return new.replace(rule=stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count))
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from specjax.methods._published import Found
-from specjax.methods._published import layer_keys
-from specjax.methods._published import Layout
-from specjax.methods._published import OF_VERIFIER
-from specjax.methods._published import reduced_vocabulary
-from specjax.methods._published import speculators_keys
-from specjax.methods._published import Writer
-from specjax.methods._published_taps import check_taps
-from specjax.methods._published_taps import NAME_THEM
-from specjax.methods._published_taps import named_taps
 from specjax.methods.blocks.parallel_network import ParallelHeads
+from specjax.methods.layouts import check_taps
+from specjax.methods.layouts import Found
+from specjax.methods.layouts import layer_keys
+from specjax.methods.layouts import Layout
+from specjax.methods.layouts import NAME_THEM
+from specjax.methods.layouts import named_taps
+from specjax.methods.layouts import OF_VERIFIER
+from specjax.methods.layouts import reduced_vocabulary
+from specjax.methods.layouts import speculators_keys
+from specjax.methods.layouts import Writer
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import table

@@ -21,12 +21,10 @@ from specjax.types import Verdict
 class Parts(Drafter):
   """Base of drafters that consist of other drafters.
 
-  Classes that derive from it are frozen dataclasses that have `drafters`, a
-  tuple. `params["drafter"]` is a tuple with the parameters of each, and may be
-  missing if none has any; the state is a tuple of theirs.
+  Subclasses are frozen dataclasses with `parts`, a tuple of drafters.
+  `params["drafter"]` is a tuple with the parameters of each part, and may be
+  missing if no part has parameters. The state is a tuple of their states.
   """
-
-  drafters: tuple[Drafter, ...]
 
   autoregressive = False  # which part drafts depends on where the draft begins
 
@@ -36,17 +34,17 @@ class Parts(Drafter):
 
   @property
   def num_uniforms(self) -> int | None:
-    counts = [part.num_uniforms for part in self.drafters]
+    counts = [part.num_uniforms for part in self.parts]
     return None if None in counts else sum(counts)
 
   @property
   def context_length(self) -> float:
-    return min(part.context_length for part in self.drafters)
+    return min(part.context_length for part in self.parts)
 
   def all_are(self, capability: str) -> bool:
     """Returns whether every part declares a capability."""
     return all(capability in interfaces.capabilities(part)
-               for part in self.drafters)
+               for part in self.parts)
 
   def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:
@@ -56,7 +54,7 @@ class Parts(Drafter):
       ValueError: one of them does not fit the target.
     """
     return tuple(interfaces.bind(part, target, transform).follow()
-                 for part in self.drafters)
+                 for part in self.parts)
 
   def follow(self) -> Any:
     """Returns itself: its parts follow."""
@@ -72,8 +70,8 @@ class Parts(Drafter):
            ) -> tuple[Any, ...]:
     """Returns the state of each part."""
     states = tuple(part.init(own, prompt, prefill_output) for part, own in
-                   zip(self.drafters, self.params_of_parts(params)))
-    for part, state in zip(self.drafters, states):
+                   zip(self.parts, self.params_of_parts(params)))
+    for part, state in zip(self.parts, states):
       _following.check_follows(part, state)
     return states
 
@@ -81,11 +79,11 @@ class Parts(Drafter):
     """Returns the parameters of each part."""
     own = params.get("drafter")
     if own is None:
-      own = (None,) * len(self.drafters)
-    if not isinstance(own, (tuple, list)) or len(own) != len(self.drafters):
+      own = (None,) * len(self.parts)
+    if not isinstance(own, (tuple, list)) or len(own) != len(self.parts):
       raise ValueError(
           f"params['drafter'] of a {type(self).__name__} must be a tuple of "
-          f"the parameters of its {len(self.drafters)} drafters, None for "
+          f"the parameters of its {len(self.parts)} drafters, None for "
           "those without")
     return [{**params, "drafter": one} for one in own]
 
@@ -100,7 +98,7 @@ class Parts(Drafter):
         twice.
       state: decoding state.
     """
-    part = self.drafters[i]
+    part = self.parts[i]
     if self.num_uniforms is None:
       uniforms = jax.vmap(jax.random.fold_in, (0, None))(uniforms, i)
       count = part.num_uniforms
@@ -108,7 +106,7 @@ class Parts(Drafter):
         uniforms = jax.vmap(lambda key: jax.random.uniform(
             key, (count,), jnp.float32))(uniforms)
     else:
-      ends = np.cumsum([0, *(part.num_uniforms for part in self.drafters)])
+      ends = np.cumsum([0, *(part.num_uniforms for part in self.parts)])
       uniforms = uniforms[:, ends[i]:ends[i + 1]]
     return part.propose(self.params_of_parts(params)[i], uniforms,
                         state.replace(drafter=state.drafter[i]))
@@ -120,9 +118,9 @@ class Parts(Drafter):
     return tuple(
         part.commit(own, state, draft, verdict, target_output, count)
         for part, own, state in zip(
-            self.drafters, self.params_of_parts(params), drafter))
+            self.parts, self.params_of_parts(params), drafter))
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
     """Returns the specifications of each part."""
     return tuple(part.param_specs(axis, size)
-                 for part in self.drafters)
+                 for part in self.parts)

@@ -290,8 +290,8 @@ def _reader(drafter):
   """Returns the part that reads its target's cache, or None."""
   if drafter.reads_cache:
     return drafter
-  parts = map(_reader, getattr(drafter, "drafters", ()))
-  return next((part for part in parts if part is not None), None)
+  readers = map(_reader, drafter.parts)
+  return next((part for part in readers if part is not None), None)
 
 
 def cascade(model: Model, drafter: Drafter, gamma: int,

@@ -56,7 +56,7 @@ class Fallback(_parts.Parts):
     fields.check_at_least("min_tokens", self.min_tokens, 1)
 
   @property
-  def drafters(self) -> tuple[Drafter, ...]:
+  def parts(self) -> tuple[Drafter, ...]:
     return self.first, self.second
 
   @property
@@ -76,7 +76,7 @@ class Fallback(_parts.Parts):
     return max(self.first.num_nodes, self.second.num_nodes)
 
   def with_gamma(self, gamma: int) -> "Fallback | None":
-    first, second = (part.with_gamma(gamma) for part in self.drafters)
+    first, second = (part.with_gamma(gamma) for part in self.parts)
     if first is None or second is None:
       return None
     return dataclasses.replace(self, first=first, second=second,

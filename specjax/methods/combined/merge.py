@@ -16,7 +16,6 @@ from specjax.decoding import round_steps
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
-from specjax.methods import _stopping
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -62,11 +61,15 @@ class Merge(_parts.Parts):
       raise ValueError(f"there are {len(self.drafters)} drafters to merge; "
                        "give at least two")
     for rule in _stop_rules(self.drafters):
-      if _stopping.learns(rule):
+      if rule.learns:
         raise ValueError(
             f"the stop rule {type(rule).__name__} learns from verdicts on its "
             "own chains, and a merge has them on a tree; take a rule that "
             "remembers nothing, such as Confidence")
+
+  @property
+  def parts(self) -> tuple[Drafter, ...]:
+    return self.drafters
 
   @property
   def num_nodes(self) -> int:
@@ -97,9 +100,9 @@ class Merge(_parts.Parts):
 def _stop_rules(drafters):
   """Returns the stop rules of drafters and of their fallbacks."""
   for part in drafters:
-    yield getattr(part, "stop", None)
-    if isinstance(part, _parts.Parts):
-      yield from _stop_rules(part.drafters)
+    if part.stop is not None:
+      yield part.stop
+    yield from _stop_rules(part.parts)
 
 
 def _merged(draft):

@@ -20,7 +20,6 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
-from specjax.methods import _stopping
 from specjax.methods import stop_rules
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
@@ -114,11 +113,11 @@ class LanguageModel(_common.DrawnChain):
     if self.stop is None:
       return cache
     return Stopping(
-        cache=cache, rule=_stopping.first(self.stop, len(prompt.lengths)))
+        cache=cache, rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
   def _split(self, params):
     """Returns the parameters of the model and of the stop rule."""
-    return _stopping.own_params(self.stop, params["drafter"])
+    return stop_rules.split_params(self.stop, params["drafter"])
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
@@ -180,7 +179,7 @@ class LanguageModel(_common.DrawnChain):
       return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
           cache.lengths + 1)
 
-    draft, cache, kept = _stopping.draw_until(
+    draft, cache, kept = stop_rules.draw_until(
         self.stop, own, self.transform, uniforms, state, state.drafter.rule,
         (logits, hidden), read, cache)
     return draft, Stopping(cache=cache.settle(), rule=kept)
@@ -203,7 +202,7 @@ class LanguageModel(_common.DrawnChain):
     del params, target_output
     if self.stop is None:
       return drafter
-    return drafter.replace(rule=_stopping.learned(
+    return drafter.replace(rule=stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:

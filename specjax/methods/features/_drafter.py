@@ -200,7 +200,7 @@ def growing(heads: FeatureHeads, params: Any, state: FeatureState):
 
 
 def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
-  """Returns the inputs of `_stopping.draw_until` for the layer.
+  """Returns the inputs of `stop_rules.draw_until` for the layer.
 
   Returns:
     The first forecast; `read`; and its carry, a cache with room for the tokens

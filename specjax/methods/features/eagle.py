@@ -20,7 +20,6 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
-from specjax.methods import _stopping
 from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.methods.features import _drafter
@@ -162,11 +161,12 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     state = super().init(self._layer(params), prompt, prefill_output)
     if self.stop is None:
       return state
-    return state.replace(rule=_stopping.first(self.stop, len(prompt.lengths)))
+    return state.replace(
+        rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
   def _layer(self, params):
     """Returns the parameters without those of a stop rule."""
-    own, _ = _stopping.own_params(self.stop, params["drafter"])
+    own, _ = stop_rules.split_params(self.stop, params["drafter"])
     return {**params, "drafter": own}
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
@@ -175,8 +175,8 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     if self.stop is None or self.gamma == 0:
       return super().propose(self._layer(params), uniforms, state)
     own = state.drafter
-    draft, _, kept = _stopping.draw_until(
-        self.stop, _stopping.own_params(self.stop, params["drafter"])[1],
+    draft, _, kept = stop_rules.draw_until(
+        self.stop, stop_rules.split_params(self.stop, params["drafter"])[1],
         self.transform, uniforms, state, own.rule,
         *_drafter.chaining(self.heads, self._layer(params), own, self.gamma))
     return _drafter.known_only(draft, own.known), own.replace(rule=kept)
@@ -189,7 +189,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
                            target_output, count)
     if self.stop is None:
       return state
-    return state.replace(rule=_stopping.learned(
+    return state.replace(rule=stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count))
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:

@@ -9,22 +9,22 @@ import functools
 import sys
 from typing import Any
 
-from specjax.methods._published import DEPTH
-from specjax.methods._published import Found
-from specjax.methods._published import layer_keys
-from specjax.methods._published import Layout
-from specjax.methods._published import num_steps
-from specjax.methods._published import OF_VERIFIER
-from specjax.methods._published import reduced_vocabulary
-from specjax.methods._published import speculators_keys
-from specjax.methods._published import Writer
-from specjax.methods._published_taps import check_taps
-from specjax.methods._published_taps import NAME_THEM
-from specjax.methods._published_taps import named_taps
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
 from specjax.methods.features.mtp import MTPHeads
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.layouts import check_taps
+from specjax.methods.layouts import DEPTH
+from specjax.methods.layouts import Found
+from specjax.methods.layouts import layer_keys
+from specjax.methods.layouts import Layout
+from specjax.methods.layouts import NAME_THEM
+from specjax.methods.layouts import named_taps
+from specjax.methods.layouts import num_steps
+from specjax.methods.layouts import OF_VERIFIER
+from specjax.methods.layouts import reduced_vocabulary
+from specjax.methods.layouts import speculators_keys
+from specjax.methods.layouts import Writer
 from specjax.models.configuration import FINAL
 from specjax.models.configuration_keys import Keys
 from specjax.models.tensor_layouts import Table

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from specjax.methods._published import check_target
-from specjax.methods._published import Found
-from specjax.methods._published import Layout
-from specjax.methods._published import Writer
 from specjax.methods.heads.hydra import HydraHeads
 from specjax.methods.heads.medusa import MedusaHeads
+from specjax.methods.layouts import check_target
+from specjax.methods.layouts import Found
+from specjax.methods.layouts import Layout
+from specjax.methods.layouts import Writer
 from specjax.models.tensor_layouts import Each
 from specjax.models.tensor_layouts import table
 

@@ -33,7 +33,6 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods import _stopping
 from specjax.methods import stop_rules
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
@@ -143,7 +142,7 @@ class Exit(_common.DrawnChain):
            ) -> ExitState:
     """Returns the state of the stop rule."""
     del params, prefill_output
-    return ExitState(rule=() if self.stop is None else _stopping.first(
+    return ExitState(rule=() if self.stop is None else stop_rules.init_state(
         self.stop, len(prompt.lengths)))
 
   def first_layers(self, params: Any, tokens: jax.Array, cache: Any
@@ -187,7 +186,8 @@ class Exit(_common.DrawnChain):
 
     going, memory = jnp.ones((rows,), bool), ()
     if self.stop is not None:
-      going, memory = _stopping.begun(self.stop, before.rule, ~state.done)
+      going, memory = stop_rules.start_round(
+          self.stop, before.rule, ~state.done)
     root = round_steps.roots(state)[:, None]
     tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
@@ -203,7 +203,7 @@ class Exit(_common.DrawnChain):
     parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
     draft = Draft(tokens=tokens, parents=parents, probs=probs)
     return draft, ExitState(
-        own=own, rule=_stopping.noted(before.rule, draft, self.gamma),
+        own=own, rule=stop_rules.record_chains(before.rule, draft, self.gamma),
         begun=begun if self.shares_pass else None)
 
   def _read(self, params, node, tokens, begun, own):
@@ -231,7 +231,7 @@ class Exit(_common.DrawnChain):
     seen = stop_rules.Seen(
         place=jnp.full_like(token, place), probs=law, hidden=hidden,
         token=token)
-    return _stopping.ask(self.stop, params, seen, going, memory)
+    return stop_rules.ask(self.stop, params, seen, going, memory)
 
   def _begin(self, params, state):
     """Returns the empty partial pass, with room for all nodes."""
@@ -272,7 +272,7 @@ class Exit(_common.DrawnChain):
              ) -> ExitState:
     """Updates the stop rule; the target's cache has all else."""
     del params, target_output
-    rule = drafter.rule if self.stop is None else _stopping.learned(
+    rule = drafter.rule if self.stop is None else stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
