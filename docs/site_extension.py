@@ -22,7 +22,7 @@ _DOCS = pathlib.Path(__file__).parent
 _ROOT = _DOCS.parent
 _LOG = logging.getLogger(__name__)
 _SOURCES = "https://github.com/specjax/specjax/blob/main/"
-_MORE = ("training",)  # public, but not imported by `import specjax`
+_MORE = ("sampling", "training")  # public, but not in `specjax.__all__`
 
 
 def public_modules():

@@ -79,7 +79,7 @@ class _Together(base.Configuration):
     state, stats = jax.block_until_ready(
         self.program.decode_until(self._params, state))
     seconds = time.perf_counter() - start
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
 
 
@@ -96,7 +96,7 @@ def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
   print(f"measuring what rounds of {batch} rows cost, unless it is known",
         file=sys.stderr)
   decoders[_CONTROLLER] = dataclasses.replace(
-      longest, controller=sj.costs.measured(
+      longest, controller=sj.decoding.costs.measured(
           longest, params, batch=batch, lengths=(0, *lengths), waits=True,
           capacity=capacity, used=capacity - longest.num_nodes
           - _NEW_TOKENS.value // 2))

@@ -136,7 +136,7 @@ def _measured(decoder, params, prompts):
       params, list(prompts), jax.random.key(_SEED.value),
       limits=min(prompts.shape[1] + room, decoder.context_length))
   _, stats = decoder.decode(params, state, rounds=_ROUNDS.value)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   accepted = np.asarray(stats.expected, np.float64).sum(0)
   rounds = np.asarray(stats.active).sum(0)
   return {rule: (accepted[:, i], rounds) for i, rule in enumerate(_RULES)}

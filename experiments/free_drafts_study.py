@@ -100,7 +100,7 @@ def _our_arms(target, drafters, temperature, eos, prompts, capacity):
     if _CONTROLLER.value:
       print(f"measuring what rounds of {name} cost, unless it is known",
             file=sys.stderr)
-      controller = sj.costs.measured(
+      controller = sj.decoding.costs.measured(
           decoder, params, capacity=capacity, used=int(np.median(
               [len(row) for row in prompts])) + _NEW_TOKENS.value // 2)
       arms[name + _CONTROLLED] = arm(

@@ -419,7 +419,7 @@ def main():
   if _CONTROLLER.value:
     progress.say("measuring the cost of rounds")
     decoder = dataclasses.replace(
-        decoder, controller=sj.costs.measured(
+        decoder, controller=sj.decoding.costs.measured(
             decoder, params, again=_MEASURE.value))
   placement = mesh and sharding.Placement(
       mesh=mesh, drafter="split" if _SPLIT_DRAFTER.value else "replicate")

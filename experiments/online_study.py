@@ -117,7 +117,7 @@ def _decoded(decoder, params, streams, learns, seed):
       if learns and learned is not None:
         state = drafter.going_on(state, learned)
       state, stats = decoder.decode(params, state, _ROUNDS.value)
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       learned, tokens = state.drafter, np.asarray(state.tokens)
       new = np.asarray(state.lengths) - _PROMPT_TOKENS.value
       found.append({

@@ -101,7 +101,7 @@ def _texts(decoder, params, prompts):
     parts = []
     while not state.done.all():
       state, stats, trace = decoder.decode_traced(params, state, _ROUNDS)
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       parts.append(jax.device_get((stats.active, *_seen(trace))))
     active, *seen = (np.concatenate(x) for x in zip(*parts))
     found += [draft_stopping.Text(*(x[active[:, row], row] for x in seen))

@@ -119,7 +119,7 @@ class _Arms:
               file=sys.stderr)
         lengths = sorted({0, -(-_GAMMA.value // 2), _GAMMA.value})
         arms[name + _CONTROLLED] = serve(controllers={
-            size: sj.costs.measured(
+            size: sj.decoding.costs.measured(
                 decoder, params, batch=size, lengths=lengths,
                 used=self._longest // 2,
                 capacity=self._longest + decoder.num_nodes)

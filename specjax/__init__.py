@@ -23,50 +23,31 @@ from specjax import interfaces
 from specjax import methods
 from specjax import models
 from specjax import objectives
-from specjax import sampling
 from specjax import serving
 from specjax import strategies
 from specjax import testing
 from specjax import trees
+from specjax import types
 from specjax import verifiers
 from specjax import zoo
-from specjax.decoding import costs
-from specjax.decoding import placement
-from specjax.decoding.controller import Controller
-from specjax.decoding.decoder import Decoder
-from specjax.decoding.decoder import Generation
-from specjax.decoding.decoder import raise_if_not_finite
+from specjax.decoding import costs as _costs  # loads sj.decoding.costs
+from specjax.decoding import Decoder
 from specjax.interfaces import Verifier
 from specjax.sampling import LogitsTransform
-from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Law
-from specjax.types import ModelOutput
-from specjax.types import Prompt
-from specjax.types import RoundStats
-from specjax.types import Trace
-from specjax.types import Verdict
 from specjax.version import __version__
 
 __all__ = [
-    "Controller",
-    "DecodeState",
     "Decoder",
     "Draft",
-    "Generation",
     "Law",
     "LogitsTransform",
-    "ModelOutput",
-    "Prompt",
-    "RoundStats",
-    "Trace",
-    "Verdict",
     "Verifier",
     "__version__",
     "analysis",
     "caches",
     "constraints",
-    "costs",
     "data",
     "decoding",
     "drafters",
@@ -75,13 +56,13 @@ __all__ = [
     "methods",
     "models",
     "objectives",
-    "placement",
-    "raise_if_not_finite",
-    "sampling",
     "serving",
     "strategies",
     "testing",
     "trees",
+    "types",
     "verifiers",
     "zoo",
 ]
+
+del _costs

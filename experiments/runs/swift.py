@@ -39,7 +39,7 @@ def decoded(target, prompts, count, tries, rounds):
   state = decoder.prefill(params, list(prompts), jax.random.key(0),
                           limits=decoder.context_length)
   state, stats = decoder.decode(params, state, rounds)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   cut = lambda x: np.stack([x[:rounds // 4].sum(0), x[-(rounds // 4):].sum(0)])
   found = jax.device_get(state.drafter)
   return (cut(np.asarray(stats.expected, np.float64)[..., 0]),

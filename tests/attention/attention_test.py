@@ -266,7 +266,7 @@ def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch, kind):
                      model=model, parents=sj.trees.full_tree((2, 2))))
   decoder = sj.Decoder(target=target, **parts)
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.params)
-  prompt = sj.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),
+  prompt = sj.types.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),
                      lengths=jnp.ones((2,), jnp.int32), capacity=128)
   state = jax.eval_shape(
       lambda params: decoder.start(

@@ -192,7 +192,7 @@ def test_a_ring_that_loses_tokens_in_a_round_is_refused():
     return sj.Decoder(target=pair.target, drafter=drafter(model),
                       verifier=sj.verifiers.Block(), **kwargs)
 
-  controlled = {"controller": sj.Controller(
+  controlled = {"controller": sj.decoding.Controller(
       lengths=(0, 3), seconds=(1.0, 1.1))}
   chain = lambda model: drafters.LanguageModel(model=model, gamma=3)
   for least, drafter, kwargs in (

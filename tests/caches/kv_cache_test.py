@@ -216,7 +216,7 @@ def test_a_round_copies_no_cache(drafts):
         model=model, gamma=2 if drafts == "two" else 4)
     params = {**params, "drafter": params["target"]}
   decoder = sj.Decoder(target=model, verifier=rule, drafter=drafter)
-  prompt = sj.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),
+  prompt = sj.types.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),
                      lengths=jnp.ones((2,), jnp.int32), capacity=256)
   state = jax.eval_shape(
       lambda params, key: decoder.start(

@@ -247,5 +247,5 @@ def test_what_is_drafted_beyond_a_row_uses_up_no_token(drafter):
     assert state.tokens[row, :state.lengths[row]].tolist() == want[:length]
   np.testing.assert_array_equal(stats.finite, [True, True, False])
   with pytest.raises(FloatingPointError, match="row 2.*left a token"):
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
   assert stats.draft_finite.all() and stats.law_finite.all()

@@ -169,7 +169,7 @@ def test_slips_of_a_rule(rule, words):
      r"logits of the model _Model.*\[B, S, V\]"),
     (lambda x: x.replace(hidden=x.hidden[:, 1:]), "hidden of the model _Model"),
     (lambda x: x.replace(hidden=None), "hidden of the model _Model.*None"),
-    (lambda x: x.logits, "output of the model _Model.*specjax.ModelOutput"),
+    (lambda x: x.logits, "output of the model _Model.*ModelOutput"),
     (lambda x: x.replace(cache=x.cache.lengths), "cache of the model _Model")])
 def test_slips_of_a_model(spoil, words):
   # Broken: an error of the compiler about arrays without a name.

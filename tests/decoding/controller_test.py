@@ -23,7 +23,7 @@ def _state(controller, acceptance, left=100, done=()):
   finished = jnp.zeros((rows,), bool)
   for row in done:
     finished = finished.at[row].set(True)
-  return sj.DecodeState(
+  return sj.types.DecodeState(
       tokens=None, lengths=lengths, limits=lengths + left, done=finished,
       keys=None, rounds=None, temperature=None, eos=None, target_cache=None,
       controller=own)
@@ -85,7 +85,7 @@ def test_a_batch_that_is_waited_for_goes_by_its_slowest_row():
   poor = poor.replace(controller=poor.controller.replace(
       budget=jnp.array([16.0, 0.31])))
   assert controlled.LENGTHS[int(controller.choose(poor))] == 2
-  stats = sj.RoundStats(
+  stats = sj.types.RoundStats(
       emitted=jnp.array([3, 1]), accepted=jnp.array([2, 0]), expected=None,
       survival=None, active=None, finite=None, draft_finite=None,
       law_finite=None)
@@ -163,7 +163,7 @@ def test_a_rest_that_ends_early_earns_no_more():
   state = state.replace(controller=resting.replace(
       budget=resting.budget + 0.1))
   assert controlled.LENGTHS[int(controller.choose(state))] == 2
-  stats = sj.RoundStats(
+  stats = sj.types.RoundStats(
       emitted=jnp.array([1, 1]), accepted=jnp.array([0, 0]), expected=None,
       survival=None, active=None, finite=None, draft_finite=None,
       law_finite=None)
@@ -185,7 +185,7 @@ def _two_kinds(kinds, accepted, **options):
   controller = controlled.controller(first=(1.0, 1.1, 1.2, 1.3), **options)
   lengths = jnp.full((len(kinds),), 10, jnp.int32)
   seen = jnp.full((len(kinds), 2, 8), 1e6)
-  return controller, sj.DecodeState(
+  return controller, sj.types.DecodeState(
       tokens=None, lengths=lengths, limits=lengths + 100,
       done=jnp.zeros((len(kinds),), bool), keys=None, rounds=None,
       temperature=None, eos=None, target_cache=None,
@@ -217,7 +217,7 @@ def test_rounds_of_two_kinds_are_told_apart():
   assert int(controller.choose(mixed)) == 0
   assert int(controller.choose(mixed.replace(
       done=jnp.array([False, True])))) == 1
-  stats = sj.RoundStats(
+  stats = sj.types.RoundStats(
       emitted=jnp.array([3, 1]), accepted=jnp.array([2, 0]), expected=None,
       survival=None, active=None, finite=None, draft_finite=None,
       law_finite=None)

@@ -20,7 +20,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   # disturbed one is refused for ever; a bad option is refused after measuring.
   # A clock of its own: what a busy machine measures may be refused.
   clock = itertools.count(0.0, 1.0)
-  monkeypatch.setattr(sj.costs, "time", types.SimpleNamespace(
+  monkeypatch.setattr(sj.decoding.costs, "time", types.SimpleNamespace(
       perf_counter=lambda: next(clock)))
   # One that accepts other texts than those that are decoded here.
   others = controlled.V - 1
@@ -31,25 +31,25 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   table, text = controlled.greedy()
   params = {"target": table, "drafter": jnp.array([text])}
   measure = functools.partial(
-      sj.costs.measured, decoder, params, directory=tmp_path)
+      sj.decoding.costs.measured, decoder, params, directory=tmp_path)
   for name, words in (("risk", "risk is -1"), ("reading", "is measured here")):
     with pytest.raises(ValueError, match=words):
       measure(**{name: -1})
   assert next(clock) == 0
-  timed = sj.costs._measure
-  monkeypatch.setattr(sj.costs, "_measure", lambda *_: {
+  timed = sj.decoding.costs._measure
+  monkeypatch.setattr(sj.decoding.costs, "_measure", lambda *_: {
       "seconds": [1.0, 18.0, 19.0], "reading": 0.0, "switching": 0.0})
   with pytest.raises(ValueError, match="18 times as long"):
     measure()
   assert not list(tmp_path.iterdir())
-  monkeypatch.setattr(sj.costs, "_measure", timed)
+  monkeypatch.setattr(sj.decoding.costs, "_measure", timed)
   first = measure()
   assert first.lengths == (0, 1, 2) and min(first.seconds) > 0
   assert first.reading == 0
   [path] = tmp_path.iterdir()
   written = path.read_text()
   path.write_text('{"seconds": [1.0, 2.0, 5.0], "reading": 0.5}')
-  assert measure(risk=0.1) == sj.Controller(
+  assert measure(risk=0.1) == sj.decoding.Controller(
       lengths=(0, 1, 2), seconds=(1.0, 2.0, 5.0), reading=0.5, risk=0.1)
   assert measure(again=True).seconds != (1.0, 2.0, 5.0)
   for damaged in ("[]", '{"seconds": [0.0, 1.0, 2.0], "reading": 0.0}',
@@ -61,7 +61,8 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   path.write_text('{"seconds": [1.0, 2.0, 5.0], "reading": 0.5, '
                   '"switching": 0.25}')
   assert measure().switching == 0.25
-  path_of = functools.partial(sj.costs._path, tmp_path, fits, params, 1)
+  path_of = functools.partial(
+      sj.decoding.costs._path, tmp_path, fits, params, 1)
   first = path_of((64, 0), np.zeros((1, 3)))
   assert first == path_of((64, 0), np.ones((1, 3)))
   assert first != path_of((64, 384), np.zeros((1, 3)))
@@ -83,7 +84,7 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
     return {"seconds": [1.0, 1.0 + len(timed), 5.0, 6.0], "reading": 0.0,
             "switching": 0.0}
 
-  monkeypatch.setattr(sj.costs, "_measure", measure)
+  monkeypatch.setattr(sj.decoding.costs, "_measure", measure)
   for first, want, seconds in (
       (ngram, [("Fallback", (1, 2)), ("NGram", 1)], (1.0, 3.0, 5.0, 6.0)),
       (lm, [("Fallback", (1, 2))], ())):
@@ -92,7 +93,7 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
         target=controlled.pair().target, verifier=sj.verifiers.Block(),
         drafter=sj.drafters.Fallback(first=first, second=lm))
     for _ in range(2):  # measured, and read
-      controller = sj.costs.measured(
+      controller = sj.decoding.costs.measured(
           decoder, {"target": (), "drafter": (np.ones(1), np.ones(2))},
           directory=tmp_path)
       assert timed == want
@@ -107,7 +108,7 @@ def test_what_is_timed():
   # Broken: a script drafts in other rounds than it says; a draft of which
   # nothing is left is timed as one that is not verified.
   table, text = controlled.greedy()
-  scripted = sj.costs._Scripted(
+  scripted = sj.decoding.costs._Scripted(
       lengths=controlled.LENGTHS, seconds=controlled.SECONDS)
   decoder = dataclasses.replace(controlled.decoder(), controller=scripted)
   params = {"target": table, "drafter": jnp.array([text])}
@@ -143,11 +144,12 @@ def test_lengths_and_rounds_that_fit():
       (cascade(), (0, 1, 2, 4)), (fallback(cascade()), (0, 1, 2, 4)),
       (fallback(cascade(tail=True)), (0, 6)), (cascade(tail=True), (0, 6)),
       (sj.drafters.Retrieval(gamma=4, nodes=9), (0, 8))):
-    assert sj.costs.lengths_for(drafter) == lengths
-  lengths = sj.Controller(lengths=np.array([0, 2]), seconds=(1, 2)).lengths
+    assert sj.decoding.costs.lengths_for(drafter) == lengths
+  lengths = sj.decoding.Controller(
+      lengths=np.array([0, 2]), seconds=(1, 2)).lengths
   assert lengths == (0, 2) and type(lengths[1]) is int
   for context_length, nodes, want in (
       (1024, 9, (64, 16)), (256, 41, (64, 4)), (128, 101, (27, 1))):
-    assert sj.costs._room(64, context_length, nodes) == want
+    assert sj.decoding.costs._room(64, context_length, nodes) == want
   with pytest.raises(ValueError, match="100 tokens leave no room"):
-    sj.costs._room(64, 101, 101)
+    sj.decoding.costs._room(64, 101, 101)

@@ -29,8 +29,8 @@ def test_single_rounds_share_a_program(monkeypatch):
   decoder = controlled.decoder(risk=0.5)
   params = {"target": table, "drafter": jnp.array([text])}
   state = decoder.prefill(params, [text[:1]], jax.random.key(0), limits=99)
-  choose, calls = sj.Controller.choose, []
-  monkeypatch.setattr(sj.Controller, "choose", lambda *given: (
+  choose, calls = sj.decoding.Controller.choose, []
+  monkeypatch.setattr(sj.decoding.Controller, "choose", lambda *given: (
       calls.append(given), choose(*given))[1])
   for _ in range(3):
     state, _ = decoder.decode_round(params, state)
@@ -152,9 +152,9 @@ def test_a_drafter_reads_what_it_missed():
 
   @jax.jit
   def first_law(lengths, since):
-    prompt = sj.Prompt(tokens=jnp.array(text[:, :32]), lengths=since + 1,
+    prompt = sj.types.Prompt(tokens=jnp.array(text[:, :32]), lengths=since + 1,
                        capacity=128)
-    state = sj.DecodeState(
+    state = sj.types.DecodeState(
         tokens=jnp.pad(text, ((0, 0), (0, 68))), lengths=lengths,
         limits=lengths + 9, done=jnp.zeros((2,), bool), keys=None,
         rounds=lengths, temperature=jnp.ones((2,)), eos=None,

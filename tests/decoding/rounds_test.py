@@ -316,7 +316,7 @@ def test_the_loop_in_64_bits(rule, drafter):
     state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0), limits=30)
     state, stats, traces = decoder.decode_traced(params, state, rounds=3)
     starts = np.array([2, 1]) + np.cumsum(stats.emitted, 0) - stats.emitted
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     alone = jax.nn.softmax(
         jax.jit(pair.target)(params["target"], state.tokens).logits)
     for start, law in zip(starts, np.asarray(traces.target_probs[:, :, 0])):

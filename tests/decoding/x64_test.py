@@ -27,7 +27,7 @@ def test_a_round_of_every_drafter_in_64_bits(name):
         controller=case.controller)
 
     def started(params, context):
-      prompt = sj.Prompt(
+      prompt = sj.types.Prompt(
           tokens=jnp.zeros((2, 16), jnp.int32),
           lengths=jnp.array([2, 3], jnp.int32), capacity=128, context=context)
       keys = inputs.row_keys(jax.random.key(0), None, 2)

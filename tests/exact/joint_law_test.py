@@ -42,7 +42,7 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
   state = decoder.prefill(pair.params, [_PROMPT] * rows, jax.random.key(seed),
                           limits=len(_PROMPT) + _HORIZON)
   state, stats = decoder.decode_until(pair.params, state)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   tokens = state.tokens[:, len(_PROMPT):len(_PROMPT) + _HORIZON]
   law = testing.joint_law(pair.target, pair.params["target"], _PROMPT,
                           _HORIZON, transform)

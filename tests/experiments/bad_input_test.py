@@ -119,7 +119,7 @@ def test_parts_in_the_wrong_place():
                                               "LogitsTransform"]),
       (dict(transform=None), ["transform is a NoneType"]),
       (dict(transform=sj.LogitsTransform), ["the class LogitsTransform"]),
-      (dict(controller=sj.Controller), ["the class Controller"]),
+      (dict(controller=sj.decoding.Controller), ["the class Controller"]),
       (dict(drafter=draft(model=model, gamma=5000)), ["5000", 20, "gamma"]),
       (dict(drafter=sj.drafters.NGram(gamma=20, vocab_size=_VOCAB)),
        ["NGram drafts 20", 20])):
@@ -410,5 +410,6 @@ def test_a_law_that_is_not_finite_stops_its_row():
   np.testing.assert_array_equal(stats.law_finite, [True, False, True])
   assert stats.finite.all() and stats.draft_finite.all()
   np.testing.assert_array_equal(state.lengths, [9, 2, 9])
-  _raises_one_line(lambda: sj.raise_if_not_finite(stats), "the verifier's laws",
-                   "row 1", "certify", error=FloatingPointError)
+  _raises_one_line(lambda: sj.decoding.raise_if_not_finite(stats),
+                   "the verifier's laws", "row 1", "certify",
+                   error=FloatingPointError)

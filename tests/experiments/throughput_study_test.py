@@ -38,8 +38,9 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
     with imported("throughput_study.py") as script:
       monkeypatch.setattr(script.models, "load_models",
                           lambda *_, **__: (target, {}, _LETTERS))
-      monkeypatch.setattr(sj.costs, "measured", lambda *_, lengths, **__: (
-          sj.Controller(lengths=lengths, seconds=(1.0, 1.5))))
+      monkeypatch.setattr(
+          sj.decoding.costs, "measured", lambda *_, lengths, **__: (
+              sj.decoding.Controller(lengths=lengths, seconds=(1.0, 1.5))))
       try:
         common.run(script.main, ["throughput_study", *flags, *more])
       except SystemExit as e:

@@ -97,7 +97,8 @@ class _Memory(sj.interfaces.Model):
     total = jnp.sum(jnp.where(old, cache.values, 0), axis=1, keepdims=True)
     logits = self.logits(total + jnp.sum(
         jnp.where(ancestors, new[:, None], 0), axis=-1))
-    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache.put(new))
+    return sj.types.ModelOutput(
+        logits=logits, hidden=logits, cache=cache.put(new))
 
   def logits(self, sums):
     return jnp.cos(sums[..., None] * jnp.arange(1, self.vocab_size + 1))
@@ -155,7 +156,7 @@ def test_every_draft_has_the_law_that_it_says(name):
   state = decoder.prefill(params, prompts, jax.random.key(0), limits=_COLUMNS,
                           temperature=temperatures)
   state, stats, traces = decoder.decode_traced(params, state, _ROUNDS)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   lengths = np.array([len(prompt) for prompt in prompts])
   starts = lengths + np.cumsum(stats.emitted, axis=0) - stats.emitted
   tokens, draft = np.asarray(state.tokens), traces.draft

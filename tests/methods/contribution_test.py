@@ -98,7 +98,7 @@ class _Tried:
       else:
         state, stats, _ = self.decoder.decode_traced(self.params, state, 2)
         new = np.sum(stats.emitted, 0), np.sum(stats.accepted, 0)
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       emitted, accepted = emitted + np.asarray(new[0]), accepted + np.asarray(
           new[1])
     return np.asarray(state.tokens), np.asarray(state.lengths), (

@@ -47,7 +47,7 @@ def _rounds(drafter, rounds, verifier=None):
   decoder = _decoder(drafter, verifier, temperature=0.0)
   state = decoder.prefill(_params(), _PROMPTS, jax.random.key(0), limits=48)
   state, stats, trace = decoder.decode_traced(_params(), state, rounds)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   return state, trace
 
 
@@ -195,7 +195,8 @@ def test_a_tree_s_shared_pass_is_the_target_s_own():
         exit, sj.drafters.NGram(gamma=2))), sj.verifiers.Traversal(), None),
     lambda exit: (dataclasses.replace(exit, shares_pass=False),
                   sj.verifiers.Block(),
-                  sj.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+                  sj.decoding.Controller(
+                      lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     lambda exit: (sj.drafters.Cascade(
         model=deep()[0], drafter=exit, gamma=4), sj.verifiers.Block(), None)],
                          ids=["merge", "controller", "cascade"])
@@ -337,7 +338,8 @@ def test_bad_exits_are_refused():
       (lambda: _decoder(EarlyExit(exit=3, gamma=2)), "exit is 3.*3 layers"),
       (lambda: sj.Decoder(
           target=model, verifier=_TOKEN, drafter=EarlyExit(exit=1, gamma=2),
-          controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
+          controller=sj.decoding.Controller(
+              lengths=(0, 2), seconds=(1.0, 1.1))),
        r"EarlyExit\(shares_pass=False\)"),
       (lambda: _rounds(EarlyExit(
           exit=1, gamma=2, stop=stop_rules.AcceptanceHead()), 1),
@@ -352,7 +354,7 @@ def test_bad_exits_are_refused():
           Kangaroo(adapter=_ADAPTER, gamma=2), EarlyExit(exit=1, gamma=2))
                                  ).bind(model, sj.LogitsTransform()).init(
           {**_params(), "drafter": (_params()["drafter"], None)},
-          sj.Prompt(tokens=jnp.zeros((1, 32), jnp.int32), capacity=64,
+          sj.types.Prompt(tokens=jnp.zeros((1, 32), jnp.int32), capacity=64,
                     lengths=jnp.array([3])), None), "Kangaroo has a state")):
     with pytest.raises(ValueError, match=words):
       make()

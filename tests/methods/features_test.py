@@ -65,7 +65,7 @@ _CASES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByTheClock(sj.Controller):
+class _ByTheClock(sj.decoding.Controller):
   """Drafts of 3 tokens and of 1, and rounds without, in turn."""
 
   TURN: ClassVar = (3, 0, 1, 0, 0, 3)
@@ -90,7 +90,7 @@ def _decoded(name):
   state = decoder.prefill(params, _PROMPTS, jax.random.key(1), limits=_SLOTS)
   state, stats, traces = decoder.decode_traced(
       params, state, rounds=_ROUNDS + 4 * rests)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   emitted = np.asarray(stats.emitted)
   assert {1, emitted.max()} <= set(emitted.ravel()) and emitted.max() > 2
   before = [len(p) for p in _PROMPTS] + np.cumsum(emitted, 0) - emitted

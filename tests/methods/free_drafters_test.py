@@ -333,7 +333,8 @@ class _Dictated(sj.interfaces.Model):
   def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
     after = params[cache.lengths[:, None] + depths + 1]
     logits = 40 * jax.nn.one_hot(after, self.vocab_size)
-    return sj.ModelOutput(logits=logits, hidden=logits[..., :1], cache=cache)
+    return sj.types.ModelOutput(
+        logits=logits, hidden=logits[..., :1], cache=cache)
 
 
 def _tokens_a_round(strategy, prompt, answer, size, **kwargs):

@@ -59,7 +59,7 @@ def test_a_law_is_that_of_its_path():
   prompts = [[1, 3, 0, 2], [4, 1], [2, 2, 3]]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=24)
   _, stats, traces = decoder.decode_traced(params, state, rounds=2)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   draft = jax.tree.map(lambda x: np.asarray(x[0]), traces.draft)
   table = np.asarray(target["embedding"])
   texts = jnp.array([prompt + [0] * (4 - len(prompt)) for prompt in prompts])

@@ -158,8 +158,8 @@ def _learner(batch=3, rank=8, vocab=_VOCAB, width=4, optimizer=optax.adam):
 def test_what_another_drafter_has_learned_is_refused(other, message):
   # Broken: a row goes on with other rows' knowledge, or the next round fails
   # with an error about arrays, or about a state of optax's that is none.
-  state = lambda **own: sj.DecodeState(**dict.fromkeys(
-      x.name for x in dataclasses.fields(sj.DecodeState)
+  state = lambda **own: sj.types.DecodeState(**dict.fromkeys(
+      x.name for x in dataclasses.fields(sj.types.DecodeState)
   ) | {"drafter": _learner(**own)})
   drafter = Online(model=_PAIR.drafter, gamma=_GAMMA)
   found = drafter.going_on(state(), _learner())

@@ -74,7 +74,7 @@ def _sampled(name):
   decoder = sj.Decoder(target=model, drafter=drafter, verifier=rule)
   state = decoder.prefill(params, prompts, jax.random.key(0), limits=48)
   state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   return jax.tree.map(np.asarray, (
       np.array([len(p) for p in prompts]), state.tokens, stats, traces))
 

@@ -41,7 +41,7 @@ def test_a_row_finds_what_is_of_no_use():
   for row in range(3):  # spread over those of layers 1 and 2
     assert first.sublayers(row) == Sublayers.without(_LAYERS, attention=[1])
   state, stats = decoder.decode(params, state, 60)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   found = jax.device_get(state.drafter)
   for row in range(3):
     assert found.sublayers(row) == Sublayers.without(_LAYERS, mlp=[2])

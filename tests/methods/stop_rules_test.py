@@ -184,13 +184,13 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   own = {"model": table, "stop": params} if rule.has_params else table
   tokens = jnp.tile(jnp.arange(_V, dtype=jnp.int32)[:, None], (rows // _V, 8))
   count = tokens.shape[0]
-  prompt = sj.Prompt(tokens=tokens, lengths=jnp.full((count,), 3, jnp.int32),
-                     capacity=16)
+  prompt = sj.types.Prompt(
+      tokens=tokens, lengths=jnp.full((count,), 3, jnp.int32), capacity=16)
   uniforms = jax.random.uniform(
       jax.random.key(2), (count, drafter.num_uniforms))
 
   def drafted(drafter, own, done=False):
-    state = sj.DecodeState(
+    state = sj.types.DecodeState(
         tokens=tokens, lengths=prompt.lengths, limits=prompt.lengths + 9,
         done=jnp.full((count,), done), keys=None, rounds=prompt.lengths,
         temperature=jnp.ones((count,)), eos=None, target_cache=None,
@@ -320,8 +320,8 @@ def test_a_controller_does_not_shorten_what_a_rule_may_draft():
   lm = lambda model: LanguageModel(model=model, gamma=4, stop=rule)
   alone, stats = _threshold(lm)
   assert alone < 0.9 and stats.accepted.max() < 4
-  controller = sj.Controller(lengths=(0, 1, 2, 4), seconds=(1, 1, 1, 1),
-                             prior=1.0, credit=16.0)
+  controller = sj.decoding.Controller(
+      lengths=(0, 1, 2, 4), seconds=(1, 1, 1, 1), prior=1.0, credit=16.0)
   assert _threshold(lm, controller)[0] == alone
 
 

@@ -74,7 +74,7 @@ def _decoded(drafter, rule, rows):
   state = decoder.prefill(params, [_PROMPT] * len(rows), jax.random.key(0),
                           limits=40, request_ids=rows)
   state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
-  sj.raise_if_not_finite(stats)
+  sj.decoding.raise_if_not_finite(stats)
   return jax.tree.map(np.asarray, (state.tokens, stats.emitted, traces.draft))
 
 

@@ -196,7 +196,7 @@ def test_cancelled_and_refused_requests_harm_nobody():
       (dict(rounds=2**31), "rounds is 2147483648"),
       (dict(max_length=float("nan")), "max_length is nan"),
       (dict(max_length=513), "max_length is 513.* 512, the context length"),
-      (dict(slots=2, controllers={1: sj.Controller(
+      (dict(slots=2, controllers={1: sj.decoding.Controller(
           lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .* for \[1\]")):
     with pytest.raises(ValueError, match=words):
       Queue(_DECODER, _PAIR.params, **options)
@@ -338,7 +338,7 @@ def test_each_size_has_its_controller():
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=1),
       transform=sj.LogitsTransform(temperature=0))
-  costs = lambda second: sj.Controller(
+  costs = lambda second: sj.decoding.Controller(
       lengths=(0, 4), seconds=(1.0, second), credit=0.0)
   queue = Queue(
       decoder, {"target": table, "drafter": table}, slots=(1, 2),

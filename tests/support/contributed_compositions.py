@@ -86,7 +86,7 @@ def fallback_to_other_tokens():
       Fallback(first=NGram(gamma=2, min_ngram=2), second=other.drafter),
       sj.verifiers.Block(),
       params={**other.params, "drafter": (None, other.params["drafter"])},
-      controller=sj.Controller(
+      controller=sj.decoding.Controller(
           lengths=(0, 3), seconds=(1.0, 1.1), first=(1.0, 1.05)))
 
 

@@ -115,7 +115,7 @@ class Bigram(sj.interfaces.Model):
 
   def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
     logits = params[tokens]
-    return sj.ModelOutput(logits=logits, hidden=logits, cache=cache)
+    return sj.types.ModelOutput(logits=logits, hidden=logits, cache=cache)
 
 
 def bigram():

@@ -56,7 +56,8 @@ DRAFTERS = {
         sj.verifiers.Block()),
     "LanguageModel with a controller": lambda: Contributed(
         with_model(LanguageModel, gamma=3), sj.verifiers.Block(),
-        controller=sj.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+        controller=sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "TreeLanguageModel iid": lambda: Contributed(
         with_model(TreeLanguageModel, parents=UNEVEN, proposal="iid"),
         sj.verifiers.KSeq()),
@@ -88,7 +89,7 @@ DRAFTERS = {
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
         methods.Eagle1Heads, EagleChain, sj.verifiers.Block(),
-        drafts=dict(gamma=3), controller=sj.Controller(
+        drafts=dict(gamma=3), controller=sj.decoding.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "EAGLE-3 chain with a stop rule": lambda: heads.layer(
         methods.Eagle3Heads, EagleChain, sj.verifiers.Block(),
@@ -124,7 +125,7 @@ DRAFTERS = {
     "Parallel chain with a stop rule and a controller": lambda: heads.parallel(
         Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
         stop=stop_rules.Threshold(threshold=0.4),
-        controller=sj.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
+        controller=sj.decoding.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
     "Parallel chain, DSpark's": lambda: heads.parallel(
         Parallel, sj.verifiers.Block(), {}, parents=CHAIN),
     "Parallel chain, DFlash's": lambda: heads.parallel(

@@ -14,7 +14,7 @@ MODEL = testing.MarkovModel(V, context_length=1024)
 
 
 def controller(**options):
-  return sj.Controller(**{
+  return sj.decoding.Controller(**{
       **dict(lengths=LENGTHS, seconds=SECONDS, risk=0.02, credit=1.0),
       **options})
 

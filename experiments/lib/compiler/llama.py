@@ -57,7 +57,7 @@ class Setting:
 
 
 def state(decoder: sj.Decoder, params, keys: jax.Array, capacity: int,
-          used: int = 1) -> sj.DecodeState:
+          used: int = 1) -> sj.types.DecodeState:
   """The state of rows whose caches hold zeros: nothing was read.
 
   Args:
@@ -73,7 +73,7 @@ def state(decoder: sj.Decoder, params, keys: jax.Array, capacity: int,
       params, rows, capacity).rollback(filled)
   own = () if isinstance(decoder.drafter, sj.drafters.Empty) else cache(
       decoder.drafter.model, params["drafter"])
-  return sj.DecodeState(
+  return sj.types.DecodeState(
       tokens=jnp.zeros((rows, capacity), jnp.int32), lengths=filled + 1,
       limits=jnp.full((rows,), capacity, jnp.int32),
       done=jnp.zeros((rows,), bool), keys=keys, rounds=jnp.ones_like(filled),

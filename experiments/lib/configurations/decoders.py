@@ -56,7 +56,7 @@ class Reader:
     self._states = collections.OrderedDict()
 
   def __call__(self, prompt: Sequence[int], seed: int, request_id: int,
-               limit: int) -> sj.DecodeState:
+               limit: int) -> sj.types.DecodeState:
     """Returns the state of one row; a decoding loop must not donate it."""
     wanted = tuple(prompt), seed, request_id, limit
     with self._lock:
@@ -68,7 +68,7 @@ class Reader:
             request_ids=[request_id], capacity=self._capacity)
       return self._states[wanted]
 
-  def finished_rows(self, token: int, batch: Batch) -> sj.DecodeState:
+  def finished_rows(self, token: int, batch: Batch) -> sj.types.DecodeState:
     """Returns a batch of rows that are done and can be replaced."""
     return self._decoder.prefill(
         self._params, [[token]] * batch.size, jax.random.key(0), limits=1,
@@ -80,8 +80,9 @@ class DecoderRows(base.Configuration):
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, *, reader: Reader | None = None,
-               change: Callable[[sj.DecodeState], sj.DecodeState] = (
-                   lambda state: state),
+               change: Callable[
+                   [sj.types.DecodeState], sj.types.DecodeState] = (
+                       lambda state: state),
                batch: Batch | None = None):
     """A configuration.
 
@@ -134,7 +135,7 @@ class DecoderRows(base.Configuration):
     state, stats = jax.block_until_ready(
         self.decoder.decode_until(self._params, state))
     seconds = time.perf_counter() - start
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     numbers = lambda x: np.asarray(x[0], np.float64).tolist()
     return {"seconds": seconds, "tokens": int(stats.emitted[0]),
             "rounds": int(stats.active[0]), "expected": numbers(stats.expected),
@@ -179,7 +180,7 @@ class DecoderRows(base.Configuration):
               state, slot, self._state(*request, new_tokens))
           rows[slot] = _Row(index, len(request[0]))
       state, stats = self.decoder.decode(self._params, state, _ROUNDS)
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       stats, done, tokens, lengths = processes.gathered(
           (stats, state.done, state.tokens, state.lengths))
       sums = {name: np.asarray(getattr(stats, name), np.float64).sum(0)

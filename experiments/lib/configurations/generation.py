@@ -64,7 +64,7 @@ class Ours(base.Configuration):
     reading = time.perf_counter() - start
     state, stats = self._decode(state)
     seconds = time.perf_counter() - start
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     text = np.asarray(state.tokens)[0, len(prompt):int(state.lengths[0])]
     return {"seconds": seconds, "reading": reading,
             "rounds": int(stats.active[0]), "tokens": text.tolist(),

@@ -141,7 +141,7 @@ class Waiting(base.Configuration):
       state = state.replace(keys=_keys(
           np.array([one.seed for one in rows], np.uint32)))
     state, stats = self._decoder.decode_until(self._params, state)
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     tokens, lengths, rounds, accepted = jax.device_get(
         (state.tokens, state.lengths, stats.active, stats.accepted))
     return [sj.serving.Result(

@@ -146,7 +146,7 @@ class Writer:
       state, stats = self.decoder.decode(
           self._params, state, rounds=_ROUNDS_A_CALL)
       stats, text = processes.gathered((stats, state.tokens))
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       passed = (time.perf_counter() - start - answer.seconds) / max(
           int(stats.active[:, 0].sum()), 1)
       tokens = np.asarray(text[0])
@@ -166,7 +166,7 @@ class Writer:
     state, stats = jax.block_until_ready(
         self.decoder.decode_until(self._params, state))
     seconds = time.perf_counter() - start
-    sj.raise_if_not_finite(stats)
+    sj.decoding.raise_if_not_finite(stats)
     tokens = processes.gathered(state.tokens)[0]
     return np.asarray(tokens[len(ids):int(state.lengths[0])]), seconds
 

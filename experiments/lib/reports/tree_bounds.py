@@ -98,7 +98,7 @@ def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
         limits=len(prompt) + new_tokens, capacity=capacity)
     while not state.done.all():
       state, stats, trace = decoder.decode_traced(params, state, rounds)
-      sj.raise_if_not_finite(stats)
+      sj.decoding.raise_if_not_finite(stats)
       active = np.asarray(stats.active[:, 0])
       part = jax.device_get(judged(jax.tree.map(lambda x: x[:, 0], trace)))
       parts.append(jax.tree.map(lambda x, active=active: x[active], part))
