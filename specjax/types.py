@@ -132,13 +132,6 @@ class Law:
     """Returns `[V]`, the distribution of the bonus token after this stop."""
     return jnp.asarray(self.next_token)[node]
 
-  def __getattr__(self, name: str) -> jax.Array:
-    # Only laws of `verifiers._by_row` have no `next_token` of their own.
-    if name != "next_token" or "next_row" not in vars(self):
-      raise AttributeError(f"Law has no attribute {name!r}")
-    nodes = jnp.arange(self.stop.shape[0], dtype=jnp.int32)
-    return jax.vmap(self.next_row)(nodes)
-
 
 @struct.dataclass
 class Verdict:

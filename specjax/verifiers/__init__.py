@@ -1,4 +1,4 @@
-"""Verification rules as laws, `law(draft, target_probs) -> Law` of a sequence.
+"""Verification rules: `rule.law(draft, target_probs) -> Law` of one sequence.
 
   rule            drafts                    exact  papers
   Token           chain                     yes    arXiv:2211.17192, 2302.01318
@@ -12,7 +12,7 @@
   Typical         any tree, q is not used   no     arXiv:2401.10774
   TopK, Distance  chain                     no     arXiv:1811.03115
 
-The words of the second column are those of `specjax.interfaces.CAPABILITIES`.
+`specjax.interfaces.CAPABILITIES` explains the words of the second column.
 """
 
 from specjax.verifiers.block import Block

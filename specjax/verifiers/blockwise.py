@@ -1,12 +1,13 @@
-"""Looser matching of a chain: close to the target's choice is good enough.
+"""Lossy matching of a chain: tokens close to the target's choice are accepted.
 
-Stern et al. 2018, "Blockwise Parallel Decoding" (arXiv:1811.03115, section
-5). NOT lossless: the output follows neither the target's law nor its greedy
-choice. `exact.certify` measures how far it is off.
+Stern et al. 2018, "Blockwise Parallel Decoding" (arXiv:1811.03115, section 5).
+The output follows neither the target's distribution nor its greedy choice.
+`exact.certify` measures the total variation.
 """
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -15,20 +16,33 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.utils import fields
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Verifier):
-  """Accepts x if it is among the target's k likeliest tokens (section 5.1).
+  """Accepts x if it is among the target's k likeliest tokens; lossy.
 
-  The extra token is the target's likeliest. No uniform is drawn. A token that
-  the target cannot emit does not count, so that at temperature 0 every k is 1.
+  Section 5.1 of the paper. The bonus token is the target's likeliest. No
+  uniform is drawn. Tokens of probability 0 are never accepted, so at
+  temperature 0 every k acts as 1.
 
   Attributes:
-    k: 1 is greedy matching; of equal tokens the lowest ids come first.
-    minimum: drafted tokens that are accepted whatever they are; the paper's l
-      (section 5.3) is one more, for it counts the target's own token.
+    k: number of accepted tokens, at least 1. 1 is greedy matching. Among equal
+      probabilities the lowest ids come first.
+    minimum: number of drafted tokens that are always accepted. The paper's l
+      (section 5.3) also counts the target's own token and is larger by one.
+
+  Example: the drafted token is the target's second choice.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(root=0, tokens=jnp.array([1]),
+    ...                        probs=jnp.array([[0., 1., 0.]]))
+    >>> target_probs = jnp.array([[0.1, 0.3, 0.6], [0.8, 0.1, 0.1]])
+    >>> print(sj.verifiers.TopK(k=1).law(draft, target_probs).stop)
+    [1. 0.]
+    >>> print(sj.verifiers.TopK(k=2).law(draft, target_probs).stop)
+    [0. 1.]
   """
 
   k: int
@@ -39,34 +53,46 @@ class TopK(Verifier):
 
   def __post_init__(self):
     fields.check_at_least("k", self.k, 1, ": 1 is greedy matching")
-    _check_minimum(self.minimum)
+    fields.check_at_least("minimum", self.minimum, 0)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The outcome for one chain, which is deterministic: one-hot `stop` and
-    rows.
+    """Returns the deterministic outcome: one-hot `stop` and rows.
 
     Args:
-      draft: a chain of N nodes.
+      draft: chain of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
     """
+    chex.assert_rank([draft.tokens, target_probs], [1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
     p = residual.at_drafted(draft, target_probs, first=0)
     rows, x = target_probs[:-1], draft.tokens[1:]
-    before = (rows > p[:, None]) | (
+    likelier = (rows > p[:, None]) | (
         (rows == p[:, None]) & (jnp.arange(rows.shape[-1]) < x[:, None]))
-    near = (jnp.sum(before, axis=-1) < self.k) & (p > 0)
-    return _matched(near, self.minimum, draft, target_probs)
+    near = (jnp.sum(likelier, axis=-1) < self.k) & (p > 0)
+    return _stop_at_mismatch(near, self.minimum, draft, target_probs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distance(Verifier):
-  """Accepts x if it is at most epsilon from the target's choice (section 5.2).
+  """Accepts x if its id is within epsilon of the target's choice; lossy.
 
-  For vocabularies whose ids are ordinal, such as intensities of pixels. The
-  extra token is the target's likeliest. No uniform is drawn.
+  Section 5.2 of the paper, for vocabularies whose ids are ordinal, such as
+  intensities of pixels. The bonus token is the target's likeliest. No uniform
+  is drawn.
 
   Attributes:
-    epsilon: largest |x - argmax p|, in ids; 0 is greedy matching.
-    minimum: see `TopK`.
+    epsilon: largest accepted |x - argmax p|, in ids. 0 is greedy matching.
+    minimum: number of drafted tokens that are always accepted, see `TopK`.
+
+  Example: the drafted intensity 1 is one step from the target's choice, 2.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(root=0, tokens=jnp.array([1]),
+    ...                        probs=jnp.array([[0., 1., 0.]]))
+    >>> target_probs = jnp.array([[0.3, 0.1, 0.6], [0.8, 0.1, 0.1]])
+    >>> print(sj.verifiers.Distance(epsilon=1).law(draft, target_probs).stop)
+    [0. 1.]
   """
 
   epsilon: int
@@ -78,29 +104,21 @@ class Distance(Verifier):
   def __post_init__(self):
     fields.check_at_least(
         "epsilon", self.epsilon, 0, ": 0 is greedy matching")
-    _check_minimum(self.minimum)
+    fields.check_at_least("minimum", self.minimum, 0)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The outcome for one chain, as for `TopK`."""
+    """Returns the deterministic outcome, see `TopK.law`."""
+    chex.assert_rank([draft.tokens, target_probs], [1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
     best = jnp.argmax(target_probs[:-1], axis=-1)
     near = jnp.abs(draft.tokens[1:] - best) <= self.epsilon
-    return _matched(near, self.minimum, draft, target_probs)
+    return _stop_at_mismatch(near, self.minimum, draft, target_probs)
 
 
-def _check_minimum(minimum):
-  fields.check_at_least(
-      "minimum", minimum, 0, ": 0 accepts only what matches")
-
-
-def _matched(near, minimum, draft, target_probs) -> Law:
-  """Stops before the first token that is not `near [N - 1]`, or is padding."""
+def _stop_at_mismatch(near: jax.Array, minimum: int, draft: Draft,
+                      target_probs: jax.Array) -> Law:
+  """Stops before the first token that is padding or not `near [N - 1]`."""
   forced = jnp.arange(near.shape[0]) < minimum
   real = residual.at_drafted(draft, draft.probs) > 0
   length = jnp.sum(jnp.cumprod((near | forced) & real))
-  nodes, vocab = target_probs.shape
-  one_hot = lambda index, size: jax.nn.one_hot(
-      index, size, dtype=target_probs.dtype)
-  return law_by_row(
-      stop=one_hot(length, nodes),
-      row=lambda node: one_hot(
-          jnp.argmax(residual.at_node(target_probs, node)), vocab))
+  return residual.greedy_law(length, target_probs)

@@ -1,10 +1,11 @@
-"""K-SEQ: K independent drafts of one token, accepted at one reduced rate.
+"""K-SEQ at every node of a tree (Sun et al. 2023, SpecTr, arXiv:2310.15141).
 
-Sun et al. 2023, "SpecTr" (arXiv:2310.15141, K-SEQ), at every node of a tree.
+K independent drafts of one token are accepted at one reduced rate.
 """
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -13,90 +14,105 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
-# Steps of false position in the search of rho; bisection has the rest. On
-# laws of text about 8 are enough for float32.
+# Steps of false position in the search of rho, before bisection. For
+# distributions of language models about 8 are enough in float32.
 _SECANTS = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Verifier):
-  """Walks to the first child that is accepted with p(x) / (rho q(x)).
+  """Walks to the first child that is accepted with p(x) / (rho q(x)); lossless.
 
-  rho is the least number at which the target can still make up for what the
-  children take, by node. Exact where the children of a node are drawn
-  independently from one law; their number must not depend on their tokens.
+  rho >= 1 is the smallest number, node by node, with which the rule is exact.
+  The children of a node must be drawn independently from one distribution, and
+  their number must not depend on their tokens.
+
+  Example: two draws from q; the target gives token 0 only half of q.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.tree(
+    ...     root=1, parents=jnp.array([-1, 0, 0]), tokens=jnp.array([0, 0]),
+    ...     probs=jnp.array([[0.5, 0.5], [0.5, 0.5]]))
+    >>> target_probs = jnp.array([[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]])
+    >>> print(sj.verifiers.KSeq().law(draft, target_probs).stop.round(1))
+    [0.4 0.4 0.2]
   """
 
   lossless = True
   requires = ("iid",)
 
-  def _rho(self, p, q, count):
+  def _rho(self, p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
     return least_rho(p, q, count)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The law of the outcome for one tree.
+    """Returns the distribution of the outcome for one tree.
+
+    With K children, beta = sum_x min(q, p / rho) and A = 1 - (1 - beta)^K: a =
+    min(1, p(x) / (rho q(x))), stop is the product of `Recursive`, and
+    next_token = norm(p - min(q, p / rho) A / beta), which is p at a leaf.
 
     Args:
-      draft: a tree of N nodes, the children of each drawn from one law q.
+      draft: tree of N nodes. Siblings are drawn from one distribution q.
       target_probs: `[N, V]`, p of the token after every node.
-
-    Returns:
-      With K children, beta = sum_x min(q, p / rho) and A = 1 - (1 - beta)^K:
-      a = min(1, p(x) / (rho q(x))), stop as for `Recursive`; next_token =
-      norm(p - min(q, p / rho) A / beta), which is p at a leaf.
     """
+    chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
     dtype = target_probs.dtype
     drawn = tree.drafted_probs(draft).astype(dtype)
     real = tree.children(draft.parents) & (drawn > 0)
     counts = jnp.sum(real, axis=-1).astype(dtype)
     eldest = jnp.argmax(real, axis=-1)
 
-    def laws(node):
+    def models_at(node: jax.Array) -> tuple[jax.Array, jax.Array]:
       return (residual.at_node(target_probs, node),
               residual.at_node(draft.probs, eldest[node]).astype(dtype))
 
-    # Node by node, each search on rows that stay in a cache.
-    rhos = jax.lax.map(lambda node: self._rho(*laws(node), counts[node]),
+    # One node at a time, so that the rows of a search stay in the CPU's cache.
+    rhos = jax.lax.map(lambda node: self._rho(*models_at(node), counts[node]),
                        jnp.arange(drawn.shape[0], dtype=jnp.int32))
 
-    def next_row(node):
-      p, q = laws(node)
+    def next_row(node: jax.Array) -> jax.Array:
+      p, q = models_at(node)
       taken = jnp.minimum(q, p / rhos[node])
       share = _share(taken, q, counts[node])
-      return residual.normalised(jnp.maximum(p - share * taken, 0), p)
+      return residual.normalise(jnp.maximum(p - share * taken, 0), p)
 
     parents = jnp.maximum(draft.parents, 0)
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
-    accept = jnp.minimum(residual.over(p, rhos[parents] * drawn), 1)
-    return law_by_row(stop=tree.first_accepted(draft.parents, accept),
+    accept = jnp.minimum(residual.divide(p, rhos[parents] * drawn), 1)
+    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
                       row=next_row)
 
 
 @jax.custom_jvp
 def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
-  """rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
+  """Returns rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
 
-  In s = 1 / rho the condition reads s A / beta <= 1, its left side never
-  falls, and it holds at s = 1 / K. False position with halved weights (the
-  Illinois method), then bisection. The result is the end of the bracket at
-  which the condition holds: the other one would leave a negative residual.
+  With s = 1 / rho the condition is s A / beta <= 1. Its left side does not
+  decrease with s, and it holds at s = 1 / K. The search uses false position
+  with halved weights (the Illinois method), then bisection. It returns the end
+  of the bracket at which the condition holds, because the other end would leave
+  a negative residual.
 
   Args:
-    p: `[V]`, the target's law at a node.
-    q: `[V]`, the law of its children.
-    count: `[]`, K, as a float.
+    p: `[V]`, target distribution at a node.
+    q: `[V]`, distribution of its children.
+    count: `[]`, K as a float.
   """
+  chex.assert_rank([p, q, count], [1, 1, 0])
+  chex.assert_equal_shape([p, q])
   dtype = p.dtype
   near = 4 * jnp.finfo(dtype).eps
 
-  def step(carry):
+  def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     step, low, high, low_value, high_value, side = carry
     middle = (low + high) / 2
     secant = (low * high_value - high * low_value) / (high_value - low_value)
     inside = (secant > low) & (secant < high) & (step < _SECANTS)
-    # The first question is whether rho = 1 will do.
+    # The first step tries rho = 1.
     s = jnp.where(step == 0, high, jnp.where(inside, secant, middle))
     value = _excess(s, p, q, count)
     holds = value <= 0
@@ -109,19 +125,21 @@ def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
             jnp.where(holds, half * high_value, value),
             jnp.where(holds, -1, 1))
 
-  # Any negative number will do for the value at 1 / K, which is not taken.
+  # The value at 1 / K is not computed; any negative number can replace it.
   one = jnp.ones((), dtype)
-  found = jax.lax.while_loop(
+  bracket = jax.lax.while_loop(
       lambda carry: carry[2] - carry[1] > near * carry[2], step,
       (0, 1 / jnp.maximum(count, 1), one, -one, one, 0))
-  return 1 / found[1]
+  return 1 / bracket[1]
 
 
 @least_rho.defjvp
-def _least_rho_jvp(primals, tangents):
-  """The search has no derivative; what it solves, an equation, has one.
+def _least_rho_jvp(primals: tuple[jax.Array, ...],
+                   tangents: tuple[jax.Array, ...]
+                   ) -> tuple[jax.Array, jax.Array]:
+  """Differentiates rho by the implicit function theorem.
 
-  Where rho is 1 the condition is none, and rho does not move.
+  If rho is 1 the condition is not active, and the derivative is 0.
   """
   p, q, count = primals
   rho = least_rho(*primals)
@@ -134,16 +152,18 @@ def _least_rho_jvp(primals, tangents):
       binding, rho**2 * change / jnp.where(binding, slope, 1), 0)
 
 
-def _excess(s, p, q, count):
-  """s A / beta - 1, which must not be positive, at s = 1 / rho."""
+def _excess(s: jax.Array, p: jax.Array, q: jax.Array, count: jax.Array
+            ) -> jax.Array:
+  """Returns s A / beta - 1 at s = 1 / rho; it must not be positive."""
   return s * _share(jnp.minimum(q, s * p), q, count) - 1
 
 
-def _share(taken, q, count):
-  """A / beta = (1 - (1 - beta)^K) / beta, beta = sum(taken); K where it is 0.
+def _share(taken: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns A / beta = (1 - (1 - beta)^K) / beta, and K where beta is 0.
 
-  1 - beta is summed from q - taken where it is small. As a difference it would
-  be the rounding of the sum of q, whose cube root moves rho by 5e-3 at p = q.
+  beta is the sum of `taken`. If 1 - beta is small, it is summed from q - taken.
+  As a difference it would be the rounding error of the sum of q, whose cube
+  root changes rho by 5e-3 at p = q.
   """
   beta, left = jnp.sum(taken), jnp.sum(jnp.maximum(q - taken, 0))
   few = beta < 0.5
@@ -152,5 +172,5 @@ def _share(taken, q, count):
       few, jnp.log1p(-jnp.where(few, beta, 0)),
       jnp.log(jnp.where(few | (left <= 0), 1, left)))
   some = jnp.where(few | (left > 0), -jnp.expm1(power), 1)
-  share = residual.over(some, jnp.where(few, beta, 1 - left), count)
+  share = residual.divide(some, jnp.where(few, beta, 1 - left), count)
   return jnp.where(count > 0, share, 0)

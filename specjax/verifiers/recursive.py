@@ -1,4 +1,4 @@
-"""Recursive rejection sampling: try the children of a node one after another.
+"""Recursive rejection sampling: the children of a node are tried in order.
 
 Miao et al. 2023, "SpecInfer" (arXiv:2305.09781, multi-step speculative
 sampling); Jeon et al. 2024 (arXiv:2402.14160, recursive rejection sampling);
@@ -8,41 +8,54 @@ replacement. On a chain it is token verification.
 
 import dataclasses
 
+import chex
 import jax
 
 from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
 class Recursive(Verifier):
   """Walks to the first accepted child; each rejection cuts q from the target.
 
-  Exact wherever row i of `probs` is the law of `tokens[i]` given its ancestors
-  and its earlier siblings: children drawn independently, without replacement,
-  from several drafters, deterministically, or some of each.
+  The rule is exact if row i of `probs` is the distribution of `tokens[i]` given
+  its ancestors and earlier siblings. Children may be drawn independently,
+  without replacement, from several drafters, or deterministically.
+
+  Example: two independent draws below the root. The first is accepted with
+  probability 0.25 / 0.5; after a rejection the target has only token 1.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.tree(
+    ...     root=1, parents=jnp.array([-1, 0, 0]), tokens=jnp.array([0, 1]),
+    ...     probs=jnp.array([[0.5, 0.5], [0.5, 0.5]]))
+    >>> target_probs = jnp.array([[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]])
+    >>> print(sj.verifiers.Recursive().law(draft, target_probs).stop)
+    [0.  0.5 0.5]
   """
 
   lossless = True
   requires = ("conditional",)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The law of the outcome for one tree.
+    """Returns the distribution of the outcome for one tree.
+
+    Every node starts with r_0 = p. For its children k = 1, 2, ...: a_k =
+    min(1, r_{k-1}(x_k) / q_k(x_k)) and r_k = norm((r_{k-1} - q_k)+). stop[i]
+    is a product over the path to node i: a of every node, (1 - a) of its
+    earlier siblings, and (1 - a) of all children of i. next_token[i] is the
+    last r of node i.
 
     Args:
-      draft: a tree of N nodes.
+      draft: tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-
-    Returns:
-      At every node r_0 = p, and for its children k = 1, 2, ...: a_k = min(1,
-      r_{k-1}(x_k) / q_k(x_k)), r_k = norm((r_{k-1} - q_k)+). stop[i] is the
-      product of a and of (1 - a) of the siblings tried before it over the path
-      to node i, times (1 - a) of all children of i; next_token[i] is the last
-      r of node i.
     """
-    accept, _, rest = tree.try_children(draft, target_probs, inherit=False)
-    return law_by_row(stop=tree.first_accepted(draft.parents, accept),
-                      row=rest)
+    chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
+    accept, _, row = tree.try_children(draft, target_probs, inherit=False)
+    return LawByRow(stop=tree.first_accepted(draft.parents, accept), row=row)

@@ -1,91 +1,118 @@
-"""What the rules on chains share."""
+"""Ratios, residual distributions and stop probabilities of the rules."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from specjax.sampling import smallest_mass
 from specjax.types import Draft
+from specjax.types import Law
+from specjax.verifiers._by_row import LawByRow
 
 
 def chain_ratios(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """p(x) / q(x) of every drafted token of a chain, `[N - 1]`.
+  """Returns `[N - 1]`, p(x) / q(x) of every drafted token of a chain.
 
-  0 where q(x) = 0: such a token cannot have been drawn, so it is padding.
+  It is 0 where q(x) = 0: such a token cannot have been drawn, so it is padding.
   """
+  chex.assert_equal_shape([draft.probs, target_probs])
   p = at_drafted(draft, target_probs, first=0)
-  return over(p, at_drafted(draft, draft.probs)).astype(p.dtype)
+  return divide(p, at_drafted(draft, draft.probs)).astype(p.dtype)
 
 
 def at_drafted(draft: Draft, probs: jax.Array, first: int = 1) -> jax.Array:
-  """Rows of `probs [N, V]` at the drafted tokens, `[N - 1]`; 0 at ids >= V.
+  """Returns `[N - 1]`, the entries of `probs [N, V]` at the drafted tokens.
 
-  The first drafted token is looked up in row `first`: 1 for what nodes were
-  drawn from, 0 for p of a chain. A slice of the rows would be a copy of them.
+  It is 0 at ids >= V.
+
+  Args:
+    draft: draft of N nodes.
+    probs: `[N, V]`.
+    first: row of the first drafted token. It is 1 for q and 0 for p of a chain.
+      Slicing the rows instead would copy them.
   """
+  chex.assert_rank([draft.tokens, probs], [1, 2])
   tokens = draft.tokens[1:]
   rows = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)
   return jnp.asarray(probs).at[rows, tokens].get(mode="fill", fill_value=0)
 
 
-def over(a: jax.Array, b: jax.Array, otherwise: jax.Array | float = 0
-         ) -> jax.Array:
-  """a / b, and `otherwise` where b is not positive."""
+def divide(a: jax.Array, b: jax.Array, otherwise: jax.Array | float = 0
+           ) -> jax.Array:
+  """Returns a / b, and `otherwise` where b is not positive."""
   return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), otherwise)
 
 
 def next_draft_probs(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """q of the token after each node of a chain, `[N, V]`; 0 at the end."""
+  """Returns `[N, V]`, q of the token after each node of a chain; 0 at the end.
+  """
+  chex.assert_equal_shape([draft.probs, target_probs])
   end = jnp.zeros_like(target_probs[:1])
   return jnp.concatenate([draft.probs[1:].astype(end.dtype), end])
 
 
 def at_node(rows: jax.Array, node: jax.Array) -> jax.Array:
-  """`[V]`, one of the rows `[N, V]`; 0 after the last.
+  """Returns row `node []` of `rows [N, V]`; 0 after the last row.
 
-  A gather would decide how a TPU lays out all that the rows come from, nodes
-  and not the batch in tiles of 8, with copies of everything that has another
-  layout. A sum over the nodes leaves the layout as it is.
+  On a TPU a gather would force the layout of all operands of the rows: tiles
+  of 8 nodes instead of 8 batch rows, with copies of every other layout. A sum
+  over the nodes leaves the layout as it is.
   """
-  def summed(rows, node):
+  chex.assert_rank([rows, node], [2, 0])
+
+  def masked_sum(rows: jax.Array, node: jax.Array) -> jax.Array:
     nodes = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     return jnp.sum(jnp.where(nodes == node, rows, 0), axis=0)
 
-  def gathered(rows, node):
+  def gather(rows: jax.Array, node: jax.Array) -> jax.Array:
     return jnp.asarray(rows).at[node].get(mode="fill", fill_value=0)
 
-  return jax.lax.platform_dependent(
-      rows, node, tpu=summed, default=gathered)
+  return jax.lax.platform_dependent(rows, node, tpu=masked_sum, default=gather)
 
 
-def next_draft_row(draft: Draft, node: jax.Array, dtype) -> jax.Array:
-  """q of the token after `node []` of a chain, `[V]`; 0 at the end."""
+def next_draft_row(draft: Draft, node: jax.Array, dtype: jnp.dtype
+                   ) -> jax.Array:
+  """Returns `[V]`, q of the token after `node []` of a chain; 0 at the end."""
   return at_node(draft.probs, node + 1).astype(dtype)
 
 
-def normalised(residual: jax.Array, fallback: jax.Array) -> jax.Array:
-  """`residual [..., V]` row by row as laws; `fallback` where a row is empty.
+def normalise(rows: jax.Array, fallback: jax.Array) -> jax.Array:
+  """Returns `rows [..., V]` normalised, and `fallback` for an empty row.
 
-  What counts as empty is in `sampling.smallest_mass`.
+  A row is empty if its sum is at most `sampling.smallest_mass`.
   """
-  total = jnp.sum(residual, axis=-1, keepdims=True)
-  some = total > smallest_mass(residual.dtype)
-  return jnp.where(some, residual / jnp.where(some, total, 1), fallback)
+  total = jnp.sum(rows, axis=-1, keepdims=True)
+  some = total > smallest_mass(rows.dtype)
+  return jnp.where(some, rows / jnp.where(some, total, 1), fallback)
 
 
-def last_heads(mass: jax.Array, survive: jax.Array) -> jax.Array:
-  """`stop [N]` at the last node whose independent uniform shows heads.
+def last_success(mass: jax.Array, survive: jax.Array) -> jax.Array:
+  """Returns `stop [N]` of a rule that stops at the last successful test.
+
+  Test i succeeds independently with probability h_i = S_i / (S_i + 1 -
+  survive_i), where 0/0 = 1 and h_0 = 1: stop[i] = h_i prod_{j>i} (1 - h_j).
 
   Args:
-    mass: `[N]`, S, of the residual of a stop at each node.
-    survive: `[N]`, at most 1, the mass that the residual was cut from.
-
-  Returns:
-    With h = S / (S + 1 - survive) and 0/0 = 1, h_0 = 1: stop[i] = h_i
-    prod_{j>i} (1 - h_j).
+    mass: `[N]`, S, the mass of the residual at each node.
+    survive: `[N]`, the mass that the residual was cut from, at most 1.
   """
-  # The parentheses keep h <= 1 in floating point: left to right, it exceeds
-  # 1 in a third of the rounds and a stop probability turns negative.
-  heads = over(mass, mass + (1 - survive), otherwise=1).at[0].set(1)
-  tails_after = jnp.cumprod((1 - heads)[::-1])[::-1]
-  tails_after = jnp.append(tails_after[1:], jnp.ones_like(heads[:1]))
-  return heads * tails_after
+  chex.assert_rank([mass, survive], 1)
+  chex.assert_equal_shape([mass, survive])
+  # The parentheses keep h <= 1 in floating point. From left to right, h exceeds
+  # 1 in a third of the rounds and a stop probability becomes negative.
+  success = divide(mass, mass + (1 - survive), otherwise=1).at[0].set(1)
+  failures_after = jnp.cumprod((1 - success)[::-1])[::-1]
+  failures_after = jnp.append(
+      failures_after[1:], jnp.ones_like(success[:1]))
+  return success * failures_after
+
+
+def greedy_law(stop: jax.Array, target_probs: jax.Array) -> Law:
+  """Returns the law that stops at node `stop []` and emits the argmax of p."""
+  chex.assert_rank([stop, target_probs], [0, 2])
+  nodes, vocab = target_probs.shape
+  dtype = target_probs.dtype
+  return LawByRow(
+      stop=jax.nn.one_hot(stop, nodes, dtype=dtype),
+      row=lambda node: jax.nn.one_hot(
+          jnp.argmax(at_node(target_probs, node)), vocab, dtype=dtype))

@@ -1,13 +1,14 @@
-"""Target walk: write with the target, as long as the tree holds the text.
+"""Target walk: sample from the target as long as the tree has the token.
 
-Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling; on
-deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), its law is
-also that of recursive rejection sampling, and no valid rule accepts more in
-one round.
+Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling. On
+deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), it has the
+outcome of recursive rejection sampling, and no valid rule accepts more tokens
+in one round.
 """
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -17,54 +18,68 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetWalk(Verifier):
-  """Accepts the longest path of the tree that the target would have written.
+  """Accepts the longest path of the tree that the target itself samples.
 
-  Exact for every tree that was built without looking at the target's
-  randomness, however: sampled, ranked, merged, or pruned by value. It makes
-  no use of q, and so accepts less of sampled trees than other rules.
+  The rule is exact for every tree that does not depend on the target's random
+  numbers: sampled, ranked, merged, or pruned by value. It does not use q, so
+  on sampled trees it accepts fewer tokens than other rules.
+
+  Example: the target samples token 0 or token 1 with probability 0.25 + 0.5.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.tree(
+    ...     root=2, parents=jnp.array([-1, 0, 0]), tokens=jnp.array([0, 1]),
+    ...     probs=jnp.array([[1., 0., 0.], [0., 1., 0.]]))
+    >>> target_probs = jnp.array(
+    ...     [[0.25, 0.5, 0.25], [1., 0., 0.], [0., 1., 0.]])
+    >>> law = sj.verifiers.TargetWalk().law(draft, target_probs)
+    >>> print(law.stop, law.next_token[0])
+    [0.25 0.25 0.5 ] [0. 0. 1.]
   """
 
   lossless = True
   requires = ()
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The law of the outcome for one tree.
+    """Returns the distribution of the outcome for one tree.
+
+    stop[i] is p of the tokens on the path to node i, times p of all tokens
+    that continue this path outside the tree. next_token[i] is p of these
+    tokens, normalised.
 
     Args:
-      draft: a tree of N nodes. Nodes that spell the same text count as one, so
-        that a text may go on below any of them; the first one stands for all.
+      draft: tree of N nodes. Nodes with the same path of tokens count as one
+        node, the first of them, with the children of all.
       target_probs: `[N, V]`, p of the token after every node.
-
-    Returns:
-      stop[i] is p of the text that node i spells times p of all tokens that
-      continue it in no path of the tree; next_token[i] is p of these tokens,
-      normalised.
     """
-    nodes = target_probs.shape[0]
-    node = jnp.arange(nodes)
+    chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
+    node = jnp.arange(target_probs.shape[0])
     same = tree.same_text(draft)
-    known = jnp.diagonal(same)
-    first = jnp.where(known, jnp.argmax(same, axis=-1), node)
+    real = jnp.diagonal(same)
+    first = jnp.where(real, jnp.argmax(same, axis=-1), node)
     parent = jnp.where(node > 0, first[draft.parents], 0)
 
-    counts = known & (first == node) & (node > 0)
+    counts = real & (first == node) & (node > 0)
     p = target_probs.at[parent, draft.tokens].get(mode="fill", fill_value=0)
     below = tree.children(jnp.where(counts, parent, -1))
     inside = jnp.sum(jnp.where(below, p, 0), axis=-1)
-    # A node's ancestors may be later copies; their p is that of the first.
-    text = tree.over_marked(
+    # The ancestors of a node may be later copies; their p is that of the
+    # first node with the same tokens.
+    path = tree.multiply_marked(
         topology.ancestors(draft.parents), p[first].at[0].set(1))
     outside = jnp.maximum(1 - inside, 0)
 
-    def next_row(node):
+    def next_row(node: jax.Array) -> jax.Array:
       p = residual.at_node(target_probs, node)
       taken = jnp.where(counts & (parent == node), draft.tokens, p.shape[0])
-      return residual.normalised(p.at[taken].set(0, mode="drop"), p)
+      return residual.normalise(p.at[taken].set(0, mode="drop"), p)
 
-    return law_by_row(stop=jnp.where(counts | (node == 0), text * outside, 0),
-                      row=next_row)
+    return LawByRow(stop=jnp.where(counts | (node == 0), path * outside, 0),
+                    row=next_row)

@@ -6,6 +6,7 @@ Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -13,38 +14,54 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
 class Token(Verifier):
-  """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless."""
+  """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless.
+
+  Example: the first drafted token is accepted with probability 0.25 / 0.5, the
+  second one always.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(root=1, tokens=jnp.array([0, 1]),
+    ...                        probs=jnp.array([[0.5, 0.5], [0.5, 0.5]]))
+    >>> target_probs = jnp.array([[0.25, 0.75], [0.5, 0.5], [0.2, 0.8]])
+    >>> law = sj.verifiers.Token().law(draft, target_probs)
+    >>> print(law.stop)
+    [0.5 0.  0.5]
+    >>> print(law.next_token[0], law.next_token[2])
+    [0. 1.] [0.2 0.8]
+  """
 
   lossless = True
   requires = ("chain",)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The law of the outcome for one chain.
+    """Returns the distribution of the outcome for one chain.
+
+    With a_i = min(1, p/q) and a_N = 0: stop[i] = prod_{j<=i} a_j (1 - a_{i+1})
+    and next_token[i] = norm((p_i - q_i)+), which is p_{N-1} at the end.
 
     Args:
-      draft: a chain of N nodes.
+      draft: chain of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-
-    Returns:
-      stop[i] = prod_{j<=i} a_j (1 - a_{i+1}) with a_i = min(1, p/q) and
-      a_N = 0; next_token[i] = norm((p_i - q_i)+), which is p_{N-1} at the end.
     """
+    chex.assert_rank([draft.tokens, target_probs], [1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
     accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
     one = jnp.ones((1,), accept.dtype)
     reach = jnp.concatenate([one, jnp.cumprod(accept)])
     reject = jnp.concatenate([1 - accept, one])
 
-    def next_row(node):
+    def next_row(node: jax.Array) -> jax.Array:
       p = residual.at_node(target_probs, node)
-      rest = p - residual.next_draft_row(draft, node, p.dtype)
-      return residual.normalised(jnp.maximum(rest, 0), p)
+      difference = p - residual.next_draft_row(draft, node, p.dtype)
+      return residual.normalise(jnp.maximum(difference, 0), p)
 
-    return law_by_row(stop=reach * reject, row=next_row)
+    return LawByRow(stop=reach * reject, row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""

@@ -1,4 +1,4 @@
-"""Traversal verification: judge whole paths of a tree, from its leaves up.
+"""Traversal verification: whole paths of a tree are tested, from the leaves up.
 
 Weng et al. 2025 (arXiv:2505.12398), in a form that carries probability mass.
 On a chain it is block verification.
@@ -6,6 +6,7 @@ On a chain it is block verification.
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -14,45 +15,58 @@ from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
 class Traversal(Verifier):
   """Visits the nodes children first and stops at the first accepted one.
 
-  Exact wherever row i of `probs` is the law of `tokens[i]` given all that was
-  drawn before it: its ancestors, its earlier siblings AND other nodes, such as
-  descendants of those. No pair of models is known for which it accepts less
-  than `Recursive`, on average over the drafts, if no child has a larger subtree
-  than an earlier sibling; otherwise it can.
+  The rule is exact if row i of `probs` is the distribution of `tokens[i]` given
+  all tokens drawn before it: its ancestors, its earlier siblings AND all other
+  nodes, such as descendants of those siblings.
+
+  If no child has a larger subtree than an earlier sibling, no pair of models is
+  known for which it accepts fewer tokens than `Recursive` on average over the
+  drafts. Otherwise it can.
+
+  Example: two independent draws below the root, as for `Recursive`.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.tree(
+    ...     root=1, parents=jnp.array([-1, 0, 0]), tokens=jnp.array([0, 1]),
+    ...     probs=jnp.array([[0.5, 0.5], [0.5, 0.5]]))
+    >>> target_probs = jnp.array([[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]])
+    >>> print(sj.verifiers.Traversal().law(draft, target_probs).stop)
+    [0.  0.5 0.5]
   """
 
   lossless = True
   requires = ("conditional",)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The law of the outcome for one tree.
+    """Returns the distribution of the outcome for one tree.
+
+    The root is entered with mass 1. Node c with token x and parent v is entered
+    with mass a_c = min(1, u_v(x) / q_c(x)) and u_c = a_c p. If c is left
+    without being accepted, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), where S
+    is the sum of the numerator and m_v the mass of u_v. With m_i the mass of
+    u_i after the last child of i: stop[i] = m_i times (1 - m_j) of every node
+    j that is left before i, and next_token[i] = u_i / m_i.
 
     Args:
-      draft: a tree of N nodes.
+      draft: tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-
-    Returns:
-      Node c with parent v is entered with mass a_c = min(1, u_v(x) / q_c(x))
-      and u_c = a_c p; the root with mass 1. When c is left without being
-      accepted, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), S the sum of the
-      numerator. With m_i the mass of u_i after the last child of i: stop[i]
-      = m_i times (1 - m_j) of every node j that is left before i;
-      next_token[i] = u_i / m_i.
     """
-    _, mass, rest = tree.try_children(draft, target_probs, inherit=True)
+    chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
+    _, mass, row = tree.try_children(draft, target_probs, inherit=True)
     on_path = topology.ancestors(draft.parents)
     below = on_path.T & ~jnp.eye(mass.shape[0], dtype=bool)
     paths = on_path.astype(jnp.float32)
-    elder = tree.elder_siblings(draft.parents).astype(jnp.float32)
-    # Left before i: what is below i, and what lies under an elder sibling of
-    # a node on the path to i. All counts are small and exact.
-    before = below | (paths @ elder @ paths.T > 0.5)
-    return law_by_row(stop=mass * tree.over_marked(before, 1 - mass),
-                      row=rest)
+    earlier = tree.earlier_siblings(draft.parents).astype(jnp.float32)
+    # Left before i: the nodes below i, and those in the subtree of an earlier
+    # sibling of a node on the path to i. All counts are small and exact.
+    before = below | (paths @ earlier @ paths.T > 0.5)
+    return LawByRow(stop=mass * tree.multiply_marked(before, 1 - mass), row=row)

@@ -1,12 +1,13 @@
-"""Typical acceptance: keep what the target finds plausible.
+"""Typical acceptance: tokens that are plausible under the target are accepted.
 
-Cai et al. 2024, "Medusa" (arXiv:2401.10774, section 2.3.1). NOT lossless: the
-output follows neither the target's law nor any law that is independent of the
-drafter. `exact.certify` measures how far it is off.
+Cai et al. 2024, "Medusa" (arXiv:2401.10774, section 2.3.1). The rule is lossy:
+the distribution of its output depends on the drafter. `exact.certify` measures
+the total variation.
 """
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -15,20 +16,32 @@ from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import law_by_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical(Verifier):
-  """Accepts x where p(x) > min(epsilon, delta exp(-H(p))), H in nats.
+  """Accepts x if p(x) > min(epsilon, delta exp(-H(p))), H in nats; lossy.
 
-  The longest accepted path of the tree wins, among equals the likelier one;
-  the extra token is the target's likeliest. No uniform is drawn.
+  The longest accepted path of the tree is emitted. Among equally long paths
+  the likeliest is chosen. The bonus token is the target's likeliest. No
+  uniform is drawn.
 
   Attributes:
-    epsilon: the hard threshold on p(x).
-    delta: the factor of the threshold that falls with the target's entropy;
-      the paper takes the root of epsilon, 0.3.
+    epsilon: threshold on p(x), in [0, 1].
+    delta: factor of the threshold that decreases with the target's entropy, in
+      [0, 1]. The paper takes the root of epsilon, 0.3.
+
+  Example: the threshold is 0.09 at both nodes.
+
+    >>> import jax.numpy as jnp
+    >>> import specjax as sj
+    >>> draft = sj.Draft.chain(root=0, tokens=jnp.array([1, 2]),
+    ...                        probs=jnp.array([[0., 1., 0.], [0., 0., 1.]]))
+    >>> target_probs = jnp.array([[0.8, 0.15, 0.05], [0.9, 0.05, 0.05],
+    ...                           [0.2, 0.2, 0.6]])
+    >>> law = sj.verifiers.Typical().law(draft, target_probs)
+    >>> print(law.stop, law.next_token[1])
+    [0. 1. 0.] [1. 0. 0.]
   """
 
   epsilon: float = 0.09
@@ -41,18 +54,18 @@ class Typical(Verifier):
     for name in ("epsilon", "delta"):
       value = getattr(self, name)
       if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must lie in [0, 1]: 0 accepts "
-                         "all that the target can emit")
+        raise ValueError(f"{name} is {value}; it must be in [0, 1]: 0 accepts "
+                         "every token that the target can emit")
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """The outcome for one tree, which is deterministic: one-hot `stop` and
-    rows.
+    """Returns the deterministic outcome: one-hot `stop` and rows.
 
     Args:
-      draft: a tree of N nodes.
+      draft: tree of N nodes.
       target_probs: `[N, V]`, p of the token after every node.
     """
-    nodes, vocab = target_probs.shape
+    chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
+    chex.assert_equal_shape([draft.probs, target_probs])
     entropy = jnp.sum(jax.scipy.special.entr(target_probs), axis=-1)
     threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
     parents = jnp.maximum(draft.parents, 0)
@@ -61,15 +74,10 @@ class Typical(Verifier):
     p = pick(target_probs[parents])
     accept = (p > threshold[parents]) & (pick(draft.probs) > 0)
 
-    root = jnp.arange(nodes) == 0
+    root = jnp.arange(target_probs.shape[0]) == 0
     on_path = topology.ancestors(draft.parents)
     reached = jnp.all(accept | root | ~on_path, axis=-1)
     depth = jnp.where(reached, jnp.sum(on_path, axis=-1), 0)
     log_p = jnp.where(root, 0, jnp.log(jnp.where(accept, p, 1)))
     likelihood = jnp.where(depth == jnp.max(depth), on_path @ log_p, -jnp.inf)
-    dtype = target_probs.dtype
-    return law_by_row(
-        stop=jax.nn.one_hot(jnp.argmax(likelihood), nodes, dtype=dtype),
-        row=lambda node: jax.nn.one_hot(
-            jnp.argmax(residual.at_node(target_probs, node)), vocab,
-            dtype=dtype))
+    return residual.greedy_law(jnp.argmax(likelihood), target_probs)

@@ -65,7 +65,7 @@ class _SmallestQ(Verifier):
     rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
     return Token().law(draft, p).replace(
         stop=reach * (1 - jnp.append(accept, 0)),
-        next_token=residual.normalised(rest, p))
+        next_token=residual.normalise(rest, p))
 
 
 @dataclasses.dataclass(frozen=True)

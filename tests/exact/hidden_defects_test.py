@@ -154,7 +154,7 @@ _CHAINS = {
 def _residual_of_one(draft, p, law):
   """Block verification with 1 in place of p_tau."""
   rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
-  return law.replace(next_token=residual.normalised(rest, p))
+  return law.replace(next_token=residual.normalise(rest, p))
 
 
 _CHAINS["residual of one, large"] = (_Where(

@@ -17,7 +17,7 @@ from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
 from specjax.verifiers import residual
 from specjax.verifiers import Token
-from specjax.verifiers._by_row import law_by_row
+from specjax.verifiers._by_row import LawByRow
 
 _DRAFTS, _NODES, _VOCAB = 200, 4, 5
 
@@ -105,7 +105,7 @@ class _OtherRows(Token):
   """Draws the extra token from p."""
 
   def law(self, draft, p):
-    return law_by_row(super().law(draft, p).stop,
+    return LawByRow(super().law(draft, p).stop,
                     functools.partial(residual.at_node, p))
 
 

@@ -47,7 +47,7 @@ class _ResidualOfOne(Verifier):
   def law(self, draft, p):
     rest = jnp.maximum(p - residual.next_draft_probs(draft, p), 0)
     return Block().law(draft, p).replace(
-        next_token=residual.normalised(rest, p))
+        next_token=residual.normalise(rest, p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _NoMinimum(Verifier):
     total = mass + 1 - survive
     heads = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
     return Law(stop=_last_heads(jnp.clip(heads, 0, 1).at[0].set(1)),
-               next_token=residual.normalised(rest, p))
+               next_token=residual.normalise(rest, p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _ScalarResidual(Verifier):
     picked = jnp.take_along_axis(q[:-1], draft.tokens[1:, None], axis=1)
     rest = jnp.maximum(p - jnp.append(picked, 0)[:, None], 0)
     return Token().law(draft, p).replace(
-        next_token=residual.normalised(rest, p))
+        next_token=residual.normalise(rest, p))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,7 +204,7 @@ class _SiblingsAtOnce(Recursive):
 
   def law(self, draft, p):
     wanted = p[jnp.maximum(draft.parents, 0), draft.tokens]
-    accept = residual.over(wanted, tree.drafted_probs(draft))
+    accept = residual.divide(wanted, tree.drafted_probs(draft))
     stop = tree.first_accepted(draft.parents, jnp.minimum(accept, 1))
     return super().law(draft, p).replace(stop=stop)
 
