@@ -35,10 +35,15 @@ goes on there. Writes against_transformers.csv and .json, which the last line of
 stdout names.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
+import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -51,6 +56,8 @@ from lib.rollouts import resumable
 import numpy as np
 
 from specjax import analysis
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(f"none, small, tiny, smol, {shared.PUBLISHED}",
@@ -72,7 +79,9 @@ _OUTPUT_DIR = shared.output_dir("results/against_transformers")
 _OURS, _THEIRS = "specjax", "transformers"
 
 
-def _our_arms(target, drafters, eos, prompts, capacity):
+def _our_arms(target: Pretrained, drafters: Mapping[str, Any],
+              eos: tuple[int, ...] | None, prompts: Sequence[Sequence[int]],
+              capacity: int):
   """Ours: without a drafter, and with each."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
@@ -89,7 +98,7 @@ def _our_arms(target, drafters, eos, prompts, capacity):
   return arms
 
 
-def _assistant(target, name, member):
+def _assistant(target: Pretrained, name: str, member: Pretrained):
   """The drafter in transformers' hands; None, and a line, where it has none."""
   try:
     models.check_tokens(target, member, name)
@@ -99,7 +108,7 @@ def _assistant(target, name, member):
     return None
 
 
-def _their_arms(model, assistant, eos):
+def _their_arms(model: Any, assistant: Any, eos: tuple[int, ...] | None):
   """Theirs: without an assistant, and with it in two ways."""
   arm = functools.partial(
       generation.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
@@ -115,7 +124,8 @@ def _their_arms(model, assistant, eos):
   return arms
 
 
-def _differences(runs, model, prompt_of, tokenizer):
+def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
+                 prompt_of: Callable[[tuple], tuple], tokenizer: Tokenizer):
   """The first difference of each text from ours, prompt by prompt.
 
   Args:
@@ -146,7 +156,8 @@ def _differences(runs, model, prompt_of, tokenizer):
   return found
 
 
-def _rows(runs, arms, cluster_of):
+def _rows(runs: dict[tuple, dict[str, Any]], arms,
+          cluster_of: Callable[[str], str]):
   """A row for every prompt set and arm, then those of all sets."""
   sets = dict.fromkeys(unit[2] for unit in runs)
   chosen = {name: [unit for unit in runs if unit[2] == name] for name in sets}
@@ -157,7 +168,8 @@ def _rows(runs, arms, cluster_of):
           for name, units in chosen.items() for arm in arms]
 
 
-def _row(name, arm, runs, clusters):
+def _row(name: str, arm, runs: list[dict[str, dict[str, Any]]],
+         clusters: Sequence[str]):
   speed = lambda run: len(run["tokens"]) / run["seconds"]
   tokens = analysis.estimate(
       lambda accepted, rounds: 1 + accepted / rounds,
@@ -173,7 +185,7 @@ def _row(name, arm, runs, clusters):
   return row
 
 
-def _print_table(rows):
+def _print_table(rows: list[dict[str, Any]]):
   wide = max(len(r["arm"]) for r in rows)
   head = f"{'prompts':10s} {'arm':{wide}s} {'tokens/round':>22s} "
   print(head + f"{'tokens/s':>8s} {'over specjax':>21s} "
@@ -187,8 +199,10 @@ def _print_table(rows):
           f"{ratios[0]:>21s} {ratios[1]:>21s}")
 
 
-def _report(runs, prompt_of, model, tokenizer, arms, cluster_of, facts,
-            output_dir):
+def _report(runs: dict[tuple, dict[str, Any]],
+            prompt_of: Callable[[tuple], tuple], model: Any,
+            tokenizer: Tokenizer, arms, cluster_of: Callable[[str], str],
+            facts: dict[str, Any], output_dir: pathlib.Path):
   """Prints and writes all that was measured, and fails on other texts."""
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)

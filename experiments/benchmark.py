@@ -31,9 +31,11 @@ is whole on each. Writes benchmark.json to --output_dir; the last line of stdout
 names it.
 """
 
+from collections.abc import Callable
 import functools
 import statistics
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -56,7 +58,10 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax.decoding import placement as sharding
+from specjax.decoding.placement import Placement
+from specjax.interfaces import Verifier
 from specjax.methods import _trees
+from specjax.models import Transformer
 from specjax.sampling import sample
 from specjax.training import loop
 from specjax.training import optimizers
@@ -105,7 +110,8 @@ def _bundled_pair():
       "target": pair.target.params, "drafter": drafter.params}
 
 
-def _bare_autoregression(model, params, capacity, used):
+def _bare_autoregression(model: Transformer, params: Any, capacity: int,
+                         used: int):
   """Sampling token by token in a scan: no loop of ours around it."""
   depths, ancestors = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
   transform = sj.LogitsTransform()
@@ -128,7 +134,8 @@ def _bare_autoregression(model, params, capacity, used):
                               jnp.ones((1, 1), jnp.int32), jax.random.key(0)))
 
 
-def _rounds(target, drafter, params, verifier, capacity, used, placement):
+def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
+            capacity: int, used: int, placement: Placement | None):
   """Whole rounds of the loop from a prompt of `used` tokens."""
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
   state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
@@ -144,7 +151,7 @@ def _rounds(target, drafter, params, verifier, capacity, used, placement):
   return Timed(run, params, state)
 
 
-def _tree_law(verifier, vocab_size, batch):
+def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
   """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
@@ -177,7 +184,7 @@ def _tree_law(verifier, vocab_size, batch):
   return Timed(lambda data, _: judge(*data), data, first, steps=1)
 
 
-def _training(target, params):
+def _training(target: Transformer, params: Any):
   """A step of Medusa heads on a frozen target, and its two parts alone."""
   heads = methods.MedusaHeads(
       width=target.config.width, vocab_size=target.vocab_size, heads=4,
@@ -218,7 +225,7 @@ def _training(target, params):
                 steps=1))
 
 
-def _interleaved(progress, *timed):
+def _interleaved(progress: tqdm.tqdm, *timed: Timed):
   """Seconds `[pairs][timed]`, taken in turn, forwards and backwards."""
   rows = []
   for i in range(_PAIRS.value):
@@ -228,20 +235,21 @@ def _interleaved(progress, *timed):
   return rows
 
 
-def _median_ratio(rows, numerator, denominator):
+def _median_ratio(rows: list[list[float]], numerator: Callable,
+                  denominator: Callable):
   """The median of a ratio of linear combinations of a row's times."""
   return statistics.median(numerator(row) / denominator(row) for row in rows)
 
 
-def _first(row):
+def _first(row: list[float]):
   return row[0]
 
 
-def _second(row):
+def _second(row: list[float]):
   return row[1]
 
 
-def _pass_costs(target_pass, one, progress):
+def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
   """What passes over more tokens cost, as ratios and as milliseconds.
 
   A ratio alone does not say which of its two passes has changed.
@@ -264,7 +272,8 @@ def _pass_costs(target_pass, one, progress):
   return costs, milliseconds
 
 
-def _loop_ratios(target, drafter, params, rounds, target_pass, progress):
+def _loop_ratios(target: Transformer, drafter: Any, params: Any,
+                 rounds: Callable, target_pass: Callable, progress: tqdm.tqdm):
   """Ratios of the loop's rounds; bytes a second of a large sum.
 
   Args:
@@ -306,7 +315,7 @@ def _loop_ratios(target, drafter, params, rounds, target_pass, progress):
   return ratios, sum_speed
 
 
-def _tree_ratios(vocab_size, passes_of, progress):
+def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
   """Each rule's law of a tree over a pass that reads the tree, by batch."""
   ratios = {}
   for batch in (1, 8):
@@ -319,7 +328,8 @@ def _tree_ratios(vocab_size, passes_of, progress):
   return ratios
 
 
-def _ratios(name, target, drafter_model, params, progress, placement):
+def _ratios(name: str, target: Transformer, drafter_model: Transformer,
+            params: Any, progress: tqdm.tqdm, placement: Placement | None):
   """Every ratio of the module's docstring for one pair of models."""
   drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=_GAMMA.value)
   if placement:

@@ -51,7 +51,7 @@ def _tokenizer() -> Tokenizer:
   return models.load_tokenizer(_TARGET.value)
 
 
-def _documents(tokenizer, texts) -> list[np.ndarray]:
+def _documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
   """The tokens of each text; the stream has one more before each."""
   found = []
   for start in range(0, len(texts), _BATCH):

@@ -14,10 +14,12 @@ and started again, the study goes on where it was. Writes controller.csv and
 .json; run it while nothing else runs.
 """
 
+from collections.abc import Callable
 import dataclasses
 import random
 import sys
 import time
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -33,6 +35,8 @@ from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
+from specjax.models import Pretrained
+from specjax.strategies import Strategy
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -61,15 +65,15 @@ _CONTROLLER = "controller"
 class _Together(base.Configuration):
   """A decoder that continues the prompts of a batch together."""
 
-  def __init__(self, decoder, params, capacity):
+  def __init__(self, decoder: sj.Decoder, params: Any, capacity: int):
     self.program = decoder
     self._params, self._capacity = params, capacity
 
-  def compile(self, prompts):
+  def compile(self, prompts: list[list[int]]):
     """Compiles what it runs, and runs it: a first time takes longer."""
     self.decode(prompts, 0, 0)
 
-  def decode(self, prompts, seed, request_id):
+  def decode(self, prompts: list[list[int]], seed: int, request_id: int):
     """Tokens that were emitted, and the "seconds" of the rounds."""
     state = jax.block_until_ready(self.program.prefill(
         self._params, prompts, jax.random.key(seed + request_id),
@@ -83,7 +87,9 @@ class _Together(base.Configuration):
     return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
 
 
-def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
+def _arms(target: Pretrained, strategy: Strategy, own: str, temperature: float,
+          eos: tuple[int, ...] | None, batch: int, lengths: list[int],
+          capacity: int):
   """{length or "controller": arm}."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
@@ -104,7 +110,7 @@ def _arms(target, strategy, own, temperature, eos, batch, lengths, capacity):
           for name, decoder in decoders.items()}
 
 
-def _rows(runs, unit_of):
+def _rows(runs: dict[tuple, dict[str, Any]], unit_of: Callable[[tuple], tuple]):
   """A row for every temperature, drafter, batch size and length."""
   groups = {}
   for unit, arms in runs.items():
@@ -129,7 +135,7 @@ def _rows(runs, unit_of):
   return rows
 
 
-def _print_table(rows):
+def _print_table(rows: list[dict[str, Any]]):
   print(f"{'T':>3s} {'drafter':16s} {'batch':>5s} {'length':>10s} "
         f"{'speed over none':>15s} {'over the best fixed length':>28s}")
   for row in rows:

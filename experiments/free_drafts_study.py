@@ -34,10 +34,15 @@ Killed and started again, the study goes on where it was. Writes
 free_drafts.csv, .json and two figures; run it while nothing else runs.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import importlib.util
+import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -52,6 +57,8 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
@@ -85,7 +92,9 @@ _CONTROLLED = ", controller"
 _NODES = 64  # of Medusa's tree
 
 
-def _our_arms(target, drafters, temperature, eos, prompts, capacity):
+def _our_arms(target: Pretrained, drafters: Mapping[str, Any],
+              temperature: float, eos: tuple[int, ...] | None,
+              prompts: Sequence[Sequence[int]], capacity: int):
   """{drafter: arm}, the one without a draft first."""
   arm = functools.partial(
       generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
@@ -117,7 +126,8 @@ def _versions():
   return generation.prepare_torch()
 
 
-def _their_arms(target, temperature, eos, versions):
+def _their_arms(target: Pretrained, temperature: float,
+                eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
   """transformers alone and with its prompt lookup; none without it."""
   if versions is None:
     return {}
@@ -128,11 +138,12 @@ def _their_arms(target, temperature, eos, versions):
 
 
 @functools.cache
-def _torch_model(target):
+def _torch_model(target: Pretrained):
   return generation.load_torch(_TARGET.value, target)
 
 
-def _drafters(names, target, members, tokenizer):
+def _drafters(names: list[str], target: Pretrained,
+              members: Mapping[str, Pretrained], tokenizer: Tokenizer):
   """{label: (strategy, params["drafter"], the target as it is then read)}."""
   found = {}
   for name in names:
@@ -154,7 +165,9 @@ def _drafters(names, target, members, tokenizer):
   return found
 
 
-def _row(prompts, temperature, name, rule, runs, base, clusters):
+def _row(prompts: str, temperature: float, name: str, rule: str,
+         runs: list[dict[str, dict[str, Any]]], base: str,
+         clusters: Sequence[str]):
   """Figures of a drafter on the prompts of a set."""
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
@@ -176,27 +189,30 @@ def _row(prompts, temperature, name, rule, runs, base, clusters):
   return row
 
 
-def _put_ratio(row, column, runs, *arms, **options):
+def _put_ratio(row: dict[str, Any], column: str,
+               runs: list[dict[str, dict[str, Any]]], *arms, **options: Any):
   """Puts the ratio of two arms into a row: by prompt, and of all together."""
   row[column], row[f"{column}_low"], row[f"{column}_high"] = (
       generation.speed_ratio(runs, *arms, **options))
   row[f"{column}_total"] = generation.total_ratio(runs, *arms, **options)
 
 
-def _accepted(runs, name):
+def _accepted(runs: list[dict[str, dict[str, Any]]], name: str):
   """Accepted tokens of an arm, and its rounds, prompt by prompt."""
   found = [generation.accepted(run[name]) for run in runs]
   return np.array(found), np.array([run[name]["rounds"] for run in runs])
 
 
-def _agreeing(runs):
+def _agreeing(runs: dict[tuple, dict[str, Any]]):
   """The runs whose texts are one at temperature 0, and how many are not."""
   same = {unit: arms for unit, arms in runs.items() if unit[1] > 0 or len(
       {tuple(run["tokens"]) for run in arms.values()}) == 1}
   return same, len(runs) - len(same)
 
 
-def _rows(runs, sets, temperatures, rules, base, cluster_of):
+def _rows(runs: dict[tuple, dict[str, Any]], sets: list[str],
+          temperatures: list[float], rules: Mapping[str, str], base: str,
+          cluster_of: Callable[[str], str]):
   """A row for every set, all of them, temperature and drafter.
 
   `gain` is in tokens a round over the drafter `base`, on the same prompts, each
@@ -215,7 +231,7 @@ def _rows(runs, sets, temperatures, rules, base, cluster_of):
   return rows
 
 
-def _print_table(rows):
+def _print_table(rows: list[dict[str, Any]]):
   wide = max(len(row["drafter"]) for row in rows)
   theirs = "speedup_over_prompt_lookup" in rows[0]
   print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>22s} "
@@ -241,7 +257,7 @@ def _print_table(rows):
              if theirs else ""))
 
 
-def _draw(rows, output_dir):
+def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
   """Tokens of a round, and speed over decoding without drafts."""
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
   for column, title in (("tokens_per_round", "tokens of a round"),
@@ -263,7 +279,8 @@ def _draw(rows, output_dir):
     style.save(figure, output_dir / f"free_drafts_{end}.png")
 
 
-def _fingerprint(target, drafters, eos, versions):
+def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
+                 eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
   """Of all that a text or its time depends on, besides its prompt."""
   return resumable.fingerprint(
       [target.params, *(own for _, own, _ in drafters.values())],

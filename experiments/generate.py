@@ -61,6 +61,7 @@ from lib.prompts import streaming
 import specjax as sj
 from specjax import interfaces
 from specjax import strategies
+from specjax.data import Tokenizer
 from specjax.decoding import placement as sharding
 from specjax.utils import files
 
@@ -262,7 +263,7 @@ def _check_prompt():
                      "adds its own special tokens; leave one of the two out")
 
 
-def _check_drafter(name):
+def _check_drafter(name: str):
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
@@ -297,7 +298,7 @@ def _check_drafter(name):
                      "leave it out")
 
 
-def _check_form(name, drafter):
+def _check_form(name: str, drafter: sj.interfaces.Drafter):
   """Rejects chain flags for a tree drafter, and tree flags for a chain."""
   for flag in (_GAMMA, _NODES, _VERIFIER):
     if flag.present and name == "none":
@@ -351,7 +352,7 @@ def _check_compare():
                      "another, or a temperature above 0")
 
 
-def _keep(text):
+def _keep(text: str):
   """Writes the text so far to --output, if the flag is set."""
   if _OUTPUT.value is not None:
     with files.atomically(
@@ -359,7 +360,7 @@ def _keep(text):
       f.write(text.encode())
 
 
-def _ids(tokenizer, room):
+def _ids(tokenizer: Tokenizer, room: int):
   """Returns the token ids of the prompt, at most `room`."""
   text = _read_prompt()
   if not text:
@@ -376,7 +377,8 @@ def _ids(tokenizer, room):
   return ids
 
 
-def _continue(writer, ids, printer):
+def _continue(writer: streaming.Writer, ids: list[int],
+              printer: streaming.Printer):
   """Generates after a prompt and prints statistics, even after Ctrl-C."""
   answer, state = streaming.Answer(), writer.start(ids, _MAX_NEW_TOKENS.value)
   try:

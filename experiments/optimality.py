@@ -59,6 +59,7 @@ optimality_extremal.png and optimality_growth.png.
 import itertools
 import pathlib
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -117,7 +118,7 @@ def _bernoulli():
   return table
 
 
-def _block_value(pair, gamma, weights):
+def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
   """Returns E[sum_{i<=tau} w_i(X^i)] of block verification."""
   digits, rows = _drafts(pair.vocab_size, gamma)
   p, q = (np.stack([tables[i][rows[:, i]] for i in range(gamma)], axis=1)
@@ -158,7 +159,7 @@ def _theorems():
   return rows
 
 
-def _print_theorems(rows):
+def _print_theorems(rows: list[dict[str, Any]]):
   worst = {name: max(abs(r[name]) for r in rows) for name in (
       "lp_gap", "prefix_gap", "certificate_gap", "greedy_gap",
       "transport_gap")}
@@ -181,7 +182,7 @@ def _print_theorems(rows):
   return worst, ordered
 
 
-def _drafts(vocab, gamma):
+def _drafts(vocab: int, gamma: int):
   """Returns all drafts and the table rows of their prefixes.
 
   Both have shape `[V**gamma, gamma]`.
@@ -192,7 +193,7 @@ def _drafts(vocab, gamma):
   return np.stack(last, axis=1) % vocab, rows
 
 
-def _survival(name, digits, p, q):
+def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
   """Returns a rule's survival and the probability of every draft under q.
 
   Args:
@@ -212,7 +213,7 @@ def _survival(name, digits, p, q):
   return survive, jnp.prod(drawn, axis=1)
 
 
-def _ascend(vocab, gamma, iid):
+def _ascend(vocab: int, gamma: int, iid: bool):
   """Returns the largest ratio found by gradient ascent, in float64."""
   digits, rows = _drafts(vocab, gamma)
   starts = np.cumsum([0, *(vocab**d for d in range(gamma))])
@@ -248,7 +249,7 @@ def _ascend(vocab, gamma, iid):
     return float(jnp.nanmax(ascend(logits)))
 
 
-def _extremal(gammas):
+def _extremal(gammas: list[int]):
   print("\nlargest (1 + E[tau_block]) / (1 + E[tau_token]) in one round:")
   print(f"{'gamma':>5s} {'V':>2s} {'models':8s} {'ascent':>8s} "
         f"{'two-phase':>9s} {'supremum':>8s}")
@@ -267,7 +268,7 @@ def _extremal(gammas):
   return rows
 
 
-def _plot_rounds(bernoulli, path):
+def _plot_rounds(bernoulli: dict[str, list[float]], path: pathlib.Path):
   """Plots expected tokens per round of every rule over the rounds."""
   figure, [[axes]] = style.panels()
   rounds = np.arange(1, _ROUNDS + 1)
@@ -278,7 +279,7 @@ def _plot_rounds(bernoulli, path):
   style.save(figure, path, "The paper's Bernoulli example, gamma 2")
 
 
-def _plot_pairs(rows, path):
+def _plot_pairs(rows: list[dict[str, Any]], path: pathlib.Path):
   """Plots the accepted tokens of each rule against full information."""
   figure, grid = style.panels(1, 2, sharex=True, sharey=True)
   top = max(r["full_information"] for r in rows)
@@ -293,7 +294,7 @@ def _plot_pairs(rows, path):
   style.save(figure, path, f"{len(rows)} random pairs of models")
 
 
-def _plot_extremal(rows, path):
+def _plot_extremal(rows: list[dict[str, Any]], path: pathlib.Path):
   """Plots the largest ratio of block to token verification over gamma."""
   figure, [[axes]] = style.panels()
   gammas = sorted({r["gamma"] for r in rows})

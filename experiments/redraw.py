@@ -13,6 +13,7 @@ self_drafting_study.py are those of the heads in the box.
 import csv
 import json
 import pathlib
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -39,7 +40,7 @@ def _curves():
   return {name: read(name)["curve"] for name in sj.zoo.HEADS}
 
 
-def _draw_features(directory, rows):
+def _draw_features(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """The heads among the rows, with the curves of these."""
   heads = {row["drafter"].split(",")[0] for row in rows}
   self_drafting_report.draw(directory, rows, {
@@ -47,7 +48,7 @@ def _draw_features(directory, rows):
                             "features")
 
 
-def _draw_verification(directory, rows):
+def _draw_verification(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """Intervals are computed again from the prompts, where they are there."""
   prompts = directory / verification_cells.PROMPTS
   if prompts.exists():
@@ -66,7 +67,7 @@ _DRAW = {
 }
 
 
-def _value(text):
+def _value(text: str):
   if text in _WORDS:
     return _WORDS[text]
   try:
@@ -75,13 +76,13 @@ def _value(text):
     return text
 
 
-def _read(path):
+def _read(path: pathlib.Path):
   with open(path, newline="", encoding="utf-8") as f:
     return [{name: _value(text) for name, text in row.items()}
             for row in csv.DictReader(f)]
 
 
-def draw(path):
+def draw(path: pathlib.Path):
   """Draws what a study's CSV holds, beside it."""
   try:
     _DRAW[path.name](path.parent, _read(path))

@@ -25,7 +25,9 @@ Writes replay.json to --output_dir;
 the last line of stdout names it.
 """
 
+from collections.abc import Sequence
 import pathlib
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -100,7 +102,7 @@ def _record():
   return record
 
 
-def _check_size(vocab_size):
+def _check_size(vocab_size: int):
   """Refuses a prompt whose laws, of both models, would fill the memory."""
   size = 4 * 2 * _NEW_TOKENS.value * (_GAMMA.value + 1) * vocab_size
   if size > _MOST_BYTES:
@@ -110,7 +112,7 @@ def _check_size(vocab_size):
                      f"once; ask for less, up to {_MOST_BYTES / 2**30:.0f} GiB")
 
 
-def _over_best(replayed, best, clusters):
+def _over_best(replayed: Any, best: Any, clusters: Sequence[str]):
   """Returns block efficiency over the best possible, less 1, an `Estimate`.
 
   `best` is block verification. Both are summed from P(tau >= l) given the first
@@ -131,7 +133,7 @@ def _over_best(replayed, best, clusters):
                                 clusters=clusters)
 
 
-def _row(name, record, best):
+def _row(name: str, record: analysis.Record, best: Any):
   verifier = common.VERIFIERS[name]
   replayed = analysis.evaluate(record, verifier)
   online = None
@@ -149,7 +151,7 @@ def _row(name, record, best):
           "online_block_efficiency": online, "lossless": verifier.lossless}
 
 
-def _print_table(rows):
+def _print_table(rows: list[dict[str, Any]]):
   print(f"{'verifier':14s} {'block efficiency':>29s} {'online':>10s} "
         f"{'lossless':>9s} {'over the best':>29s}")
   for r in rows:

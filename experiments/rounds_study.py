@@ -24,7 +24,9 @@ writes lengths.csv:
   python experiments/rounds_study.py --token_cost=0.02,0.05,0.1,0.2
 """
 
+from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -69,13 +71,13 @@ _ROWS, _ROUNDS = 8, 8  # decoded at a time: bounds the memory of the trace
 class _RejectAll(sj.Verifier):
   """Rejects every draft, so that each round emits one token of the target."""
 
-  def law(self, draft, target_probs):
+  def law(self, draft: sj.Draft, target_probs: jax.Array):
     stop = jnp.zeros(len(draft.tokens), target_probs.dtype).at[0].set(1)
     return sj.Law(stop=stop, next_token=target_probs)
 
 
 @jax.jit
-def _seen(trace):
+def _seen(trace: sj.Trace):
   """p/q of the emitted tokens; max q and survival along the drafts."""
   at = lambda probs, token: jnp.take_along_axis(
       probs, token[..., None], -1)[..., 0]
@@ -89,7 +91,7 @@ def _seen(trace):
   return ratios, q.max(-1), jnp.moveaxis(survival, 0, -1)
 
 
-def _texts(decoder, params, prompts):
+def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
   """A `draft_stopping.Text` of every prompt."""
   found = []
   for first in tqdm.trange(0, len(prompts), _ROWS, dynamic_ncols=True):
@@ -109,7 +111,8 @@ def _texts(decoder, params, prompts):
   return found
 
 
-def _rows(name, texts, gammas, clusters):
+def _rows(name: str, texts: list[draft_stopping.Text], gammas: Sequence[int],
+          clusters: Sequence[str]):
   """Rows of one drafter: every gamma and rule."""
   rows = []
   for gamma in gammas:
@@ -124,7 +127,7 @@ def _rows(name, texts, gammas, clusters):
   return rows
 
 
-def _padded(within):
+def _padded(within: list[np.ndarray]):
   """`[texts, K]` of probabilities that end at 1."""
   most = max(map(len, within))
   return np.stack([np.r_[x, np.ones(most - len(x))] for x in within])

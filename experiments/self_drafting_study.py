@@ -36,6 +36,7 @@ last line of stdout names, and the figures self_drafting_tokens.png, _speed.png,
 _positions.png and _training.png.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import statistics
@@ -60,6 +61,8 @@ import specjax as sj
 from specjax import analysis
 from specjax import methods
 from specjax import strategies
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
 from specjax.strategies import Strategy
 from specjax.training import evaluation
 
@@ -115,7 +118,7 @@ class _Source:
   first_rule_only: bool = False
 
 
-def _language_model(name, target, member):
+def _language_model(name: str, target: Pretrained, member: Pretrained):
   chain, params = models.chain(target, member, name)
   drafts = tuple(chain(_GAMMA.value)._replace(verifier=rule) for rule in (
       sj.verifiers.Block(), sj.verifiers.Token(), sj.verifiers.GreedyBlock()))
@@ -124,7 +127,8 @@ def _language_model(name, target, member):
                  common.num_parameters(member.params))
 
 
-def _self_drafter(label, target, heads, params, rows, **kwargs):
+def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
+                  rows: tuple[np.ndarray, int], **kwargs: Any):
   """The drafts of heads or look-ahead embeddings."""
   method = methods.of(heads)
   accuracy = _accuracy(method, target, heads, params, *rows)
@@ -140,7 +144,8 @@ def _self_drafter(label, target, heads, params, rows, **kwargs):
       both, common.num_parameters(params), accuracy=accuracy, **kwargs)
 
 
-def _accuracy(method, target, heads, params, rows, first):
+def _accuracy(method: Any, target: Pretrained, heads: Any, params: Any,
+              rows: np.ndarray, first: int):
   """`[K, ranks]`: how often a guess is what the target would write.
 
   The rows count from position `first` on.
@@ -151,7 +156,7 @@ def _accuracy(method, target, heads, params, rows, first):
   return np.diff(evaluation.by_head(measured, "top")[1:], axis=1, prepend=0)
 
 
-def _written_rows(target, prompts):
+def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
   """What a target writes after prompts at temperature 0.
 
   Rows are of equal length, so that shorter prompts are left out and longer ones
@@ -170,7 +175,8 @@ def _written_rows(target, prompts):
   return np.stack(generation.tokens), length - 1
 
 
-def _sources(target, sources, tokenizer, calibration):
+def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
+             calibration: list[list[int]]):
   """Every `_Source` that the flags ask for, the untrained heads last.
 
   Args:
@@ -204,14 +210,14 @@ def _sources(target, sources, tokenizer, calibration):
   return sources + untrained
 
 
-def _capacity(sources, longest):
+def _capacity(sources: list[_Source], longest: int):
   """Slots that the widest draft needs, so that all caches are alike."""
   widest = max(drafts[0].drafter.num_nodes for source in sources
                for drafts in source.drafts.values())
   return longest + _NEW_TOKENS.value + widest
 
 
-def _pass_seconds(sources, capacity, longest):
+def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
   """{draft: what a pass of its target over as many nodes takes}.
 
   Measured before anything else: a process that has run many programs is
@@ -228,7 +234,8 @@ def _pass_seconds(sources, capacity, longest):
           for source in sources for name, drafts in source.drafts.items()}
 
 
-def _arms(source, temperature, capacity, eos):
+def _arms(source: _Source, temperature: float, capacity: int,
+          eos: tuple[int, ...] | None):
   """{(draft, rule): `DecoderRows`} of a source, and its baseline.
 
   At temperature 0 all exact rules are one, and the first stands for them.
@@ -255,7 +262,9 @@ def _arms(source, temperature, capacity, eos):
   return arms
 
 
-def _rows(runs, source, temperature, arms, pass_seconds, clusters):
+def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
+          temperature: float, arms, pass_seconds: dict[str, float],
+          clusters: Sequence[str]):
   """Figures of every draft and rule of a source."""
   rows = []
   pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
@@ -289,7 +298,8 @@ def _rows(runs, source, temperature, arms, pass_seconds, clusters):
   return rows
 
 
-def _paired(runs, temperature, arms, clusters):
+def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float, arms,
+            clusters: Sequence[str]):
   """The gain of a draft's first rule over the others, on shared drafts."""
   rows = []
   for name, arm in arms.items():

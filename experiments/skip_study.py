@@ -25,7 +25,10 @@ round of one score's sets over the other's, by the same search. Writes
 skipping.csv and .json.
 """
 
+from collections.abc import Callable
+import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -36,7 +39,9 @@ import numpy as np
 
 from specjax import analysis
 from specjax.data import corpora
+from specjax.data import Tokenizer
 from specjax.methods.self_speculation import skip_search
+from specjax.models import Pretrained
 from specjax.models import Sublayers
 from specjax.training import distillation
 
@@ -71,7 +76,7 @@ _SEED = shared.seed("of the text and the searches")
 _OUTPUT_DIR = shared.output_dir("results/skipping")
 
 
-def _texts(target, tokenizer, output_dir):
+def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path):
   """Rows of the target's own, from text to learn on and from held-out text."""
   decoder = common.autoregressive(target.model, float(_TEMPERATURE.value))
   found = []
@@ -88,7 +93,7 @@ def _texts(target, tokenizer, output_dir):
   return found
 
 
-def _counts(layers):
+def _counts(layers: int):
   """How many parts are left out, for each of --skip."""
   free, found = 2 * (layers - 2), []
   for share in common.numbers("--skip", _SKIP.value) if _SKIP.value else ():
@@ -99,7 +104,7 @@ def _counts(layers):
   return list(dict.fromkeys(found))
 
 
-def _searched(search, score, layers, count):
+def _searched(search: str, score: Callable, layers: int, count: int):
   """The set that a search finds by a score."""
   if search == "greedy":
     return skip_search.greedy_search(score, layers, count)[0]
@@ -112,7 +117,7 @@ def _searched(search, score, layers, count):
   return found
 
 
-def _parts(target, rows):
+def _parts(target: Pretrained, rows: np.ndarray):
   """What is compared: `(name, search, score, count, Sublayers)`."""
   layers = target.model.config.layers
   if _EXITS.value:
@@ -140,7 +145,7 @@ def _parts(target, rows):
                skip_search.without(layers, found))
 
 
-def _cost(params, sublayers):
+def _cost(params: Any, sublayers: Sublayers):
   """The share of the weights of a pass that a part of the target reads."""
   size = {name: common.num_parameters(x) for name, x in params.items()}
   head = size.get("head", size["embedding"])
@@ -154,7 +159,7 @@ def _cost(params, sublayers):
           + sum(of("mlp", i) for i in sublayers.mlp)) / whole
 
 
-def _row(part, found, params):
+def _row(part: tuple, found: Any, params: Any):
   name, search, score, count, sublayers = part
   cost = _cost(params, sublayers)
   ones = np.ones(len(found.accepted))
@@ -174,7 +179,7 @@ def _row(part, found, params):
       "mlp": " ".join(map(str, sublayers.mlp))}
 
 
-def _gains(rows, found):
+def _gains(rows: list[dict[str, Any]], found: list):
   """Of sets by accepted tokens over sets by agreement, of the same search."""
   by = {(row["search"], row["left_out"], row["score"]): one
         for row, one in zip(rows, found)}
@@ -190,7 +195,7 @@ def _gains(rows, found):
   return gains
 
 
-def _print_table(rows, gains):
+def _print_table(rows: list[dict[str, Any]], gains: list[dict[str, Any]]):
   wide = max(len(row["part"]) for row in rows)
   print(f"{'part':{wide}s} {'cost':>5s} {'agreement':>26s} "
         f"{'tokens a round':>26s} {'speed':>6s} {'length':>6s}")

@@ -21,8 +21,11 @@ throughput_load.csv, throughput.json and two figures; run it while nothing else
 runs.
 """
 
+from collections.abc import Mapping
 import dataclasses
+import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -36,6 +39,8 @@ from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(help_=f"{compositions.HELP}, ")
@@ -67,7 +72,7 @@ _AT_RANDOM = "at random"  # the group of units that arrive so
 _FEWEST = 4  # tokens of a text, and twice as many of a prompt
 
 
-def _requests(tokenizer, temperatures):
+def _requests(tokenizer: Tokenizer, temperatures: list[float]):
   """Ragged prompts, limits, temperatures and seeds, and where they are from."""
   count, sets = _REQUESTS.value, len(_PROMPTS.value)
   read = prompts_lib.read(
@@ -90,7 +95,8 @@ def _requests(tokenizer, temperatures):
 class _Arms:
   """The arms of a group of units."""
 
-  def __init__(self, target, drafters, longest):
+  def __init__(self, target: Pretrained, drafters: Mapping[str, Any],
+               longest: int):
     alone = common.autoregressive(target.model, 1.0)
     self._decoders = {_ALONE: (alone, {"target": target.params})}
     for name, (strategy, own) in drafters.items():
@@ -99,7 +105,7 @@ class _Arms:
           {"target": target.params, "drafter": own})
     self._longest = longest
 
-  def __call__(self, group):
+  def __call__(self, group: Any):
     at_random = group == _AT_RANDOM
     sizes = _sizes() if at_random else (group,)
     arms = {}
@@ -131,7 +137,7 @@ def _sizes():
   return tuple(common.batch_sizes("--slots", _SLOTS.value))
 
 
-def _different(found, requests, alone):
+def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
   """How many texts of an arm are compared, and how many are not those alone.
 
   Args:
@@ -150,7 +156,8 @@ def _different(found, requests, alone):
   return {name: (len(same), same.count(False)) for name, same in counts.items()}
 
 
-def _row(name, record, requests, compared, **unit):
+def _row(name: str, record: dict[str, Any], requests: list[Any],
+         compared: tuple[int, int], **unit: Any):
   """Figures of an arm."""
   requests = requests[:len(record["texts"])]
   tokens = sum(one.max_new_tokens for one in requests)
@@ -165,7 +172,8 @@ def _row(name, record, requests, compared, **unit):
       "compared": compared[0], "different": compared[1]}
 
 
-def _rows(runs, requests, alone):
+def _rows(runs: dict[tuple, dict[str, Any]], requests: list[Any],
+          alone: dict[str, Any]):
   """A row for every arm of every unit."""
   found = []
   for unit, arms in runs.items():
@@ -185,7 +193,7 @@ def _rows(runs, requests, alone):
   return found
 
 
-def _print_tables(full, load):
+def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
   wide = max(len(row["arm"]) for row in full + load)
   print(f"{'slots':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
         f"{'over none':>10s} {'over waiting':>13s} {'emitted/round':>13s} "
@@ -208,7 +216,8 @@ def _print_tables(full, load):
           f"{row['first_median']:10.3f} s {row['first_p95']:6.2f} s")
 
 
-def _draw(full, load, output_dir):
+def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
+          output_dir: pathlib.Path):
   """Tokens a second over the rows of a batch, and seconds over the load."""
   for rows, x, columns, label, name in (
       (full, "slots", {"tokens_per_second": "tokens a second, all at once"},

@@ -57,7 +57,11 @@ study resumes from there if started again. The last line of stdout names
 trees.json. The plots are trees_tokens.png and trees_speed.png.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
+import pathlib
 import statistics
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -77,6 +81,8 @@ import numpy as np
 
 import specjax as sj
 from specjax import strategies
+from specjax.models import Pretrained
+from specjax.strategies import Strategy
 from specjax.utils import files
 
 _BUDGETS = flags.DEFINE_list(
@@ -107,7 +113,7 @@ _TRACED_BYTES = 2**28  # limit for the distributions of one traced call
 _BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
-def _chain(strategy):
+def _chain(strategy: Callable[..., Strategy]):
   """Makes a method that drafts a chain with as many nodes as a given tree."""
   return lambda model, parents: strategy(model, len(parents) - 1)
 
@@ -146,7 +152,9 @@ def _groups():
 class _Setting:
   """The models, with methods to measure their acceptance and their costs."""
 
-  def __init__(self, target, drafter, calibration, budgets, longest, eos):
+  def __init__(self, target: Pretrained, drafter: Pretrained,
+               calibration: list[list[int]], budgets: list[int], longest: int,
+               eos: tuple[int, ...] | None):
     self.target, self.drafter, self._eos = target, drafter, eos
     self.params = {"target": target.params, "drafter": drafter.params}
     self._calibration = calibration
@@ -158,7 +166,8 @@ class _Setting:
     self.pass_seconds = {n: seconds(target, n) for n in (1, *budgets)}
     self.level_seconds = seconds(drafter, 4)
 
-  def decoder(self, temperature, name, parents, observers=()):
+  def decoder(self, temperature: float, name: str | None,
+              parents: tuple[int, ...], observers: Sequence[str] = ()):
     """Returns the decoder of a method, or an autoregressive one.
 
     Args:
@@ -174,7 +183,7 @@ class _Setting:
         observers=tuple(make(other).verifier for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 
-  def acceptance(self, temperature, name):
+  def acceptance(self, temperature: float, name: str):
     """Returns acceptance rates in the form that `trees.sequoia_tree` takes."""
     if name not in _BY_CHILDREN:
       return self._below_root(temperature, name,
@@ -183,7 +192,7 @@ class _Setting:
             for children in range(1, _CHILDREN + 1)]
     return np.stack([np.pad(row, (0, _CHILDREN - len(row))) for row in rows])
 
-  def _below_root(self, temperature, name, children):
+  def _below_root(self, temperature: float, name: str, children: int):
     """Returns `[K]`, the acceptance rate of each of K children of the root.
 
     The rate of a child is the mean probability, over the calibration prompts,
@@ -202,7 +211,7 @@ class _Setting:
       stops.append(stop[np.asarray(stats.active)])
     return np.concatenate(stops).mean(0)[1:]
 
-  def _traced_rounds(self, decoder):
+  def _traced_rounds(self, decoder: sj.Decoder):
     """Returns the rounds per traced call: few enough to limit memory use."""
     laws = 3 * decoder.num_nodes * len(self._calibration)  # p, q and residual
     size = 4 * laws * self.target.model.vocab_size
@@ -211,7 +220,8 @@ class _Setting:
       rounds //= 2
     return rounds
 
-  def round_seconds(self, temperature, name, parents):
+  def round_seconds(self, temperature: float, name: str,
+                    parents: tuple[int, ...]):
     """Returns the seconds of a round, without its passes."""
     rollout = decoders.DecoderRows(
         self.decoder(temperature, name, parents), self.params,
@@ -225,7 +235,7 @@ class _Setting:
     return max(0.0, statistics.median(rest))
 
 
-def _plan(setting, temperature, budgets):
+def _plan(setting: _Setting, temperature: float, budgets: list[int]):
   """Returns the trees of a temperature, `{configuration: (parents, method)}`.
   """
   plan = {_BASELINE: ((-1,), None)}
@@ -254,7 +264,8 @@ def _plan(setting, temperature, budgets):
   return plan | {_FASTEST: fastest}
 
 
-def _plans(setting, temperatures, budgets, path):
+def _plans(setting: _Setting, temperatures: list[float], budgets: list[int],
+           path: pathlib.Path):
   """Returns the plan of every temperature; `path` stores them for a resume."""
   plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
@@ -264,7 +275,8 @@ def _plans(setting, temperatures, budgets, path):
   return plans
 
 
-def _arms(setting, plans, temperature, budget):
+def _arms(setting: _Setting, plans: dict[str, Any], temperature: float,
+          budget: int):
   """Returns `{configuration: DecoderRows}` of a node budget.
 
   The baseline and the dynamic program's choice are part of every budget.
@@ -280,7 +292,8 @@ def _arms(setting, plans, temperature, budget):
   return arms
 
 
-def _bounds(setting, plans, temperatures, budgets, read, path):
+def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
+            budgets: list[int], read: prompts_lib.Prompts, path: pathlib.Path):
   """Returns bounds, `{configuration at temperature: columns}`; `path` is kept.
   """
   found = files.read_json(path, "delete it") if path.exists() else {}
@@ -303,7 +316,10 @@ def _bounds(setting, plans, temperatures, budgets, read, path):
   return found
 
 
-def _rows(runs, num_prompts, plans, bounds, temperatures, budgets, clusters):
+def _rows(runs: dict[tuple, dict[str, dict[str, Any]]], num_prompts: int,
+          plans: dict[str, Any], bounds: dict[str, Any],
+          temperatures: list[float], budgets: list[int],
+          clusters: Sequence[str]):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]

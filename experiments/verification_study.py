@@ -71,9 +71,13 @@ plots are verification_tokens.png, verification_gain.png and
 verification_speed.png.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
+import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from lib import common
@@ -90,6 +94,7 @@ from lib.rollouts import timing
 
 import specjax as sj
 from specjax.data import prompt_sets
+from specjax.models import Pretrained
 
 _GAMMAS = shared.gammas("2,4,8,16")
 _TEMPERATURE = shared.temperatures("1")
@@ -130,8 +135,11 @@ _OUTPUT_DIR = shared.output_dir("results/verification")
 _PILOT = 12  # prompts that say how many are needed
 
 
-def _configurations(target, chains, temperature, gammas, verifiers, capacity,
-                    eos, batch=None):
+def _configurations(target: Pretrained, chains: dict[str, Any],
+                    temperature: float, gammas: Sequence[int],
+                    verifiers: list[str], capacity: int,
+                    eos: tuple[int, ...] | None,
+                    batch: decoders.Batch | None = None):
   """Returns `{name: DecoderRows}` of a temperature.
 
   There is one configuration per drafter with the shared drafts, on which all
@@ -181,7 +189,7 @@ def _configurations(target, chains, temperature, gammas, verifiers, capacity,
   return found
 
 
-def _window(batch):
+def _window(batch: decoders.Batch | None):
   """Returns the number of prompts per configuration and turn, None for one.
 
   A larger window has fewer idle rows at its end, and stores more prefills.
@@ -207,7 +215,8 @@ def _batch_of_flags():
       placement=meshes.placement(mesh))
 
 
-def _placed(target, chains, gamma, batch):
+def _placed(target: Pretrained, chains: dict[str, Any], gamma: int,
+            batch: decoders.Batch | None):
   """Returns `{drafter: (gamma -> Strategy, parameters)}`, on the mesh if any.
 
   Args:
@@ -226,14 +235,14 @@ def _placed(target, chains, gamma, batch):
   return placed
 
 
-def _acting(rules, verifier, gamma):
+def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
   """Returns a function that selects one rule for all rows of a state."""
   rule = common.VERIFIERS[verifier]
   return lambda state: state.replace(
       verifier=rules.start(rule, gamma, len(state.lengths)))
 
 
-def _announce(units, configurations):
+def _announce(units: list[tuple], configurations: dict[str, Any]):
   """Prints the size of the study, as far as it is known before decoding."""
   programs = len({one.program for one in configurations.values()})
   rollouts = len(units) * len(configurations)
@@ -245,7 +254,8 @@ def _announce(units, configurations):
 class _Costs:
   """Times the passes of a round separately, in seconds."""
 
-  def __init__(self, target, drafters, gammas, capacity, longest):
+  def __init__(self, target: Pretrained, drafters: dict[str, Pretrained],
+               gammas: Sequence[int], capacity: int, longest: int):
     used = longest + _NEW_TOKENS.value // 2
     passes = lambda member, tokens: functools.cache(functools.partial(
         timing.passes, member.model, member.params, capacity, used, tokens))
@@ -265,7 +275,8 @@ class _Costs:
     return {"verify": measured(self._verify), "draft": measured(self._draft)}
 
 
-def _units(fingerprint, temperatures, prompts):
+def _units(fingerprint: str, temperatures: list[float],
+           prompts: dict[str, list[list[int]]]):
   """Returns the rollouts to decode, in order.
 
   The prompt sets alternate, so that early stopping decodes equally many of
@@ -278,7 +289,7 @@ def _units(fingerprint, temperatures, prompts):
           for s in range(_SEEDS.value if t > 0 else 1)]
 
 
-def _turns(needed, read):
+def _turns(needed: int, read: prompts_lib.Prompts):
   """The prompts of `read` without the turns beyond `needed` clusters."""
   found = set()
   for turn in range(max(map(len, read.sets.values()))):
@@ -289,7 +300,7 @@ def _turns(needed, read):
   return {name: rows[:turn + 1] for name, rows in read.sets.items()}
 
 
-def _needed(read, decode, study_of):
+def _needed(read: prompts_lib.Prompts, decode: Callable, study_of: Callable):
   """Returns the number of clusters that --error needs, by a pilot.
 
   The pilot decodes prompts of documents that the study does not report on. So
@@ -314,7 +325,9 @@ def _needed(read, decode, study_of):
   return found or None
 
 
-def _report(study, runs, prompts, source, output_dir):
+def _report(study: cells.Study, runs: dict[tuple, Any],
+            prompts: dict[str, list[list[int]]], source: dict[str, Any],
+            output_dir: pathlib.Path):
   """Prints and writes all tables and figures."""
   rows = study.rows()
   by_prompts = [row for name in prompts for row in study.rows(name)]

@@ -1,5 +1,6 @@
 """What the experiment scripts share: errors in one line, results in files."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import csv
@@ -26,6 +27,7 @@ from lib import flags as shared
 from lib import progress
 import specjax as sj
 from specjax import strategies
+from specjax.models import Transformer
 from specjax.utils import files
 from specjax.utils import processes
 
@@ -49,7 +51,7 @@ VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 _HELD = contextlib.ExitStack()  # the directories of the script that runs
 
 
-def run(main, argv=None) -> None:
+def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
   """`app.run` for a `main` whose errors are, as a rule, the user's to mend.
 
   They end the program with one line on stderr instead of a traceback: bad
@@ -148,7 +150,7 @@ def _print_any_text():
       stream.reconfigure(errors="replace")
 
 
-def _other_directory(error):
+def _other_directory(error: Exception):
   """Returns the flag that names the directory of another run, in words."""
   directory = getattr(error, "directory", None)
   if directory is None:
@@ -173,7 +175,7 @@ def _missing_platform():
   return None
 
 
-def _parsed(argv):
+def _parsed(argv: list[str]):
   """The arguments that are no flags; a bad flag is told in one line."""
   try:
     rest = flags.FLAGS(argv)
@@ -317,13 +319,13 @@ def dtype_of(flag: flags.FlagHolder) -> str:
   return flag.value or jnp.dtype(sj.models.default_dtype()).name
 
 
-def autoregressive(model, temperature: float) -> sj.Decoder:
+def autoregressive(model: Transformer, temperature: float) -> sj.Decoder:
   """A decoder that writes what a model alone would, a token a pass."""
   return strategies.autoregressive().decoder(
       model, transform=sj.LogitsTransform(temperature=temperature))
 
 
-def num_parameters(params) -> int:
+def num_parameters(params: Any) -> int:
   """How many numbers a tree of arrays holds."""
   return sum(x.size for x in jax.tree.leaves(params))
 
@@ -338,7 +340,8 @@ def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     f.write(text.getvalue().encode())
 
 
-def finish(output_dir, study: str, results: dict[str, Any]) -> None:
+def finish(output_dir: str | pathlib.Path, study: str,
+           results: dict[str, Any]) -> None:
   """Writes a study's results, and says where in the last line of stdout.
 
   The line is one JSON object, `{"study": ..., "results": PATH}`, so short that

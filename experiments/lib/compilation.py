@@ -4,10 +4,13 @@ The library leaves jax's settings alone. The scripts keep all that they compile
 in the user's cache directory, so that their next run has to trace it only.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent import futures
 import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
@@ -47,7 +50,7 @@ def cache_directory() -> pathlib.Path:
   return pathlib.Path(home) / "specjax"
 
 
-def _shrink(directory, largest=_LARGEST):
+def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
   """Deletes what was not used for longest, until `largest` bytes are left."""
   entries = []
   for path in directory.glob("*-cache"):
@@ -61,7 +64,7 @@ def _shrink(directory, largest=_LARGEST):
     total -= size
 
 
-def side_by_side(calls):
+def side_by_side(calls: Sequence[Callable[[], Any]]):
   """Makes calls that compile, as many at a time as there are cores.
 
   XLA compiles outside of Python's lock, so that two programs take little more

@@ -44,15 +44,16 @@ def target():
       f"code), {PUBLISHED}")
 
 
-def drafter(help_="Draft model: small or tiny (bundled, for the bundled "
-            f"target), smol (bundled, for smollm2), {PUBLISHED}",
-            default="small"):
+def drafter(
+    help_: str = "Draft model: small or tiny (bundled, for the bundled "
+    f"target), smol (bundled, for smollm2), {PUBLISHED}",
+    default: str | None = "small"):
   """The draft model, exactly one."""
   return flags.DEFINE_string("drafter", default, help_)
 
 
-def drafters(default="small",
-             help_="Draft models to compare, comma-separated: "):
+def drafters(default: str = "small",
+             help_: str = "Draft models to compare, comma-separated: "):
   """Draft models that a study compares."""
   return flags.DEFINE_list(
       "drafter", default, f"{help_}small, tiny, smol, or any value of --target "
@@ -75,7 +76,8 @@ def vocabulary_data():
       f"documents: {_DATA}")
 
 
-def check_vocabulary_data(draft_vocabulary, vocabulary_data):
+def check_vocabulary_data(draft_vocabulary: flags.FlagHolder,
+                          vocabulary_data: flags.FlagHolder):
   """Rejects --vocabulary_data without --draft_vocabulary."""
   if vocabulary_data.present and draft_vocabulary.value is None:
     raise ValueError(f"--vocabulary_data={vocabulary_data.value} says which "
@@ -84,13 +86,13 @@ def check_vocabulary_data(draft_vocabulary, vocabulary_data):
                      "--vocabulary_data out")
 
 
-def dtype(help_="Precision of weights and computation. Default: float32 on "
-          "CPU, bfloat16 on GPU and TPU"):
+def dtype(help_: str = "Precision of weights and computation. Default: float32 "
+          "on CPU, bfloat16 on GPU and TPU"):
   """Precision in which models are loaded."""
   return flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_)
 
 
-def training_dtype(what="target and heads"):
+def training_dtype(what: str = "target and heads"):
   """Precision of training; `common.dtype_of` reads it."""
   return dtype(
       f"Precision in which {what} are computed: in training, evaluation and "
@@ -116,8 +118,8 @@ def prompt_field():
                "files")
 
 
-def chat(help_="Format each prompt as a user message in the target's chat "
-         "template, and stop at the model's end-of-text tokens"):
+def chat(help_: str = "Format each prompt as a user message in the target's "
+         "chat template, and stop at the model's end-of-text tokens"):
   """Chat format of prompts."""
   return flags.DEFINE_bool("chat", False, help_)
 
@@ -129,7 +131,7 @@ def datastore():
       "requires it; suffix, sampled_suffix and suffix_tree can use it")
 
 
-def gamma(default, help_="Draft length: tokens drafted per round"):
+def gamma(default: int, help_: str = "Draft length: tokens drafted per round"):
   """One draft length."""
   flag = flags.DEFINE_integer("gamma", default, help_, 1)
   flags.register_validator(
@@ -137,7 +139,8 @@ def gamma(default, help_="Draft length: tokens drafted per round"):
   return flag
 
 
-def nodes(default, help_="Size of a draft tree in nodes, including the root"):
+def nodes(default: int,
+          help_: str = "Size of a draft tree in nodes, including the root"):
   """One size of a draft tree."""
   flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
@@ -145,24 +148,26 @@ def nodes(default, help_="Size of a draft tree in nodes, including the root"):
   return flag
 
 
-def gammas(default, help_="Draft lengths in tokens, comma-separated"):
+def gammas(default: str,
+           help_: str = "Draft lengths in tokens, comma-separated"):
   """Several draft lengths; `common.draft_lengths` reads them."""
   return flags.DEFINE_list("gamma", default, help_)
 
 
-def verifiers(default, help_):
+def verifiers(default: str | list[str], help_: str):
   """Several verification rules; `common.verifier_names` reads them."""
   return flags.DEFINE_list("verifier", default, help_)
 
 
-def temperature(default=1.0, help_="Sampling temperature of target and "
-                "drafter"):
+def temperature(default: float = 1.0,
+                help_: str = "Sampling temperature of target and drafter"):
   """One temperature."""
   return flags.DEFINE_float("temperature", default, f"{help_}; 0 is greedy", 0)
 
 
-def temperatures(default, help_="Sampling temperatures of target and "
-                 "drafter, comma-separated"):
+def temperatures(default: str,
+                 help_: str = "Sampling temperatures of target and drafter, "
+                 "comma-separated"):
   """Several temperatures; `common.numbers` reads them."""
   return flags.DEFINE_list("temperature", default, f"{help_}; 0 is greedy")
 
@@ -174,37 +179,40 @@ def top_p():
       "total probability reaches top_p, in (0, 1]. 1 keeps all tokens")
 
 
-def num_prompts(default, help_="Maximum number of prompts per set"):
+def num_prompts(default: int, help_: str = "Maximum number of prompts per set"):
   """Number of prompts, at least 2. An interval needs 5."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
-def prompt_tokens(default=96, help_="Maximum prompt length in tokens; longer "
+def prompt_tokens(default: int = 96,
+                  help_: str = "Maximum prompt length in tokens; longer "
                   "prompts keep their last tokens. A chat template is not "
                   "counted"):
   """Length of a prompt."""
   return flags.DEFINE_integer("prompt_tokens", default, help_, 1)
 
 
-def new_tokens(default):
+def new_tokens(default: int):
   """Length of a continuation."""
   return flags.DEFINE_integer(
       "max_new_tokens", default, "Tokens generated per prompt; fewer if --chat "
       "is set and the model ends its answer", 1)
 
 
-def seed(help_="Random seed for choosing prompts and for sampling"):
+def seed(help_: str = "Random seed for choosing prompts and for sampling"):
   """Seed of every random choice of a script, within the range of PRNG keys."""
   return flags.DEFINE_integer("seed", 0, help_, 0, 2**32 - 1)
 
 
-def output_dir(default, help_="Directory for results, tables and figures; it "
+def output_dir(default: str | None,
+               help_: str = "Directory for results, tables and figures; it "
                "is created if needed"):
   """Output directory; the flag is required if `default` is None."""
   return directory("output_dir", default, help_)
 
 
-def directory(name, default, help_, required=True):
+def directory(name: str, default: str | None, help_: str,
+              required: bool = True):
   """A directory to write to. An empty value is rejected, "." is allowed."""
   flag = flags.DEFINE_string(
       name, default, help_, required=required and default is None)
@@ -213,7 +221,7 @@ def directory(name, default, help_, required=True):
   return flag
 
 
-def missing(name):
+def missing(name: str):
   """Returns the error of a required flag that is not set."""
   flag = flags.FLAGS[name]
   example = _EXAMPLES.get(name) or flag.parser.enum_values[0]
@@ -221,33 +229,34 @@ def missing(name):
           f"--{name}={example}")
 
 
-def data(help_="Training text"):
+def data(help_: str = "Training text"):
   """Text, see `corpora.read_documents`."""
   return flags.DEFINE_string("data", "stdlib", f"{help_}: {_DATA}")
 
 
-def field(default="text", help_="Field that contains the text in .jsonl files "
-          "and Hugging Face datasets"):
+def field(default: str = "text",
+          help_: str = "Field that contains the text in .jsonl files and "
+          "Hugging Face datasets"):
   """Field of a record that contains the text."""
   return flags.DEFINE_string("field", default, help_)
 
 
-def steps(default=1000, help_="Number of training steps"):
+def steps(default: int = 1000, help_: str = "Number of training steps"):
   """Length of a training run."""
   return flags.DEFINE_integer("steps", default, help_, 1)
 
 
-def batch_size(help_="Rows per training step"):
+def batch_size(help_: str = "Rows per training step"):
   """Batch size of training."""
   return flags.DEFINE_integer("batch_size", 8, help_, 1)
 
 
-def learning_rate(default, help_):
+def learning_rate(default: float, help_: str):
   """Peak of the schedule."""
   return flags.DEFINE_float("learning_rate", default, help_, 0.0)
 
 
-def warmup_fraction(default=0.04):
+def warmup_fraction(default: float = 0.04):
   """Length of the learning rate's warm-up."""
   return flags.DEFINE_float(
       "warmup_fraction", default, "Fraction of the steps, at the start of the "
@@ -261,12 +270,13 @@ def decay_fraction():
       "which the learning rate falls linearly to 0", 0.0, 1.0)
 
 
-def held_out_rows(default=32, help_="Rows of held-out text for evaluation"):
+def held_out_rows(default: int = 32,
+                  help_: str = "Rows of held-out text for evaluation"):
   """Size of the evaluation set."""
   return flags.DEFINE_integer("held_out_rows", default, help_, 1)
 
 
-def evaluate_every(default=250):
+def evaluate_every(default: int = 250):
   """Interval between evaluations of a training run."""
   return flags.DEFINE_integer(
       "evaluate_every", default, "Steps between evaluations on held-out text; "

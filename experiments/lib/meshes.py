@@ -79,7 +79,7 @@ def placement(mesh: Mesh | None) -> Placement | None:
   return mesh and Placement(mesh=mesh)
 
 
-def _sizes(text):
+def _sizes(text: str | None):
   """The sizes of `_AXES`, or None where the flag is not given."""
   if text is None:
     return None
@@ -93,7 +93,7 @@ def _sizes(text):
   return tuple(found.get(name, 1) for name in _AXES)
 
 
-def _check_processes(flags, sizes):
+def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
   """Refuses processes that are not all described."""
   place, number, count = (
       flags.coordinator.value, flags.process_id.value,
@@ -119,7 +119,7 @@ def _check_processes(flags, sizes):
                      "their count, and the count")
 
 
-def _initialize(flags, trains):
+def _initialize(flags: shared.MeshFlags, trains: bool):
   if not jax.distributed.is_initialized():
     jax.config.update("jax_enable_preemption_service", trains)
     place = flags.coordinator.value

@@ -100,7 +100,7 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
                else _place("model", name, ", ".join(boxed)), dtype)
 
 
-def _load(place, dtype):
+def _load(place: str | pathlib.Path, dtype: str | None):
   found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
   shared = sj.zoo.tokenizer_path()  # by all in the box
   if found.tokenizer is None and pathlib.Path(place).parent == shared.parent:
@@ -108,7 +108,7 @@ def _load(place, dtype):
   return found
 
 
-def _place(what, name, choices):
+def _place(what: str, name: str, choices: str):
   """The path or name that a flag gives; a slip is told what there is."""
   path = pathlib.Path(name)
   known = name and (path.exists() or name == "smollm2" or (
@@ -133,7 +133,7 @@ def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
   return _present(model.tokenizer, name)
 
 
-def _present(tokenizer, name):
+def _present(tokenizer: Tokenizer | None, name: str):
   if tokenizer is None:
     raise ValueError(f"{name} has no tokenizer; put the tokenizer.json that it "
                      "was trained with into its directory")
@@ -170,7 +170,7 @@ def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
     raise ValueError(f"{unfit}{e} ({_ACROSS})") from None
 
 
-def _tell_of_tokens(drafter, name):
+def _tell_of_tokens(drafter: Pretrained, name: str):
   """What cannot be checked must not pass in silence."""
   if drafter.tokenizer is None:
     print(f"{name} has no tokenizer; its {drafter.model.vocab_size:,} tokens "
@@ -275,7 +275,7 @@ def heads_directory(name: str) -> pathlib.Path:
           else pathlib.Path(name))
 
 
-def _unmeasured(heads):
+def _unmeasured(heads: Any):
   """Shares for a tree of heads that nobody has measured.
 
   Every token is right half as often as the likelier one before it, and every
@@ -297,7 +297,7 @@ def drafts_for_itself(name: str, target: str | None = None) -> bool:
           or _published(name, target) is not None)
 
 
-def _published(name, target=None):
+def _published(name: str, target: str | None = None):
   """The layout of a published drafter; None: it is something else."""
   if not name or not pathlib.Path(name).is_dir():
     return None

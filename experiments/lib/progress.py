@@ -8,6 +8,7 @@ import pathlib
 import signal
 import sys
 import threading
+from typing import Any
 
 _SILENT = 1.0  # seconds of imports after which a line says so
 _EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def imported() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _stop(number, frame):
+def _stop(number: int, frame: Any):
   """Ends the program: an import would swallow or garble an exception."""
   del frame
   os.write(2, b"\nstopped by Ctrl-C\n")

@@ -8,8 +8,10 @@ with a lone row fed twice (docs/guides/published_models.md; run it alone):
   python experiments/runs/bfloat16.py
 """
 
+from collections.abc import Callable
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,14 @@ _LAYERS, _WIDTH, _INNER, _HEADS = 30, 576, 1536, (3, 5, 64)
 _TIMES = 11
 
 
-def _weights(dtype):
+def _weights(dtype: Any):
   layer = dict(qkv=(_WIDTH, *_HEADS), out=(_WIDTH, _WIDTH),
                gate_up=(_WIDTH, 2, _INNER), down=(_INNER, _WIDTH))
   return [{name: jnp.ones(shape, dtype) for name, shape in layer.items()}
           for _ in range(_LAYERS)]
 
 
-def _layers(product):
+def _layers(product: Callable):
   """A function that reads all weights, one layer after the other."""
   def run(weights, x):
     for layer in weights:
@@ -38,22 +40,22 @@ def _layers(product):
   return jax.jit(run)
 
 
-def _in_own_type(x, kernel):
+def _in_own_type(x: jax.Array, kernel: Any):
   return jnp.tensordot(x, kernel, 1)
 
 
-def _in_float32(x, kernel):
+def _in_float32(x: jax.Array, kernel: Any):
   out = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())),
                             preferred_element_type=jnp.float32)
   return out.astype(x.dtype)
 
 
-def _twice(x, kernel):
+def _twice(x: jax.Array, kernel: Any):
   rows = x.shape[1]
   return _in_float32(jnp.concatenate([x, x], axis=1), kernel)[:, :rows]
 
 
-def _milliseconds(function, *args):
+def _milliseconds(function: Callable, *args: Any):
   jax.block_until_ready(function(*args))
   seconds = []
   for _ in range(_TIMES):

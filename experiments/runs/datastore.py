@@ -9,6 +9,7 @@ against a whole round with it. Random text is the dearest, for nothing matches
 and no length of a match is left out; run it while nothing else runs.
 """
 
+from collections.abc import Callable
 import dataclasses
 import pathlib
 import statistics
@@ -27,7 +28,7 @@ from specjax.data import datastores  # noqa: E402
 ROUNDS, TIMES, PROMPT, GAMMA = 32, 9, 256, 4
 
 
-def seconds(call):
+def seconds(call: Callable):
   """The median of some calls, the first of which is left out."""
   found = []
   for _ in range(1 + TIMES):

@@ -14,6 +14,7 @@ import pathlib
 import statistics
 import sys
 import time
+from typing import Any
 
 from absl import flags
 import jax
@@ -24,6 +25,9 @@ from lib import common  # noqa: E402
 from lib import flags as shared  # noqa: E402
 from lib.compiler import llama  # noqa: E402
 from lib.rollouts import timing  # noqa: E402
+
+import specjax as sj  # noqa: E402
+from specjax.models import Transformer  # noqa: E402
 
 _LAYERS = [
     flags.DEFINE_integer(f"{name}_layers", layers, f"of the {name}", 1)
@@ -39,13 +43,14 @@ _OUTPUT_DIR = shared.output_dir("results/gpu_rounds", "for the times as JSON")
 _SUM_BYTES = 2**32
 
 
-def _weights(model, seed):
+def _weights(model: Transformer, seed: int):
   init = lambda key: jax.tree.map(
       lambda x: x.astype(jnp.bfloat16), model.init(key))
   return jax.jit(init)(jax.random.key(seed))
 
 
-def _rounds(decoder, params, rows, used):
+def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
+            used: int):
   """Rounds that begin with `used` slots of every row in use."""
   keys = jax.random.split(jax.random.key(0), rows)
   state = jax.jit(functools.partial(
@@ -62,7 +67,8 @@ def _rounds(decoder, params, rows, used):
   return timing.Timed(run, params, state, timing.STEPS)
 
 
-def _timed(decoder, params, rows, used, sizes, speed):
+def _timed(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
+           used: int, sizes: list[int], speed: float):
   """`{name: (call, seconds that memory needs)}` of one batch and length."""
   target, drafter = decoder.target, decoder.drafter
   least = lambda name, model: timing.bytes_read(

@@ -40,7 +40,7 @@ def without_prose(source: str) -> str:
   return "".join(line + "\n" for line in lines if line.strip())
 
 
-def main(directory):
+def main(directory: str):
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   count = 0

@@ -9,9 +9,11 @@ The same of caches that drafting reads: with float32 weights, of a pass over
 every window token by token as a drafter would, after the window's first half.
 """
 
+from collections.abc import Callable
 import math
 import pathlib
 import sys
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
@@ -22,8 +24,10 @@ import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
 from specjax.data import corpora  # noqa: E402
+from specjax.data import Tokenizer  # noqa: E402
 from specjax.decoding import prefill  # noqa: E402
 from specjax.models import quantization  # noqa: E402
+from specjax.models import Transformer  # noqa: E402
 from specjax.trees import topology  # noqa: E402
 
 WINDOW, BATCH = 512, 4
@@ -33,7 +37,7 @@ CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
           sj.caches.Streaming(sinks=4, window=124))
 
 
-def windows(tokenizer, characters):
+def windows(tokenizer: Tokenizer, characters: int):
   """`[n, WINDOW + 1]` tokens, and bytes per token."""
   text = "".join(x.text for x in corpora.held_out_modules())[:characters]
   tokens = np.asarray(tokenizer.encode(text, bos=False), np.int32)
@@ -42,7 +46,7 @@ def windows(tokenizer, characters):
   return tokens[at], len(text.encode()) / len(tokens)
 
 
-def measures(p, q, following):
+def measures(p: jax.Array, q: jax.Array, following: jax.Array):
   """Sums over positions: nats of q, acceptance, same argmax, positions."""
   p, q = (jax.nn.log_softmax(x) for x in (p, q))
   nats = -jnp.take_along_axis(q, following[..., None], -1)
@@ -50,14 +54,14 @@ def measures(p, q, following):
                     (p.argmax(-1) == q.argmax(-1)).sum(), following.size])
 
 
-def of_weights(model):
+def of_weights(model: Transformer):
   def one(params, copy, tokens):
     p, q = (model(x, tokens[:, :-1]).logits for x in (params, copy))
     return measures(p, q, tokens[:, 1:])
   return one
 
 
-def of_cache(model, cache):
+def of_cache(model: Transformer, cache: Any):
   """Of the second half of a window, drafted token by token."""
   other = sj.models.Transformer(model.config, cache=cache)
 
@@ -81,7 +85,8 @@ def of_cache(model, cache):
   return one
 
 
-def row(name, one, params, copy, batches, bytes_a_token, *more):
+def row(name: str, one: Callable, params: Any, copy: Any, batches: np.ndarray,
+        bytes_a_token: float, *more: str):
   one = jax.jit(one)
   total = sum(np.asarray(one(params, copy, batch), np.float64)
               for batch in batches)
@@ -91,7 +96,7 @@ def row(name, one, params, copy, batches, bytes_a_token, *more):
         f"{accepted / count:.4f} | {same / count:.4f} |", flush=True)
 
 
-def main(name="bundled", characters="100000"):
+def main(name: str = "bundled", characters: str = "100000"):
   found = models.load_model(name)
   model, params = found.model, found.params
   tokens, bytes_a_token = windows(found.tokenizer, int(characters))

@@ -11,10 +11,12 @@ that the compiled program moves to and from main memory, and what its weights
 have.
 """
 
+from collections.abc import Callable
 import functools
 import os
 import pathlib
 import sys
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib.compiler import tpu_compiler  # noqa: E402
@@ -35,27 +37,27 @@ KEPT = 64  # of the smallest, weights of 85 MB in 4 bits
 SECONDS = 120
 
 
-def dot(x, kernel, contracted=0, wide=None):
+def dot(x: jax.Array, kernel: Any, contracted: int = 0, wide: Any = None):
   return jax.lax.dot_general(x, kernel, (((1,), (contracted,)), ((), ())),
                              preferred_element_type=wide)
 
 
-def floats(x, kernel):
+def floats(x: jax.Array, kernel: Any):
   return dot(x, kernel)
 
 
-def widened(x, matrix):
+def widened(x: jax.Array, matrix: Any):
   """The library's: weights as floats, a slice at a time on a CPU."""
   return matrix.product(x[None])[0]
 
 
-def rounded(x):
+def rounded(x: jax.Array):
   """Activations in 8 bits, a scale for each row."""
   scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
   return jnp.round(x / scale).astype(jnp.int8), scale
 
 
-def whole_numbers(x, matrix, contracted=0):
+def whole_numbers(x: jax.Array, matrix: Any, contracted: int = 0):
   """int8 x int8, summed in int32."""
   x, scale = rounded(x)
   values, scales = matrix.values.astype(jnp.int8), matrix.scales
@@ -64,14 +66,14 @@ def whole_numbers(x, matrix, contracted=0):
   return dot(x, values, contracted, jnp.int32) * scale * scales
 
 
-def turned(x, kernel):
+def turned(x: jax.Array, kernel: Any):
   """int8 x int8 with the weights as `[out, in]`, so that a sum is in a row."""
   values, scales = kernel
   x, scale = rounded(x)
   return dot(x, values, 1, jnp.int32) * scale * scales
 
 
-def fused(x, kernel, kind=jnp.int32):
+def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
   """The same as sums of products, which XLA can fuse with the widening."""
   values, scales = kernel
   x, scale = rounded(x)
@@ -80,24 +82,24 @@ def fused(x, kernel, kind=jnp.int32):
   return sums * scale * scales
 
 
-def fused_floats(x, kernel):
+def fused_floats(x: jax.Array, kernel: Any):
   """Sums of products of float32, weights as `[out, in]` in 8 bits."""
   values, scales = kernel
   return jnp.sum(x[:, None] * values.astype(x.dtype), axis=-1) * scales
 
 
-def two_rows(form):
+def two_rows(form: Callable):
   return lambda x, kernel: form(jnp.concatenate([x, x]), kernel)[:len(x)]
 
 
-def mlp(form, inner=INNER):
+def mlp(form: Callable, inner: int = INNER):
   def call(x, kernels):
     both = form(x, kernels[0])
     return x + form(jax.nn.silu(both[:, :inner]) * both[:, inner:], kernels[1])
   return call
 
 
-def transposed(matrix):
+def transposed(matrix: Any):
   return matrix.values.astype(jnp.int8).T, matrix.scales[0]
 
 

@@ -13,6 +13,7 @@ python_code_corpus.txt, functions of TheAlgorithms/Python. None of the prompts
 that docs/results/smollm2.md measures with is among them.
 """
 
+from collections.abc import Sequence
 import csv
 import json
 import pathlib
@@ -35,7 +36,7 @@ _STORIES = (
     "Summarise this story in two sentences and quote its key sentence: {}")
 
 
-def _in_turn(asks, texts):
+def _in_turn(asks: Sequence[str], texts: Sequence[str]):
   """The texts, asked about in turn."""
   return [asks[i % len(asks)].format(text) for i, text in enumerate(texts)]
 

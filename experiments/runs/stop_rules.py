@@ -10,9 +10,11 @@ of the drafter takes a given share of it. No times are measured, so that other
 programs may run.
 """
 
+from collections.abc import Sequence
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import jax  # noqa: E402
@@ -34,7 +36,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUND = 48, 128, 96, 16
 DRAFT_COST = 0.3  # of the drafter's pass over the target's
 
 
-def own_text(pair, directory):
+def own_text(pair: Any, directory: pathlib.Path):
   """`[R, 161]`, continuations of training text by the target."""
   training, _ = corpora.split(corpora.read_documents("stdlib"))
   stream = pair.tokenizer.encode_stream([one.text for one in training])
@@ -45,7 +47,8 @@ def own_text(pair, directory):
       directory=directory, seed=0)
 
 
-def trained_head(pair, head, rows, directory):
+def trained_head(pair: Any, head: Any, rows: np.ndarray,
+                 directory: pathlib.Path):
   """The head's parameters."""
   drafter = pair.drafters["small"]
   order = distillation.RowBatches(rows, BATCH, 0)
@@ -62,7 +65,8 @@ def trained_head(pair, head, rows, directory):
           "target": pair.target.params, "drafter": drafter.params})["stop"]
 
 
-def measured(pair, prompts, stop, own, temperature, gamma):
+def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
+             temperature: float, gamma: int):
   """`(tokens a round, drafted tokens a round)`."""
   drafter = pair.drafters["small"]
   decoder = sj.Decoder(

@@ -11,6 +11,7 @@ that it ended with.
 """
 
 import collections
+from collections.abc import Sequence
 import pathlib
 import sys
 
@@ -23,12 +24,14 @@ import numpy as np  # noqa: E402
 import specjax as sj  # noqa: E402
 from specjax import analysis  # noqa: E402
 from specjax.data import corpora  # noqa: E402
+from specjax.models import Pretrained  # noqa: E402
 from specjax.training import distillation  # noqa: E402
 
 GAMMA, WINDOW, PROMPT_TOKENS = 4, 32, 64
 
 
-def decoded(target, prompts, count, tries, rounds):
+def decoded(target: Pretrained, prompts: Sequence[Sequence[int]], count: int,
+            tries: int, rounds: int):
   """Accepted tokens and rounds `[2, texts]` of both quarters, and the sets."""
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Block(),
@@ -48,7 +51,7 @@ def decoded(target, prompts, count, tries, rounds):
               str(found.sublayers(row)) for row in range(len(prompts))))
 
 
-def main(texts="16", rounds="96"):
+def main(texts: str = "16", rounds: str = "96"):
   target, _, tokenizer = models.load_models("bundled", [])
   _, held_out = corpora.split(corpora.stdlib_documents())
   prompts = distillation.cut_prompts(

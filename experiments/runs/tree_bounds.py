@@ -40,7 +40,7 @@ LONGEST_CHAIN = 16  # nodes
 NODES, NEW_TOKENS, SEED = (8, 16, 32, 64), 72, 0
 
 
-def main(output, drafter="small"):
+def main(output: str, drafter: str = "small"):
   target, drafters, tokenizer = models.load_models("bundled", [drafter])
   [drafter] = drafters.values()
   read = prompts_lib.read(

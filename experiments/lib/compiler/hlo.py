@@ -123,7 +123,7 @@ class Program:
     """
     return sum(self.traffic(*one) for one in self.executed)
 
-  def _run(self, name, times) -> Iterator[tuple[int, str, Op]]:
+  def _run(self, name: str, times: int) -> Iterator[tuple[int, str, Op]]:
     for op in self.computations[name]:
       yield times, name, op
       if op.kind == "while":
@@ -139,7 +139,7 @@ class Program:
         yield from max((list(self._run(b, times)) for b in branches),
                        key=lambda ops: sum(self.traffic(*one) for one in ops))
 
-  def _trips(self, loop) -> int:
+  def _trips(self, loop: Op) -> int:
     """How often a counted loop runs; others count once."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
@@ -197,7 +197,7 @@ class Program:
     named = self._by_name[where]
     return [named[name].shape for name in op.operands if name in named]
 
-  def _fusion_reads(self, op, operands):
+  def _fusion_reads(self, op: Op, operands: list[str]):
     """What a fusion reads; of a table of which it takes a part, the part."""
     inner = self.computations[op.called("calls")]
     users = {}

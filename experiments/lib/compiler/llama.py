@@ -5,6 +5,7 @@ what they say.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ class Setting:
         drafter=sj.drafters.LanguageModel(model=drafter, gamma=self.gamma))
 
 
-def state(decoder: sj.Decoder, params, keys: jax.Array, capacity: int,
+def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
           used: int = 1) -> sj.types.DecodeState:
   """The state of rows whose caches hold zeros: nothing was read.
 

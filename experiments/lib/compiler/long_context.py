@@ -6,6 +6,7 @@ counted (`hlo`). Traffic of the cache is the traffic of a pass minus that of the
 same pass with a cache of few slots.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from lib.compiler import hlo
 from lib.compiler import tpu_rounds
 import specjax as sj
+from specjax.models import Transformer
 
 _FEW = 128  # slots, as few as attention is compiled for
 
 
-def shape(**sizes) -> sj.models.TransformerConfig:
+def shape(**sizes: int) -> sj.models.TransformerConfig:
   """A decoder of these sizes for texts of any length."""
   return sj.models.TransformerConfig(context_length=1 << 20, **sizes)
 
@@ -84,7 +86,7 @@ def figures(setting: Setting) -> dict[str, float]:
                          for x in jax.tree.leaves(params))}
 
 
-def _pass(model, params, tokens, cache):
+def _pass(model: Transformer, params: Any, tokens: jax.Array, cache: Any):
   """Logits of a pass over a token, of whose cache nothing is written."""
   cache = cache.reserve(1)
   out = model(params, tokens, jnp.zeros_like(tokens),
@@ -92,7 +94,7 @@ def _pass(model, params, tokens, cache):
   return out.logits
 
 
-def _bytes(function, setting, *arguments):
+def _bytes(function: Callable, setting: Setting, *arguments: Any):
   """That the compiled function moves, kernels included."""
   arguments = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype,

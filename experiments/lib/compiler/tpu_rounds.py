@@ -6,6 +6,7 @@ libtpu reads its environment when it is loaded, see
 
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -62,7 +63,7 @@ def lowered(setting: llama.Setting):
   return traced.lower(), params, state
 
 
-def on_a_chip(tree) -> int:
+def on_a_chip(tree: Any) -> int:
   """Bytes of a tree of shapes with shardings on one chip."""
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
              for x in jax.tree.leaves(tree))
@@ -81,7 +82,8 @@ def caches_read(program: hlo.Program) -> int:
   return 2 * sum(keys)
 
 
-def figures(setting: llama.Setting, text: str, memory, params, state) -> dict:
+def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
+            state: Any) -> dict:
   """What a compiled round moves and holds, in bytes of one chip.
 
   Args:

@@ -31,6 +31,7 @@ from specjax import verifiers
 from specjax.data import datastores
 from specjax.decoding import round_steps
 from specjax.models import Pretrained
+from specjax.models import Transformer
 from specjax.strategies import Strategy
 
 _NODES = 16  # of trees
@@ -73,12 +74,12 @@ class Noise(sj.interfaces.Drafter):
   def num_uniforms(self) -> int:
     return self.gamma
 
-  def bind(self, target, transform):
+  def bind(self, target: Transformer, transform: sj.LogitsTransform):
     """The same drafter, for this target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def propose(self, params, uniforms, state):
+  def propose(self, params: Any, uniforms: jax.Array, state: sj.DecodeState):
     """Drafts a chain for every row."""
     del params
     # A uniform is one of 2^23 numbers, which V tokens may not share evenly.
@@ -157,7 +158,9 @@ def strategy(name: str, gamma: int, target: Pretrained,
   return found, params
 
 
-def _stages(stages, gamma, target, loaded, datastore, tail=False):
+def _stages(stages: list[str], gamma: int, target: Pretrained,
+            loaded: Mapping[str, Pretrained], datastore: str | None,
+            tail: bool = False):
   """A cascade, the innermost stage first, or a drafter alone."""
   *inner, last = stages
   if last in _FREE:
@@ -173,7 +176,7 @@ def _stages(stages, gamma, target, loaded, datastore, tail=False):
       verifiers.Block()), {"target": member.params, "drafter": own}
 
 
-def _store(name, datastore, target):
+def _store(name: str, datastore: str | None, target: Pretrained):
   """What a drafter without a model reads besides the row's own text."""
   if name == "rest" and datastore is None:
     raise ValueError("rest drafts from a corpus; give --datastore=FILE, which "

@@ -2,18 +2,21 @@
 
 from lib import progress
 from specjax import constraints as constraints_lib
+from specjax.data import Tokenizer
 from specjax.utils import files
 
 
-def check_flags(regex, schema):
+def check_flags(regex: str | None, schema: str | None):
   """Refuses two expressions for one output."""
   if regex is not None and schema is not None:
     raise ValueError("--regex and --json_schema both say what the whole output "
                      "is; leave one of the two out")
 
 
-def constraints(tokenizer, vocab_size, ends, *, regex, schema, repetition,
-                frequency, presence):
+def constraints(tokenizer: Tokenizer, vocab_size: int,
+                ends: tuple[int, ...] | None, *, regex: str | None,
+                schema: str | None, repetition: float, frequency: float,
+                presence: float):
   """The constraints of the flags, the hardest first.
 
   Args:

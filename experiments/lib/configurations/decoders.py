@@ -106,7 +106,8 @@ class DecoderRows(base.Configuration):
     return dataclasses.replace(self.decoder, transform=dataclasses.replace(
         self.decoder.transform, temperature=1.0))
 
-  def _state(self, prompt, seed, request_id, new_tokens):
+  def _state(self, prompt: Sequence[int], seed: int, request_id: int,
+             new_tokens: int):
     return jax.block_until_ready(self._change(
         self._reader(prompt, seed, request_id, len(prompt) + new_tokens)))
 
@@ -156,7 +157,7 @@ class DecoderRows(base.Configuration):
     else:
       yield from self._timed(requests)
 
-  def _timed(self, requests):
+  def _timed(self, requests: Sequence[base.Request]):
     for request in requests:  # prompts are read before the clock starts
       self._state(*request, self._new_tokens)
     start = time.perf_counter()
@@ -166,7 +167,7 @@ class DecoderRows(base.Configuration):
     for index, run in runs:
       yield index, {"seconds": per_token * run["tokens"], **run}
 
-  def _decode_batch(self, requests, new_tokens):
+  def _decode_batch(self, requests: Sequence[base.Request], new_tokens: int):
     """Yields the index and the run of every request, in order of completion."""
     waiting = collections.deque(enumerate(requests))
     rows: dict[int, _Row] = {}
@@ -213,7 +214,7 @@ class _Row:
             "survival": self._sums["survival"].tolist(), "text": text}
 
 
-def _digest(tokens, length, prompt_length):
+def _digest(tokens: Any, length: int, prompt_length: int):
   """Returns a digest of the generated ids of a row."""
   return fingerprints.fingerprint(
       np.asarray(tokens)[prompt_length:int(length)].tolist())

@@ -5,10 +5,12 @@ are what `resumable.run` takes; torch and transformers are imported by those who
 need them.
 """
 
+from collections.abc import Sequence
 import functools
 import os
 import tempfile
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +30,8 @@ _WARM_TOKENS = 8  # of the call that is not timed
 class Ours(base.Configuration):
   """A decoder of ours."""
 
-  def __init__(self, decoder, params, new_tokens, capacity, prompts):
+  def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
+               capacity: int, prompts: Sequence[Sequence[int]]):
     """An arm.
 
     Args:
@@ -43,7 +46,7 @@ class Ours(base.Configuration):
     self._capacity = capacity
     self._lengths = {prefill.padded_length(len(row)): row for row in prompts}
 
-  def compile(self, prompt):
+  def compile(self, prompt: Sequence[int]):
     """Compiles what it runs, for all lengths of prompts, and runs it once.
 
     The first text takes longer than others, most of all under a controller,
@@ -53,7 +56,7 @@ class Ours(base.Configuration):
       self._decode(self._read(one, 0, 0, 0))
     self._decode(self._read(prompt, 0, 0, self._new_tokens))
 
-  def decode(self, prompt, seed, request_id):
+  def decode(self, prompt: Sequence[int], seed: int, request_id: int):
     """Its text of a prompt, "seconds" and "rounds".
 
     "reading" are the seconds that went into the prompt, and "accepted" the
@@ -70,13 +73,14 @@ class Ours(base.Configuration):
             "rounds": int(stats.active[0]), "tokens": text.tolist(),
             "accepted": float(stats.expected[0, 0])}
 
-  def _read(self, prompt, seed, request_id, new_tokens):
+  def _read(self, prompt: Sequence[int], seed: int, request_id: int,
+            new_tokens: int):
     return jax.block_until_ready(self.program.prefill(
         self._params, [prompt], jax.random.key(seed),
         limits=len(prompt) + new_tokens, request_ids=[request_id],
         capacity=self._capacity))
 
-  def _decode(self, state):
+  def _decode(self, state: sj.DecodeState):
     return jax.block_until_ready(
         self.program.decode_until(self._params, state))
 
@@ -84,8 +88,10 @@ class Ours(base.Configuration):
 class Theirs(base.Configuration):
   """`generate` of transformers, with an assistant or without."""
 
-  def __init__(self, name, model, new_tokens, temperature, eos,
-               assistant=None, drafting=None, lookup=None):
+  def __init__(self, name: str, model: Any, new_tokens: int, temperature: float,
+               eos: tuple[int, ...] | None, assistant: Any = None,
+               drafting: dict[str, Any] | None = None,
+               lookup: int | None = None):
     """An arm.
 
     Args:
@@ -110,14 +116,14 @@ class Theirs(base.Configuration):
     self._passes = 0
     model.register_forward_pre_hook(self._count)
 
-  def _count(self, *_):
+  def _count(self, *_: Any):
     self._passes += 1
 
-  def compile(self, prompt):
+  def compile(self, prompt: Sequence[int]):
     """Makes the call that is not timed."""
     self._generate(prompt, 0, _WARM_TOKENS)
 
-  def decode(self, prompt, seed, request_id):
+  def decode(self, prompt: Sequence[int], seed: int, request_id: int):
     """Its text of a prompt, "seconds" and "rounds": passes of the target."""
     self._passes = 0
     start = time.perf_counter()
@@ -125,7 +131,7 @@ class Theirs(base.Configuration):
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "rounds": self._passes, "tokens": text}
 
-  def _generate(self, prompt, seed, new_tokens):
+  def _generate(self, prompt: Sequence[int], seed: int, new_tokens: int):
     import torch
     import transformers
     config = transformers.GenerationConfig(
@@ -143,7 +149,7 @@ class Theirs(base.Configuration):
     return out[0, len(prompt):].tolist()
 
 
-def accepted(run) -> float:
+def accepted(run: dict[str, Any]) -> float:
   """Returns the tokens that an arm accepted of its drafts, in one run.
 
   The limit cuts the last round of a text, so emitted tokens over rounds would
@@ -153,8 +159,8 @@ def accepted(run) -> float:
   return run.get("accepted", len(run["tokens"]) - run["rounds"])
 
 
-def speed_ratio(runs, arm: str, other: str, decoding: bool = False
-                ) -> tuple[float, float, float]:
+def speed_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
+                decoding: bool = False) -> tuple[float, float, float]:
   """Tokens a second of an arm over another's, prompt by prompt.
 
   Args:
@@ -173,7 +179,8 @@ def speed_ratio(runs, arm: str, other: str, decoding: bool = False
   return tuple(map(float, found))
 
 
-def total_ratio(runs, arm: str, other: str, decoding: bool = False) -> float:
+def total_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
+                decoding: bool = False) -> float:
   """Tokens in the seconds of all prompts together, of an arm over another's.
 
   Long texts weigh more than in `speed_ratio`, whose arguments these are.
@@ -249,7 +256,7 @@ def load_torch(name: str, member: Pretrained):
     raise ValueError(f"transformers cannot read {name}: {e}") from None
 
 
-def logits_after(model, ids):
+def logits_after(model: Any, ids: list[int]):
   """`[V]`, the logits of the token after some, by a model of transformers."""
   import torch
   with torch.no_grad():

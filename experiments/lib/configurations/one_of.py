@@ -5,6 +5,7 @@ arms of a study that differ in their rule alone share one. All rows of a batch
 follow the same rule, and only that one is computed.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -13,6 +14,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+import specjax as sj
 from specjax import interfaces
 
 
@@ -50,20 +52,22 @@ class OneOf(interfaces.Verifier):
     return OneOfState(jnp.zeros((), jnp.int32), tuple(
         rule.init(gamma) for rule in self.rules))
 
-  def start(self, rule, gamma: int, batch: int) -> OneOfState:
+  def start(self, rule: interfaces.Verifier, gamma: int,
+            batch: int) -> OneOfState:
     """The state of `batch` rows that follow `rule`."""
     one = self.init(gamma).replace(
         acting=jnp.asarray(self.rules.index(rule), jnp.int32))
     return jax.tree.map(lambda x: jnp.tile(x, (batch,) + (1,) * x.ndim), one)
 
-  def law(self, draft, target_probs, state):
+  def law(self, draft: sj.Draft, target_probs: jax.Array, state: OneOfState):
     """The acting rule's law."""
     def law(i, memories, draft, target_probs):
       return self.rules[i].evaluate(draft, target_probs, memories[i])
 
     return self._choose(law, state, draft, target_probs)
 
-  def commit(self, state, draft, target_probs, verdict):
+  def commit(self, state: OneOfState, draft: sj.Draft, target_probs: jax.Array,
+             verdict: sj.Verdict):
     """The acting rule remembers; the others' memories stay as they are."""
     def remember(i, memories, *args):
       return (*memories[:i], self.rules[i].commit(memories[i], *args),
@@ -72,7 +76,7 @@ class OneOf(interfaces.Verifier):
     return state.replace(memories=self._choose(
         remember, state, draft, target_probs, verdict))
 
-  def _choose(self, function, state, *args):
+  def _choose(self, function: Callable, state: OneOfState, *args: Any):
     """`function(acting, memories, *args)`, of the acting rule alone."""
     branches = [functools.partial(function, i) for i in range(len(self.rules))]
 

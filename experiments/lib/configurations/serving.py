@@ -7,6 +7,7 @@ seed the seconds at which they arrive, and a request id is not needed.
 from collections.abc import Sequence
 import itertools
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,8 +25,9 @@ _WARM_TOKENS = 2  # of the texts that are not timed
 class Refilled(base.Configuration):
   """A `Queue`; or, held, one that is given a batch whenever it is empty."""
 
-  def __init__(self, decoder, params, sizes: Sequence[int], max_length: int,
-               rounds: int, controllers=None, held: bool = False):
+  def __init__(self, decoder: sj.Decoder, params: Any, sizes: Sequence[int],
+               max_length: int, rounds: int,
+               controllers: dict[int, Any] | None = None, held: bool = False):
     """An arm.
 
     Args:
@@ -91,7 +93,8 @@ class Waiting(base.Configuration):
   Its prompts are read together. With one row it is what decodes alone.
   """
 
-  def __init__(self, decoder, params, rows: int, capacity: int):
+  def __init__(self, decoder: sj.Decoder, params: Any, rows: int,
+               capacity: int):
     """An arm.
 
     Args:
@@ -111,7 +114,7 @@ class Waiting(base.Configuration):
     for prompt in {prefill.padded_length(len(p)): p for p in longest}.values():
       self._batch([Request(prompt=prompt, max_new_tokens=_WARM_TOKENS)])
 
-  def _batches(self, requests):
+  def _batches(self, requests: Sequence[Request]):
     return [requests[i:i + self._rows]
             for i in range(0, len(requests), self._rows)]
 
@@ -127,7 +130,7 @@ class Waiting(base.Configuration):
       last |= {i: at for i in results if i not in last}
     return _record(time.perf_counter() - begun, results, last, last, arrivals)
 
-  def _batch(self, requests):
+  def _batch(self, requests: Sequence[Request]):
     """The results of a batch; rows that are too many end at once."""
     done = Request(prompt=requests[0].prompt, max_new_tokens=0)
     rows = [*requests, *[done] * (self._rows - len(requests))]
@@ -152,11 +155,12 @@ class Waiting(base.Configuration):
 
 @jax.jit
 @jax.vmap
-def _keys(seed):
+def _keys(seed: jax.Array):
   return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), 0)
 
 
-def _record(seconds, results, first, last, arrivals):
+def _record(seconds: float, results: dict[int, Any], first: dict[int, float],
+            last: dict[int, float], arrivals: Sequence[float]):
   """What an arm returns."""
   order = range(len(results))
   for i in order:

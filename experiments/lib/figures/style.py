@@ -4,8 +4,10 @@ A method has one name in all tables and one colour in all figures. What is no
 method, such as a training run, is drawn in a shade of another palette.
 """
 
+from collections.abc import Sequence
 import pathlib
 import textwrap
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +62,8 @@ def shades(count: int):
       0.9 * i / max(count - 1, 1) for i in range(count)])
 
 
-def panels(rows: int = 1, columns: int = 1, *, width=4.0, height=3.2, **kwargs):
+def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
+           height: float = 3.2, **kwargs: Any):
   """A figure and its panels.
 
   Args:
@@ -81,7 +84,7 @@ def panels(rows: int = 1, columns: int = 1, *, width=4.0, height=3.2, **kwargs):
       figsize=(width * columns + _LEGEND, height * rows + 0.3), **kwargs)
 
 
-def tried(axes, values) -> None:
+def tried(axes: Any, values: Sequence[float]) -> None:
   """Marks the values that were tried, each twice the one before or so.
 
   The limits are half a step outside of them, so that one value alone is in the
@@ -94,7 +97,7 @@ def tried(axes, values) -> None:
   axes.minorticks_off()
 
 
-def apart(curve, place: int, count: int) -> None:
+def apart(curve: Any, place: int, count: int) -> None:
   """Moves a curve sideways, so that curves of equal x do not hide each other.
 
   The distance is in points on paper. It is the same for every range of x, and
@@ -113,7 +116,7 @@ def apart(curve, place: int, count: int) -> None:
         x=_APART * (place - (count - 1) / 2), units="points"))
 
 
-def errors(rows, name: str):
+def errors(rows: list[dict[str, Any]], name: str):
   """Returns the error bars `[2, rows]` of an `analysis.Estimate` in tables.
 
   Columns without an interval, such as a median, have no error bars.
@@ -125,7 +128,7 @@ def errors(rows, name: str):
   return np.stack([found[:, 0] - found[:, 1], found[:, 2] - found[:, 0]])
 
 
-def save(figure, path: pathlib.Path, title: str | None = None) -> None:
+def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
   """Writes a figure; one legend for all its panels stands beside them."""
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   found = {}

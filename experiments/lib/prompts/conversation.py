@@ -1,16 +1,19 @@
 """A chat on the terminal: what the model reads of it, and the loop."""
 
+from collections.abc import Callable
 import sys
 
 from lib.prompts import reading as prompts
 from lib.prompts import streaming
+from specjax.data import Tokenizer
 
 _SLOTS = 1024  # of a chat; doubled when it has outgrown them
 _FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"
 _RESET = "; /reset begins a new one"
 
 
-def fitting(tokenizer, messages, room, keep_last, fix=_FIX):
+def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
+            keep_last: bool, fix: str = _FIX):
   """What of a conversation is read: token ids that are at most `room`.
 
   What is too long loses its oldest exchanges first, and then the beginning of
@@ -50,7 +53,7 @@ def fitting(tokenizer, messages, room, keep_last, fix=_FIX):
   return ids, system + rest
 
 
-def cut(tokenizer, ids, room, keep_last):
+def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
   """The ids of a prompt that are at most `room`, see `fitting`.
 
   Raises:
@@ -62,7 +65,7 @@ def cut(tokenizer, ids, room, keep_last):
   return prompts.last_tokens(tokenizer, ids, room)
 
 
-def lines(first=None):
+def lines(first: str | None = None):
   """What the user says: `first`, if any, and then a line after the other.
 
   Ctrl-D and /quit end it. Ctrl-C while typing begins a new line; where nobody
@@ -93,8 +96,10 @@ def lines(first=None):
       yield line.strip()
 
 
-def chat(writer, tokenizer, printer_of, *, room, new_tokens, keep_last, first,
-         system, keep):
+def chat(writer: streaming.Writer, tokenizer: Tokenizer,
+         printer_of: Callable[[], streaming.Printer], *, room: int,
+         new_tokens: int, keep_last: bool, first: str | None,
+         system: str | None, keep: Callable[[str], None]):
   """Answers every message, with all before it in mind, until the user leaves.
 
   On a terminal, Ctrl-C ends an answer, of which is kept what was said;

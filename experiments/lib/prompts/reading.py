@@ -150,7 +150,7 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
                      "for fewer, also by --prompt_tokens")
 
 
-def _document(text):
+def _document(text: str):
   """Returns the text that two shipped sets ask about, None for other prompts.
 
   "summarise" and "questions" have one prompt each about these texts.
@@ -158,14 +158,15 @@ def _document(text):
   return next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
 
 
-def _report_missing(name, count, asked):
+def _report_missing(name: str, count: int, asked: int):
   """Reports that a set has fewer prompts than --num_prompts."""
   if count < asked:
     print(f"{name} has {count:,} prompts of this length, and --num_prompts is "
           f"{asked:,}", file=sys.stderr)
 
 
-def _tell_of_cuts(tokenizer, name, texts, tokens):
+def _tell_of_cuts(tokenizer: Tokenizer, name: str, texts: list[str],
+                  tokens: int):
   """What a message asks for may stand at its beginning."""
   cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
   if cut:
@@ -174,7 +175,8 @@ def _tell_of_cuts(tokenizer, name, texts, tokens):
           file=sys.stderr)
 
 
-def _texts(item, field, count, extra, tokens, seed, needs_extra):
+def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
+           seed: int, needs_extra: bool):
   """A set's name, its texts, further ones, and where they come from."""
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:

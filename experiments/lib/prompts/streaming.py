@@ -1,11 +1,13 @@
 """Text that is printed as it is decoded, and how fast that was."""
 
 import codecs
+from collections.abc import Sequence
 import dataclasses
 import os
 import statistics
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ import numpy as np
 
 from lib import progress
 import specjax as sj
+from specjax.data import Tokenizer
+from specjax.decoding.placement import Placement
 from specjax.utils import processes
 
 _ROUNDS_A_CALL = 2  # rounds between two looks from the host
@@ -39,7 +43,7 @@ class Printer:
     text: what was printed, without colours.
   """
 
-  def __init__(self, tokenizer, colored):
+  def __init__(self, tokenizer: Tokenizer, colored: bool):
     self._characters = codecs.getincrementaldecoder("utf-8")("replace")
     self._tokenizer = tokenizer
     self._colored = colored
@@ -50,25 +54,25 @@ class Printer:
   def text(self):
     return "".join(self._pieces)
 
-  def prompt(self, ids):
+  def prompt(self, ids: list[int]):
     """The tokens of a prompt, without a colour."""
     for token in ids:
       self._print(token, "")
 
-  def round(self, ids, accepted):
+  def round(self, ids: list[int], accepted: int):
     """The tokens of a round, the first `accepted` of them drafted."""
     for place, token in enumerate(ids):
       self._print(token, _GREEN if place < accepted else _RED)
     sys.stdout.flush()
 
-  def _print(self, token, color):
+  def _print(self, token: int, color: str):
     piece = self._characters.decode(self._bytes(int(token)))
     if piece:
       self._pieces.append(piece)
       sys.stdout.write(color + piece + _PLAIN if color and self._colored
                        else piece)
 
-  def _bytes(self, token):
+  def _bytes(self, token: int):
     """Those of a token; the first of a text may lose the space before it."""
     found = self._tokenizer.token_bytes(token)
     if self._begun or not found:
@@ -90,7 +94,7 @@ class Answer:
   drafted: int = 0
   seconds: float = 0.0
 
-  def add(self, tokens, drafted, rounds, seconds):
+  def add(self, tokens: list[int], drafted: int, rounds: int, seconds: float):
     """Counts a round, or none where `rounds` is 0."""
     self.tokens += tokens
     self.drafted += drafted
@@ -111,13 +115,15 @@ class Writer:
   With a `Placement` the parameters are put where it says.
   """
 
-  def __init__(self, decoder, params, seed, placement=None):
+  def __init__(self, decoder: sj.Decoder, params: Any, seed: int,
+               placement: Placement | None = None):
     self.decoder = decoder
     self._params = placement.put(decoder, params) if placement else params
     self._key, self._placement = jax.random.key(seed), placement
     self._compiled, self._announced = set(), set()
 
-  def start(self, ids, new_tokens, number=0, capacity=0):
+  def start(self, ids: list[int], new_tokens: int, number: int = 0,
+            capacity: int = 0):
     """The state after a prompt; `number` tells apart texts of one seed."""
     slots = max(len(ids) + new_tokens + self.decoder.num_nodes, capacity)
     if slots not in self._announced:
@@ -127,7 +133,7 @@ class Writer:
         self._params, [ids], self._key, limits=len(ids) + new_tokens,
         request_ids=[number], capacity=capacity, placement=self._placement)
 
-  def write(self, state, printer, answer):
+  def write(self, state: sj.DecodeState, printer: Printer, answer: Answer):
     """Decodes and prints a text until it ends.
 
     Args:
@@ -158,7 +164,7 @@ class Writer:
         answer.add(new, int(drafted), int(active), passed * active)
         length += emitted
 
-  def time(self, ids, new_tokens, capacity=0):
+  def time(self, ids: list[int], new_tokens: int, capacity: int = 0):
     """`(tokens, seconds)` of a text, without those of its prompt."""
     state = jax.block_until_ready(
         self.start(ids, new_tokens, capacity=capacity))
@@ -171,7 +177,8 @@ class Writer:
     return np.asarray(tokens[len(ids):int(state.lengths[0])]), seconds
 
 
-def compare(writers, ids, new_tokens, tokenizer) -> str:
+def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
+            tokenizer: Tokenizer) -> str:
   """Tokens per second of two decoders of one target, and their ratio, in words.
 
   Both are warmed up and then take turns, so that they see the same machine.
@@ -204,7 +211,7 @@ def compare(writers, ids, new_tokens, tokenizer) -> str:
           "each, in turn)")
 
 
-def _check_same(speculative, alone, tokenizer):
+def _check_same(speculative: list[int], alone: list[int], tokenizer: Tokenizer):
   """Refuses texts that differ, as those of temperature 0 must not."""
   if speculative == alone:
     return

@@ -12,8 +12,11 @@ acceptance rates of bins of the confidence max q. D is estimated from the costs
 of texts, as one number or by the confidence of the row that drew the token.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -62,12 +65,13 @@ class Text:
     return np.arange(length)[:, None] + np.arange(most) + 1 < length
 
 
-def _ahead(values, most, otherwise):
+def _ahead(values: np.ndarray, most: int, otherwise: float):
   padded = np.r_[values, np.full(most, otherwise)]
   return np.lib.stride_tricks.sliding_window_view(padded, most)[:len(values)]
 
 
-def costs_to_go(text, rule, price):
+def costs_to_go(text: Text, rule: Callable[[np.ndarray], np.ndarray],
+                price: float):
   """Returns `[T + 1]`, the expected cost from every position, given the text.
 
   Args:
@@ -90,13 +94,13 @@ def costs_to_go(text, rule, price):
   return cost[:length + 1]
 
 
-def fixed(gamma):
+def fixed(gamma: int):
   """Drafts gamma tokens."""
   return lambda rows: np.broadcast_to(np.arange(rows.shape[1]) < gamma,
                                       rows.shape)
 
 
-def confident(threshold, gamma):
+def confident(threshold: float, gamma: int):
   """Drafts while max q exceeds the threshold, at most gamma tokens."""
   return lambda rows: (rows > threshold) & fixed(gamma)(rows)
 
@@ -104,7 +108,7 @@ def confident(threshold, gamma):
 class Estimates:
   """Acceptance rates and values of tokens by bins of the confidence."""
 
-  def __init__(self, texts):
+  def __init__(self, texts: list[Text]):
     rows = np.concatenate([x.confidence for x in texts])
     after = np.concatenate([x.survival for x in texts])
     before = np.concatenate([np.ones_like(after[:, :1]), after[:, :-1]], 1)
@@ -112,19 +116,19 @@ class Estimates:
     self._texts = texts
     self._rate = self._means(rows, after, before)
 
-  def _means(self, rows, totals, counts):
+  def _means(self, rows: np.ndarray, totals: np.ndarray, counts: np.ndarray):
     sums = [np.bincount(self._bins(rows).ravel(), np.ravel(x), _BINS)
             for x in (totals, counts)]
     return sums[0] / np.maximum(sums[1], 1e-9)
 
-  def _bins(self, rows):
+  def _bins(self, rows: np.ndarray):
     return np.searchsorted(self._edges, rows)
 
-  def survival(self, rows):
+  def survival(self, rows: np.ndarray):
     """`[T, G]`, the estimated survival of each token, before it is drawn."""
     return np.cumprod(self._rate[self._bins(rows)], axis=1)
 
-  def worth(self, price, by_context):
+  def worth(self, price: float, by_context: bool):
     """Returns the rule "survival * D > price", D from the texts."""
     value = np.ones(_BINS)
     for _ in range(_SWEEPS):
@@ -140,11 +144,11 @@ class Estimates:
                np.full(_BINS, drops @ chances / chances.sum()))
     return functools.partial(self._pays, value, price)
 
-  def _pays(self, value, price, rows):
+  def _pays(self, value: np.ndarray, price: float, rows: np.ndarray):
     return self.survival(rows) * value[self._bins(rows)] > price
 
 
-def rules(texts, price):
+def rules(texts: list[Text], price: float):
   """Returns rules by their names, tuned on these texts."""
   most = texts[0].confidence.shape[1]
   found = Estimates(texts)
@@ -162,7 +166,7 @@ def rules(texts, price):
   }
 
 
-def compare(texts, clusters, price):
+def compare(texts: list[Text], clusters: Sequence[str], price: float):
   """Returns a row for every rule, tuned on one half and judged on the other.
 
   Args:
@@ -195,7 +199,7 @@ def compare(texts, clusters, price):
   } for name, values in cost.items()]
 
 
-def print_table(rows):
+def print_table(rows: list[dict[str, Any]]):
   """Prints the cost of every rule at every price."""
   shown = lambda row, name, form: format(
       analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]

@@ -20,6 +20,8 @@ the ratio is at most (1 + gamma d) / (1 + d).
 """
 
 import math
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +143,7 @@ def table() -> list[dict]:
   return rows
 
 
-def plot(rows, path) -> None:
+def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   """Draws the ratio of the explicit pairs over gamma."""
   figure, [[axes]] = style.panels()
   gammas = [row["gamma"] for row in rows]

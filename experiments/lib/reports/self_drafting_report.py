@@ -4,6 +4,10 @@
 `sources` what was drafted with.
 """
 
+from collections.abc import Callable
+import pathlib
+from typing import Any
+
 import numpy as np
 
 from lib.figures import style
@@ -26,23 +30,24 @@ _ON_TREES = {
 }
 
 
-def passes(drafter):
+def passes(drafter: str):
   """Passes of the target in a round: PaSS as published has two."""
   return 2 if _kind(drafter) == "two passes" else 1
 
 
-def _kind(drafter):
+def _kind(drafter: str):
   """How a source drafts: what follows its name, or nothing."""
   return drafter.partition(", ")[2]
 
 
-def _method(row):
+def _method(row: dict[str, Any]):
   """The method of `style` that a draft and its rule are."""
   return _ON_TREES.get((_kind(row["drafter"]), row["verifier"]),
                        row["verifier"])
 
 
-def print_tables(rows, paired, sources):
+def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
+                 sources: list):
   """Tokens a round, paired gains, and what the heads know."""
   width = max(len(r["drafter"]) for r in rows)
   shown = lambda row: f"{Estimate.of_columns(row, 'block_efficiency'):.3f}"
@@ -77,7 +82,8 @@ def print_tables(rows, paired, sources):
               + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
-def draw(directory, rows, curves, name="self_drafting"):
+def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
+         curves: dict[str, list], name: str = "self_drafting"):
   """The figures.
 
   Args:
@@ -102,7 +108,8 @@ def draw(directory, rows, curves, name="self_drafting"):
     _plot_training(curves, directory / f"{name}_training.png")
 
 
-def _plot_drafts(rows, path, value, error, name, title):
+def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
+                 value: Callable, error: Callable, name: str, title: str):
   """A line for every draft, a point for every rule, before and after training.
 
   Tokens of a round that has two passes stand beside those of a pass.
@@ -138,7 +145,7 @@ def _plot_drafts(rows, path, value, error, name, title):
   style.save(figure, path, title)
 
 
-def _plot_positions(rows, path):
+def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
   """How far does a draft reach? A panel for everything that drafts."""
   first = rows[0]["temperature"]
   found = {}  # {source: {kind: its first rule's row}}
@@ -169,7 +176,7 @@ def _plot_positions(rows, path):
              f"{first:g}")
 
 
-def _plot_training(curves, path):
+def _plot_training(curves: dict[str, list], path: pathlib.Path):
   """What does training buy? Panels of at most as many curves as can be read."""
   names = list(curves)
   groups = [names[i:i + style.MOST] for i in range(0, len(names), style.MOST)]

@@ -4,8 +4,12 @@ Rows and tables of the counterexample to the paper's Theorem 2, of the theorems
 on expected rounds, and of the draft lengths that cost least.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import fractions
 import itertools
+import pathlib
+from typing import Any
 
 import numpy as np
 import tqdm
@@ -23,7 +27,7 @@ _COSTS = (0.02, 0.05, 0.1, 0.2)
 _THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 
 
-def counterexample(compiled) -> list[dict]:
+def counterexample(compiled: Mapping[str, sj.exact.Compiled]) -> list[dict]:
   """Returns expected tokens of block verification and of `Patient`.
 
   Args:
@@ -49,7 +53,7 @@ def counterexample(compiled) -> list[dict]:
   return rows
 
 
-def print_counterexample(rows) -> None:
+def print_counterexample(rows: list[dict[str, Any]]) -> None:
   """Prints the tokens after the first and the last round, as fractions."""
   print("\nExpected tokens after the first and the last round; Theorem 2 of "
         "the paper fails:")
@@ -69,7 +73,7 @@ def as_fraction(value: float) -> str:
   return str(near) if abs(float(near) - value) < 1e-12 else f"{value:.6f}"
 
 
-def _ties(vocab, depth, seed):
+def _ties(vocab: int, depth: int, seed: int):
   """A pair with multiples of 1/4 as probabilities: many ratios are equal."""
   rng = np.random.default_rng([vocab, seed])
   table = lambda n: rng.multinomial(
@@ -77,7 +81,8 @@ def _ties(vocab, depth, seed):
   return sj.exact.Pair(*([table(n) for n in range(depth)] for _ in "pq"))
 
 
-def theorems(compiled, pairs: int) -> list[dict]:
+def theorems(compiled: Mapping[str, sj.exact.Compiled],
+             pairs: int) -> list[dict]:
   """Returns the margins of both theorems, one row per random pair.
 
   Args:
@@ -111,7 +116,8 @@ def theorems(compiled, pairs: int) -> list[dict]:
   return rows
 
 
-def _value_margin(rule, rounds, settings):
+def _value_margin(rule: sj.exact.Compiled, rounds: np.ndarray,
+                  settings: dict[str, Any]):
   """The least D(c) - q(p = 0 or eos | c) over all contexts."""
   length, eos = settings["length"], settings["eos"]
   p, q = (np.concatenate(tables[:length]) for tables in settings["pair"])
@@ -122,7 +128,7 @@ def _value_margin(rule, rounds, settings):
   return float((value - unseen.sum(-1))[rounds > 0].min())
 
 
-def print_theorems(rows) -> dict[str, float]:
+def print_theorems(rows: list[dict[str, Any]]) -> dict[str, float]:
   """Prints and returns the worst margins."""
   texts = [r["text_margin"] for r in rows if r["text_margin"] is not None]
   worst = {"lp_gap": max(r["lp_gap"] for r in rows),
@@ -140,7 +146,7 @@ def print_theorems(rows) -> dict[str, float]:
   return worst
 
 
-def _within(length, ended=lambda drafts: drafts):
+def _within(length: int, ended: Callable = lambda drafts: drafts):
   """Ends chains by `ended`, and before the last token of a text of `length`."""
   def within(drafts):
     drafts = ended(drafts)
@@ -151,7 +157,8 @@ def _within(length, ended=lambda drafts: drafts):
   return within
 
 
-def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
+def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
+                  pairs: int = 12) -> list[dict]:
   """Returns mean costs of a text by stop rule and price of a drafted token.
 
   Costs are in target calls: rounds + price * drafted tokens. Every family of
@@ -193,7 +200,7 @@ def draft_lengths(compiled, pairs: int = 12) -> list[dict]:
   return rows
 
 
-def print_draft_lengths(rows) -> None:
+def print_draft_lengths(rows: list[dict[str, Any]]) -> None:
   """Prints the costs relative to the best stopping."""
   names = [name for name in rows[0] if name not in ("token_cost", "best")]
   print("\nCost of 5 tokens in target calls with block verification, and its "
@@ -207,7 +214,7 @@ def print_draft_lengths(rows) -> None:
     print(f"{row['token_cost']:24g} {row['best']:7.4f}  {excess}")
 
 
-def plot_counterexample(path) -> None:
+def plot_counterexample(path: pathlib.Path) -> None:
   """Draws the tokens after two rounds on the counterexample with gamma 3."""
   gamma, rounds = 3, 2
   longest = rounds * (gamma + 1)

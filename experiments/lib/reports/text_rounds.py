@@ -4,6 +4,9 @@ All rules have the same limit of tokens. A text is complete with its last token
 or with an eos.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from lib.figures import style
@@ -13,7 +16,7 @@ LEVEL = 0.9  # the quantile beside the mean
 _TAIL = 0.025
 
 
-def columns(rounds, clusters):
+def columns(rounds: Any, clusters: Sequence[str]):
   """Returns the mean and the 90 % quantile of a rule's rounds, as columns.
 
   Args:
@@ -28,7 +31,7 @@ def columns(rounds, clusters):
           **quantile(within, clusters).columns("rounds_p90")}
 
 
-def compared(rounds, base, clusters):
+def compared(rounds: Any, base: Any, clusters: Sequence[str]):
   """Returns columns that compare a rule's rounds with those of another.
 
   Args:
@@ -63,7 +66,7 @@ SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
          ("slow_texts", "slow texts over token's", "+.1%"))
 
 
-def print_table(rows):
+def print_table(rows: list[dict[str, Any]]):
   """Prints the rounds of every drafter, temperature, gamma and verifier."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':13s} "
@@ -79,7 +82,7 @@ def print_table(rows):
         "texts")
 
 
-def quantile(within, clusters):
+def quantile(within: np.ndarray, clusters: Sequence[str]):
   """Returns the 90 % quantile of the rounds, with its 95 % interval.
 
   The interval holds every k for which 0.9 is in the interval of P(at most k
@@ -104,7 +107,7 @@ def quantile(within, clusters):
   return analysis.Estimate(value, np.nan, np.nan, share.clusters)
 
 
-def given_text(ratios, gamma, rule):
+def given_text(ratios: np.ndarray, gamma: int, rule: str):
   """Returns the distribution of the rounds, given the text that is written.
 
   The drafter's q depends on the text alone. Then, given the text, the position
@@ -141,7 +144,7 @@ def given_text(ratios, gamma, rule):
   return np.array(within)
 
 
-def _within(*rounds):
+def _within(*rounds: Any):
   """`[texts, K]`, P(at most k rounds), of as many k for all."""
   rounds = [np.asarray(x, np.float64) for x in rounds]
   if rounds[0].ndim == 2:
@@ -150,5 +153,5 @@ def _within(*rounds):
   return [(x[:, None] <= np.arange(most)).astype(np.float64) for x in rounds]
 
 
-def _quantile(shares):
+def _quantile(shares: np.ndarray):
   return int((shares < LEVEL - 1e-9).sum())

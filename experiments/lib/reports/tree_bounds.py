@@ -5,6 +5,7 @@ only at nodes with children. So the trees are drawn with one child more below
 every other node, except the deepest, and the rules see the tree without it.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
+from specjax.interfaces import Verifier
 from specjax.trees import topology
 
 _TRACED_BYTES = 2**28  # limit for the distributions of one call
@@ -39,7 +41,7 @@ class Judged:
   height: int
 
 
-def extended(parents):
+def extended(parents: Sequence[int]):
   """Returns a tree with one child more below all leaves but the deepest.
 
   Args:
@@ -61,7 +63,9 @@ def extended(parents):
           np.array([order.index(path) for path in paths[:len(parents)]]))
 
 
-def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
+def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
+          rules: Sequence[Verifier], params: Any,
+          prompts: Sequence[Sequence[int]], new_tokens: int, seed: int):
   """Decodes prompts and judges rules on the drafts.
 
   Args:
@@ -108,7 +112,7 @@ def judge(decoder, parents, nodes, rules, params, prompts, new_tokens, seed):
                 max(sj.trees.depths(tuple(parents))))
 
 
-def columns(judged, clusters):
+def columns(judged: Any, clusters: Sequence[str]):
   """Returns the bound and every rule's distance from it.
 
   The table of the bound is fitted on one half of the clusters and evaluated on

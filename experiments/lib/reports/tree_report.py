@@ -1,6 +1,9 @@
 """Table and figures of tree_study.py, from its rows."""
 
+from collections.abc import Sequence
+import pathlib
 import statistics
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +16,8 @@ from specjax.analysis import Estimate
 BASELINE, FASTEST = "autoregressive", "dynamic_program"
 
 
-def figures(runs, num_prompts, own, shared, law, best, clusters):
+def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
+            shared: str, law: int, best: int | None, clusters: Sequence[str]):
   """Returns the figures of a configuration, on its own and shared rollouts.
 
   The baseline and the dynamic program's choice have no budget. The runs of
@@ -54,7 +58,7 @@ def figures(runs, num_prompts, own, shared, law, best, clusters):
           "speedup": statistics.median(baseline / pace)}
 
 
-def print_table(rows):
+def print_table(rows: list[dict[str, Any]]):
   """Every method at every number of nodes, on stdout."""
   width = max(len(style.label(r["method"])) for r in rows)
   shown = lambda row, name: f"{Estimate.of_columns(row, name):.3f}"
@@ -93,13 +97,13 @@ def print_table(rows):
           f"measured ({style.label(best['method'])}, {best['nodes']} nodes)")
 
 
-def write(directory, rows):
+def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """trees.csv, and the figures of `draw`."""
   common.write_csv(directory / "trees.csv", rows)
   draw(directory, rows)
 
 
-def draw(directory, rows):
+def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """The figures, from the rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
         "tokens of a pass", "Tokens of a pass of the target, the same drafts "
@@ -108,7 +112,8 @@ def draw(directory, rows):
         "Speed over that of autoregressive decoding")
 
 
-def _plot(rows, path, figure_of, name, title):
+def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
+          name: str, title: str):
   """A panel for every temperature, a curve for every method."""
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
   figure, grid = style.panels(1, len(temperatures), height=3.8, sharey=True)

@@ -9,8 +9,11 @@ the same drafts, "own_gain" of each rule's own rollouts. Every estimate has the
 columns "_low" and "_high" of its 95 % interval over clusters of prompts.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import itertools
 import statistics
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +28,12 @@ _PLACE = *_CELL, "prompts", "number", "seed", "cluster"
 _SUMS = "own_accepted", "own_rounds", "shared_accepted", "shared_rounds"
 
 
-def key(drafter, gamma, verifier):
+def key(drafter: str, gamma: int, verifier: str):
   """Returns the name of a configuration in runs.jsonl."""
   return f"{drafter} {gamma} {verifier}"
 
 
-def shared_key(drafter):
+def shared_key(drafter: str):
   """Returns the name of the configuration with the shared drafts.
 
   They come from rollouts by token verification at the largest gamma.
@@ -48,12 +51,14 @@ class Study:
     cluster_of: label of a prompt, from its digest, see `analysis.estimate`.
   """
 
-  def __init__(self, runs, drafters, gammas, verifiers, costs=None,
-               cluster_of=lambda digest: digest):
+  def __init__(self, runs: dict[tuple, dict[str, dict[str, Any]]],
+               drafters: list[str], gammas: Sequence[int], verifiers: list[str],
+               costs: dict[str, Any] | None = None,
+               cluster_of: Callable[[str], str] = lambda digest: digest):
     self._runs, self._costs, self._cluster_of = runs, costs, cluster_of
     self._drafters, self._gammas, self._verifiers = drafters, gammas, verifiers
 
-  def rows(self, prompts=None):
+  def rows(self, prompts: str | None = None):
     """A row for every drafter, temperature, gamma and verifier.
 
     Args:
@@ -79,7 +84,7 @@ class Study:
       return None
     return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
-  def half_width(self, verifier):
+  def half_width(self, verifier: str):
     """Returns the largest half width of the intervals of a rule's gain.
 
     The gain is that on the same drafts, over all drafters, temperatures and
@@ -87,12 +92,12 @@ class Study:
     """
     return self._widest(verifier, lambda gain: (gain.high - gain.low) / 2)
 
-  def clusters_needed(self, verifier, half_width):
+  def clusters_needed(self, verifier: str, half_width: float):
     """Returns the number of clusters that gives this half width, or None."""
     return self._widest(verifier, lambda gain: analysis.clusters_needed(
         gain, half_width))
 
-  def _widest(self, verifier, figure):
+  def _widest(self, verifier: str, figure: Callable):
     """The largest figure of a gain on the same drafts, None without one."""
     rows = self.prompt_rows([verifier])
     gains = [estimates(rows, base)["gain"] for rows, base in _cells(rows)
@@ -101,7 +106,7 @@ class Study:
       return None
     return max(map(figure, gains))
 
-  def prompt_rows(self, verifiers=None):
+  def prompt_rows(self, verifiers: list[str] | None = None):
     """Returns the acceptance of every rollout in every cell.
 
     The intervals are computed from these rows alone. Columns "own_" are of the
@@ -118,7 +123,8 @@ class Study:
                   | self._acceptance(runs, drafter, gamma, verifier))
     return rows
 
-  def _acceptance(self, runs, drafter, gamma, verifier):
+  def _acceptance(self, runs: dict[str, dict[str, Any]], drafter: str,
+                  gamma: int, verifier: str):
     """Accepted tokens and rounds of a rollout."""
     shared = runs[shared_key(drafter)]
     # Of the acting rule, which is first, and then of every rule.
@@ -130,11 +136,11 @@ class Study:
       found |= {"own_accepted": own["expected"][0], "own_rounds": own["rounds"]}
     return found
 
-  def _units(self, temperature, prompts=None):
+  def _units(self, temperature: float, prompts: str | None = None):
     return [unit for unit in self._runs
             if unit[1] == temperature and prompts in (None, unit[3])]
 
-  def _speed(self, units, drafter, gamma, verifier):
+  def _speed(self, units: list[tuple], drafter: str, gamma: int, verifier: str):
     """Returns the columns of speed of one cell; none if nothing was timed."""
     name = key(drafter, gamma, verifier)
     pairs = [(self._runs[unit].get(name, {}), self._runs[unit].get(BASELINE))
@@ -152,7 +158,7 @@ class Study:
     return {"tokens_per_second": own, **_speedups(halves),
             **self._round_costs(drafter, gamma, [run for run, _ in pairs])}
 
-  def _round_costs(self, drafter, gamma, runs):
+  def _round_costs(self, drafter: str, gamma: int, runs: list[dict[str, Any]]):
     """Returns the milliseconds of a round by its parts."""
     verify = self._costs["verify"][gamma]
     draft = self._costs["draft"][drafter]
@@ -161,7 +167,7 @@ class Study:
             "overhead_ms": 1e3 * (per_round - (verify + gamma * draft))}
 
 
-def _speedups(halves):
+def _speedups(halves: list[list[tuple]]):
   """Returns the measured and the predicted speed-up, medians over prompts.
 
   A prediction is a prompt's own block efficiency over the cost of a round on
@@ -189,7 +195,7 @@ def _speedups(halves):
               np.divide(measured, predicted))}
 
 
-def _cells(rows):
+def _cells(rows: list[dict[str, Any]]):
   """Rows of each drafter, temperature, gamma and rule, with those of token.
 
   Returns:
@@ -201,7 +207,7 @@ def _cells(rows):
   return [(mine, cells[*cell[:3], "token"]) for cell, mine in cells.items()]
 
 
-def estimates(rows, base):
+def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
   """Acceptance of one cell, as {name: `analysis.Estimate`}.
 
   Args:
@@ -223,7 +229,7 @@ def estimates(rows, base):
   return found
 
 
-def columns(rows, base):
+def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
   """The `estimates` of a cell and its rounds, as columns of verification.csv.
 
   A text is a rollout of the rule, up to --max_new_tokens or an eos.
@@ -242,7 +248,7 @@ def columns(rows, base):
   return result
 
 
-def recomputed(rows, prompt_rows):
+def recomputed(rows: list[dict[str, Any]], prompt_rows: list[dict[str, Any]]):
   """Rows of verification.csv with intervals from verification_prompts.csv."""
   found = []
   for row in rows:

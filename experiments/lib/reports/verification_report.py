@@ -1,5 +1,8 @@
 """Tables and figures of verification_study.py, from its rows."""
 
+import pathlib
+from typing import Any
+
 from lib import common
 from lib.figures import style
 from lib.reports import text_rounds
@@ -13,12 +16,12 @@ _SHOWN = (("block_efficiency", ".2f", 20),
 _TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
 
 
-def _judged_afresh(verifier):
+def _judged_afresh(verifier: str):
   """Whether shared drafts show only its first round, for it remembers."""
   return common.VERIFIERS[verifier].remembers
 
 
-def _shown(row, name, form):
+def _shown(row: dict[str, Any], name: str, form: str):
   """Returns an estimate with its interval but without n; "-" if unknown."""
   if name not in row:
     return "-"
@@ -26,7 +29,7 @@ def _shown(row, name, form):
       analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
 
 
-def print_table(rows):
+def print_table(rows: list[dict[str, Any]]):
   """Every cell over all prompts, on stdout."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   print(f"{'':{width}s} {'':4s} {'':5s} {'':13s} {'tokens of a round':>41s} "
@@ -62,19 +65,20 @@ def print_table(rows):
           f"prompts: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
-def _speedup(row, name):
+def _speedup(row: dict[str, Any], name: str):
   """Returns a speed-up as text, "-" if it was not measured."""
   return f"{row[name]:.2f}x" if name in row else "-"
 
 
-def write(directory, rows, prompt_rows):
+def write(directory: pathlib.Path, rows: list[dict[str, Any]],
+          prompt_rows: list[dict[str, Any]]):
   """verification.csv, verification_prompts.csv, and what `draw` writes."""
   common.write_csv(directory / "verification.csv", rows)
   common.write_csv(directory / cells.PROMPTS, prompt_rows)
   draw(directory, rows)
 
 
-def draw(directory, rows):
+def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """verification.md and the figures, from all rows of verification.csv."""
   by_prompts = [r for r in rows if r["prompts"] != "all"]
   rows = [r for r in rows if r["prompts"] == "all"]
@@ -91,7 +95,7 @@ def draw(directory, rows):
     _plot_speed(rows, directory / "verification_speed.png")
 
 
-def summary(rows):
+def summary(rows: list[dict[str, Any]]):
   """README's first table: block verification's gain at every draft length.
 
   Of the first drafter and temperature, as Markdown lines. Tokens and the second
@@ -113,7 +117,7 @@ def summary(rows):
         for gamma, row in block.items())]
 
 
-def _tables(rows, by_prompts):
+def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
   """The paper's three tables as Markdown."""
   gammas = sorted({r["gamma"] for r in rows})
   gamma = _TABLE_GAMMA if _TABLE_GAMMA in gammas else max(gammas)
@@ -139,7 +143,7 @@ def _tables(rows, by_prompts):
       *_table(pick(rows, gamma=gamma), ["drafter", "temperature"]), ""])
 
 
-def _table(rows, labels):
+def _table(rows: list[dict[str, Any]], labels: list[str]):
   """A line for every setting, its verifiers side by side."""
   lines = {}
   for r in rows:
@@ -161,7 +165,7 @@ def _table(rows, labels):
   return out
 
 
-def _panels(rows):
+def _panels(rows: list[dict[str, Any]]):
   """A figure of a panel for every drafter and temperature.
 
   Returns:
@@ -189,13 +193,14 @@ def _panels(rows):
   return figure, found
 
 
-def _name(verifier):
+def _name(verifier: str):
   """Of a curve that is measured on shared drafts."""
   return style.label(verifier) + (
       "\n(first round only)" * _judged_afresh(verifier))
 
 
-def _measured(axes, verifier, rows, name, place, scale=1):
+def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
+              place: tuple[int, int], scale: float = 1):
   """Points of an estimate with their 95 % intervals."""
   style.apart(axes.errorbar(
       [r["gamma"] for r in rows], [scale * r[name] for r in rows],
@@ -203,7 +208,9 @@ def _measured(axes, verifier, rows, name, place, scale=1):
       color=style.color(verifier), label=_name(verifier)), *place)
 
 
-def _plot_estimate(rows, path, name, label, title, *, scale=1, skipped=()):
+def _plot_estimate(rows: list[dict[str, Any]], path: pathlib.Path, name: str,
+                   label: str, title: str, *, scale: float = 1,
+                   skipped: tuple[str, ...] = ()):
   """Plots one estimate with its intervals, a curve for each verifier."""
   figure, found = _panels(rows)
   for axes, curves in found:
@@ -214,7 +221,7 @@ def _plot_estimate(rows, path, name, label, title, *, scale=1, skipped=()):
   style.save(figure, path, title)
 
 
-def _plot_speed(rows, path):
+def _plot_speed(rows: list[dict[str, Any]], path: pathlib.Path):
   """Does it pay in time, and is that what a round's costs predict?"""
   figure, found = _panels(rows)
   for axes, curves in found:

@@ -5,10 +5,14 @@ one prompt by every configuration of its group. Runs are appended to a JSONL
 file as soon as they are complete, so a killed study continues from there.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import json
 import os
+import pathlib
 import sys
+from typing import Any
 
 import jax
 import tqdm
@@ -22,19 +26,22 @@ _MOST_DECODERS = 30  # compiled at a time, see `run`
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
-def fingerprint(params, *settings) -> str:
+def fingerprint(params: Any, *settings: Any) -> str:
   """Returns a short hash of parameters and all settings of a rollout."""
   return fingerprints.fingerprint(
       params, settings, jax.default_backend(), jax.__version__)
 
 
-def digest(prompt) -> str:
+def digest(prompt: Sequence[int]) -> str:
   """Returns a short hash of a prompt's token ids."""
   return fingerprints.fingerprint(prompt)
 
 
-def run(units, prompt_of, make_configurations, path,
-        group_of=lambda unit: unit[1], *, beside=(), window=None):
+def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
+        make_configurations: Callable[[Any], dict[str, Any]],
+        path: pathlib.Path,
+        group_of: Callable[[tuple], Any] = lambda unit: unit[1], *,
+        beside: Sequence[Callable] = (), window: int | None = None):
   """Decodes the units that are missing in `path`, and appends them.
 
   A CPU decoder maps one to two thousand memory regions, and Linux allows a
@@ -91,7 +98,8 @@ def run(units, prompt_of, make_configurations, path,
   return {unit: stored[unit] for unit in units}
 
 
-def _in_turn(configurations, units, prompt_of, bar):
+def _in_turn(configurations: dict[str, Any], units: list[tuple],
+             prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm):
   """Yields units with the runs of all configurations, which take turns."""
   for unit in units:
     runs = {}
@@ -102,7 +110,9 @@ def _in_turn(configurations, units, prompt_of, bar):
     yield unit, runs
 
 
-def _in_windows(configurations, units, prompt_of, bar, window, stored):
+def _in_windows(configurations: dict[str, Any], units: list[tuple],
+                prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
+                window: int | None, stored: dict):
   """Yields units with one run each, a configuration after the other."""
   units = sorted(units, key=lambda unit: -len(prompt_of(unit)[0]))
   for start in range(0, len(units), window):
@@ -120,11 +130,12 @@ def _in_windows(configurations, units, prompt_of, bar, window, stored):
 class _Programs:
   """Compiles the configurations of one group after another."""
 
-  def __init__(self, make_configurations, beside, bar):
+  def __init__(self, make_configurations: Callable[[Any], dict[str, Any]],
+               beside: Sequence[Callable], bar: tqdm.tqdm):
     self._make, self._beside, self._bar = make_configurations, beside, bar
     self._compiled = set()
 
-  def compiled(self, group, longest, share):
+  def compiled(self, group: Any, longest: int, share: float):
     """Returns the configurations of a group, compiled.
 
     Args:
@@ -148,12 +159,12 @@ class _Programs:
     return made
 
 
-def _advance(bar, step):
+def _advance(bar: tqdm.tqdm, step: float):
   """Moves the bar, never beyond its end: fractions may add up to more."""
   bar.update(min(step, bar.total - bar.n))
 
 
-def _read(path):
+def _read(path: pathlib.Path):
   """Returns the complete lines by unit, and drops an incomplete last line."""
   if not path.exists():
     return {}
@@ -172,5 +183,5 @@ def _read(path):
   return runs
 
 
-def _line(unit, runs):
+def _line(unit: tuple, runs: dict[str, dict[str, Any]]):
   return (json.dumps({"unit": unit, "runs": runs}) + "\n").encode()

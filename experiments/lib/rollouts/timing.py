@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.models import Transformer
 from specjax.trees import topology
 
 STEPS = 8  # passes of a timed call: the cost of the call itself is spread
@@ -24,7 +25,8 @@ class Timed:
   every repetition does the same work in place.
   """
 
-  def __init__(self, function, params, carry, steps=STEPS):
+  def __init__(self, function: Callable, params: Any, carry: Any,
+               steps: int = STEPS):
     self._function = jax.jit(function, donate_argnums=1)
     self._params, self._carry, self._steps = params, carry, steps
     self()
@@ -37,13 +39,15 @@ class Timed:
     return (time.perf_counter() - start) / self._steps
 
 
-def filled_cache(model, params, capacity, used, batch=1):
+def filled_cache(model: Transformer, params: Any, capacity: int, used: int,
+                 batch: int = 1):
   """A cache of `capacity` slots a row, `used` of which count as filled."""
   cache = model.init_cache(params, batch, capacity)
   return cache.rollback(jnp.full((batch,), used, jnp.int32))
 
 
-def passes(model, params, capacity, used, tokens, batch=1, steps=STEPS):
+def passes(model: Transformer, params: Any, capacity: int, used: int,
+           tokens: int, batch: int = 1, steps: int = STEPS):
   """Repeated passes over a chain of `tokens` nodes, nothing committed."""
   depths, ancestors = topology.causal(batch, tokens)
 
@@ -67,7 +71,7 @@ def large_sum(num_bytes: int) -> Timed:
   return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
 
 
-def bytes_read(model, params, slots: int) -> int:
+def bytes_read(model: Transformer, params: Any, slots: int) -> int:
   """Bytes of the weights and of the keys and values that a pass reads.
 
   Args:
