@@ -77,7 +77,7 @@ class _RejectAll(sj.Verifier):
 
 
 @jax.jit
-def _seen(trace: sj.Trace):
+def _seen(trace: sj.types.Trace):
   """p/q of the emitted tokens; max q and survival along the drafts."""
   at = lambda probs, token: jnp.take_along_axis(
       probs, token[..., None], -1)[..., 0]

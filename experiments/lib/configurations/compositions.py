@@ -79,7 +79,8 @@ class Noise(sj.interfaces.Drafter):
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: sj.DecodeState):
+  def propose(self, params: Any, uniforms: jax.Array,
+              state: sj.types.DecodeState):
     """Drafts a chain for every row."""
     del params
     # A uniform is one of 2^23 numbers, which V tokens may not share evenly.

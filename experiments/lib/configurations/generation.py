@@ -80,7 +80,7 @@ class Ours(base.Configuration):
         limits=len(prompt) + new_tokens, request_ids=[request_id],
         capacity=self._capacity))
 
-  def _decode(self, state: sj.DecodeState):
+  def _decode(self, state: sj.types.DecodeState):
     return jax.block_until_ready(
         self.program.decode_until(self._params, state))
 

@@ -67,7 +67,7 @@ class OneOf(interfaces.Verifier):
     return self._choose(law, state, draft, target_probs)
 
   def commit(self, state: OneOfState, draft: sj.Draft, target_probs: jax.Array,
-             verdict: sj.Verdict):
+             verdict: sj.types.Verdict):
     """The acting rule remembers; the others' memories stay as they are."""
     def remember(i, memories, *args):
       return (*memories[:i], self.rules[i].commit(memories[i], *args),

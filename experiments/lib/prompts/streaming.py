@@ -133,7 +133,8 @@ class Writer:
         self._params, [ids], self._key, limits=len(ids) + new_tokens,
         request_ids=[number], capacity=capacity, placement=self._placement)
 
-  def write(self, state: sj.DecodeState, printer: Printer, answer: Answer):
+  def write(self, state: sj.types.DecodeState, printer: Printer,
+            answer: Answer):
     """Decodes and prints a text until it ends.
 
     Args:
