@@ -1,31 +1,29 @@
-"""What would other verifiers have accepted? Judges them on recorded drafts.
+"""Evaluates verifiers on recorded drafts.
 
 Decodes prompts with a target, a drafter and one acting verifier, and records
-the drafts and both models' laws; then evaluates every verifier on the record,
-where no uniform is drawn and no model runs. A recording that was interrupted is
-completed by the same command.
+the drafts and the probabilities of both models. Then it evaluates every
+verifier on the record, without a model and without sampling. The same command
+completes a recording that was interrupted.
 
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
   python experiments/replay.py --evaluate_only --record=mine --verifier=token
   python experiments/replay.py --prompts=mt_bench=question.jsonl
 
-The rounds start where the acting verifier left off: compare the rules within
-one record, not with rollouts of their own.
+Every round starts where the acting verifier ended the round before. So compare
+rules within one record, not with rollouts of their own.
 
 The column "over the best" compares a rule with the best possible in one round
 on these drafts. Let R_i be the product of p/q over the first i drafted tokens.
-A rule is valid if it emits one extra token and the unmodified target continues.
+A rule is valid if it emits one bonus token and the unmodified target continues.
 Every valid rule accepts the first l drafted tokens with probability at most
 min_{i<=l} R_l / R_i, given these tokens. This needs only the rows along the
 draft. Block verification attains it for every l, so it is at 0 %. The bound is
 for one round, and does not hold for lossy rules or for those with state.
 
-Writes replay.json to --output_dir;
-the last line of stdout names it.
+Writes replay.json to --output_dir; the last line of stdout is its path.
 """
 
-from collections.abc import Sequence
 import pathlib
 from typing import Any
 
@@ -48,11 +46,13 @@ _RECORD = shared.directory(
     "record", None, "Directory of the record. Default: --output_dir",
     required=False)
 _EVALUATE_ONLY = flags.DEFINE_bool(
-    "evaluate_only", False, "take the record as it is, whatever made it")
+    "evaluate_only", False,
+    "Evaluate an existing record, which may be incomplete")
 _VERIFIERS = shared.verifiers(
     list(common.VERIFIERS), "Verification rules to evaluate, comma-separated")
 _ACTING = flags.DEFINE_enum(
-    "acting", "token", sorted(common.VERIFIERS), "the recorded verifier")
+    "acting", "token", sorted(common.VERIFIERS),
+    "Verifier that decodes the recorded prompts")
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
@@ -69,17 +69,17 @@ _OUTPUT_DIR = shared.output_dir(
     "results/replay", "Directory for the results as JSON, and for the record "
     "unless --record is set")
 
-_MOST_BYTES = 2**31  # of a prompt's record
-_CLUSTERS = "clusters.json"  # beside the record, labels of its prompts
+_MOST_BYTES = 2**31  # memory for the record of one prompt
+_CLUSTERS = "clusters.json"  # in the record's directory: labels of the prompts
 
 
-def _place():
+def _place() -> str:
   """Returns the directory of the record."""
   return _RECORD.value or _OUTPUT_DIR.value
 
 
-def _record():
-  """Makes the record, or completes it."""
+def _record() -> analysis.Record:
+  """Records all prompts, or completes the record."""
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [drafter] = drafters.values()
@@ -102,81 +102,85 @@ def _record():
   return record
 
 
-def _check_size(vocab_size: int):
-  """Refuses a prompt whose laws, of both models, would fill the memory."""
+def _check_size(vocab_size: int) -> None:
+  """Raises unless the probabilities of a prompt's rounds fit the memory."""
   size = 4 * 2 * _NEW_TOKENS.value * (_GAMMA.value + 1) * vocab_size
   if size > _MOST_BYTES:
-    raise ValueError(f"a prompt's laws take up to {size / 2**30:.1f} GiB, with "
-                     f"--max_new_tokens={_NEW_TOKENS.value}, --gamma="
-                     f"{_GAMMA.value} and {vocab_size} tokens, and are held at "
-                     f"once; ask for less, up to {_MOST_BYTES / 2**30:.0f} GiB")
+    raise ValueError(
+        f"--max_new_tokens={_NEW_TOKENS.value} and --gamma={_GAMMA.value} with "
+        f"{vocab_size} tokens need up to {size / 2**30:.1f} GiB for a prompt; "
+        f"the limit is {_MOST_BYTES / 2**30:.0f} GiB: use smaller values")
 
 
-def _over_best(replayed: Any, best: Any, clusters: Sequence[str]):
-  """Returns block efficiency over the best possible, less 1, an `Estimate`.
+def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,
+               clusters: list[str] | None) -> analysis.Estimate:
+  """Returns the relative gain in block efficiency over the best possible rule.
 
-  `best` is block verification. Both are summed from P(tau >= l) given the first
-  l drafted tokens, for which the bound holds. For all i <= l, with X the draft
-  and z the text, a valid rule has
+  `best` is block verification. Both are sums of P(tau >= l) given the first l
+  drafted tokens, for which the bound holds. For all i <= l, with X the draft
+  and z the generated text, a valid rule has
 
     P(tau >= l, X^l = x^l) <= P(tau >= i, z^l = x^l)
       = P(tau >= i, X^i = x^i) p(x_{i+1..l} | x^i) <= q(x^i) p(x_{i+1..l} | x^i)
 
-  where the equality holds because the target continues whenever tau < i, so
-  that the remaining text follows p also given tau >= i. Division by q(x^l)
-  gives R_l / R_i.
+  The equality holds because the target continues whenever tau < i. So the
+  remaining text follows p also given tau >= i. Division by q(x^l) gives
+  R_l / R_i.
   """
-  accepted, most = ([x[:, 1:].sum(dtype=np.float64) for x in one.survival]
-                    for one in (replayed, best))
+  accepted, most = ([x[:, 1:].sum(dtype=np.float64) for x in rule.survival]
+                    for rule in (replayed, best))
   rounds = [len(x) for x in replayed.survival]
   return analysis.relative_gain(accepted, rounds, most, rounds,
                                 clusters=clusters)
 
 
-def _row(name: str, record: analysis.Record, best: Any):
+def _row(name: str, record: analysis.Record, best: analysis.Replayed
+         ) -> dict[str, Any]:
   verifier = common.VERIFIERS[name]
   replayed = analysis.evaluate(record, verifier)
   online = None
   if repr(verifier) == record.manifest["verifier"]:
     online = analysis.online(record).block_efficiency
-  path = record.path / _CLUSTERS  # another record may have been made without
-  clusters = (files.read_json(path, "delete it")["clusters"] if path.exists()
-              else None)
-  found = replayed.estimate(clusters)
+  path = record.path / _CLUSTERS  # absent if another program made the record
+  clusters = (files.read_json(path, "delete it")["clusters"][:len(record)]
+              if path.exists() else None)
+  efficiency = replayed.estimate(clusters)
   over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
   if verifier.lossless and not verifier.remembers:
     over_best = _over_best(replayed, best, clusters).columns("over_best")
-  return {"verifier": name, "clusters": found.clusters,
-          **found.columns("block_efficiency"), **over_best,
+  return {"verifier": name, "clusters": efficiency.clusters,
+          **efficiency.columns("block_efficiency"), **over_best,
           "online_block_efficiency": online, "lossless": verifier.lossless}
 
 
-def _print_table(rows: list[dict[str, Any]]):
+def _print_table(rows: list[dict[str, Any]]) -> None:
   print(f"{'verifier':14s} {'block efficiency':>29s} {'online':>10s} "
         f"{'lossless':>9s} {'over the best':>29s}")
   for r in rows:
     online = r["online_block_efficiency"]
-    found = f"{analysis.Estimate.of_columns(r, 'block_efficiency'):.4f}"
+    efficiency = f"{analysis.Estimate.of_columns(r, 'block_efficiency'):.4f}"
     over = ("" if r["over_best"] is None else
             f"{analysis.Estimate.of_columns(r, 'over_best'):+.1%}")
-    print(f"{r['verifier']:14s} {found:>29s} "
+    print(f"{r['verifier']:14s} {efficiency:>29s} "
           f"{'' if online is None else f'{online:.4f}':>10s} "
           f"{'yes' if r['lossless'] else 'no':>9s} {over:>29s}")
-  acted = {r["verifier"] for r in rows if r["online_block_efficiency"]}
-  afresh = [r["verifier"] for r in rows if r["verifier"] not in acted
-            and common.VERIFIERS[r["verifier"]].remembers]
-  if afresh:
-    print(f"{', '.join(afresh)}: judged from a fresh state in every round, "
-          "which is not what a rollout of its own would give")
+  fresh = [r["verifier"] for r in rows if not r["online_block_efficiency"]
+           and common.VERIFIERS[r["verifier"]].remembers]
+  if fresh:
+    print(f"{', '.join(fresh)}: every round starts from a fresh state, unlike "
+          "in a rollout of its own")
 
 
-def main():
+def main() -> None:
   names = common.verifier_names("--verifier", _VERIFIERS.value)
   if _EVALUATE_ONLY.value:
     if not pathlib.Path(_place(), "record.json").exists():
-      raise ValueError(f"--evaluate_only needs a record, and {_place()} has "
-                       "none; name the directory of one by --record")
+      raise ValueError(f"--evaluate_only requires a record, and {_place()} has "
+                       "none; set --record to the directory of a record")
     record = analysis.Record.open(_place())
+    if not record.is_complete:
+      progress.say(f"{record.path} is incomplete: {len(record)} of "
+                   f"{record.manifest['num_prompts']} prompts are evaluated")
   else:
     record = _record()
   progress.say("evaluating the verifiers on the record")

@@ -1,21 +1,19 @@
-"""Drafts and both models' laws, recorded once.
+"""Recorded drafts with the probabilities of both models.
 
-A record is a directory: `record.json` says what was recorded, and one `.npz`
-file holds the rounds of one prompt. Every file is complete or absent, so that
-a recording that is killed goes on at its first missing prompt.
+A record is a directory: `record.json` describes the recording, and one `.npz`
+file contains the rounds of one prompt. A file is written atomically, so every
+file is complete. A record that was cut short can be read up to its first
+missing prompt, and `record` completes it.
 """
 
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
-import shutil
-import sys
 from typing import Any
-import zipfile
 
 from flax import struct
 import jax
@@ -27,7 +25,9 @@ import tqdm
 from specjax import interfaces
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
+from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
 from specjax.utils.files import atomically
@@ -37,21 +37,18 @@ from specjax.utils.files import read_manifest
 from specjax.utils.fingerprints import fingerprint
 
 _MANIFEST = "record.json"
-_ROUNDS_A_CALL = 8  # rounds between two looks from the host
-# What zipfile and numpy raise on files that are cut or overwritten.
-_DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError,
-           zipfile.BadZipFile)
+_ROUNDS_A_CALL = 8  # rounds of one call of the compiled loop
 
 
 @struct.dataclass
 class Rollout:
-  """The rounds of one prompt, R of them, as numpy arrays.
+  """The R rounds of one prompt, as numpy arrays.
 
   Attributes:
-    trace: a `Trace` whose leading axis is R in place of B.
+    trace: a `Trace` whose leading axis is R instead of B.
     expected: `[R]`, E[tau | draft] of the acting verifier, as it ran.
     survival: `[R, N]`, as in `RoundStats`.
-    emitted: `[R]` int32, tokens committed; the limit may cut the last round's.
+    emitted: `[R]` int32, tokens committed; the limit may cut the last round.
   """
 
   trace: Trace
@@ -62,12 +59,13 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record:
-  """A complete record; iterating reads one prompt's `Rollout` at a time.
+  """Recorded prompts; iterating reads the `Rollout` of one prompt at a time.
 
   Attributes:
-    path: its directory.
-    manifest: what was recorded, `record.json`: the decoder's parts by their
-      repr, N as `num_nodes`, V as `vocab_size`, hashes of prompts and params.
+    path: directory of the record.
+    manifest: content of `record.json`: the decoder's parts by their repr, N as
+      `num_nodes`, V as `vocab_size`, `num_prompts`, and hashes of prompts and
+      parameters.
   """
 
   path: pathlib.Path
@@ -75,114 +73,128 @@ class Record:
 
   @classmethod
   def open(cls, path: str | os.PathLike[str]) -> "Record":
-    """The record at `path`, after a check of every file's checksums.
+    """Returns the record at `path`, which may be incomplete.
 
     Raises:
-      ValueError: there is no record, or prompts are missing or damaged.
+      ValueError: `path` contains no record with a complete prompt.
     """
     path = pathlib.Path(path)
-    if not (path / _MANIFEST).is_file():
-      raise ValueError(f"no record at {path}: {_MANIFEST} is missing; make one "
-                       "by analysis.record")
-    manifest = read_manifest(path / _MANIFEST, "record")
-    _check_manifest(path, manifest)
-    total = manifest["num_prompts"]
-    complete = total - len(_missing(path, manifest))
-    if complete < total:
-      raise ValueError(f"{path} holds {complete} of {total} prompts; call "
-                       "analysis.record with its arguments again to complete "
-                       "it")
-    return cls(path, manifest)
+    if not (path / _MANIFEST).is_file() or not _file(path, 0).is_file():
+      raise ValueError(f"path is {path}, which has no complete prompt of a "
+                       "record; make one by analysis.record")
+    return cls(path, read_manifest(path / _MANIFEST, "record"))
+
+  @property
+  def is_complete(self) -> bool:
+    """Whether all prompts are recorded."""
+    return len(self) == self.manifest["num_prompts"]
 
   def __len__(self) -> int:
-    return self.manifest["num_prompts"]
+    return sum(1 for _ in self._files())
 
   def __iter__(self) -> Iterator[Rollout]:
-    for index in range(len(self)):
-      yield _read(self.path, index, self.manifest)
+    return map(_read, self._files())
+
+  def _files(self) -> Iterator[pathlib.Path]:
+    """Yields the files of the prompts before the first missing one."""
+    files = (_file(self.path, i) for i in itertools.count())
+    return itertools.takewhile(pathlib.Path.is_file, files)
 
 
 def record(decoder: Decoder, params: Mapping[str, Any],
            prompts: Sequence[ArrayLike], key: jax.Array,
            path: str | os.PathLike[str], *, max_new_tokens: int,
            progress: bool = True) -> Record:
-  """Decodes every prompt alone and writes all that a verifier could ask for.
+  """Decodes every prompt alone and records its drafts and probabilities.
 
-  Call it again with the same arguments to go on with a record that was cut
-  short: complete prompts are kept, missing and damaged ones decoded, and the
-  files are those of a recording that was never interrupted.
+  The same call completes a record that was cut short. Then its files are those
+  of a recording without an interruption.
 
   Args:
-    decoder: its observers are left out: `evaluate` judges any rule later.
+    decoder: decoder of the recording. Its observers are left out, because
+      `evaluate` judges any rule later.
     params: `{"target": ..., "drafter": ...}`.
-    prompts: sequences of token ids. Prompt i has the request id i, so that its
+    prompts: sequences of token ids. Prompt i has the request id i, so its
       randomness is a function of (key, i).
     key: a PRNG key of `jax.random.key`, threefry.
-    path: the record's directory; made if needed.
+    path: directory of the record; created if needed.
     max_new_tokens: tokens generated for every prompt, at least 1. A prompt
       takes up to max_new_tokens * 2 * N * V floats.
-    progress: whether to report on stderr.
+    progress: whether to report progress on stderr.
 
   Returns:
     The complete `Record`.
 
   Raises:
-    ValueError: bad prompts, as in `Decoder.prefill`; `path` holds a record of
-      other arguments, or another process records there; the disk has too little
-      space.
-    FloatingPointError: a model's logits were not finite.
+    ValueError: bad prompts, as in `Decoder.prefill`; `path` contains something
+      else, or another process records there.
+    FloatingPointError: the logits of a model were not finite.
+
+  Example:
+    >>> import tempfile
+    >>> import jax
+    >>> import specjax as sj
+    >>> model = sj.testing.MarkovModel(vocab_size=4)
+    >>> table = model.init(jax.random.key(0))
+    >>> decoder = sj.Decoder(
+    ...     target=model, verifier=sj.verifiers.Block(),
+    ...     drafter=sj.drafters.LanguageModel(model=model, gamma=2))
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...   record = sj.analysis.record(
+    ...       decoder, {"target": table, "drafter": table}, [[1], [2, 3]],
+    ...       jax.random.key(1), path, max_new_tokens=6, progress=False)
+    ...   judged = sj.analysis.evaluate(record, sj.verifiers.Token())
+    >>> len(judged.expected), round(judged.block_efficiency, 4)
+    (2, 3.0)
   """
   if max_new_tokens < 1:
     raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least "
-                     "1: a record of no round tells nothing")
+                     "1")
   path = pathlib.Path(path)
   decoder = dataclasses.replace(decoder, observers=())
   prompts = [np.asarray(row) for row in prompts]
   limits = [row.size + max_new_tokens for row in prompts]
   shapes = _shapes(decoder, params, prompts, key, limits)
   manifest = _manifest(decoder, params, prompts, key, max_new_tokens, shapes)
-  _check_place(path)
+  if path.is_file():
+    raise ValueError(f"path {path} is a file; it must be a directory")
+  if _file(path, 0).is_file() and not (path / _MANIFEST).is_file():
+    raise ValueError(f"path is {path}, which contains prompts but no "
+                     f"{_MANIFEST}; choose another path")
   with locked(path, "recording"):
     claim(path / _MANIFEST, manifest, "record")
-    missing = _missing(path, manifest)
-    progress = progress and bool(missing)
-    if progress:
-      leaves = jax.tree.leaves(shapes)
-      round_size = sum(
-          x.size * x.dtype.itemsize for x in leaves) / len(prompts)
-      most = _size(round_size * max_new_tokens * len(missing))
-      print(f"recording {len(missing)} of {len(prompts)} prompts to {path}: at "
-            f"most {most}", file=sys.stderr)
+    missing = [i for i in range(len(prompts)) if not _file(path, i).is_file()]
     # One capacity for all prompts, so that the loop compiles once.
     capacity = max(limits) + manifest["num_nodes"]
-    written = 0
-    with _bar(len(prompts), len(missing), progress) as advance:
-      for done, index in enumerate(missing, 1):
-        rollout = _decode(decoder, params, prompts[index], key, index,
-                          limits[index], capacity)
-        written += _write(path, index, rollout)
-        advance(_size(written))
-        if done == 1:
-          _check_space(path, written, len(missing) - 1)
+    for index in tqdm.tqdm(
+        missing, f"recording to {path}", total=len(prompts), unit="prompt",
+        initial=len(prompts) - len(missing), dynamic_ncols=True,
+        disable=not (progress and missing)):
+      state = decoder.prefill(params, [prompts[index]], key,
+                              limits=limits[index], request_ids=[index],
+                              capacity=capacity)
+      _write(_file(path, index), _decode(decoder, params, state))
   return Record(path, manifest)
 
 
-def _shapes(decoder, params, prompts, key, limits) -> Rollout:
-  """Shapes of one round of all prompts, B in place of R.
+def _shapes(decoder: Decoder, params: Mapping[str, Any],
+            prompts: Sequence[np.ndarray], key: jax.Array,
+            limits: Sequence[int]) -> Rollout:
+  """Returns the shapes of one round of all prompts, with B instead of R.
 
-  Nothing is run, but all that `prefill` checks is checked: a bad last prompt
-  must not come up after hours.
+  Nothing is computed, but `prefill` checks its arguments. So an error in the
+  last prompt is raised before the first one is decoded.
   """
-  def one_round():
+  def decode_one_round() -> Rollout:
     state = decoder.prefill(params, prompts, key, limits=limits)
     return _rollout(*decoder.decode_traced(params, state, 1)[1:])
 
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-                      jax.eval_shape(one_round))
+                      jax.eval_shape(decode_one_round))
 
 
-def _rollout(stats, trace) -> Rollout:
-  # NumPy has no bfloat16 on disk, and float32 holds all of it.
+def _rollout(stats: RoundStats, trace: Trace) -> Rollout:
+  # NumPy cannot write bfloat16; float32 represents all of its values.
   wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
   draft = trace.draft.replace(probs=wide(trace.draft.probs))
   return Rollout(
@@ -191,10 +203,9 @@ def _rollout(stats, trace) -> Rollout:
       emitted=stats.emitted)
 
 
-def _decode(decoder, params, prompt, key, index, limit, capacity) -> Rollout:
-  """The rounds of one prompt until it is done."""
-  state = decoder.prefill(params, [prompt], key, limits=limit,
-                          request_ids=[index], capacity=capacity)
+def _decode(decoder: Decoder, params: Mapping[str, Any], state: DecodeState
+            ) -> Rollout:
+  """Decodes one prompt to its end and returns its rounds."""
   parts = []
   while not state.done.all():
     state, stats, trace = decoder.decode_traced(params, state, _ROUNDS_A_CALL)
@@ -206,7 +217,9 @@ def _decode(decoder, params, prompt, key, index, limit, capacity) -> Rollout:
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
+def _manifest(decoder: Decoder, params: Mapping[str, Any],
+              prompts: Sequence[np.ndarray], key: jax.Array,
+              max_new_tokens: int, shapes: Rollout) -> dict[str, Any]:
   parts = {f.name: repr(getattr(decoder, f.name))
            for f in dataclasses.fields(decoder)
            if f.name not in ("observers", "debug")}
@@ -225,101 +238,24 @@ def _manifest(decoder, params, prompts, key, max_new_tokens, shapes):
   }
 
 
-def _check_place(path):
-  """Refuses a directory whose files are of another origin."""
-  if path.exists() and not path.is_dir():
-    raise ValueError(f"{path} is a file; a record needs a directory")
-  if not (path / _MANIFEST).is_file() and any(path.glob("*.npz")):
-    raise ValueError(f"{path} holds .npz files and no {_MANIFEST}; choose "
-                     "another path")
-
-
-def _check_manifest(path, manifest):
-  """Refuses a manifest that `record` did not write."""
-  kinds = {"num_prompts": int, "num_nodes": int, "vocab_size": int,
-           "verifier": str, "drafter_is": list}
-  for name, kind in kinds.items():
-    if not isinstance(manifest.get(name), kind):
-      raise ValueError(f"{path / _MANIFEST} describes no record: {name} is "
-                       f"{manifest.get(name)!r}; choose another path, or "
-                       f"delete {path}")
-
-
-def _missing(path, manifest) -> list[int]:
-  """Prompts without a whole file."""
-  def is_missing(index):
-    try:
-      # Checksums first: numpy must not allocate what a damaged header says.
-      with zipfile.ZipFile(_file(path, index)) as arrays:
-        if arrays.testzip():
-          return True
-      _read(path, index, manifest)
-    except _DAMAGE:
-      return True
-    return False
-
-  return [i for i in range(manifest["num_prompts"]) if is_missing(i)]
-
-
-def _file(path, index):
+def _file(path: pathlib.Path, index: int) -> pathlib.Path:
   return path / f"prompt_{index:06d}.npz"
 
 
-def _write(path, index, rollout) -> int:
-  """Writes one prompt's rounds; returns the bytes."""
+def _write(path: pathlib.Path, rollout: Rollout) -> None:
   trace = rollout.trace
-  arrays = {**vars(trace.draft), **vars(trace.verdict),
-            "target_probs": trace.target_probs, "expected": rollout.expected,
-            "survival": rollout.survival, "emitted": rollout.emitted}
-  with atomically(_file(path, index)) as f:
-    np.savez(f, **arrays)
-  return _file(path, index).stat().st_size
+  with atomically(path) as f:
+    np.savez(f, **vars(trace.draft), **vars(trace.verdict),
+             target_probs=trace.target_probs, expected=rollout.expected,
+             survival=rollout.survival, emitted=rollout.emitted)
 
 
-def _read(path, index, manifest) -> Rollout:
-  """One prompt's rounds; one of `_DAMAGE` is raised where they are not all."""
-  nodes, vocab = manifest["num_nodes"], manifest["vocab_size"]
-  with np.load(_file(path, index)) as arrays:
+def _read(path: pathlib.Path) -> Rollout:
+  with np.load(path) as arrays:
     take = lambda kind: kind(**{f.name: arrays[f.name]
                                 for f in dataclasses.fields(kind)})
-    rollout = Rollout(
+    return Rollout(
         trace=Trace(draft=take(Draft), verdict=take(Verdict),
                     target_probs=arrays["target_probs"]),
         expected=arrays["expected"], survival=arrays["survival"],
         emitted=arrays["emitted"])
-  rounds = len(rollout.expected)
-  for leaf in jax.tree.leaves(rollout):
-    if not rounds or leaf.shape not in (
-        (rounds,), (rounds, nodes), (rounds, nodes, vocab)):
-      raise ValueError(f"{_file(path, index)} holds an array of shape "
-                       f"{leaf.shape}; delete it and record again")
-  return rollout
-
-
-def _check_space(path, size, left):
-  """Raises where `left` more prompts of `size` bytes do not fit the disk."""
-  free = shutil.disk_usage(path).free
-  if size * left > free:
-    raise ValueError(
-        f"the other {left} prompts need about {_size(size * left)} and "
-        f"{_size(free)} are free at {path}; make room and call again, or "
-        "record fewer prompts or tokens")
-
-
-def _size(count) -> str:
-  return f"{count / 1e6:,.1f} MB"
-
-
-@contextlib.contextmanager
-def _bar(total, missing, progress):
-  """A function to call with the size written after every prompt."""
-  if not progress:
-    yield lambda size: None
-    return
-  with tqdm.tqdm(total=total, initial=total - missing, unit="prompt",
-                 dynamic_ncols=True) as bar:
-    def advance(size):
-      bar.set_postfix_str(size)
-      bar.update()
-
-    yield advance

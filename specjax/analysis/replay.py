@@ -1,16 +1,17 @@
-"""Any verifier judged on a record, without its models.
+"""Evaluation of verifiers on a record, without its models.
 
-Given a draft and both models' laws, a rule's expected number of accepted
-tokens is known exactly, so no uniform is drawn and rules are compared on the
-same drafts. The rounds start where the recorded rule left off: for it the
-figures are those of its own rollouts, for another they say what it would accept
-there.
+Given a draft and the probabilities of both models, the expected number of
+accepted tokens of a rule is known exactly. So rules are compared on the same
+drafts and without sampling. Every round starts where the recorded rule ended
+the round before. The figures of this rule are those of its own rollouts. The
+figures of another rule are those of its rounds from the same contexts.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ _ROUNDS_A_CALL = 16  # one shape for all prompts
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replayed:
-  """What a verifier accepts of a record, a pair of arrays for every prompt.
+  """Expected acceptance of a verifier on a record, by prompt.
 
   Attributes:
     expected: `[R]` arrays, E[tau | draft] of every round.
@@ -40,12 +41,12 @@ class Replayed:
 
   @property
   def block_efficiency(self) -> float:
-    """Tokens of a round: 1 + all expected acceptances over all rounds."""
+    """Tokens per round: 1 + expected accepted tokens, over all rounds."""
     return self.estimate().value
 
   @property
   def mean_survival(self) -> np.ndarray:
-    """`[N]`, P(tau >= i) over all rounds, as `best_gamma` takes it."""
+    """`[N]`, the mean of P(tau >= i) over all rounds, for `best_gamma`."""
     return np.concatenate(self.survival).mean(axis=0, dtype=np.float64)
 
   def estimate(self, clusters: Sequence[Hashable] | None = None) -> Estimate:
@@ -60,17 +61,20 @@ class Replayed:
 
 
 def evaluate(record: Record, verifier: Verifier) -> Replayed:
-  """Judges a verifier on every recorded round.
+  """Evaluates a verifier on every recorded round.
+
+  Example: see `record`.
 
   Args:
-    record: from `record` or `Record.open`.
-    verifier: any rule. If it is the one that was recorded, by its repr, its
-      state is carried from round to round, and the figures are those of the
-      recording. Any other rule that remembers begins every round with a fresh
-      state, as a decoder's observers do.
+    record: the result of `record` or `Record.open`.
+    verifier: any rule. If its repr is that of the recorded rule, its state is
+      carried from round to round, and the figures are those of the recording.
+      Another rule with state begins every round with a fresh state, like the
+      observers of a decoder.
 
   Raises:
-    ValueError: the verifier needs what the recorded drafter does not declare.
+    ValueError: the verifier requires a property that the recorded drafter does
+      not declare.
   """
   interfaces.check_pair(verifier, f"the drafter of {record.path}",
                       record.manifest["drafter_is"])
@@ -81,11 +85,11 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   for rollout in record:
     rounds, state, parts = len(rollout.expected), start, []
     for first in range(0, rounds, _ROUNDS_A_CALL):
-      # The last call is filled up with its last round, which nobody reads.
+      # The last call is padded with copies of its last round.
       index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
       part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
-      state, found = _judged(verifier, state, part)
-      parts.append(found)
+      state, figures = _evaluate_rounds(verifier, state, part)
+      parts.append(figures)
     both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
     expected.append(both[0])
     survival.append(both[1])
@@ -93,21 +97,22 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
 
 
 def online(record: Record) -> Replayed:
-  """What the recorded verifier reported while it ran."""
+  """Returns the figures that the recorded verifier reported while it ran."""
   rollouts = [(r.expected, r.survival) for r in record]
   return Replayed(*zip(*rollouts))
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def _judged(rule, state, trace: Trace):
-  """The state after a few rounds and `([R], [R, N])`, the figures of each."""
-  def one_round(state, trace):
+def _evaluate_rounds(rule: Verifier, state: Any, trace: Trace
+                     ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+  """Returns the state after R rounds, and their `([R], [R, N])` figures."""
+  def evaluate_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
     law = rule.evaluate(draft, probs, state)
-    found = rule.figures(draft, probs, state, law,
-                         topology.depths(draft.parents))
+    figures = rule.figures(draft, probs, state, law,
+                           topology.depths(draft.parents))
     if state is not None:
       state = rule.next_state(state, draft, probs, trace.verdict)
-    return state, found
+    return state, figures
 
-  return jax.lax.scan(one_round, state, trace)
+  return jax.lax.scan(evaluate_round, state, trace)

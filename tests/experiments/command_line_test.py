@@ -189,7 +189,7 @@ def test_the_directory_of_another_run_is_named_by_its_flag(tmp_path):
 def test_a_record_that_is_not_there_names_its_flag(tmp_path):
   [found] = run_all("replay.py", ["--evaluate_only", "--output_dir=new"],
                     cwd=tmp_path)
-  assert "new has none; name the directory of one by --record" in found["code"]
+  assert "--evaluate_only" in found["code"] and "--record" in found["code"]
 
 
 _POINTER = ("version https://git-lfs.github.com/spec/v1\n"

@@ -139,7 +139,7 @@ def test_replay(tmp_path):
       (["--gamma=512"], ["--gamma=512", "at most 511, for"]),
       (["--record=file"], ["file is a file", "directory"]),
       (["--record="], ["--record=", "give a directory"]),
-      (["--record=other", "--evaluate_only"], ["num_prompts is None"]),
+      (["--record=other", "--evaluate_only"], ["other", "no complete"]),
       (["--verifier="], ["--verifier", "greedy_block"]),
       (["--prompts=mine.txt", "--max_new_tokens=510"],
        ["510", "context length"]),
