@@ -1,5 +1,6 @@
 """Heads on disk, with the sizes of their target."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
@@ -98,15 +99,15 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
       kind=f"the {type(heads).__name__} of {config_path.name}")
 
 
-def _flat(params):
+def _flat(params: Params) -> dict[str, jax.Array]:
   return flax.traverse_util.flatten_dict(params, sep=".")
 
 
-def _sizes(target: Transformer):
+def _sizes(target: Transformer) -> dict[str, int]:
   c = target.config
   return {"width": c.width, "vocab_size": c.vocab_size, "layers": c.layers}
 
 
-def _described(sizes):
+def _described(sizes: Mapping[str, int]) -> str:
   return (f"width {sizes['width']}, {sizes['vocab_size']} tokens and "
           f"{sizes['layers']} layers")

@@ -93,13 +93,7 @@ class Found:
       ValueError: the layers are of a kind that specjax does not have, or for
         another target.
     """
-    for part, what in (("mlp.experts.", "a mixture of experts"),
-                       ("mlp.gate.", "a mixture of experts"),
-                       ("kv_a_proj", "latent attention (MLA)")):
-      for name in self.tensors:
-        if part in name:
-          self.fail(f"has the tensor {name}, of {what}, which specjax does not "
-                    "have; take a drafter of dense layers")
+    self._check_dense()
     model_type = keys("model_type", "llama")
     if model_type not in _LAYERS:
       self.fail(f"is made of layers of the architecture {model_type!r}; "
@@ -126,6 +120,16 @@ class Found:
                                      self.target.context_length)
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
     return fields
+
+  def _check_dense(self) -> None:
+    """Raises a `ValueError` if a tensor is of an unsupported kind of layer."""
+    for part, kind in (("mlp.experts.", "a mixture of experts"),
+                       ("mlp.gate.", "a mixture of experts"),
+                       ("kv_a_proj", "latent attention (MLA)")):
+      for name in self.tensors:
+        if part in name:
+          self.fail(f"has the tensor {name}, of {kind}, which specjax does not "
+                    "have; take a drafter of dense layers")
 
   def check_target(self, keys: Keys) -> None:
     """Looks at the keys of a configuration that are the target's.
@@ -336,7 +340,7 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
   return tuple(ids.tolist())
 
 
-def _check_whole(found):
+def _check_whole(found: Found) -> None:
   """Refuses a map of a whole vocabulary that changes tokens."""
   if "d2t" not in found.tensors:
     return

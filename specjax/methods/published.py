@@ -18,6 +18,7 @@ from specjax.methods.blocks import published as blocks
 from specjax.methods.features import published as features
 from specjax.methods.heads import published as heads
 from specjax.methods.layouts import Found
+from specjax.methods.layouts import Layout
 from specjax.methods.layouts import WEIGHTS
 from specjax.methods.layouts import Writer
 from specjax.methods.networks import Heads
@@ -123,7 +124,7 @@ def drafter_layout(path: str | os.PathLike[str]) -> str | None:
   return None
 
 
-def _open(directory) -> Mapping[str, StoredTensor]:
+def _open(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   for layout in LAYOUTS.values():
     path = directory / layout.file
     if path.is_file() and layout.file != WEIGHTS:
@@ -136,7 +137,7 @@ def _open(directory) -> Mapping[str, StoredTensor]:
   return model_files.open_directory(directory)
 
 
-def _pickled(path):
+def _pickled(path: pathlib.Path) -> str:
   named = {pathlib.Path(layout.file).stem for layout in LAYOUTS.values()}
   new = path.stem if path.stem in named else pathlib.Path(WEIGHTS).stem
   new = path.with_name(f"{new}.safetensors")
@@ -146,7 +147,8 @@ def _pickled(path):
           f"weights_only=True).items()}}, {str(new)!r})")
 
 
-def _recognised(directory, config, tensors) -> str:
+def _recognised(directory: pathlib.Path, config: Mapping[str, Any],
+                tensors: Mapping[str, StoredTensor]) -> str:
   for name, layout in LAYOUTS.items():
     if layout.known_by(config, tensors):
       return name
@@ -156,7 +158,8 @@ def _recognised(directory, config, tensors) -> str:
       f"{', '.join(LAYOUTS)}")
 
 
-def _own(layout, tensors, target):
+def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
+         target: Transformer) -> dict[str, StoredTensor]:
   """Returns the drafter's tensors, by their names without those of a target."""
   layers = target.config.layers
   # Numbers of layers that the target does not have.
@@ -258,7 +261,8 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
   return name
 
 
-def _chosen(layout, heads, target):
+def _chosen(layout: str | None, heads: Heads, target: Transformer
+            ) -> tuple[str, _Plan]:
   """Returns the name of the layout to write, and its plan."""
   asked = [name for name in WRITTEN
            if layout in (None, name, name.partition(" of ")[2])]
@@ -281,7 +285,7 @@ def _chosen(layout, heads, target):
                    f"layout {layout or reason and of_kind[0]!r}: {reason}")
 
 
-def _planned(name, heads, target) -> _Plan | str:
+def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
   """Returns the plan of heads in a layout, or the reason why there is none.
 
   The configuration is read again, so that the layout loses nothing of the
@@ -339,7 +343,7 @@ def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
   return {"d2t": ids - np.arange(ids.size), "t2d": used}
 
 
-def _architectures(target):
+def _architectures(target: Transformer) -> list[str]:
   """Returns transformers' class of the target, if one computes it."""
   try:
     return [ARCHITECTURES[express(target.config)[0]].transformers]

@@ -42,7 +42,7 @@ class Parts(Drafter):
     return min(part.context_length for part in self.parts)
 
   def all_are(self, capability: str) -> bool:
-    """Returns whether every part declares a capability."""
+    """Returns True if every part declares a capability."""
     return all(capability in interfaces.capabilities(part)
                for part in self.parts)
 
@@ -77,24 +77,25 @@ class Parts(Drafter):
 
   def params_of_parts(self, params: Any) -> list[dict[str, Any]]:
     """Returns the parameters of each part."""
-    own = params.get("drafter")
-    if own is None:
-      own = (None,) * len(self.parts)
-    if not isinstance(own, (tuple, list)) or len(own) != len(self.parts):
+    by_part = params.get("drafter")
+    if by_part is None:
+      by_part = (None,) * len(self.parts)
+    if (not isinstance(by_part, (tuple, list))
+        or len(by_part) != len(self.parts)):
       raise ValueError(
           f"params['drafter'] of a {type(self).__name__} must be a tuple of "
           f"the parameters of its {len(self.parts)} drafters, None for "
           "those without")
-    return [{**params, "drafter": one} for one in own]
+    return [{**params, "drafter": part} for part in by_part]
 
   def asked(self, i: int, params: Any, uniforms: jax.Array, state: DecodeState
             ) -> tuple[Draft, Any]:
     """Returns the draft and the state of part i.
 
     Args:
-      i: the part.
+      i: number of the part.
       params: parameters of all parts.
-      uniforms: uniforms of all parts, or one key per row. No uniform is used
+      uniforms: uniforms of all parts, or a key per row. No uniform is used
         twice.
       state: decoding state.
     """

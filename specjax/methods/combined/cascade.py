@@ -1,4 +1,4 @@
-"""Cascades: a small model drafts, and is drafted for in turn.
+"""Cascades: a small model drafts, and has a drafter of its own.
 
 Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
 vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
@@ -6,18 +6,16 @@ arXiv:2312.11462); TriForce (Sun et al. 2024, arXiv:2404.11912).
 
   target  <-  gamma tokens  <-  small model  <-  chain or tree  <-  drafter
 
-Each stage is exact with respect to the next one: what the inner loop writes
-has the small model's law, so that q of every drafted token is that law in its
-context, as if the small model had drafted alone.
+Each stage is exact with respect to the next one: the inner loop samples from
+the small model's distribution. So q of every drafted token is that distribution
+in its context, as if the small model had drafted alone.
 
-A round of the inner loop ends where its verdict says, so that it may write more
-than gamma tokens. What is too much is dropped, which is exact, for which tokens
-stay is decided by their position alone: the first gamma tokens of a text that
-follows a law are distributed as that law says of them. To stop the loop where
-the text looks good would not be.
+The last inner round may write more than gamma tokens. The surplus is dropped,
+which is exact because the position alone decides which tokens stay. A loop that
+stopped at tokens of its choice would be biased.
 
-With a tail the inner drafter drafts on after these tokens, as in the horizontal
-cascade of CS Drafting: what is accepted more rarely is drafted more cheaply.
+With a tail the inner drafter drafts further tokens after these, as in the
+horizontal cascade of CS Drafting: rarely accepted tokens are drafted cheaply.
 """
 
 from collections.abc import Mapping
@@ -45,21 +43,22 @@ from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
+from specjax.types import Trace
 from specjax.utils import fields
 from specjax.utils import rows
 
-_NO_TOKEN = -1  # no id ends an inner text: the target decides where it ends
+_NO_TOKEN = -1  # no id ends the inner sequence: the target decides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cascade(Drafter):
   """Drafts gamma tokens of a small model that has a drafter of its own.
 
-  The inner loop is the decoder's own round, run until every row has its tokens
-  or is as long as it may become: at most gamma rounds, each with a pass of the
-  small model over what the inner drafter drafts. Its rows, its temperature and
-  its uniforms are those of the outer round; no uniform decides twice. The inner
-  verifier starts afresh in every outer round.
+  The inner loop is the decoder's own round. It runs until every row has gamma
+  tokens or has reached its limit, so at most gamma times. A round is a pass of
+  the small model over the inner draft. Rows and temperatures are those of the
+  outer round, and no uniform is used twice. The state of the inner verifier
+  starts again in every outer round.
 
   `params["drafter"]` is `{"target": parameters of the small model, "drafter":
   those of the inner drafter}`. The inner drafter may be a cascade.
@@ -69,9 +68,9 @@ class Cascade(Drafter):
     drafter: drafter of the small model. It needs `follow` if it has a state.
     gamma: draft length, at least 1.
     verifier: lossless rule between the two models.
-    tail: True if the inner drafter's own chain follows the gamma tokens. It
-      costs no pass of the small model. Its distribution is the inner drafter's,
-      so q depends on where the draft began.
+    tail: True if a chain of the inner drafter follows the gamma tokens. It
+      costs no pass of the small model. Its q is the inner drafter's, so q
+      depends on the start of the draft.
     transform: transform of the small model's logits, and of the inner drafter's
       unless it has one; None: the decoder's.
   """
@@ -94,8 +93,8 @@ class Cascade(Drafter):
     if not self.verifier.lossless:
       raise ValueError(
           f"the verifier of the cascade is {type(self.verifier).__name__}, "
-          "which is lossy, so that its drafts would have another law than "
-          "it says; choose a lossless one")
+          "which is lossy, so the reported q would be wrong; choose a lossless "
+          "rule")
 
   @property
   def autoregressive(self) -> bool:
@@ -130,9 +129,9 @@ class Cascade(Drafter):
           f" with a {type(reader).__name__} in it")
       raise ValueError(
           f"the cascade's drafter is a {type(self.drafter).__name__}{part}, "
-          "which reads a part of the small model's cache, and that is not "
-          "written before the cascade's own rounds are over; put the cascade "
-          f"inside, as the drafter of the {type(reader).__name__}")
+          "which reads the small model's cache, and the cascade writes that "
+          "cache after its rounds; make the cascade the drafter of the "
+          f"{type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
     round_steps.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
@@ -165,7 +164,8 @@ class Cascade(Drafter):
     _following.check_follows(self.drafter, state.drafter)
     return state.replace(context=None)
 
-  def _read(self, own, prompt, prefill_output):
+  def _read(self, own: Mapping[str, Any], prompt: Prompt,
+            prefill_output: ModelOutput) -> ModelOutput:
     """Reads the prompt with the small model."""
     del prefill_output
     return read_prompt(self.model, own["target"], prompt)
@@ -178,7 +178,7 @@ class Cascade(Drafter):
     inner = self._resumed(own, state, uniforms if takes_keys else None)
     uniforms = None if takes_keys else uniforms.reshape(
         uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
-    # Its rounds commit to the caches what one write puts there in the end.
+    # Inner rounds commit to a reserved block, which is written once at the end.
     inner = inner.replace(target_cache=inner.target_cache.reserve(
         self.gamma + self.drafter.num_nodes))
     inner, laws = self._written(own, inner, uniforms)
@@ -187,7 +187,7 @@ class Cascade(Drafter):
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
     tokens = jnp.where(drafted, tokens, 0)
-    # The loop reports a row whose numbers broke down in here.
+    # A row with fewer tokens had non-finite numbers. NaN reports them.
     broken = ~state.done & (inner.lengths < inner.limits)
     probs = jnp.where(drafted[..., None], laws,
                       jnp.where(broken, jnp.nan, 0.0)[:, None, None])
@@ -202,9 +202,9 @@ class Cascade(Drafter):
         keys=None, context=None, verifier=before.verifier,
         constraints=before.constraints)
 
-  def _resumed(self, own, state, keys):
-    """Returns the state of the inner loop at the end of the committed
-    tokens."""
+  def _resumed(self, own: Mapping[str, Any], state: DecodeState,
+               keys: jax.Array | None) -> DecodeState:
+    """Returns the inner state after the committed tokens."""
     before = state.drafter
     room = before.tokens.shape[1] - state.tokens.shape[1]
     return before.replace(
@@ -215,18 +215,19 @@ class Cascade(Drafter):
         temperature=state.temperature, context=state.context,
         constraints=state.constraints, target_cache=self._cache(own, state))
 
-  def _cache(self, own, state):
+  def _cache(self, own: Mapping[str, Any], state: DecodeState) -> Any:
     """Returns the small model's cache of committed tokens without the root."""
     before = state.drafter
     since = _following.agreed(before.tokens, before.lengths - 1, state)
     return _following.caught_up(
         self.model, own["target"], state, before.target_cache, since)
 
-  def _written(self, own, inner, uniforms):
+  def _written(self, own: Mapping[str, Any], inner: DecodeState,
+               uniforms: jax.Array | None) -> tuple[DecodeState, jax.Array]:
     """Runs the inner loop until every row is done.
 
     Returns:
-      The inner state, and the laws `[B, gamma, V]` of the tokens it wrote.
+      The inner state, and the distributions `[B, gamma, V]` of its new tokens.
     """
     stage, start = self._stage, inner.lengths
 
@@ -234,8 +235,8 @@ class Cascade(Drafter):
       i, inner, laws = carry
       new, _, trace = stage(
           own, inner, self._round_uniforms(inner, uniforms, i))
-      # Laws after those of the emitted tokens are overwritten by the next
-      # round; a row that has all its tokens writes after them.
+      # The next round overwrites the rows after the emitted tokens. A finished
+      # row writes after its gamma rows.
       laws = rows.put(laws, self._on_path(trace).astype(laws.dtype),
                       inner.lengths - start)
       return i + 1, new, laws
@@ -247,28 +248,30 @@ class Cascade(Drafter):
         (jnp.zeros((), jnp.int32), inner, laws))
     return inner, laws[:, :self.gamma]
 
-  def _on_path(self, trace):
-    """Returns `[B, N, V]`, the distributions of the tokens of a round in
-    order."""
+  def _on_path(self, trace: Trace) -> jax.Array:
+    """Returns the distributions `[B, N, V]` along the accepted path."""
     if "chain" in interfaces.capabilities(self.drafter):
       return trace.target_probs
     return jnp.take_along_axis(
         trace.target_probs, trace.verdict.path[..., None], axis=1)
 
-  def _tail(self, own, state, inner, uniforms):
-    """Returns the inner drafter's chain after the inner sequence, and its
-    state."""
-    # No round of the inner loop has this number, whatever other rows need.
+  def _tail(self, own: Mapping[str, Any], state: DecodeState,
+            inner: DecodeState, uniforms: jax.Array | None
+            ) -> tuple[Draft, Any]:
+    """Returns the inner drafter's chain after the inner tokens, and its state.
+    """
+    # No round of the inner loop has this number, which keys are derived from.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
         own, inner, self._round_uniforms(inner, uniforms, self.gamma))
-    # Nothing follows a text that the row's limit ended.
-    whole = inner.lengths == state.lengths + self.gamma
+    # Nothing follows in rows that their limit ended before gamma tokens.
+    complete = inner.lengths == state.lengths + self.gamma
     return tail.replace(probs=jnp.where(
-        whole[:, None, None], tail.probs, 0)), drafter
+        complete[:, None, None], tail.probs, 0)), drafter
 
-  def _round_uniforms(self, inner, uniforms, i):
+  def _round_uniforms(self, inner: DecodeState, uniforms: jax.Array | None,
+                      i: jax.Array | int) -> jax.Array:
     """Returns `[B, count]`, the uniforms of round i of the inner loop."""
     if uniforms is None:
       return self._stage.draw_uniforms(inner, 1)[0]
@@ -286,7 +289,7 @@ class Cascade(Drafter):
             "drafter": self.drafter.param_specs(axis, size)}
 
 
-def _reader(drafter):
+def _reader(drafter: Drafter) -> Drafter | None:
   """Returns the part that reads its target's cache, or None."""
   if drafter.reads_cache:
     return drafter
@@ -301,8 +304,8 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
 
   Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
   cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
-  al. 2024, arXiv:2404.11912). The drafts are those of the small model alone,
-  and need fewer of its passes.
+  al. 2024, arXiv:2404.11912). Drafts have the small model's distribution and
+  need fewer of its passes.
 
   >>> import jax
   >>> import specjax as sj

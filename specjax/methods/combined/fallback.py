@@ -1,8 +1,8 @@
 """Fallback to a second drafter in rows where the first has no draft.
 
-Such as n-grams where they match and a language model where not, as in
+An example is an n-gram drafter with a language model for rows without a match.
 SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
-al. 2024, arXiv:2411.10666), which fall back to a trained drafter.
+al. 2024, arXiv:2411.10666) fall back to a trained drafter.
 """
 
 import dataclasses
@@ -30,14 +30,13 @@ from specjax.utils import fields
 class Fallback(_parts.Parts):
   """Uses the first drafter's draft in each row, or else the second's.
 
-  The law stays right because the choice gives no drafted token away: whether
-  the first drafter has a draft at all is decided before it draws a token, as
-  every drafter must, and how many tokens it has is asked only of one that draws
-  nothing, whose draft is a function of what is committed.
+  This is exact because the choice does not depend on a sampled token. A drafter
+  decides if a row has a draft before it samples. A minimal number of tokens is
+  allowed only if the first drafter is a function of the committed tokens.
 
-  In a round where every row has a first draft the second drafter is not asked,
-  and catches up when it is. So `params["drafter"]` is a pair, and a drafter
-  with a state needs `follow`, see `specjax.interfaces`.
+  The second drafter does not run in a round in which every row has a first
+  draft. It catches up in its next round. So a drafter with a state needs
+  `follow`, see `specjax.interfaces`. `params["drafter"]` is a pair.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
@@ -88,16 +87,16 @@ class Fallback(_parts.Parts):
     return self._draws_nothing_first and not interfaces.has_model(self.first)
 
   @property
-  def _draws_nothing_first(self):
+  def _draws_nothing_first(self) -> bool:
     return self.first.num_uniforms == 0
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, the rows in which `propose` asks the second drafter.
 
-    For a `Controller`, and only of a first drafter that draws nothing and has
-    no model, for it is asked twice; rows that are done lack nothing. Where the
-    controller takes a shorter draft than this drafter's own, fewer tokens may
-    be enough (`min_tokens`), and such a row is said to lack them all the same.
+    A `Controller` calls it if the first drafter uses no uniforms and has no
+    model, because `propose` runs twice then. Finished rows are False. With a
+    shorter draft length `propose` may need fewer tokens (`min_tokens`), so the
+    result can have more rows than the second drafter will serve.
     """
     uniforms = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(
@@ -105,7 +104,7 @@ class Fallback(_parts.Parts):
         state.replace(drafter=state.drafter[0]))
     return self._lacks(draft) & ~state.done
 
-  def _lacks(self, draft):
+  def _lacks(self, draft: Draft) -> jax.Array:
     return draft.drafted.sum(-1) < self.min_tokens
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Fallback":
@@ -114,8 +113,8 @@ class Fallback(_parts.Parts):
     if self.min_tokens > 1 and not self._draws_nothing_first:
       raise ValueError(
           f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
-          "draws its tokens, so that their number may tell of them; leave "
-          "min_tokens at 1, or put a drafter that draws nothing first")
+          "samples its tokens, and their number may depend on them; leave "
+          "min_tokens at 1, or put a deterministic drafter first")
     if self.min_tokens >= max(first.num_nodes, 2):
       raise ValueError(
           f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
@@ -129,39 +128,39 @@ class Fallback(_parts.Parts):
     lacking = self._lacks(draft)
     ask = lambda both: self.asked(
         1, params, uniforms, state.replace(drafter=(first, both[1])))
-    shapes, own = jax.eval_shape(ask, (None, state.drafter[1]))
+    shapes, new_state = jax.eval_shape(ask, (None, state.drafter[1]))
     checks.check_same(
-        f"the state that {type(self.second).__name__}.propose returned", own,
-        state.drafter[1])
+        f"the state that {type(self.second).__name__}.propose returned",
+        new_state, state.drafter[1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     other, second = round_steps.once(
         jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
-    pick = lambda mine, others: jnp.where(
-        lacking.reshape(-1, *[1] * (mine.ndim - 1)), others, mine)
+    pick = lambda x, y: jnp.where(
+        lacking.reshape(-1, *[1] * (x.ndim - 1)), y, x)
     draft = jax.tree.map(
         pick, self._padded(draft), self._padded(other))
     return draft.replace(
         tokens=draft.tokens.at[:, 0].set(round_steps.roots(state)),
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
-  def _padded(self, draft):
+  def _padded(self, draft: Draft) -> Draft:
     """Pads the draft to the size of the larger one."""
     nodes = draft.tokens.shape[1]
-    more = self.num_nodes - nodes
+    missing = self.num_nodes - nodes
     below = jnp.arange(nodes - 1, self.num_nodes - 1, dtype=jnp.int32)
     return Draft(
-        tokens=jnp.pad(draft.tokens, ((0, 0), (0, more))),
+        tokens=jnp.pad(draft.tokens, ((0, 0), (0, missing))),
         parents=jnp.concatenate([draft.parents, jnp.tile(
             below, (draft.parents.shape[0], 1))], axis=1),
-        probs=jnp.pad(draft.probs, ((0, 0), (0, more), (0, 0))))
+        probs=jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0))))
 
 
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
              ) -> Strategy:
   """Drafts with one drafter, and with another in rows where it has no draft.
 
-  As SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu
-  et al. 2024, arXiv:2411.10666) fall back to a trained drafter.
+  SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
+  al. 2024, arXiv:2411.10666) do so with a trained drafter.
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel

@@ -1,9 +1,10 @@
 """Merges the drafts of several drafters into one tree.
 
 The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for drafters of any
-kind: language models, cascades, n-grams, trees of likely tokens.
+kind: language models, cascades, n-grams, trees of the most likely tokens.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -16,6 +17,7 @@ from specjax.decoding import round_steps
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
+from specjax.methods import stop_rules
 from specjax.methods.combined import _parts
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -29,26 +31,25 @@ from specjax.verifiers import tree
 class Merge(_parts.Parts):
   """Merges drafts below one root; equal prefixes share nodes.
 
-  What several drafters draft below the same text hangs below the first node
-  that spells it, in the order of the drafters, and is tried in that order.
-  Later nodes with the same text stay as leaves. Dropping them would be a bias
-  where they were drawn: they are rejected for sure, but the residual is the
-  smaller for each of them, see `topology.prefix_tree`. Certain ones change
-  nothing.
+  Children of equal prefixes become children of the first node with that prefix,
+  and are tried in the order of the drafters. Later nodes with the prefix stay as
+  leaves. To drop sampled ones would be biased: they are always rejected, but
+  each of them reduces the residual distribution, see `topology.prefix_tree`.
+  Deterministic ones change nothing.
 
-  The drafters draw uniforms of their own, so that every row of q is the law of
-  its token given all nodes before it, as it was without the others: what they
-  drafted says nothing of it. That a later drafter agrees with an earlier one
-  shows in the shape of the tree, which does no harm, see `Paths`.
+  The drafters use independent uniforms. So every row of q is the distribution
+  of its token given all nodes before it, as without the other drafters. The
+  shape of the tree shows that two drafters agree, which is harmless, see
+  `Paths`.
 
-  Put drawn drafts before deterministic ones: what is tried first is compared
-  with all of p, and a deterministic token loses nothing by being tried later
-  (Hu et al. 2025, arXiv:2502.18779).
+  Put sampled drafts before deterministic ones. The first child is compared with
+  all of p, and a deterministic token loses nothing by a later place (Hu et al.
+  2025, arXiv:2502.18779).
 
   Attributes:
-    drafters: two or more. One with a state needs `follow`, see
-      `specjax.interfaces`; `params["drafter"]` is a tuple. None may have a stop
-      rule that learns.
+    drafters: two or more drafters. A drafter with a state needs `follow`, see
+      `specjax.interfaces`, and its stop rule must have no memory.
+      `params["drafter"]` is a tuple.
   """
 
   drafters: tuple[Drafter, ...]
@@ -64,8 +65,8 @@ class Merge(_parts.Parts):
       if rule.learns:
         raise ValueError(
             f"the stop rule {type(rule).__name__} learns from verdicts on its "
-            "own chains, and a merge has them on a tree; take a rule that "
-            "remembers nothing, such as Confidence")
+            "own chains, and a merge drafts a tree; take a rule without "
+            "memory, such as Confidence")
 
   @property
   def parts(self) -> tuple[Drafter, ...]:
@@ -85,19 +86,20 @@ class Merge(_parts.Parts):
     drafts, states = zip(*(self.asked(i, params, uniforms, state)
                            for i in range(len(self.drafters))))
     before = np.cumsum([0, *(part.num_nodes - 1 for part in self.drafters)])
-    join = lambda name: jnp.concatenate(
-        [getattr(draft, name)[:, 1:] for draft in drafts], axis=1)
+    join = lambda arrays: jnp.concatenate(
+        [array[:, 1:] for array in arrays], axis=1)
     parents = jnp.concatenate([
         jnp.where(below > 0, below + start, 0) for below, start in zip(
             (draft.parents[:, 1:] for draft in drafts), before)], axis=1)
-    root = jnp.full((parents.shape[0], 1), -1, jnp.int32)
+    root = jnp.full_like(parents[:, :1], -1)
     draft = jax.vmap(Draft.tree)(
         round_steps.roots(state), jnp.concatenate([root, parents], axis=1),
-        join("tokens"), join("probs"))
+        join([draft.tokens for draft in drafts]),
+        join([draft.probs for draft in drafts]))
     return jax.vmap(_merged)(draft), states
 
 
-def _stop_rules(drafters):
+def _stop_rules(drafters: Sequence[Drafter]) -> Iterator[stop_rules.StopRule]:
   """Returns the stop rules of drafters and of their fallbacks."""
   for part in drafters:
     if part.stop is not None:
@@ -105,7 +107,7 @@ def _stop_rules(drafters):
     yield from _stop_rules(part.parts)
 
 
-def _merged(draft):
+def _merged(draft: Draft) -> Draft:
   """Moves the children of equal prefixes below the first of them."""
   same = tree.same_text(draft)
   first = jnp.where(jnp.diagonal(same), jnp.argmax(same, axis=-1),

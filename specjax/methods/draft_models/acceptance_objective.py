@@ -78,7 +78,8 @@ class Acceptance:
     return mean(nats), {"acceptance": mean(accepted),
                         "forecast": mean(jax.nn.sigmoid(sure))}
 
-  def _mixed(self, drafter, tokens, key):
+  def _mixed(self, drafter: Params, tokens: jax.Array, key: jax.Array
+             ) -> jax.Array:
     """Replaces a share of a row's tokens by samples given the tokens before."""
     which, draw = jax.random.split(key)
     laws = jax.nn.softmax(self.model(drafter, tokens).logits[:, :-1])

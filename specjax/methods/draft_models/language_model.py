@@ -115,7 +115,7 @@ class LanguageModel(_common.DrawnChain):
     return Stopping(
         cache=cache, rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
-  def _split(self, params):
+  def _split(self, params: Any) -> tuple[Any, Any]:
     """Returns the parameters of the model and of the stop rule."""
     return stop_rules.split_params(self.stop, params["drafter"])
 
@@ -166,7 +166,8 @@ class LanguageModel(_common.DrawnChain):
     draft = Draft(tokens=tokens, parents=parents, probs=probs)
     return draft, cache.settle()
 
-  def _propose_until(self, params, uniforms, state):
+  def _propose_until(self, params: Any, uniforms: jax.Array, state: DecodeState
+                     ) -> tuple[Draft, Stopping]:
     """Drafts chains with a stop rule."""
     params, own = self._split(params)
     logits, hidden, cache = _common.read_last(

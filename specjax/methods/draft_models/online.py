@@ -232,14 +232,17 @@ class Online(_common.DrawnChain):
         keep, (correction, optimizer), (drafter.correction, drafter.optimizer))
     return drafter.replace(correction=correction, optimizer=optimizer)
 
-  def _read_again(self, params, drafter, draft):
+  def _read_again(self, params: Any, drafter: Learner, draft: Draft
+                  ) -> ModelOutput:
     """Returns the model's own output `[B, N]` at the nodes of a draft."""
     batch, size = draft.tokens.shape
     return self.model(
         params, draft.tokens, *topology.causal(batch, size),
         drafter.cache.rollback(jnp.maximum(drafter.since - 1, 0)))
 
-  def _step(self, correction, optimizer, logits, hidden, law, weights):
+  def _step(self, correction: Correction, optimizer: Any, logits: jax.Array,
+            hidden: jax.Array, law: jax.Array, weights: jax.Array
+            ) -> tuple[Correction, Any]:
     """Returns the correction of one row and its optimizer state after a
     step."""
     def loss(correction):
@@ -256,7 +259,7 @@ class Online(_common.DrawnChain):
     return self.model.param_specs(axis, size)
 
 
-def _check_alike(learned, own):
+def _check_alike(learned: Learner, own: Learner) -> None:
   """Raises `ValueError` if `learned` is of another drafter or batch size."""
   sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
   if sizes(learned) != sizes(own):

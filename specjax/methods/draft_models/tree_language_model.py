@@ -17,6 +17,7 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
+from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.strategy import Strategy
@@ -227,7 +228,8 @@ def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   return _tree(model, parents, "top_k", verifiers.TargetWalk())
 
 
-def _tree(model, parents, proposal, verifier):
+def _tree(model: Model, parents: Sequence[int], proposal: str,
+          verifier: Verifier) -> Strategy:
   drafter = TreeLanguageModel(
       model=model, parents=tuple(parents), proposal=proposal)
   return Strategy(drafter, verifier)

@@ -123,7 +123,7 @@ class NGram(_Lookup):
     vocab_size: V; `bind` sets it.
   """
 
-  def _copied(self, state):
+  def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
     return copied_from_row(state, self.gamma, self.max_ngram, self.min_ngram,
                            self.prefer)
 
@@ -159,7 +159,7 @@ class Reference(_Lookup):
     super().init(params, prompt, prefill_output)
     _references(prompt.context)
 
-  def _copied(self, state):
+  def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
     # V is no number of 16 bits where the vocabulary is large.
     text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
@@ -253,7 +253,7 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
   return jnp.where((size > 0)[:, None], tokens, -1), size
 
 
-def _last(state, count):
+def _last(state: DecodeState, count: jax.Array) -> jax.Array:
   """`[B, count]`, the committed tokens from the last one backwards."""
   at = state.lengths[:, None] - 1 - jnp.arange(count)
   tokens = jnp.take_along_axis(
@@ -261,7 +261,8 @@ def _last(state, count):
   return jnp.where(at >= 0, tokens, NOWHERE)
 
 
-def _best(count, usable, min_ngram, prefer):
+def _best(count: jax.Array, usable: jax.Array, min_ngram: int, prefer: str
+          ) -> tuple[jax.Array, jax.Array]:
   """The slot `[B]` where most tokens agree, and how many: 0 where too few."""
   slots = count.shape[1]
   slot = jnp.arange(slots, dtype=jnp.int32)
@@ -273,7 +274,7 @@ def _best(count, usable, min_ngram, prefer):
   return place if prefer == "latest" else slots - 1 - place, best // slots
 
 
-def _references(context):
+def _references(context: Any) -> jax.Array:
   """`context["reference"]`, or a `ValueError` that says what is missing."""
   found = (context.get("reference") if isinstance(context, Mapping) else None)
   if found is None:

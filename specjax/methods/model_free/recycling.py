@@ -197,7 +197,7 @@ class Recycling(Drafter):
     return PartitionSpec()
 
 
-def _check_table(table, shape):
+def _check_table(table: jax.Array, shape: tuple[int, int]) -> None:
   kind = f"a {type(table).__name__}" if not hasattr(table, "shape") else (
       f"of shape {table.shape} and dtype {table.dtype}")
   if getattr(table, "shape", None) != shape or not jnp.issubdtype(
@@ -207,7 +207,7 @@ def _check_table(table, shape):
         f"of shape {shape}: take one of a decoder with this tree, or ()")
 
 
-def _with_pairs(table, prompt):
+def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
   """The table with each prompt's pairs, the latest successors in front."""
   size, successors = table.shape[1:]
   row, rank = jnp.arange(table.shape[0]), jnp.arange(successors)

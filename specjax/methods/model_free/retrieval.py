@@ -128,7 +128,8 @@ class Retrieval(_continuations.CountDrafter):
     tokens, probs = jax.vmap(walk)(following, alive, ended, steps)
     return self._deterministic(state, tokens[:, 0], probs[:, 0] > 0), None
 
-  def _matches(self, store, state):
+  def _matches(self, store: Datastore, state: DecodeState
+               ) -> tuple[jax.Array, jax.Array]:
     """Returns continuations `[B, K, S]` of the longest match, and `[B, K]`
     bool."""
     sizes = np.arange(self.min_match, self.max_match + 1, dtype=np.int32)
@@ -140,7 +141,8 @@ class Retrieval(_continuations.CountDrafter):
         store, take(first), take(found), jnp.asarray(sizes)[longest],
         self.max_matches, self.gamma)
 
-  def _tree(self, state, following, alive) -> Draft:
+  def _tree(self, state: DecodeState, following: jax.Array, alive: jax.Array
+            ) -> Draft:
     """Returns the most frequent prefixes of every row."""
     def one(root, following, alive):
       tokens, parents, real = _continuations.frequent_paths(

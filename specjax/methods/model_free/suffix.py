@@ -23,6 +23,7 @@ The published code keeps the trees on the host. Here a set of matches is a mask
 over K places, see `continuations`, so that all is one compiled program.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -158,14 +159,14 @@ class Suffix(_continuations.CountDrafter):
     return self._drawn(state, uniforms, found.following, found.alive,
                        found.ended, found.steps, self.min_token_prob), None
 
-  def _steps(self, sizes):
+  def _steps(self, sizes: np.ndarray) -> np.ndarray:
     """Returns `[M]` int32, the maximal draft length for each match length."""
     wanted = np.trunc(
         sizes * self.max_spec_factor + self.max_spec_offset + 1e-6)
     return np.clip(np.minimum(wanted, self.max_depth - sizes), 0,
                    self.gamma).astype(np.int32)
 
-  def _own(self, state) -> _Found:
+  def _own(self, state: DecodeState) -> _Found:
     """Returns the best draft from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
     # The search goes on while any row matches: rows that are done must not.
@@ -181,7 +182,7 @@ class Suffix(_continuations.CountDrafter):
     tokens, probs = jax.vmap(walk)(following, alive)
     return self._best(sizes, tokens, probs, following, alive, 1.0)
 
-  def _stored(self, store, state) -> _Found:
+  def _stored(self, store: Datastore, state: DecodeState) -> _Found:
     """Returns the best draft from a datastore."""
     sizes = np.arange(1, min(store.depth, self.max_depth - 1) + 1,
                       dtype=np.int32)
@@ -202,7 +203,8 @@ class Suffix(_continuations.CountDrafter):
         following, alive, jnp.asarray(self._steps(sizes)))
     return self._best(sizes, tokens, probs, following, alive, 0.0)
 
-  def _best(self, sizes, tokens, probs, following, alive, ended) -> _Found:
+  def _best(self, sizes: np.ndarray, tokens: jax.Array, probs: jax.Array,
+            following: jax.Array, alive: jax.Array, ended: float) -> _Found:
     """Returns the best draft over all match lengths."""
     index, score = _continuations.best_set(probs)
     take = lambda x: jax.vmap(lambda row, i: row[i])(x, index)
@@ -213,7 +215,7 @@ class Suffix(_continuations.CountDrafter):
         steps=jnp.asarray(self._steps(sizes))[index])
 
 
-def _store(params) -> Datastore | None:
+def _store(params: Mapping[str, Any]) -> Datastore | None:
   """Returns the datastore in a decoder's parameters, or None."""
   store = params.get("drafter")
   if store is None or isinstance(store, tuple) and not store:

@@ -99,11 +99,11 @@ class Reader(Drafter):
   gamma: int
   expansion: int
 
-  def _room(self, capacity):
+  def _room(self, capacity: int) -> int:
     """Returns the maximal number of draft tokens of a row."""
     return min(self.expansion * capacity, self.model.context_length)
 
-  def _columns(self, prompt):
+  def _columns(self, prompt: Prompt) -> int:
     """Returns the columns for `begun`."""
     return padded_length(min(self.expansion * prompt.tokens.shape[1],
                              self._room(prompt.capacity)))

@@ -136,7 +136,7 @@ class StringMatch(reading_lib.Reader):
         round_steps.roots(state), jnp.maximum(chain, 0), probs)
     return draft, reading.drafted(length, written, cache)
 
-  def _read(self, state, room):
+  def _read(self, state: DecodeState, room: int) -> reading_lib.Reading:
     """Returns the reading with the tokens committed since."""
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
@@ -153,7 +153,8 @@ class StringMatch(reading_lib.Reader):
     count = jnp.where(count <= width, count, room + 1)
     return reading.amended(start, ids, count, state.lengths, room)
 
-  def _write(self, params, logits, cache, room):
+  def _write(self, params: Any, logits: jax.Array, cache: Any, room: int
+             ) -> tuple[jax.Array, jax.Array, Any]:
     """Writes the most likely tokens.
 
     Returns:
@@ -188,13 +189,14 @@ class StringMatch(reading_lib.Reader):
     return self.model.param_specs(axis, size)
 
 
-def _window(tokens, start, size):
+def _window(tokens: jax.Array, start: jax.Array, size: int) -> jax.Array:
   """Returns `[B, size]`, the columns of `tokens` from `start [B]` on."""
   return jnp.take_along_axis(
       tokens, start[:, None] + jnp.arange(size), axis=1, mode="clip")
 
 
-def _ids_and_counts(batch, width):
+def _ids_and_counts(batch: int, width: int
+                    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
   return (jax.ShapeDtypeStruct((batch, width), jnp.int32),
           jax.ShapeDtypeStruct((batch,), jnp.int32))
 

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.data.vocabularies import VocabularyMap
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import round_steps
 from specjax.interfaces import Model
@@ -189,7 +190,8 @@ class TokenIntersection(reading_lib.Reader):
     """Returns a drafter that follows any sequence."""
     return _following.Following(drafter=self)
 
-  def _spelled(self, vocabulary, tokens, lengths, width):
+  def _spelled(self, vocabulary: VocabularyMap, tokens: jax.Array,
+               lengths: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Spells tokens `[B, S]` in the drafter's vocabulary, `[B, width]`, with
     lengths.
 
@@ -208,7 +210,8 @@ class TokenIntersection(reading_lib.Reader):
 
     return jax.vmap(one)(tokens, lengths)
 
-  def _read(self, state, vocabulary, room):
+  def _read(self, state: DecodeState, vocabulary: VocabularyMap, room: int
+            ) -> reading_lib.Reading:
     """Returns the reading with the pieces of the tokens committed since."""
     reading = state.drafter
     slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
@@ -224,7 +227,7 @@ class TokenIntersection(reading_lib.Reader):
     return {"model": self.model.param_specs(axis, size),
             "vocabulary": PartitionSpec()}
 
-  def _check(self, vocabulary):
+  def _check(self, vocabulary: VocabularyMap) -> None:
     for part, has, wants in (
         ("drafter", vocabulary.draft_size, self.model.vocab_size),
         ("target", vocabulary.target_size, self.target_size)):
@@ -235,7 +238,7 @@ class TokenIntersection(reading_lib.Reader):
             "sizes of both models")
 
 
-def _constrained(constraints, memory, law):
+def _constrained(constraints: Any, memory: Any, law: jax.Array) -> jax.Array:
   """Returns the distribution `law [B, V]` under the constraints.
 
   Its logs stand for the logits: a repetition penalty of them is another one,

@@ -206,7 +206,8 @@ class Exit(_common.DrawnChain):
         own=own, rule=stop_rules.record_chains(before.rule, draft, self.gamma),
         begun=begun if self.shares_pass else None)
 
-  def _read(self, params, node, tokens, begun, own):
+  def _read(self, params: Any, node: jax.Array, tokens: jax.Array, begun: Begun,
+            own: Any) -> tuple[ModelOutput, Any, Begun]:
     """Reads a node; returns the exit's output, its state and the partial
     pass."""
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
@@ -217,7 +218,7 @@ class Exit(_common.DrawnChain):
             begun.hidden, out.hidden, node, axis=1))
     return *self.predict(params, out, own), begun
 
-  def _stop_params(self, params):
+  def _stop_params(self, params: Any) -> Any:
     """Returns the parameters of the stop rule, or None."""
     if self.stop is None or not self.stop.has_params:
       return None
@@ -227,13 +228,15 @@ class Exit(_common.DrawnChain):
                        "parameters; give params['drafter'] = {'stop': ...}")
     return own["stop"]
 
-  def _asked(self, params, place, law, hidden, token, going, memory):
+  def _asked(self, params: Any, place: jax.Array, law: jax.Array,
+             hidden: jax.Array, token: jax.Array, going: jax.Array, memory: Any
+             ) -> tuple[jax.Array, Any]:
     seen = stop_rules.Seen(
         place=jnp.full_like(token, place), probs=law, hidden=hidden,
         token=token)
     return stop_rules.ask(self.stop, params, seen, going, memory)
 
-  def _begin(self, params, state):
+  def _begin(self, params: Any, state: DecodeState) -> Begun:
     """Returns the empty partial pass, with room for all nodes."""
     cache = state.target_cache
     if cache.held is None:  # a cascade has reserved one
@@ -243,11 +246,11 @@ class Exit(_common.DrawnChain):
         (state.lengths.shape[0], self.num_nodes, c.width),
         params["target"]["embedding"].dtype))
 
-  def _reserved(self, own):
+  def _reserved(self, own: Any) -> Any:
     """Reserves room for the drafted tokens in the exit's state."""
     return own
 
-  def _rewound(self, own, before):
+  def _rewound(self, own: Any, before: Any) -> Any:
     """Rewinds the exit's state to the committed tokens."""
     del before
     return own
@@ -298,7 +301,7 @@ class EarlyExit(Exit):
     return state.drafter
 
 
-def _alone(tokens):
+def _alone(tokens: jax.Array) -> jax.Array:
   return jnp.ones((*tokens.shape, 1), bool)
 
 

@@ -9,6 +9,7 @@ Without a drafter inside it is MagicDec (Sadhukhan et al. 2024,
 arXiv:2408.11049): the target drafts alone from a sparse cache.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -28,6 +29,8 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +78,15 @@ class Hierarchy(Cascade):
     own = dataclasses.replace(self, model=target)
     return super(Hierarchy, own).bind(target, transform)
 
-  def _read(self, own, prompt, prefill_output):
+  def _read(self, own: Mapping[str, Any], prompt: Prompt,
+            prefill_output: ModelOutput) -> ModelOutput:
     """Returns the view of the prompt in place of a cache."""
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
     return prefill_output.replace(cache=self.view.choose(
         self.model, own["target"], root, prefill_output.cache))
 
-  def _cache(self, own, state):
+  def _cache(self, own: Mapping[str, Any], state: DecodeState) -> Any:
     """Returns the view of the committed tokens without the root."""
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)

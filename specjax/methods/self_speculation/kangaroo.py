@@ -244,10 +244,10 @@ class Kangaroo(Exit):
     cache = read_prompt(self._adapted, params, prompt).cache
     return state.replace(own=cache.adapter)
 
-  def _reserved(self, own):
+  def _reserved(self, own: Cache) -> Cache:
     return own.reserve(self.num_nodes)
 
-  def _rewound(self, own, before):
+  def _rewound(self, own: Cache, before: Cache) -> Cache:
     return own.rollback(before.lengths)
 
   def predict(self, params: Any, output: ModelOutput, own: Any
@@ -306,7 +306,8 @@ class KangarooObjective:
     return -weighted_mean(jnp.sum(p * log_q, axis=-1), weights), {
         "acceptance": weighted_mean(jax.lax.stop_gradient(accepted), weights)}
 
-  def _logits(self, params, tokens):
+  def _logits(self, params: Params, tokens: jax.Array
+              ) -> tuple[jax.Array, jax.Array]:
     """Returns logits `[B, S, V]` of the target and of the adapter."""
     target, at = jax.lax.stop_gradient(params["target"]), self.adapter.exit
     exit = self.model.run(target, Sublayers.between(0, at), tokens)

@@ -99,7 +99,7 @@ class LayerSkipObjective:
     weights = weights.at[-1].set(last) * self._takes_part(progress)
     return weights / jnp.sum(weights)
 
-  def _takes_part(self, progress):
+  def _takes_part(self, progress: jax.Array) -> jax.Array:
     """Returns C(t, l) `[L]` bool."""
     layers = self.model.config.layers
     exits, last = jnp.arange(layers), jnp.arange(layers) == layers - 1
@@ -109,7 +109,7 @@ class LayerSkipObjective:
       return exits >= layers - 1 - jnp.floor(2 * layers * progress)
     return last | ((exits - self._step(progress)) % self.every == 0)
 
-  def _step(self, progress):
+  def _step(self, progress: jax.Array) -> jax.Array:
     return jnp.round(jnp.asarray(progress, jnp.float32) * self.steps).astype(
         jnp.int32)
 
@@ -147,7 +147,7 @@ class LayerSkipObjective:
     return weights[-1] * lm_loss + jnp.sum(weights[exits] * early), {
         "lm_loss": lm_loss}
 
-  def _exits(self, progress):
+  def _exits(self, progress: jax.Array) -> list[jax.Array | int]:
     """Returns the early exits whose loss is computed; others have weight 0."""
     early = self.model.config.layers - 1
     if self.curriculum != "rotational":

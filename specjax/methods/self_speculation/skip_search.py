@@ -18,6 +18,7 @@ instead. What they find is `Sublayers`, for `models.Shortened`.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -119,7 +120,8 @@ def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
       params, p, mask(sublayers, model.config.layers))))
 
 
-def _chances(p_logits, q_logits, tokens):
+def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
+             ) -> tuple[jax.Array, jax.Array]:
   """Returns min(1, q / p) of the tokens and sum_v min(p, q), `[S]` each."""
   log_p, log_q = map(jax.nn.log_softmax, (p_logits, q_logits))
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
@@ -134,13 +136,13 @@ def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
   return Sublayers.without(layers, *left_out)
 
 
-def _free(layers, parts):
+def _free(layers: int, parts: Sequence[int]) -> list[tuple[int, int]]:
   """Returns the parts that may be skipped: not in the first or last layer
   (SWIFT)."""
   return [(layer, part) for layer in range(1, layers - 1) for part in parts]
 
 
-def _check(layers, count, parts):
+def _check(layers: int, count: int, parts: Sequence[int]) -> None:
   most = len(_free(layers, parts))
   if not 1 <= count <= most:
     raise ValueError(f"{count} parts are to be left out of {layers} layers; "
@@ -173,7 +175,8 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
   return _best(score, layers, (draw() for _ in range(tries)))
 
 
-def _best(score, layers, sets):
+def _best(score: Callable[[Sublayers], float], layers: int,
+          sets: Iterable[Skipped]) -> tuple[Skipped, float]:
   # Equal scores go to the set that came first.
   scored = [(score(without(layers, one)), one) for one in dict.fromkeys(sets)]
   best, found = max(scored, key=lambda pair: pair[0])
@@ -261,7 +264,8 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
   return frozenset((layer, part) for layer in found for part in (0, 1))
 
 
-def _program(model, params, tokens, count):
+def _program(model: Transformer, params: Any, tokens: jax.Array, count: int
+             ) -> jax.Array:
   """Returns `[L, count + 1]` bool, True if D[i + 1][j] skips layer i."""
   layers = model.config.layers
 
@@ -287,7 +291,7 @@ def _program(model, params, tokens, count):
   return program(params, tokens)
 
 
-def _cosine(ways, whole):
+def _cosine(ways: jax.Array, whole: jax.Array) -> jax.Array:
   """Returns `[J]`, the mean cosine of streams `[J, R, S, D]` with `[R, S,
   D]`."""
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)

@@ -126,7 +126,7 @@ class Swift(_common.DrawnChain):
         self, transform, model=target, law=transform)
 
   @property
-  def _layers(self):
+  def _layers(self) -> int:
     return self.model.config.layers
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
@@ -158,7 +158,8 @@ class Swift(_common.DrawnChain):
         uniforms, state.replace(drafter=state.target_cache))
     return draft, skipped
 
-  def _searched(self, params, state, old, due):
+  def _searched(self, params: Any, state: DecodeState, old: Skipped,
+                due: jax.Array) -> Skipped:
     """Returns the state after a try in rows where one is due."""
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
     at = start[:, None] + jnp.arange(self.window + 1)
@@ -185,14 +186,14 @@ class Swift(_common.DrawnChain):
         score=jnp.where(due, jnp.maximum(now, then).astype(old.score.dtype),
                         old.score))
 
-  def _score(self, p, q, tokens):
+  def _score(self, p: jax.Array, q: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the expected number of accepted tokens of one row."""
     own = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
     passed = jnp.minimum(1, own(q) / jnp.maximum(own(p), 1e-30))
     return jnp.sum(survival(
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
-  def _swapped(self, keep, tried):
+  def _swapped(self, keep: jax.Array, tried: jax.Array) -> jax.Array:
     """Swaps one skipped part of a row's set."""
     draws = jax.random.uniform(
         jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size),
@@ -238,7 +239,7 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   return jnp.stack(found)
 
 
-def _last(keep):
+def _last(keep: jax.Array) -> jax.Array:
   """Returns `[L, 2, B]`, the layout of the model's factors."""
   return jnp.moveaxis(keep, 0, -1)
 
