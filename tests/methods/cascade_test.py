@@ -266,10 +266,10 @@ def test_equal_beginnings_are_one_path():
     (lambda: _decoder(Cascade(
         model=_MARKOV, gamma=2, drafter=sj.drafters.Hierarchy(
             view=sj.models.cache_views.Recent(sinks=1, window=4), gamma=2,
-            drafter=Empty()))), "drafter is a Hierarchy, .* inside"),
+            drafter=Empty()))), "drafter is a Hierarchy"),
     (lambda: _decoder(Fallback(
         first=LanguageModel(model=_MARKOV, gamma=3), second=Empty(),
-        min_tokens=2)), "LanguageModel draws its tokens"),
+        min_tokens=2)), "min_tokens is 2"),
     (lambda: _decoder(Fallback(
         first=_CertainlySometimes(vocab_size=VOCAB), second=Empty(),
         min_tokens=3)), "drafts at most 2"),

@@ -32,10 +32,10 @@ class Merge(_parts.Parts):
   """Merges drafts below one root; equal prefixes share nodes.
 
   Children of equal prefixes become children of the first node with that prefix,
-  and are tried in the order of the drafters. Later nodes with the prefix stay as
-  leaves. To drop sampled ones would be biased: they are always rejected, but
-  each of them reduces the residual distribution, see `topology.prefix_tree`.
-  Deterministic ones change nothing.
+  and are tried in the order of the drafters. Later nodes with the prefix stay
+  as leaves. To drop a sampled leaf would be biased: it is always rejected, but
+  it reduces the residual distribution, see `topology.prefix_tree`. A
+  deterministic leaf changes nothing.
 
   The drafters use independent uniforms. So every row of q is the distribution
   of its token given all nodes before it, as without the other drafters. The

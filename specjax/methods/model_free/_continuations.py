@@ -1,16 +1,16 @@
 """Drafting from counts of continuations.
 
-The node of a suffix tree that a path leads to is the set of the matches (see
-`matches`) whose following tokens begin with that path, and its children are the
-tokens that come next in them. So a tree with counts needs no pointers: with K
-matches, counting is a comparison of K tokens with each other, and a step down
-the tree narrows the set.
+A path in a suffix tree leads to a node. The node is the set of matches (see
+`_matches`) whose following tokens begin with that path, and its children are
+the next tokens of these matches. So a tree with counts needs no pointers: K
+tokens are compared with each other, and a step down the tree narrows the set.
 
   walk              the most frequent path, for many sets of matches
-  draw              a path that is drawn from the counts, with its laws
+  draw              a path sampled from the counts, with its distributions
   frequent_paths    the most frequent prefixes, as a tree
+  draw_tree         a tree sampled from the counts
 
-`CountDrafter` is what `Suffix` and `Retrieval` have in common.
+`CountDrafter` is the base of `Suffix` and `Retrieval`.
 """
 
 from collections.abc import Callable
@@ -41,11 +41,7 @@ from specjax.types import Verdict
 from specjax.utils import fields
 
 _NO_TOKEN = -1
-
-
 _PROPOSALS = ("deterministic", "sampled")
-
-
 _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
@@ -53,17 +49,17 @@ _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 class CountDrafter(Drafter):
   """Base of drafters that count continuations of the last tokens.
 
-  Classes that derive from it have `propose`. They keep no state: all that they
-  know is in the row's text and in `params["drafter"]`.
+  Subclasses implement `propose`. They have no state: a draft is a function of
+  the row's tokens, `params["drafter"]` and the uniforms.
 
   Attributes:
     gamma: S, tokens of a path, at least 1.
     proposal: "deterministic", the most frequent tokens, or "sampled", tokens
-      drawn from the law of the counts.
-    parents: a tree to draw, see `specjax.trees`, at most gamma deep, where
-      siblings differ; it is put in breadth-first order. None: a chain.
-    max_matches: K, places that are counted for a row, 1 to 4095. Each is
-      compared with each, so that a drafted token costs K^2 comparisons.
+      drawn from the distribution of the counts.
+    parents: sampled tree with different siblings, at most gamma deep, see
+      `specjax.trees`; stored breadth-first. None: a chain.
+    max_matches: number K of counted matches of a row, 1 to 4095. A drafted
+      token costs K^2 comparisons.
     transform: transform of the log counts; None: the decoder's. Any is lossless
       because q is reported. Deterministic drafts do not use it.
     vocab_size: V; `bind` sets it.
@@ -77,13 +73,13 @@ class CountDrafter(Drafter):
   vocab_size: int | None = None
 
   conditional = True
-  autoregressive = False  # which match counts is decided where a draft begins
+  autoregressive = False  # the start of a draft decides the match
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "max_matches")
     if self.max_matches > _MOST_MATCHES:
       raise ValueError(f"max_matches is {self.max_matches}; it must be at most "
-                       f"{_MOST_MATCHES}, for counts are exact up to there")
+                       f"{_MOST_MATCHES}, the limit of exact counts")
     if self.proposal not in _PROPOSALS:
       raise ValueError(f"proposal is {self.proposal!r}; it must be one of "
                        f"{', '.join(_PROPOSALS)}")
@@ -147,10 +143,10 @@ class CountDrafter(Drafter):
     return PartitionSpec()
 
   def _check(self, store: Datastore) -> None:
-    """Raises a `ValueError` where a datastore is of other tokens."""
+    """Raises a `ValueError` if a datastore has ids beyond the vocabulary."""
     if store.vocab_size > self.vocab_size:
       raise ValueError(
-          f"the datastore holds ids of {store.vocab_size} tokens and the "
+          f"the datastore has ids of {store.vocab_size} tokens and the "
           f"target has {self.vocab_size}; build it with the target's tokenizer")
 
   def _deterministic(self, state: DecodeState, tokens: jax.Array,
@@ -166,8 +162,8 @@ class CountDrafter(Drafter):
              least: float) -> Draft:
     """Samples a draft from one set of matches per row.
 
-    A chain by `draw`, or a tree by `count_trees.draw`, whose paths `ended` and
-    `least` do not end.
+    The draft is a chain of `draw`, or a tree of `draw_tree`, which ignores
+    `ended` and `least`.
     """
     if self.parents is not None:
       return _common.tree_drafts(state, self.parents, *draw_tree(
@@ -191,21 +187,21 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
   """Returns the most frequent path from each of M sets of matches.
 
   SuffixDecoding's draft (Oliaro et al. 2024, arXiv:2411.04975, chain mode): a
-  token's probability is count(child) / count(node), times that of the token
-  before it, and the path ends before one below `least`. Among equally frequent
-  tokens that of the first match is taken.
+  token's probability is count(child) / count(node), times the probability of
+  the token before it. The path ends before a probability below `least`. Among
+  equally frequent tokens the token of the first match is taken.
 
   Args:
     following: tokens `[K, S]` int32 after the matches.
     alive: `[M, K]` bool, the matches of each set.
-    ended: `[M]` float32, places of each set after which the text ends, besides
-      the matches: they count as matches of the first node.
-    steps: `[M]` int32, the longest path.
-    least: the least probability of a token.
+    ended: `[M]` float32, number of occurrences of each set at the end of the
+      sequence. They count as matches of the first node.
+    steps: `[M]` int32, maximal length of a path.
+    least: minimal probability of a token.
 
   Returns:
     tokens: `[M, S]` int32.
-    probs: `[M, S]` float32, of the tokens; 0: there is none.
+    probs: `[M, S]` float32, probabilities of the tokens; 0 if there is none.
   """
   chex.assert_rank([following, alive, ended, steps], [2, 2, 1, 1])
   matches = following.shape[0]
@@ -217,10 +213,10 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # One maximum of unequal numbers gives the count and the first match. They
-    # are whole, and below 2^24, up to which float32 has them all.
+    # One maximum of distinct integers gives the count and the first match. They
+    # are below 2^24, so float32 represents them exactly.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
-    # A division of floats may be compiled as a product that rounds twice.
+    # XLA may compile a float division as a product that rounds twice.
     best = best.astype(jnp.int32)
     count, at = best // (matches + 1), matches - best % (matches + 1)
     chosen = token.at[at].get(mode="clip")
@@ -245,10 +241,10 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
     probs: probabilities `[..., M, S]` of `walk`.
 
   Returns:
-    `[...]` int32, which one, and `[...]` float32, its score: the sum of the
-    path's probabilities, an estimate of how many tokens are accepted.
+    `[...]` int32, index of the set, and `[...]` float32, its score: the sum of
+    the path's probabilities, an estimate of the number of accepted tokens.
   """
-  # From left to right, as the published code adds, so that ties are its ties.
+  # The published code adds from left to right, which decides ties.
   score = sum(probs[..., k] for k in range(probs.shape[-1]))
   last = score.shape[-1] - 1
   return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
@@ -261,16 +257,16 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
   """Samples a path from the counts of the children.
 
-  Whether there is a token k depends on the matches and on the tokens before k:
-  the path ends before the probability of the most frequent children along it
-  falls below `least`, whichever of them is drawn.
+  The end of the path depends on the matches and on earlier tokens alone: it
+  ends before the probability of the most frequent children along it falls below
+  `least`, whichever child is drawn.
 
   Args:
     following: tokens `[K, S]` int32 after the matches.
     alive: matches `[K]` bool.
-    ended: `[]` float32, as in `walk`.
-    steps: `[]` int32, as in `walk`.
-    least: minimal probability of a token, as in `walk`.
+    ended: `[]` float32, see `walk`.
+    steps: `[]` int32, see `walk`.
+    least: minimal probability of a token, see `walk`.
     uniforms: `[S, 2]`, uniform in [0, 1).
     law: function of the log counts `[K]` to probabilities. At temperature 1
       they are the relative counts.
@@ -279,7 +275,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
   Returns:
     tokens: `[S]` int32.
-    probs: `[S, V]`, the law of each token; all 0 where there is none.
+    probs: `[S, V]`, distribution of each token; 0 if there is none.
   """
   chex.assert_rank([following, alive, ended, steps], [2, 1, 0, 0])
   earlier = np.tril(np.ones((following.shape[0],) * 2, bool), -1)
@@ -306,7 +302,7 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   start = alive, ended, jnp.ones(()), jnp.ones((), bool)
   _, (tokens, q) = jax.lax.scan(
       step, start, (following.T, jnp.arange(size), uniforms))
-  # Each token has one match with a probability; the others add nothing.
+  # A token has its probability at its first match and 0 at the others.
   probs = jnp.zeros((size, vocab_size)).at[
       jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)
   return tokens, probs
@@ -317,7 +313,7 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   """Returns the most frequent prefixes of continuations as a tree.
 
   REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). A prefix is at
-  least as frequent as what it is a prefix of, so that the first ones by (count,
+  least as frequent as its extensions, so the first prefixes by (count,
   shortness) are a tree.
 
   Args:
@@ -326,9 +322,9 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
     nodes: number of nodes N, the root included.
 
   Returns:
-    tokens: `[N - 1]` int32 of the nodes below the root, parents first.
-    parents: `[N]` int32, that of the root included.
-    real: `[N - 1]` bool; the others are padding.
+    tokens: `[N - 1]` int32, tokens of the nodes below the root, parents first.
+    parents: `[N]` int32, parents of all nodes, -1 for the root.
+    real: `[N - 1]` bool, False for padding.
   """
   chex.assert_rank([following, alive], [2, 1])
   matches, size = following.shape
@@ -355,27 +351,25 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   return tokens, jnp.pad(parents, (1, 0), constant_values=-1), real
 
 
-
-
 def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
-         uniforms: jax.Array, parents: tuple[int, ...],
-         transform: LogitsTransform, temperature: jax.Array, vocab_size: int
-         ) -> tuple[jax.Array, jax.Array]:
+              uniforms: jax.Array, parents: tuple[int, ...],
+              transform: LogitsTransform, temperature: jax.Array,
+              vocab_size: int) -> tuple[jax.Array, jax.Array]:
   """Samples a tree of N nodes per row.
 
   Args:
-    following: `[B, K, S]` int32, what follows the matches, -1 after an end.
-    alive: `[B, K]` bool, which matches count.
-    steps: `[B]` int32, the longest path.
+    following: `[B, K, S]` int32, tokens after the matches, -1 after an end.
+    alive: `[B, K]` bool, matches that count.
+    steps: `[B]` int32, maximal length of a path.
     uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
     parents: breadth-first tree, at most S deep.
     transform: transform of the log counts.
-    temperature: `[B]`.
+    temperature: temperatures `[B]`.
     vocab_size: vocabulary size V.
 
   Returns:
-    Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root;
-    padding is token 0 with a row of 0.
+    Tokens `[B, N - 1]` and probabilities `[B, N - 1, V]` of the nodes below the
+    root. Padding is token 0 with a row of 0.
   """
   chex.assert_rank([following, alive, steps], [3, 2, 1])
   drawn = _trees.drawer("without_replacement", transform, temperature)

@@ -1,13 +1,13 @@
-"""Where texts have the last tokens of a row, searched on the device.
+"""Search for earlier occurrences of the last tokens of a row, on the device.
 
-A *match* is a place where a text has the last m tokens of a row; its
-*following* tokens are the S next ones, and -1 from where that text ends.
+A *match* is a place where a sequence contains the last m tokens of a row. Its
+*following* tokens are the S next tokens, or -1 after the end of the sequence.
 
-  own_matches       in the row's own text, for all m at once
+  own_matches       in the row's own tokens, for all m at once
   find, spread      in a datastore: two binary searches for each m, and up to K
-                    matches out of the range that they find
+                    matches from the range between their results
 
-`continuations` counts what follows.
+`_continuations` counts the following tokens.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,25 @@ import numpy as np
 from specjax.data.datastores import Datastore
 
 _NO_TOKEN = -1
-
-
-NOWHERE = -2  # stands before a row's first token, and in no text
+NOWHERE = -2  # fills places before a row's first token; equal to no token
 
 
 def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
                 count: int, size: int) -> tuple[jax.Array, jax.Array]:
-  """Where the rows' own texts had their last tokens before.
+  """Returns the matches in the rows' own tokens.
 
   Args:
     tokens: token ids `[B, C]` int32.
     lengths: number `[B]` int32 of valid tokens.
     longest: tokens of the longest match.
-    count: K, matches that are kept of each row: the longest ones, and of
-      equally long ones the latest.
+    count: number K of returned matches per row: the longest, and the latest of
+      equally long ones.
     size: number S of tokens after a match.
 
   Returns:
     following: `[B, K, S]` int32, in that order.
-    common: `[B, K]` int32, the length of each match, `longest` at most; 0:
-      there is none.
+    common: `[B, K]` int32, length of each match, at most `longest`; 0 if there
+      is none.
   """
   chex.assert_rank([tokens, lengths], [2, 1])
   slots = tokens.shape[1]
@@ -59,12 +57,12 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
       lambda carry: (carry[0] < longest) & jnp.any(carry[1]), extend,
       (jnp.zeros((), jnp.int32), earlier, jnp.zeros_like(tokens)))
   rank = common * slots + jnp.arange(slots, dtype=jnp.int32)
-  # The fast search for the largest is for floats; these are whole.
+  # Top-k is fast for floats only, and float32 represents these integers.
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
   place = jnp.pad(place, ((0, 0), (0, count - place.shape[1])),
-                  constant_values=slots - 1)  # where no match can be
+                  constant_values=slots - 1)  # the last slot has no match
   ahead = place[..., None] + 1 + jnp.arange(size)
   following = jnp.take_along_axis(
       tokens[:, None], jnp.minimum(ahead, slots - 1), axis=2)
@@ -74,7 +72,7 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
 
 def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
          sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-  """Where a datastore has the rows' last tokens, by binary search.
+  """Finds the rows' last tokens in a datastore by binary search.
 
   Args:
     store: datastore.
@@ -84,9 +82,10 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
       store's depth.
 
   Returns:
-    first, found: `[B, M]` int32, a range of `store.suffixes`: where it begins,
-      and how many begin with the pattern. A row shorter than a pattern finds
-      nothing.
+    first: `[B, M]` int32, start of the range of `store.suffixes` that begin
+      with the pattern.
+    found: `[B, M]` int32, size of the range; 0 if the row is shorter than the
+      pattern.
   """
   chex.assert_rank([tokens, lengths], [2, 1])
   sizes, longest = np.array(sizes), max(sizes)
@@ -96,13 +95,13 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   flat = jnp.maximum(place, 0).reshape(len(tokens), -1)
   pattern = jnp.take_along_axis(tokens, flat, axis=1, mode="clip").reshape(
       place.shape)
-  # What the store's tokenizer has no token for is beyond all that it holds.
+  # An id outside of the store's vocabulary sorts after all stored tokens.
   pattern = jnp.where(pattern < store.vocab_size, pattern, store.vocab_size + 1)
-  # The first difference weighs more than all that come after it.
+  # The first difference weighs more than the sum of all later ones.
   weights = np.where(column < sizes[:, None], 2 ** (longest - 1 - column), 0)
 
   def order(at):
-    """The sign of suffix - pattern, for `[B, 2, M]` places."""
+    """Returns the sign of suffix - pattern, for `[B, 2, M]` places."""
     start = suffixes.at[at].get(mode="clip")
     text = corpus.at[start[..., None] + column].get(mode="clip")
     signs = jnp.sign(text.astype(jnp.int32) - pattern[:, None])
@@ -129,24 +128,25 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
 def spread(store: Datastore, first: jax.Array, found: jax.Array,
            after: jax.Array, count: int, size: int
            ) -> tuple[jax.Array, jax.Array]:
-  """Up to K of the matches that `find` found, evenly out of the range.
+  """Returns up to K evenly spaced matches from the range of `find`.
 
-  The range is sorted by what follows, so that even steps count it well.
+  The range is sorted by the following tokens, so evenly spaced matches are a
+  representative sample.
 
   Args:
     store: datastore.
-    first: `[...]` int32.
-    found: `[...]` int32.
-    after: `[...]` int32, tokens of the pattern.
-    count: number of heads K.
+    first: `[...]` int32, start of the range.
+    found: `[...]` int32, size of the range.
+    after: `[...]` int32, length of the pattern.
+    count: maximal number K of matches.
     size: number S of tokens after a match.
 
   Returns:
-    following: `[..., K, S]` int32, sorted, -1 from a document's end on.
-    alive: `[..., K]` bool, whether there are so many matches.
+    following: `[..., K, S]` int32, sorted, -1 after a document's end.
+    alive: `[..., K]` bool, True for real matches.
   """
   rank, found = jnp.arange(count, dtype=jnp.int32), found[..., None]
-  # rank * found // count, without a product that is too large.
+  # rank * found // count, without integer overflow.
   steps = rank * (found // count) + rank * (found % count) // count
   at = first[..., None] + jnp.where(found > count, steps, rank)
   start = jnp.asarray(store.suffixes).at[at].get(mode="clip")
