@@ -85,6 +85,9 @@ DRAFTERS = {
     "Hydra without_replacement": lambda: heads.independent(
         Hydra(heads=heads.HYDRA, parents=UNEVEN,
               proposal="without_replacement"), sj.verifiers.Traversal()),
+    "Offsets": lambda: heads.independent(sj.drafters.Offsets(
+        heads=methods.OffsetHeads(width=16, vocab_size=VOCAB, heads=3)),
+                                         sj.verifiers.Block()),
     "Blockwise": lambda: heads.independent(
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
