@@ -18,6 +18,7 @@
 from specjax.verifiers.block import Block
 from specjax.verifiers.blockwise import Distance
 from specjax.verifiers.blockwise import TopK
+from specjax.verifiers.first_token import FirstToken
 from specjax.verifiers.greedy_block import GreedyBlock
 from specjax.verifiers.greedy_block import GreedyBlockState
 from specjax.verifiers.k_seq import KSeq
@@ -30,6 +31,7 @@ from specjax.verifiers.typical import Typical
 __all__ = [
     "Block",
     "Distance",
+    "FirstToken",
     "GreedyBlock",
     "GreedyBlockState",
     "KSeq",

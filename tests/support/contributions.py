@@ -217,7 +217,7 @@ RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),
     sj.verifiers.Recursive(), sj.verifiers.KSeq(), sj.verifiers.TargetWalk(),
     sj.verifiers.Traversal(), sj.verifiers.Typical(), sj.verifiers.TopK(k=2),
-    sj.verifiers.Distance(epsilon=1), examples.FirstToken(),
+    sj.verifiers.Distance(epsilon=1), sj.verifiers.FirstToken(),
 )
 
 def _drafter(key, target):
