@@ -47,6 +47,7 @@ from specjax.drafters import TreeLanguageModel
 from specjax.methods import stop_rules
 
 DRAFTERS = {
+    "a cache in one piece": lambda: with_cache(sj.caches.WholeCache),
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
     "LanguageModel": lambda: Contributed(
         with_model(LanguageModel, gamma=3), sj.verifiers.GreedyBlock()),
