@@ -36,7 +36,6 @@ VERIFIERS = {
     "block": sj.verifiers.Block(),
     "greedy_block": sj.verifiers.GreedyBlock(),
     "typical": sj.verifiers.Typical(),
-    "first_token": sj.verifiers.FirstToken(),
     "top_2": sj.verifiers.TopK(k=2),
 }
 TREE_VERIFIERS = {

@@ -5,7 +5,5 @@ from specjax.caches.paged import Paged
 from specjax.caches.pool import Pool
 from specjax.caches.quantized import QuantizedKV
 from specjax.caches.streaming import Streaming
-from specjax.caches.whole import WholeCache
 
-__all__ = ["KVCache", "Paged", "Pool", "QuantizedKV", "Streaming",
-           "WholeCache"]
+__all__ = ["KVCache", "Paged", "Pool", "QuantizedKV", "Streaming"]

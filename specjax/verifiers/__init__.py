@@ -18,7 +18,6 @@
 from specjax.verifiers.block import Block
 from specjax.verifiers.blockwise import Distance
 from specjax.verifiers.blockwise import TopK
-from specjax.verifiers.first_token import FirstToken
 from specjax.verifiers.greedy_block import GreedyBlock
 from specjax.verifiers.greedy_block import GreedyBlockState
 from specjax.verifiers.k_seq import KSeq
@@ -31,7 +30,6 @@ from specjax.verifiers.typical import Typical
 __all__ = [
     "Block",
     "Distance",
-    "FirstToken",
     "GreedyBlock",
     "GreedyBlockState",
     "KSeq",

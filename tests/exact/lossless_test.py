@@ -12,7 +12,6 @@ import pytest
 
 from specjax import exact
 from specjax import testing
-from specjax import verifiers
 from specjax.types import Draft
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
@@ -24,7 +23,7 @@ _RULES = [*_STATELESS, GreedyBlock()]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("rule", [*_STATELESS, verifiers.FirstToken()])
+@pytest.mark.parametrize("rule", _STATELESS)
 def test_rule_is_lossless(rule, dtype):
   # Broken: the emitted text no longer follows the target's law.
   found = testing.assert_lossless(rule, dtype=dtype, rounds=2,

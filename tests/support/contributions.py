@@ -47,7 +47,6 @@ from specjax.drafters import TreeLanguageModel
 from specjax.methods import stop_rules
 
 DRAFTERS = {
-    "a cache in one piece": lambda: with_cache(sj.caches.WholeCache),
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
     "LanguageModel": lambda: Contributed(
         with_model(LanguageModel, gamma=3), sj.verifiers.GreedyBlock()),
@@ -86,9 +85,6 @@ DRAFTERS = {
     "Hydra without_replacement": lambda: heads.independent(
         Hydra(heads=heads.HYDRA, parents=UNEVEN,
               proposal="without_replacement"), sj.verifiers.Traversal()),
-    "Offsets": lambda: heads.independent(sj.drafters.Offsets(
-        heads=methods.OffsetHeads(width=16, vocab_size=VOCAB, heads=3)),
-                                         sj.verifiers.Block()),
     "Blockwise": lambda: heads.independent(
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
@@ -218,7 +214,7 @@ RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),
     sj.verifiers.Recursive(), sj.verifiers.KSeq(), sj.verifiers.TargetWalk(),
     sj.verifiers.Traversal(), sj.verifiers.Typical(), sj.verifiers.TopK(k=2),
-    sj.verifiers.Distance(epsilon=1), sj.verifiers.FirstToken(),
+    sj.verifiers.Distance(epsilon=1), examples.FirstToken(),
 )
 
 def _drafter(key, target):
