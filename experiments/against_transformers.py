@@ -79,23 +79,23 @@ _OUTPUT_DIR = shared.output_dir("results/against_transformers")
 _OURS, _THEIRS = "specjax", "transformers"
 
 
-def _our_arms(target: Pretrained, drafters: Mapping[str, Any],
+def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
               eos: tuple[int, ...] | None, prompts: Sequence[Sequence[int]],
               capacity: int):
   """Ours: without a drafter, and with each."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
-  arm = functools.partial(
+  variant = functools.partial(
       generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
-  arms = {_OURS: arm(alone, {"target": target.params})}
+  variants = {_OURS: variant(alone, {"target": target.params})}
   for name, member in drafters.items():
     strategy, own = models.chain(target, member, name)
-    arms[f"{_OURS}, {name}"] = arm(
+    variants[f"{_OURS}, {name}"] = variant(
         strategy(_GAMMA.value).decoder(
             target.model, transform=alone.transform, eos=alone.eos),
         {"target": target.params, "drafter": own})
-  return arms
+  return variants
 
 
 def _assistant(target: Pretrained, name: str, member: Pretrained):
@@ -108,20 +108,20 @@ def _assistant(target: Pretrained, name: str, member: Pretrained):
     return None
 
 
-def _their_arms(model: Any, assistant: Any, eos: tuple[int, ...] | None):
+def _their_variants(model: Any, assistant: Any, eos: tuple[int, ...] | None):
   """Theirs: without an assistant, and with it in two ways."""
-  arm = functools.partial(
+  variant = functools.partial(
       generation.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
       temperature=_TEMPERATURE.value, eos=eos)
-  arms = {_THEIRS: arm(_THEIRS)}
+  variants = {_THEIRS: variant(_THEIRS)}
   if assistant is not None:
     constant = dict(num_assistant_tokens=_GAMMA.value,
                     num_assistant_tokens_schedule="constant",
                     assistant_confidence_threshold=0.0)
     for how, drafting in (("", {}), (f" {_GAMMA.value}", constant)):
       name = f"{_THEIRS}, assisted{how}"
-      arms[name] = arm(name, assistant=assistant, drafting=drafting)
-  return arms
+      variants[name] = variant(name, assistant=assistant, drafting=drafting)
+  return variants
 
 
 def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
@@ -129,15 +129,15 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
   """The first difference of each text from ours, prompt by prompt.
 
   Args:
-    runs: {unit: {arm: what it returned}}.
+    runs: {unit: {variant: what it returned}}.
     model: of transformers; its logits say how close the two tokens are.
     prompt_of: from a unit to (token ids, seed, request id).
     tokenizer: ours.
   """
   found = []
-  for unit, arms in runs.items():
-    first = arms[_OURS]["tokens"]
-    for name, run in arms.items():
+  for unit, variants in runs.items():
+    first = variants[_OURS]["tokens"]
+    for name, run in variants.items():
       pairs = itertools.zip_longest(first, run["tokens"])
       place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
       if place is None:
@@ -150,72 +150,75 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
             model, prompt_of(unit)[0] + first[:place])
         gap = abs(logits[ids[0]] - logits[ids[1]])
       found.append({
-          "prompts": unit[2], "number": unit[3], "arm": name, "token": place,
+          "prompts": unit[2], "number": unit[3], "variant": name,
+          "token": place,
           "tokens": [None if i is None else tokenizer.decode([i])
                      for i in ids], "logit_gap": gap})
   return found
 
 
-def _rows(runs: dict[tuple, dict[str, Any]], arms,
+def _rows(runs: dict[tuple, dict[str, Any]], variants: list[str],
           cluster_of: Callable[[str], str]):
-  """A row for every prompt set and arm, then those of all sets."""
+  """A row for every prompt set and variant, then those of all sets."""
   sets = dict.fromkeys(unit[2] for unit in runs)
   chosen = {name: [unit for unit in runs if unit[2] == name] for name in sets}
   if len(sets) > 1:
     chosen["all"] = list(runs)
-  return [_row(name, arm, [runs[unit] for unit in units],
+  return [_row(name, variant, [runs[unit] for unit in units],
                [cluster_of(unit[5]) for unit in units])
-          for name, units in chosen.items() for arm in arms]
+          for name, units in chosen.items() for variant in variants]
 
 
-def _row(name: str, arm, runs: list[dict[str, dict[str, Any]]],
+def _row(name: str, variant: str, runs: list[dict[str, dict[str, Any]]],
          clusters: Sequence[str]):
   speed = lambda run: len(run["tokens"]) / run["seconds"]
   tokens = analysis.estimate(
       lambda accepted, rounds: 1 + accepted / rounds,
-      [generation.accepted(r[arm]) for r in runs],
-      [r[arm]["rounds"] for r in runs], clusters=clusters)
-  row = {"prompts": name, "arm": arm, "num_prompts": len(runs),
+      [generation.accepted(r[variant]) for r in runs],
+      [r[variant]["rounds"] for r in runs], clusters=clusters)
+  row = {"prompts": name, "variant": variant, "num_prompts": len(runs),
          "clusters": tokens.clusters, **tokens.columns("tokens_per_round"),
-         "tokens_per_second": float(np.median([speed(r[arm]) for r in runs]))}
+         "tokens_per_second": float(np.median([
+             speed(r[variant]) for r in runs]))}
   for other in (_OURS, _THEIRS):
-    quartiles = generation.speed_ratio(runs, arm, other)
+    quartiles = generation.speed_ratio(runs, variant, other)
     for end, value in zip(("", "_low", "_high"), quartiles):
       row[f"over_{other}{end}"] = value
   return row
 
 
 def _print_table(rows: list[dict[str, Any]]):
-  wide = max(len(r["arm"]) for r in rows)
-  head = f"{'prompts':10s} {'arm':{wide}s} {'tokens/round':>22s} "
+  wide = max(len(r["variant"]) for r in rows)
+  head = f"{'prompts':10s} {'variant':{wide}s} {'tokens/round':>22s} "
   print(head + f"{'tokens/s':>8s} {'over specjax':>21s} "
         f"{'over transformers':>21s}")
   for r in rows:
     ratios = [f"{r[f'over_{other}']:.2f} ({r[f'over_{other}_low']:.2f} to "
               f"{r[f'over_{other}_high']:.2f})" for other in (_OURS, _THEIRS)]
     tokens = f"{analysis.Estimate.of_columns(r, 'tokens_per_round'):.2f}"
-    print(f"{r['prompts']:10s} {r['arm']:{wide}s} {tokens:>22s} "
+    print(f"{r['prompts']:10s} {r['variant']:{wide}s} {tokens:>22s} "
           f"{r['tokens_per_second']:8.1f} "
           f"{ratios[0]:>21s} {ratios[1]:>21s}")
 
 
 def _report(runs: dict[tuple, dict[str, Any]],
             prompt_of: Callable[[tuple], tuple], model: Any,
-            tokenizer: Tokenizer, arms, cluster_of: Callable[[str], str],
-            facts: dict[str, Any], output_dir: pathlib.Path):
+            tokenizer: Tokenizer, variants: list[str],
+            cluster_of: Callable[[str], str], facts: dict[str, Any],
+            output_dir: pathlib.Path):
   """Prints and writes all that was measured, and fails on other texts."""
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)
   for d in different:
     gap = d["logit_gap"]
     print(f"left out: {d['prompts']} {d['number']}, token {d['token']}: "
-          f"{_OURS} {d['tokens'][0]!r}, {d['arm']} {d['tokens'][1]!r}"
+          f"{_OURS} {d['tokens'][0]!r}, {d['variant']} {d['tokens'][1]!r}"
           + ("" if gap is None else f", {gap:.1e} apart"))
   left_out = {(d["prompts"], d["number"]) for d in different}
   kept = {unit: run for unit, run in runs.items()
           if unit[2:4] not in left_out}
   share = len(left_out) / len(runs)
-  rows = _rows(kept, arms, cluster_of) if kept else []
+  rows = _rows(kept, variants, cluster_of) if kept else []
   if rows:
     _print_table(rows)
     common.write_csv(output_dir / "against_transformers.csv", rows)
@@ -245,21 +248,21 @@ def main():
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   limit = prompts.longest + _NEW_TOKENS.value
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  arms = _our_arms(target, drafters, eos, prompts.all,
+  variants = _our_variants(target, drafters, eos, prompts.all,
                    limit + _GAMMA.value + 1)
-  context = min(arm.program.context_length for arm in arms.values())
+  context = min(variant.program.context_length for variant in variants.values())
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
   progress.say("loading the models into transformers")
   model = generation.load_torch(_TARGET.value, target)
   assistants = [_assistant(target, name, member) for name, member in zip(
       named, drafters.values())]
   assistant = assistants[0] if assistants else None
-  arms |= _their_arms(model, assistant, eos)
+  variants |= _their_variants(model, assistant, eos)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   members = [target, *drafters.values()]
   fingerprint = resumable.fingerprint(
-      [m.params for m in members], [m.model for m in members], list(arms),
+      [m.params for m in members], [m.model for m in members], list(variants),
       eos, _GAMMA.value, _NEW_TOKENS.value, versions, "accepted")
   longest = max(map(len, prompts.sets.values()))
   units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
@@ -268,8 +271,8 @@ def main():
            if i < len(rows)]
   prompt_of = lambda unit: (prompts.sets[unit[2]][unit[3]], unit[4], unit[3])
   runs = resumable.run(
-      units, prompt_of, lambda temperature: arms, output_dir / "runs.jsonl")
-  _report(runs, prompt_of, model, tokenizer, list(arms), prompts.cluster, {
+      units, prompt_of, lambda temperature: variants, output_dir / "runs.jsonl")
+  _report(runs, prompt_of, model, tokenizer, list(variants), prompts.cluster, {
       "versions": versions, "source": prompts.source, "gamma": _GAMMA.value,
       "target": models.label(_TARGET.value), "drafters": list(drafters),
       "temperature": _TEMPERATURE.value, "new_tokens": _NEW_TOKENS.value},

@@ -87,10 +87,11 @@ class _Together(base.Configuration):
     return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
 
 
-def _arms(target: Pretrained, strategy: Strategy, own: str, temperature: float,
+def _variants(target: Pretrained, strategy: Strategy, own: Any,
+              temperature: float,
           eos: tuple[int, ...] | None, batch: int, lengths: list[int],
           capacity: int):
-  """{length or "controller": arm}."""
+  """{length or "controller": variant}."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   params = {"target": target.params, "drafter": own}
@@ -113,12 +114,12 @@ def _arms(target: Pretrained, strategy: Strategy, own: str, temperature: float,
 def _rows(runs: dict[tuple, dict[str, Any]], unit_of: Callable[[tuple], tuple]):
   """A row for every temperature, drafter, batch size and length."""
   groups = {}
-  for unit, arms in runs.items():
-    groups.setdefault(unit_of(unit), []).append(arms)
+  for unit, variants in runs.items():
+    groups.setdefault(unit_of(unit), []).append(variants)
   rows = []
   for (temperature, drafter, batch), mine in groups.items():
-    speed = {name: np.array([arms[name]["tokens"] / arms[name]["seconds"]
-                             for arms in mine]) for name in mine[0]}
+    speed = {name: np.array([run[name]["tokens"] / run[name]["seconds"]
+                             for run in mine]) for name in mine[0]}
     over_none = {name: np.median(found / speed["0"])
                  for name, found in speed.items()}
     best = max((name for name in speed if name != _CONTROLLER),
@@ -183,7 +184,7 @@ def main():
 
   settings = lambda unit: unit[1:4]
   runs = resumable.run(
-      units, prompts_of, lambda group: _arms(
+      units, prompts_of, lambda group: _variants(
           target, *drafters[group[1]], group[0], eos, group[2], lengths,
           capacity),
       output_dir / "runs.jsonl", settings)

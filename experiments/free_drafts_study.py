@@ -29,7 +29,7 @@ Beside them are ratios of all calls together (`all`), in which long texts weigh
 more, and both without the time of reading the prompt (`decoding`). A gain is in
 tokens a round over the first of --drafter, on the same prompts, each drafter on
 its own rollouts. Intervals are of 95 %, over prompts. The limit cuts the last
-round of an arm of transformers, whose tokens a round are a lower bound.
+round of a variant of transformers, whose tokens a round are a lower bound.
 Killed and started again, the study goes on where it was. Writes
 free_drafts.csv, .json and two figures; run it while nothing else runs.
 """
@@ -92,29 +92,29 @@ _CONTROLLED = ", controller"
 _NODES = 64  # of Medusa's tree
 
 
-def _our_arms(target: Pretrained, drafters: Mapping[str, Any],
+def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
               temperature: float, eos: tuple[int, ...] | None,
               prompts: Sequence[Sequence[int]], capacity: int):
-  """{drafter: arm}, the one without a draft first."""
-  arm = functools.partial(
+  """{drafter: variant}, the one without a draft first."""
+  variant = functools.partial(
       generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
-  arms = {_ALONE: arm(alone, {"target": target.params})}
+  variants = {_ALONE: variant(alone, {"target": target.params})}
   for name, (strategy, own, model) in drafters.items():
     decoder = strategy.decoder(model, transform=alone.transform, eos=eos)
     params = {"target": target.params, "drafter": own}
-    arms[name] = arm(decoder, params)
+    variants[name] = variant(decoder, params)
     if _CONTROLLER.value:
       print(f"measuring what rounds of {name} cost, unless it is known",
             file=sys.stderr)
       controller = sj.decoding.costs.measured(
           decoder, params, capacity=capacity, used=int(np.median(
               [len(row) for row in prompts])) + _NEW_TOKENS.value // 2)
-      arms[name + _CONTROLLED] = arm(
+      variants[name + _CONTROLLED] = variant(
           dataclasses.replace(decoder, controller=controller), params)
-  return arms
+  return variants
 
 
 def _versions():
@@ -126,15 +126,16 @@ def _versions():
   return generation.prepare_torch()
 
 
-def _their_arms(target: Pretrained, temperature: float,
+def _their_variants(target: Pretrained, temperature: float,
                 eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
   """transformers alone and with its prompt lookup; none without it."""
   if versions is None:
     return {}
-  arm = functools.partial(
+  variant = functools.partial(
       generation.Theirs, model=_torch_model(target),
       new_tokens=_NEW_TOKENS.value, temperature=temperature, eos=eos)
-  return {_THEIRS: arm(_THEIRS), _LOOKUP: arm(_LOOKUP, lookup=_LOOKUP_TOKENS)}
+  return {_THEIRS: variant(_THEIRS),
+          _LOOKUP: variant(_LOOKUP, lookup=_LOOKUP_TOKENS)}
 
 
 @functools.cache
@@ -190,23 +191,25 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
 
 
 def _put_ratio(row: dict[str, Any], column: str,
-               runs: list[dict[str, dict[str, Any]]], *arms, **options: Any):
-  """Puts the ratio of two arms into a row: by prompt, and of all together."""
+               runs: list[dict[str, dict[str, Any]]], *variants: str,
+               **options: Any):
+  """Adds the speed ratio of two variants, by prompt and in total, to a row."""
   row[column], row[f"{column}_low"], row[f"{column}_high"] = (
-      generation.speed_ratio(runs, *arms, **options))
-  row[f"{column}_total"] = generation.total_ratio(runs, *arms, **options)
+      generation.speed_ratio(runs, *variants, **options))
+  row[f"{column}_total"] = generation.total_ratio(runs, *variants, **options)
 
 
 def _accepted(runs: list[dict[str, dict[str, Any]]], name: str):
-  """Accepted tokens of an arm, and its rounds, prompt by prompt."""
+  """Accepted tokens of a variant, and its rounds, prompt by prompt."""
   found = [generation.accepted(run[name]) for run in runs]
   return np.array(found), np.array([run[name]["rounds"] for run in runs])
 
 
 def _agreeing(runs: dict[tuple, dict[str, Any]]):
   """The runs whose texts are one at temperature 0, and how many are not."""
-  same = {unit: arms for unit, arms in runs.items() if unit[1] > 0 or len(
-      {tuple(run["tokens"]) for run in arms.values()}) == 1}
+  same = {unit: variants for unit, variants in runs.items()
+          if unit[1] > 0 or len({
+              tuple(run["tokens"]) for run in variants.values()}) == 1}
   return same, len(runs) - len(same)
 
 
@@ -226,8 +229,8 @@ def _rows(runs: dict[tuple, dict[str, Any]], sets: list[str],
               if name in ("all", unit[2])}
       clusters = [cluster_of(unit[5]) for unit in some]
       some = list(some.values())
-      rows += [_row(name, temperature, arm, rules.get(arm, ""), some, base,
-                    clusters) for arm in (some[0] if some else ())]
+      rows += [_row(name, temperature, variant, rules.get(variant, ""), some,
+                    base, clusters) for variant in (some[0] if some else ())]
   return rows
 
 
@@ -310,9 +313,9 @@ def main():
 
   versions = _versions()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  make_arms = lambda temperature: {
-      **_our_arms(target, drafters, temperature, eos, read.all, capacity),
-      **_their_arms(target, temperature, eos, versions)}
+  make_variants = lambda temperature: {
+      **_our_variants(target, drafters, temperature, eos, read.all, capacity),
+      **_their_variants(target, temperature, eos, versions)}
   fingerprint = _fingerprint(target, drafters, eos, versions)
   units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(rows[i]))
            for t in temperatures
@@ -320,7 +323,7 @@ def main():
            for name, rows in read.sets.items() if i < len(rows)]
   runs = resumable.run(
       units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
-      make_arms, output_dir / "runs.jsonl")
+      make_variants, output_dir / "runs.jsonl")
   kept, different = _agreeing(runs)
   rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
            for name, (strategy, _, _) in drafters.items()
@@ -332,7 +335,8 @@ def main():
           "their texts differ, by how the models round", file=sys.stderr)
   if different > len(runs) / 4:
     raise ValueError(f"{different} of {len(runs)} prompts have different texts "
-                     "at temperature 0; the arms do not compute the same model")
+                     "at temperature 0; the variants do not compute the same "
+                     "model")
   _print_table(rows)
   common.write_csv(output_dir / "free_drafts.csv", rows)
   _draw(rows, output_dir)

@@ -234,7 +234,7 @@ def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
           for source in sources for name, drafts in source.drafts.items()}
 
 
-def _arms(source: _Source, temperature: float, capacity: int,
+def _variants(source: _Source, temperature: float, capacity: int,
           eos: tuple[int, ...] | None):
   """{(draft, rule): `DecoderRows`} of a source, and its baseline.
 
@@ -242,14 +242,14 @@ def _arms(source: _Source, temperature: float, capacity: int,
   Greedy block is not judged on another rule's drafts: its gain in a round is
   paid for in the next one.
   """
-  def arm(strategy, observers=(), params=source.params):
+  def variant(strategy, observers=(), params=source.params):
     decoder = strategy.decoder(
         source.target.model, observers=observers, eos=eos,
         transform=sj.LogitsTransform(temperature=temperature))
     return decoders.DecoderRows(decoder, params, _NEW_TOKENS.value, capacity)
 
   # Without the drafter's parameters one program serves all sources.
-  arms = {_BASELINE: arm(strategies.autoregressive(), params={
+  variants = {_BASELINE: variant(strategies.autoregressive(), params={
       "target": source.params["target"]})}
   for name, drafts in source.drafts.items():
     if temperature == 0 or source.first_rule_only:
@@ -257,24 +257,25 @@ def _arms(source: _Source, temperature: float, capacity: int,
     paired = tuple(s.verifier for s in drafts[1:] if s.verifier.lossless
                    and s.verifier != sj.verifiers.GreedyBlock())
     for number, strategy in enumerate(drafts):
-      arms[f"{name} | {common.VERIFIER_NAMES[strategy.verifier]}"] = arm(
-          strategy, () if number else paired)
-  return arms
+      key = f"{name} | {common.VERIFIER_NAMES[strategy.verifier]}"
+      variants[key] = variant(strategy, () if number else paired)
+  return variants
 
 
 def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
-          temperature: float, arms, pass_seconds: dict[str, float],
+          temperature: float, variants: dict[str, Any],
+          pass_seconds: dict[str, float],
           clusters: Sequence[str]):
   """Figures of every draft and rule of a source."""
   rows = []
   pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
   base = pace([r[_BASELINE] for r in runs])
   step = statistics.median(base)
-  for name, arm in arms.items():
+  for name, variant in variants.items():
     if name == _BASELINE:
       continue
     drafter, verifier = name.split(" | ")
-    own, decoder = [r[name] for r in runs], arm.decoder
+    own, decoder = [r[name] for r in runs], variant.decoder
     rounds = [r["rounds"] for r in own]
     tokens = analysis.estimate(
         lambda total, count: 1 + total / count,
@@ -298,12 +299,13 @@ def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
   return rows
 
 
-def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float, arms,
+def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float,
+            variants: dict[str, Any],
             clusters: Sequence[str]):
   """The gain of a draft's first rule over the others, on shared drafts."""
   rows = []
-  for name, arm in arms.items():
-    for law, other in enumerate(arm.decoder.observers, 1):
+  for name, variant in variants.items():
+    for law, other in enumerate(variant.decoder.observers, 1):
       own = [r[name] for r in runs]
       rounds = [r["rounds"] for r in own]
       gain = analysis.relative_gain(
@@ -344,7 +346,7 @@ def main():
   prints = [resumable.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
       _NEW_TOKENS.value, _SEED.value, eos) for source in sources]
-  groups = {(one, t): (source, t, _arms(source, t, capacity, eos))
+  groups = {(one, t): (source, t, _variants(source, t, capacity, eos))
             for t in temperatures for one, source in zip(prints, sources)}
   units = {group: [(*group, i, resumable.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
@@ -357,10 +359,11 @@ def main():
       group_of=lambda unit: unit[:2])
 
   rows, paired = [], []
-  for group, (source, temperature, arms) in groups.items():
+  for group, (source, temperature, variants) in groups.items():
     mine = [runs[unit] for unit in units[group]]
-    rows += _rows(mine, source, temperature, arms, pass_seconds, read.clusters)
-    paired += _paired(mine, temperature, arms, read.clusters)
+    rows += _rows(mine, source, temperature, variants, pass_seconds,
+                  read.clusters)
+    paired += _paired(mine, temperature, variants, read.clusters)
   report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
   curves = {s.name: s.training["curve"] for s in sources if s.training}

@@ -92,8 +92,8 @@ def _requests(tokenizer: Tokenizer, temperatures: list[float]):
   return made, read.source
 
 
-class _Arms:
-  """The arms of a group of units."""
+class _Variants:
+  """The variants of a group of units."""
 
   def __init__(self, target: Pretrained, drafters: Mapping[str, Any],
                longest: int):
@@ -108,29 +108,29 @@ class _Arms:
   def __call__(self, group: Any):
     at_random = group == _AT_RANDOM
     sizes = _sizes() if at_random else (group,)
-    arms = {}
+    variants = {}
     for name, (decoder, params) in self._decoders.items():
       serve = lambda decoder=decoder, params=params, **options: (
           serving.Refilled(
               decoder, params, sizes, self._longest, _ROUNDS.value, **options))
-      arms[name] = serve()
+      variants[name] = serve()
       if not at_random:
-        arms[name + _WAITING] = serving.Waiting(
+        variants[name + _WAITING] = serving.Waiting(
             decoder, params, group, self._longest + decoder.num_nodes)
       elif name == _ALONE:
-        arms[name + _WAITING] = serve(held=True)
+        variants[name + _WAITING] = serve(held=True)
       if _CONTROLLER.value and name != _ALONE:
         print(f"measuring what rounds of {name} cost with "
               f"{', '.join(map(str, sizes))} rows, unless it is known",
               file=sys.stderr)
         lengths = sorted({0, -(-_GAMMA.value // 2), _GAMMA.value})
-        arms[name + _CONTROLLED] = serve(controllers={
+        variants[name + _CONTROLLED] = serve(controllers={
             size: sj.decoding.costs.measured(
                 decoder, params, batch=size, lengths=lengths,
                 used=self._longest // 2,
                 capacity=self._longest + decoder.num_nodes)
             for size in sizes})
-    return arms
+    return variants
 
 
 def _sizes():
@@ -138,12 +138,12 @@ def _sizes():
 
 
 def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
-  """How many texts of an arm are compared, and how many are not those alone.
+  """How many texts of a variant are compared, and how many are not those alone.
 
   Args:
-    found: {arm: its record}, of a unit.
+    found: {variant: its record}, of a unit.
     requests: of the unit.
-    alone: {arm: the texts of all requests}, decoded alone.
+    alone: {variant: the texts of all requests}, decoded alone.
   """
   counts = {}
   for name, record in found.items():
@@ -158,12 +158,12 @@ def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
 
 def _row(name: str, record: dict[str, Any], requests: list[Any],
          compared: tuple[int, int], **unit: Any):
-  """Figures of an arm."""
+  """Figures of a variant."""
   requests = requests[:len(record["texts"])]
   tokens = sum(one.max_new_tokens for one in requests)
   at = lambda what, share: float(np.percentile(record[what], share))
   return {
-      **unit, "arm": name, "requests": len(requests), "tokens": tokens,
+      **unit, "variant": name, "requests": len(requests), "tokens": tokens,
       "seconds": record["seconds"],
       "tokens_per_second": tokens / record["seconds"],
       "emitted_per_round": tokens / record["rounds"],
@@ -174,17 +174,17 @@ def _row(name: str, record: dict[str, Any], requests: list[Any],
 
 def _rows(runs: dict[tuple, dict[str, Any]], requests: list[Any],
           alone: dict[str, Any]):
-  """A row for every arm of every unit."""
+  """A row for every variant of every unit."""
   found = []
-  for unit, arms in runs.items():
-    compared = _different(arms, requests, alone)
+  for unit, variants in runs.items():
+    compared = _different(variants, requests, alone)
     group = {"load": unit[2]} if unit[1] == _AT_RANDOM else {"slots": unit[1]}
     mine = [_row(name, record, requests, compared[name], **group)
-            for name, record in arms.items()]
-    speed = {row["arm"]: row["tokens_per_second"] for row in mine}
-    latency = {row["arm"]: row["latency_median"] for row in mine}
+            for name, record in variants.items()]
+    speed = {row["variant"]: row["tokens_per_second"] for row in mine}
+    latency = {row["variant"]: row["latency_median"] for row in mine}
     for row in mine:
-      name = row["arm"]
+      name = row["variant"]
       row["over_none"] = speed[name] / speed[_ALONE]
       row["latency_over_none"] = latency[name] / latency[_ALONE]
       row["over_waiting"] = (speed[name] / speed[name + _WAITING]
@@ -194,13 +194,13 @@ def _rows(runs: dict[tuple, dict[str, Any]], requests: list[Any],
 
 
 def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
-  wide = max(len(row["arm"]) for row in full + load)
+  wide = max(len(row["variant"]) for row in full + load)
   print(f"{'slots':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
         f"{'over none':>10s} {'over waiting':>13s} {'emitted/round':>13s} "
         f"{'texts as alone':>15s}")
   for row in full:
     waiting = row["over_waiting"]
-    print(f"{row['slots']:5d} {row['arm']:{wide}s} "
+    print(f"{row['slots']:5d} {row['variant']:{wide}s} "
           f"{row['tokens_per_second']:9.0f} {row['over_none']:10.2f} "
           f"{'' if waiting is None else f'{waiting:.2f}':>13s} "
           f"{row['emitted_per_round']:13.2f} "
@@ -210,7 +210,7 @@ def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
           f"{'median latency':>15s} {'over none':>10s} {'95 %':>8s} "
           f"{'first token':>12s} {'95 %':>8s}")
   for row in load:
-    print(f"{row['load']:5.2f} {row['arm']:{wide}s} "
+    print(f"{row['load']:5.2f} {row['variant']:{wide}s} "
           f"{row['tokens_per_second']:9.0f} {row['latency_median']:13.3f} s "
           f"{row['latency_over_none']:10.2f} {row['latency_p95']:6.2f} s "
           f"{row['first_median']:10.3f} s {row['first_p95']:6.2f} s")
@@ -229,15 +229,15 @@ def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
     if not rows:
       continue
     figure, axes = style.panels(columns=len(columns), width=4.5)
-    names = list(dict.fromkeys(row["arm"] for row in rows))
+    names = list(dict.fromkeys(row["variant"] for row in rows))
     base = list(dict.fromkeys(n.removesuffix(_WAITING) for n in names))
     colors = dict(zip(base, style.shades(len(base))))
     for panel, (column, title) in zip(axes[0], columns.items()):
-      for arm in names:
-        mine = [row for row in rows if row["arm"] == arm]
+      for variant in names:
+        mine = [row for row in rows if row["variant"] == variant]
         panel.plot([row[x] for row in mine], [row[column] for row in mine],
-                   "--" if arm.endswith(_WAITING) else "-", marker="o",
-                   label=arm, color=colors[arm.removesuffix(_WAITING)])
+                   "--" if variant.endswith(_WAITING) else "-", marker="o",
+                   label=variant, color=colors[variant.removesuffix(_WAITING)])
       style.tried(panel, [row[x] for row in rows])
       panel.set(xlabel=label, ylabel=title, ylim=(0, None))
     style.save(figure, output_dir / f"throughput_{name}.png")
@@ -270,16 +270,19 @@ def main():
       [m.params for m in (target, *members.values())], names, _GAMMA.value,
       _CONTROLLER.value, sizes, _ROUNDS.value,
       [dataclasses.astuple(one) for one in requests])
-  arms, path = _Arms(target, drafters, longest), output_dir / "runs.jsonl"
+  variants = _Variants(target, drafters, longest)
+  path = output_dir / "runs.jsonl"
 
   at_once = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
   runs = resumable.run(
-      at_once, lambda unit: (requests, [0.0] * len(requests), 0), arms, path)
+      at_once, lambda unit: (requests, [0.0] * len(requests), 0), variants,
+      path)
   alone = {name.removesuffix(_WAITING): record["texts"]
            for name, record in runs[at_once[0]].items()
            if name.endswith(_WAITING)}
   full = _rows(runs, requests, alone)
-  most = max(row["tokens_per_second"] for row in full if row["arm"] == _ALONE)
+  most = max(row["tokens_per_second"] for row in full
+             if row["variant"] == _ALONE)
   some = requests[:-(-len(requests) // 2)]
   mean = np.mean([one.max_new_tokens for one in some])
   gaps = np.random.default_rng(_SEED.value).exponential(size=len(some))
@@ -287,7 +290,7 @@ def main():
   load = _rows(resumable.run(
       [(fingerprint, _AT_RANDOM, share) for share in loads],
       lambda unit: (some, (arrivals * mean / (unit[2] * most)).tolist(), 0),
-      arms, path), requests, alone) if loads else []
+      variants, path), requests, alone) if loads else []
 
   _print_tables(full, load)
   for name, rows in (("throughput", full), ("throughput_load", load)):
@@ -301,7 +304,7 @@ def main():
   if different:
     raise ValueError(
         f"{different} texts are not those decoded alone; {output_dir} says of "
-        "which arms: rows must not depend on their neighbours in float32")
+        "which variants: rows must not depend on their neighbours in float32")
 
 
 if __name__ == "__main__":

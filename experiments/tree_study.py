@@ -275,21 +275,21 @@ def _plans(setting: _Setting, temperatures: list[float], budgets: list[int],
   return plans
 
 
-def _arms(setting: _Setting, plans: dict[str, Any], temperature: float,
+def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
           budget: int):
   """Returns `{configuration: DecoderRows}` of a node budget.
 
   The baseline and the dynamic program's choice are part of every budget.
   """
   observers = {group[0]: group[1:] for group in _groups()}
-  arms = {}
-  for arm, (parents, name) in plans[f"{temperature:g}"].items():
-    if arm in (_BASELINE, _FASTEST) or arm.split()[1] == str(budget):
-      arms[arm] = decoders.DecoderRows(
+  variants = {}
+  for variant, (parents, name) in plans[f"{temperature:g}"].items():
+    if variant in (_BASELINE, _FASTEST) or variant.split()[1] == str(budget):
+      variants[variant] = decoders.DecoderRows(
           setting.decoder(temperature, name, tuple(parents),
                           observers.get(name, ())),
           setting.params, _NEW_TOKENS.value, setting.capacity)
-  return arms
+  return variants
 
 
 def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
@@ -329,15 +329,15 @@ def _rows(runs: dict[tuple, dict[str, dict[str, Any]]], num_prompts: int,
              for group in _groups() for n in budgets
              for law, name in enumerate(group)]
     cells += [(name, name, name, 0, None) for name in (_BASELINE, _FASTEST)]
-    for name, arm, paired, law, best_law in cells:
-      mine = [arms for unit, arms in runs.items()
-              if unit[1] == temperature and arm in arms]
-      parents = plan[arm][0]
+    for name, variant, paired, law, best_law in cells:
+      mine = [variants for unit, variants in runs.items()
+              if unit[1] == temperature and variant in variants]
+      parents = plan[variant][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **report.figures(mine, num_prompts, arm, paired, law,
+                   **report.figures(mine, num_prompts, variant, paired, law,
                                     best_law, clusters),
-                   **bounds.get(f"{arm} at {temperature:g}",
+                   **bounds.get(f"{variant} at {temperature:g}",
                                 tree_bounds.UNKNOWN),
                    "parents": list(parents)})
   return rows
@@ -376,7 +376,8 @@ def main():
                  output_dir / f"plan-{fingerprint}.json")
   runs = resumable.run(
       units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
-      lambda group: _arms(setting, plans, *group), output_dir / "runs.jsonl",
+      lambda group: _variants(setting, plans, *group),
+      output_dir / "runs.jsonl",
       group_of=lambda unit: unit[1:3])
   bounds = _bounds(
       setting, plans, temperatures, budgets, read, output_dir /

@@ -60,13 +60,13 @@ def main(texts: str = "16", rounds: str = "96"):
   print("| left out | tries | first quarter | last quarter | gain |")
   print("|---|---|---|---|---|")
   for count in (1, 2):
-    arms = [decoded(target, prompts, count, tries, int(rounds))
+    variants = [decoded(target, prompts, count, tries, int(rounds))
             for tries in (0, 64)]
-    for name, (accepted, active, sets) in zip(("none", "64"), arms):
+    for name, (accepted, active, sets) in zip(("none", "64"), variants):
       ends = (analysis.estimate(lambda total, count: 1 + total / count, *x)
               for x in zip(accepted, active))
       gain = analysis.relative_gain(
-          accepted[1], active[1], arms[0][0][1], arms[0][1][1])
+          accepted[1], active[1], variants[0][0][1], variants[0][1][1])
       print(f"| {count} | {name} | " + " | ".join(
           f"{x:.2f}" for x in ends) + f" | {gain:+.1%} |", flush=True)
       for one, number in sets.most_common(3):

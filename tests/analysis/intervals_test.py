@@ -89,7 +89,7 @@ def test_clusters():
   np.testing.assert_allclose(twice, apart)
   four = analysis.ratio_estimate(totals, counts, clusters=[*"abcdda"])
   assert four.clusters == 4 and four.value == apart.value
-  # An arm that decoded nothing of a prompt says nothing about its scatter.
+  # A variant that decoded nothing of a prompt says nothing about its scatter.
   more = analysis.ratio_estimate([*totals, 0], [*counts, 0])
   np.testing.assert_allclose(more, apart)
 

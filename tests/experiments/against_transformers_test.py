@@ -66,11 +66,11 @@ def test_both_sides(tmp_path):
 
   study = last_line(agreed)
   assert not study["different"]
-  rows = {row["arm"]: row for row in study["rows"]}
+  rows = {row["variant"]: row for row in study["rows"]}
   assert list(rows) == [
       "specjax", "specjax, target", "transformers", "transformers, assisted",
       "transformers, assisted 3"]
-  per_round = {arm: row["tokens_per_round"] for arm, row in rows.items()}
+  per_round = {name: row["tokens_per_round"] for name, row in rows.items()}
   assert per_round["specjax"] == per_round["transformers"] == 1
   # The target drafts for itself, so that all is accepted: 12 tokens in 3.
   assert per_round["specjax, target"] == 4
@@ -80,7 +80,7 @@ def test_both_sides(tmp_path):
     for side in ("specjax", "transformers"):
       assert row[f"over_{side}_low"] <= row[f"over_{side}"] <= (
           row[f"over_{side}_high"])
-  assert [row["arm"] for row in last_line(alone)["rows"]] == [
+  assert [row["variant"] for row in last_line(alone)["rows"]] == [
       "specjax", "transformers"]
 
   # The same run with texts of another model in the place of one side's.

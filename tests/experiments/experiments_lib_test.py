@@ -49,7 +49,7 @@ def test_noise_is_drawn_by_the_law_that_it_reports():
 
 @pytest.mark.parametrize("name", ["Token", "Block", "GreedyBlock"])
 def test_one_program_acts_as_each_rule(name):
-  """The arms of a study that share a program decode what each would alone."""
+  """Variants that share a program decode the same tokens as each alone."""
   rules = one_of.OneOf(tuple(
       getattr(sj.verifiers, one)()
       for one in ("Token", "Block", "GreedyBlock")))
@@ -90,26 +90,26 @@ def test_rollouts_go_on_when_killed(tmp_path):
   table would depend on when it was killed.
   """
   units = [("print", 1.0, i) for i in range(11)]
-  arm = _Configuration(_decoder(sj.verifiers.Token()))
+  variant = _Configuration(_decoder(sj.verifiers.Token()))
   study = lambda path, number: resumable.run(
       units[:number], lambda unit: ([unit[2]], 5, unit[2]),
-      lambda group: {"arm": arm}, path)
+      lambda group: {"variant": variant}, path)
 
   path = tmp_path / "runs.jsonl"
   runs = study(path, 8)
-  assert arm.asked == list(range(8))
+  assert variant.asked == list(range(8))
   assert list(runs) == units[:8]
-  assert runs[units[7]] == {"arm": {"found": 12}}
+  assert runs[units[7]] == {"variant": {"found": 12}}
   lines = path.read_text().splitlines(keepends=True)
   assert [json.loads(line)["unit"][2] for line in lines] == list(range(8))
 
-  arm.asked.clear()
+  variant.asked.clear()
   path.write_text("".join(lines[:6]) + lines[6][:5])  # killed while writing
   assert study(path, 8) == runs
-  assert arm.asked == [6, 7]
-  arm.asked.clear()
+  assert variant.asked == [6, 7]
+  variant.asked.clear()
   assert list(study(path, 99)) == units  # a smaller error takes more
-  assert arm.asked == [8, 9, 10]
+  assert variant.asked == [8, 9, 10]
   assert study(path, 8) == runs  # and a larger one no more than it needs
 
 
@@ -121,9 +121,9 @@ def test_a_limit_cuts_no_accepted_tokens():
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=3))
-  arm = generation.Ours(
+  variant = generation.Ours(
       decoder, {"target": table, "drafter": table}, 6, 16, [[1, 2]])
-  run = arm.decode([1, 2], 0, 0)  # the drafter is the target: all is accepted
+  run = variant.decode([1, 2], 0, 0)  # the drafter is the target
   assert len(run["tokens"]) == 6 and run["rounds"] == 2
   assert generation.accepted(run) / run["rounds"] == pytest.approx(3)
   theirs = {"tokens": [1] * 6, "rounds": 2}
@@ -133,9 +133,10 @@ def test_a_limit_cuts_no_accepted_tokens():
 def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
   """A file of the user's own is neither a traceback nor emptied."""
   path = tmp_path / "runs.jsonl"
-  arm = _Configuration(_decoder(sj.verifiers.Token()))
+  variant = _Configuration(_decoder(sj.verifiers.Token()))
   study = lambda: resumable.run(
-      [("print", 1.0, 0)], lambda unit: ([1], 0, 0), lambda group: {"arm": arm},
+      [("print", 1.0, 0)], lambda unit: ([1], 0, 0),
+      lambda group: {"variant": variant},
       path)
   for text in ("3\n", "{}\n", '{"unit": 3, "runs": {}}\n', "mine\n\n"):
     path.write_text(text)

@@ -190,7 +190,7 @@ def test_online_study(tmp_path):
   fixed, learning = found["tiny, fixed"], found["tiny, learning"]
   # The second request is where what the first one taught is of use.
   assert abs(fixed[0] - learning[0]) < 1 and fixed[1:] != learning[1:]
-  assert len({text for arm in study["texts"].values() for text in arm}) == 4
+  assert len({text for texts in study["texts"].values() for text in texts}) == 4
   assert study["summaries"]["tiny, fixed"]["over_fixed"] in (0, None)
   assert (tmp_path / "results/online/online.png").stat().st_size > 10_000
 

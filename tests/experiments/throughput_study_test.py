@@ -22,7 +22,7 @@ _LETTERS = testing.ListTokenizer(tuple(bytes([c]) for c in b"\n abcdefg"))
 
 def test_throughput_study(tmp_path, monkeypatch, capsys):
   # Broken: texts that are not those alone pass, a study that was killed begins
-  # anew, or a figure belongs to another arm.
+  # anew, or a figure belongs to another variant.
   model = testing.MarkovModel(vocab_size=_LETTERS.vocab_size)
   target = types.SimpleNamespace(
       model=model, params=model.init(jax.random.key(0)), tokenizer=_LETTERS)
@@ -53,19 +53,20 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   assert not out.exists()
 
   found = last_line(study())
-  arms = ["none", "none, waiting", "noise", "noise, waiting",
+  variants = ["none", "none, waiting", "noise", "noise, waiting",
           "noise, controller"]
-  rows = {(row["slots"], row["arm"]): row for row in found["rows"]}
-  assert list(rows) == [(slots, arm) for slots in (1, 2) for arm in arms]
+  rows = {(row["slots"], row["variant"]): row for row in found["rows"]}
+  assert list(rows) == [
+      (slots, variant) for slots in (1, 2) for variant in variants]
   for row in rows.values():
     assert row["different"] == 0 and row["tokens_per_second"] > 0
-    assert row["compared"] == (4 if "controller" in row["arm"] else 12)
+    assert row["compared"] == (4 if "controller" in row["variant"] else 12)
     assert 0 < row["first_median"] <= row["latency_median"] <= row["seconds"]
   assert rows[2, "none"]["emitted_per_round"] == 1
   assert rows[2, "none"]["over_waiting"] == pytest.approx(
       rows[2, "none, waiting"]["seconds"] / rows[2, "none"]["seconds"])
-  load = {(row["load"], row["arm"]): row for row in found["load"]}
-  assert list(load) == [(share, arm) for share in (0.5, 1.0) for arm in (
+  load = {(row["load"], row["variant"]): row for row in found["load"]}
+  assert list(load) == [(share, name) for share in (0.5, 1.0) for name in (
       "none", "none, waiting", "noise", "noise, controller")]
   assert {row["requests"] for row in load.values()} == {6}
   for name in ("tokens", "latency"):
@@ -81,6 +82,6 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   again = study()
   assert again["code"].startswith("error: 1 texts are not those decoded alone")
   other = json.loads((out / "throughput.json").read_text())
-  assert {(row["slots"], row["arm"]) for row in other["rows"]
+  assert {(row["slots"], row["variant"]) for row in other["rows"]
           if row["different"]} == {(2, "noise")}
   assert other["load"] == found["load"]

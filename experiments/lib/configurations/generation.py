@@ -1,8 +1,8 @@
-"""Whole calls that continue a prompt, ours and transformers', as study arms.
+"""Configurations that continue a prompt in one call: ours and transformers'.
 
-A time is that of one call, from the ids of the prompt to the last token. Arms
-are what `resumable.run` takes; torch and transformers are imported by those who
-need them.
+The measured time is that of the whole call, from the ids of the prompt to the
+last token. torch and transformers are imported only by functions that need
+them.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Ours(base.Configuration):
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, prompts: Sequence[Sequence[int]]):
-    """An arm.
+    """A variant.
 
     Args:
       decoder: the `Decoder`.
@@ -92,10 +92,10 @@ class Theirs(base.Configuration):
                eos: tuple[int, ...] | None, assistant: Any = None,
                drafting: dict[str, Any] | None = None,
                lookup: int | None = None):
-    """An arm.
+    """A variant.
 
     Args:
-      name: of the arm.
+      name: of the variant.
       model: of transformers.
       new_tokens: tokens of a text, at most.
       temperature: 0 is greedy.
@@ -150,7 +150,7 @@ class Theirs(base.Configuration):
 
 
 def accepted(run: dict[str, Any]) -> float:
-  """Returns the tokens that an arm accepted of its drafts, in one run.
+  """Returns the tokens that a variant accepted of its drafts, in one run.
 
   The limit cuts the last round of a text, so emitted tokens over rounds would
   be too few, most of all for long drafts. Ours report expected accepted tokens
@@ -159,13 +159,13 @@ def accepted(run: dict[str, Any]) -> float:
   return run.get("accepted", len(run["tokens"]) - run["rounds"])
 
 
-def speed_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
+def speed_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
                 decoding: bool = False) -> tuple[float, float, float]:
-  """Tokens a second of an arm over another's, prompt by prompt.
+  """Tokens a second of a variant over another's, prompt by prompt.
 
   Args:
-    runs: for every prompt what each arm's `decode` returned, by name.
-    arm: the one.
+    runs: for every prompt what each variant's `decode` returned, by name.
+    variant: the one.
     other: the one that it is compared with.
     decoding: whether the time after reading the prompt counts alone.
 
@@ -174,14 +174,14 @@ def speed_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
   """
   speed = lambda run: len(run["tokens"]) / (
       run["seconds"] - run.get("reading", 0) * decoding)
-  found = np.percentile([speed(run[arm]) / speed(run[other]) for run in runs],
-                        (50, 25, 75))
+  found = np.percentile([
+      speed(run[variant]) / speed(run[other]) for run in runs], (50, 25, 75))
   return tuple(map(float, found))
 
 
-def total_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
+def total_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
                 decoding: bool = False) -> float:
-  """Tokens in the seconds of all prompts together, of an arm over another's.
+  """Tokens in the seconds of all prompts together, of a variant over another's.
 
   Long texts weigh more than in `speed_ratio`, whose arguments these are.
   """
@@ -190,7 +190,7 @@ def total_ratio(runs: list[dict[str, dict[str, Any]]], arm: str, other: str,
                   for run in runs)
     return sum(len(run[name]["tokens"]) for run in runs) / seconds
 
-  return float(speed(arm) / speed(other))
+  return float(speed(variant) / speed(other))
 
 
 def prepare_torch() -> dict[str, str | int]:

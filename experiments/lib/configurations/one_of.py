@@ -1,8 +1,8 @@
-"""Several verification rules in one program: which one acts is data.
+"""Several verification rules in one program; the acting rule is data.
 
-A decoder's program takes far longer to compile than the laws in it, so the
-arms of a study that differ in their rule alone share one. All rows of a batch
-follow the same rule, and only that one is computed.
+Compiling a decoder takes far longer than compiling one more rule. Variants of a
+study that differ only in their rule therefore share a program. All rows of a
+batch follow the same rule, and only this rule is computed.
 """
 
 from collections.abc import Callable

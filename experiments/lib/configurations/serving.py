@@ -1,7 +1,7 @@
-"""Requests served from a queue or batch by batch, as arms of a study.
+"""Configurations that serve requests, from a queue or batch by batch.
 
-Arms are what `resumable.run` takes. A prompt is there a list of `Request`s, a
-seed the seconds at which they arrive, and a request id is not needed.
+In `resumable.run`, the prompt is a list of `Request`s, and the seed is the list
+of their arrival times in seconds. The request id is not used.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Refilled(base.Configuration):
   def __init__(self, decoder: sj.Decoder, params: Any, sizes: Sequence[int],
                max_length: int, rounds: int,
                controllers: dict[int, Any] | None = None, held: bool = False):
-    """An arm.
+    """A variant.
 
     Args:
       decoder: the `Decoder`.
@@ -95,7 +95,7 @@ class Waiting(base.Configuration):
 
   def __init__(self, decoder: sj.Decoder, params: Any, rows: int,
                capacity: int):
-    """An arm.
+    """A variant.
 
     Args:
       decoder: the `Decoder`.
@@ -161,7 +161,7 @@ def _keys(seed: jax.Array):
 
 def _record(seconds: float, results: dict[int, Any], first: dict[int, float],
             last: dict[int, float], arrivals: Sequence[float]):
-  """What an arm returns."""
+  """What a variant returns."""
   order = range(len(results))
   for i in order:
     if results[i].error:

@@ -34,15 +34,14 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
     clusters: labels of the prompts, see `analysis.estimate`.
   """
   once = runs[:num_prompts]
-  others = [arms[shared] for arms in once]
-  mine = [arms[own] for arms in once]
-  pace = np.array([arms[own]["seconds"] / arms[own]["tokens"] for arms in runs])
-  baseline = np.array([arms[BASELINE]["seconds"] / arms[BASELINE]["tokens"]
-                       for arms in runs])
+  others, mine = ([run[name] for run in once] for name in (shared, own))
+  pace, baseline = (np.array([
+      run[name]["seconds"] / run[name]["tokens"] for run in runs])
+                    for name in (own, BASELINE))
   tokens, alone = (analysis.estimate(
       lambda total, count: 1 + total / count,
-      [r["expected"][i] for r in arms], [r["rounds"] for r in arms],
-      clusters=clusters) for arms, i in ((others, law), (mine, 0)))
+      [r["expected"][i] for r in rollouts], [r["rounds"] for r in rollouts],
+      clusters=clusters) for rollouts, i in ((others, law), (mine, 0)))
   over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
   if best is not None:
     rounds = [r["rounds"] for r in others]
