@@ -1,11 +1,11 @@
-"""Confidences that mean what they say: sequential temperature scaling.
+"""Calibrated confidences of draft tokens by sequential temperature scaling.
 
-A confidence head predicts that a drafted token is accepted if those before it
-were, and a scheduler multiplies the predictions along a chain, so that their
-errors multiply as well. DSpark (arXiv:2607.05147) divides the head's logit at
-every place by a temperature, fitted after training from left to right: the one
-of place k makes the products over the first k places right, those before it
-stay.
+A confidence head predicts the probability that a draft token is accepted if the
+tokens before it were accepted. A scheduler multiplies the predictions along a
+chain, which multiplies their errors. DSpark (arXiv:2607.05147) divides the
+head's logit at every position by a temperature. The temperatures are fitted
+after training from left to right: temperature k calibrates the product over the
+first k positions, and the earlier temperatures stay fixed.
 """
 
 import numpy as np
@@ -15,11 +15,14 @@ _GRID = tuple(np.geomspace(0.2, 5.0, 121).tolist())
 
 
 def reached(logits: ArrayLike, temperatures: ArrayLike = 1.0) -> np.ndarray:
-  """The predicted chance that a chain is accepted as far as each place.
+  """Returns the predicted probability that each prefix is accepted.
+
+  >>> reached([[0.0, 0.0]]).tolist()
+  [[0.5, 0.25]]
 
   Args:
-    logits: `[R, K]`, of a confidence head.
-    temperatures: `[K]`, or one for all.
+    logits: `[R, K]` logits of a confidence head.
+    temperatures: `[K]` temperatures, or one for all.
 
   Returns:
     `[R, K]` float64, prod_{i <= k} sigmoid(logits_i / T_i).
@@ -30,15 +33,18 @@ def reached(logits: ArrayLike, temperatures: ArrayLike = 1.0) -> np.ndarray:
 
 def calibration_error(predicted: ArrayLike, happened: ArrayLike,
                       bins: int = 15) -> float:
-  """The expected calibration error (Guo et al. 2017, arXiv:1706.04599, eq. 3).
+  """Returns the expected calibration error (arXiv:1706.04599, eq. 3).
 
-  Predictions fall into bins of equal width; it is the mean distance of a bin's
-  mean prediction from what happened in it, weighed by its size.
+  Predictions are grouped in bins of equal width. The error is the mean distance
+  between a bin's mean prediction and mean outcome, weighted by its size.
+
+  >>> calibration_error([0.75, 0.75], [1, 0])
+  0.25
 
   Args:
-    predicted: `[R]`, probabilities.
-    happened: `[R]`, 0 or 1, or the probabilities that it did.
-    bins: how many.
+    predicted: `[R]` probabilities.
+    happened: `[R]` outcomes, 0 or 1, or their probabilities.
+    bins: number of bins.
   """
   predicted, happened = (np.asarray(x, np.float64).ravel()
                          for x in (predicted, happened))
@@ -55,20 +61,24 @@ def calibration_error(predicted: ArrayLike, happened: ArrayLike,
 
 def temperatures(logits: ArrayLike, accepted: ArrayLike,
                  grid: ArrayLike = _GRID, bins: int = 15) -> tuple[float, ...]:
-  """The temperature of every place, for a stop rule's `temperatures`.
+  """Fits the temperature of every position, for a stop rule.
+
+  >>> temperatures([[0.0], [0.0]], [[1], [0]])
+  (1.0,)
 
   Args:
-    logits: `[R, K]`, of a confidence head along R chains of K tokens.
-    accepted: `[R, K]`, 0 or 1, or the probability 1 - TV(q_k, p_k): whether
-      each token is accepted if those before it were.
-    grid: temperatures to choose from.
-    bins: of the error that is made least.
+    logits: `[R, K]` logits of a confidence head along R chains of K tokens.
+    accepted: `[R, K]` outcomes, 0 or 1, or the probabilities 1 - TV(q_k, p_k):
+      whether a token is accepted if the tokens before it were.
+    grid: candidate temperatures.
+    bins: number of bins of the calibration error, which is minimised.
 
   Returns:
-    K numbers. Of equal errors the temperature nearest to 1 is taken.
+    K temperatures. Of equal errors, the temperature nearest to 1 is chosen.
 
   Raises:
-    ValueError: shapes differ, or a temperature of the grid is not above 0.
+    ValueError: shapes differ, or `grid` is empty or has values that are not
+      positive.
   """
   logits, accepted = (np.asarray(x, np.float64) for x in (logits, accepted))
   if logits.shape != accepted.shape or logits.ndim != 2:
@@ -80,13 +90,13 @@ def temperatures(logits: ArrayLike, accepted: ArrayLike,
                      "0, and there must be one")
   grid = grid[np.argsort(np.abs(np.log(grid)), kind="stable")]
   happened = np.cumprod(accepted, axis=-1)
-  before, found = np.ones(len(logits)), []
+  before, chosen = np.ones(len(logits)), []
   for k in range(logits.shape[1]):
-    # [grid, R], as far as place k with every temperature of the grid.
+    # [grid, R]: prefixes of k + 1 tokens with every temperature of the grid.
     tried = before * reached(logits[None, :, k:k + 1], grid[:, None, None]
                              )[..., 0]
-    errors = [calibration_error(one, happened[:, k], bins) for one in tried]
+    errors = [calibration_error(x, happened[:, k], bins) for x in tried]
     best = int(np.argmin(errors))
     before = tried[best]
-    found.append(float(grid[best]))
-  return tuple(found)
+    chosen.append(float(grid[best]))
+  return tuple(chosen)

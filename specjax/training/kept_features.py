@@ -1,13 +1,12 @@
-"""What a frozen target says of rows that are trained on more than once.
+"""Features of a frozen target, kept in memory for rows that are read again.
 
-A pass of the target costs more than a step of the layer that reads it. Where
-rows come again, epoch after epoch, what the first pass over them found can be
-kept in memory (never on disk) as float16.
+A pass of the target costs more than a step of the layer that reads its
+features. The result of the first pass over a row is kept as float16, in memory
+and never on disk.
 """
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +16,24 @@ from specjax.training.distillation import RowBatches
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptFeatures:
-  """Shuffled batches of rows, with what `read` says of them.
+  """Shuffled batches of rows with their features.
 
-  What is read of a row depends on it alone, so that batches are a function of
-  the step, as `Trainer` wants them: a run that is started again reads anew.
+  The features of a row depend on it alone, so batches are a function of the
+  step, as `Trainer` requires. A resumed run reads the features again.
+
+  >>> rows = np.array([[0, 1], [2, 3]], np.int32)
+  >>> kept = KeptFeatures(rows, batch_size=2, pass_rows=1,
+  ...                     read=lambda rows: {"sum": rows.sum(1)})
+  >>> batch = kept.batch(0)
+  >>> bool((batch["tokens"].sum(1) == batch["sum"]).all())
+  True
 
   Attributes:
-    rows: `[R, S + 1]` int32.
-    batch_size: B, rows of a batch.
-    read: `rows [P, S + 1] -> {name: [P, ...]}`.
-    pass_rows: P, rows of a pass.
-    seed: of the shuffle.
+    rows: `[R, S + 1]` int32 rows.
+    batch_size: B, number of rows in a batch.
+    read: function `rows [P, S + 1] -> {name: [P, ...]}`.
+    pass_rows: P, number of rows in a call of `read`.
+    seed: seed of the shuffle.
   """
 
   rows: np.ndarray
@@ -38,25 +44,29 @@ class KeptFeatures:
   _kept: dict[int, dict[str, np.ndarray]] = dataclasses.field(
       default_factory=dict, repr=False)
 
-  def batch(self, step: int) -> dict[str, Any]:
-    """`tokens [B, S + 1]`, and what was read of each row."""
+  def batch(self, step: int) -> dict[str, np.ndarray]:
+    """Returns `tokens [B, S + 1]` and the features of each row.
+
+    Args:
+      step: number of the training step.
+    """
     order = RowBatches(np.arange(len(self.rows)), self.batch_size, self.seed)
     chosen = order.batch(step)
     new = [i for i in chosen.tolist() if i not in self._kept]
     for start in range(0, len(new), self.pass_rows):
       some = new[start:start + self.pass_rows]
-      padded = np.resize(some, self.pass_rows)  # one shape, one program
-      found = jax.device_get(self.read(self.rows[padded]))
+      padded = np.resize(some, self.pass_rows)  # equal shapes: one program
+      features = jax.device_get(self.read(self.rows[padded]))
       for place, i in enumerate(some):
-        self._kept[i] = {name: _small(x[place]) for name, x in found.items()}
-    kept = [self._kept[i] for i in chosen.tolist()]
+        self._kept[i] = {name: _half(x[place]) for name, x in features.items()}
+    features = [self._kept[i] for i in chosen.tolist()]
     return {"tokens": self.rows[chosen],
-            **{name: np.stack([row[name] for row in kept])
-               for name in kept[0]}}
+            **{name: np.stack([row[name] for row in features])
+               for name in features[0]}}
 
 
-def _small(x):
-  """A copy, in float16 where it is wider; what overflows is the largest."""
+def _half(x: np.ndarray) -> np.ndarray:
+  """Returns a copy with floating-point values clipped and cast to float16."""
   if not np.issubdtype(x.dtype, np.floating):
     return np.array(x)
   most = np.finfo(np.float16).max

@@ -1,6 +1,7 @@
-"""Where a training run lies on a mesh of devices.
+"""Placement of a training run on a mesh of devices.
 
-Placements only: the step is compiled from them by GSPMD, as it is.
+This module only assigns shardings. GSPMD compiles the unchanged training step
+from them.
 """
 
 from collections.abc import Mapping
@@ -17,16 +18,17 @@ from specjax.decoding.placement import named
 from specjax.utils import processes
 
 Specs = Mapping[str, Any]
+Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Of a run's rows and of its state, hashable for a jit.
+  """Shardings of rows and state; hashable, so a jit takes it as static.
 
   Attributes:
     mesh: the devices.
-    data_axis: the mesh axis over which rows are split; one that the mesh has
-      not splits nothing.
+    data_axis: mesh axis that splits the rows. Rows are replicated if the mesh
+      does not have it.
     state: a `NamedSharding` for every leaf of the run's state, in order.
   """
 
@@ -38,57 +40,61 @@ class Layout:
   def _rows(self) -> str | None:
     return self.data_axis if self.data_axis in self.mesh.shape else None
 
-  def pin(self, state: Any) -> Any:
-    """The state, inside a program, where it was before."""
+  def pin(self, state: Tree) -> Tree:
+    """Constrains the state, in a compiled program, to its shardings."""
     return jax.lax.with_sharding_constraint(
         state, jax.tree.unflatten(jax.tree.structure(state), self.state))
 
-  def pin_parts(self, parts: Any) -> Any:
-    """A batch that was cut into parts `[A, R, ...]`: R stays split."""
+  def pin_parts(self, parts: Tree) -> Tree:
+    """Constrains the rows R of a batch that was cut into parts `[A, R, ...]`.
+    """
     return jax.lax.with_sharding_constraint(parts, jax.tree.map(
         lambda x: NamedSharding(self.mesh, PartitionSpec(
             None, *[self._rows] * (x.ndim > 1))), parts))
 
-  def batch(self, batch: Any) -> Any:
-    """A batch of numpy on the mesh; this process feeds the rows of its own."""
+  def batch(self, batch: Tree) -> Tree:
+    """Places a numpy batch; each process copies the rows of its devices."""
     rows = NamedSharding(self.mesh, PartitionSpec(self._rows))
-    whole = NamedSharding(self.mesh, PartitionSpec())
+    replicated = NamedSharding(self.mesh, PartitionSpec())
     return processes.placed(batch, jax.tree.map(
-        lambda x: rows if np.ndim(x) else whole, batch))
+        lambda x: rows if np.ndim(x) else replicated, batch))
 
 
-def of_params(mesh: Mesh, params: Mapping[str, Any], specs: Specs) -> Any:
-  """`NamedSharding`s of named parameters; what has no specs is replicated.
+def of_params(mesh: Mesh, params: Mapping[str, Tree], specs: Specs) -> Tree:
+  """Returns the `NamedSharding`s of named parameters.
 
   Args:
     mesh: the devices.
-    params: trees by name.
-    specs: by name; those of other names are for other parameters.
+    params: trees of parameters by name.
+    specs: `PartitionSpec`s by name. Parameters without specs are replicated.
 
   Raises:
-    ValueError: a size is no multiple of its axis.
+    ValueError: a size is not a multiple of its mesh axis.
   """
-  found = {name: named(mesh, specs.get(name, PartitionSpec()), tree)
-           for name, tree in params.items()}
-  # JAX's own words, before anything is compiled.
-  jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), params, found)
-  return found
+  shardings = {name: named(mesh, specs.get(name, PartitionSpec()), tree)
+               for name, tree in params.items()}
+  # Raises JAX's error before anything is compiled.
+  jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), params,
+               shardings)
+  return shardings
 
 
-def of_state(mesh: Mesh, state: Any, params: Any) -> Any:
-  """`NamedSharding`s of a `TrainState`, whose moments lie as what they are of.
+def of_state(mesh: Mesh, state: Tree, params: Tree) -> Tree:
+  """Returns the `NamedSharding`s of a `TrainState`.
+
+  Moments of the optimiser have the shardings of their parameters.
 
   Args:
     mesh: the devices.
-    state: arrays or shapes.
+    state: `TrainState` of arrays or shapes.
     params: `of_params` of its parameters.
   """
   places = {
       path: (x.shape, sharding) for (path, x), sharding in zip(
           jax.tree.leaves_with_path(state.params), jax.tree.leaves(params))}
 
-  def place(path, x):
-    # A moment has its parameter's path in a tree of the optimiser's.
+  def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+    # A moment has the path of its parameter in a tree of the optimiser.
     for start in range(len(path)):
       shape, sharding = places.get(path[start:], (None, None))
       if shape == x.shape:

@@ -1,4 +1,4 @@
-"""What an objective is: the seam between a loss and the one training loop."""
+"""Interface between objectives and the training loop."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -21,10 +22,10 @@ Score = Callable[[jax.Array, jax.Array, jax.Array], Any]
 
 @runtime_checkable
 class Objective(Protocol):
-  """What is minimised: pure and hashable, as a frozen dataclass is.
+  """A training objective. It is pure and hashable, such as a frozen dataclass.
 
   Attributes:
-    needs: the names of the parameters that it reads, such as "target".
+    needs: names of the parameters that it reads, such as "target".
   """
 
   @property
@@ -33,25 +34,25 @@ class Objective(Protocol):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """`(loss [], metrics)`, in nats, a mean over what is predicted.
+    """Returns `(loss [], metrics)`; the loss is a mean over predictions.
 
     Args:
-      trainable: named trees of parameters that get a gradient.
-      frozen: named trees that get none.
-      batch: `tokens [B, S + 1]` int32, of which the first S are read, and
-        `progress []` float32, the share of the run that is over. It may have
-        `weights [B, S]` float32, how much each token after the first counts
-        where it is forecast; default: all count alike.
-      key: a PRNG key of the step.
+      trainable: trees of parameters that get a gradient, by name.
+      frozen: trees of parameters that get none, by name.
+      batch: arrays by name. `tokens [B, S + 1]` int32 are the rows, of which
+        the model reads the first S tokens. `progress []` float32 is the share
+        of the run that is over. Optional `weights [B, S]` float32 weight each
+        token after the first as a prediction; default: 1.
+      key: PRNG key of the step.
 
     Returns:
-      Metrics are scalars by name; see `Trainer`.
+      The loss in nats, and scalar metrics by name; see `Trainer`.
     """
 
 
 @runtime_checkable
 class DrafterObjective(Objective, Protocol):
-  """An objective that trains what drafts, and can be measured head by head.
+  """An objective of a drafter, which can be evaluated head by head.
 
   Attributes:
     model: the target.
@@ -63,34 +64,62 @@ class DrafterObjective(Objective, Protocol):
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """What `score` finds of every forecast, stacked along K.
+    """Returns the results of `score` for all heads, stacked along K.
 
     Args:
-      params: `{"target", "drafter"}`.
-      tokens: `[B, S + 1]` int32.
-      key: of the positions, where they are drawn.
-      score: called with the logits of forecast k, which predict the tokens at
-        `positions + 1 + k`.
+      params: `{"target", "drafter"}` parameters.
+      tokens: `[B, S + 1]` int32 rows.
+      key: PRNG key of the positions, for objectives that draw them.
+      score: function that gets the logits of head k, which predict the tokens
+        at `positions + 1 + k`.
     """
 
 
+def check_batch(batch: Batch) -> None:
+  """Checks ranks and dtypes of a batch: rows of tokens and their weights.
+
+  >>> check_batch({"tokens": jnp.zeros((2, 3), jnp.int32)})
+
+  Args:
+    batch: see `Objective`.
+  """
+  tokens = batch["tokens"]
+  chex.assert_rank(tokens, 2)
+  chex.assert_type(tokens, int)
+  if "weights" in batch:
+    chex.assert_equal_shape([batch["weights"], tokens[:, 1:]])
+
+
 def weights_of(batch: Batch) -> jax.Array:
-  """`[B, S]` float32, how much each token after the first of a row counts."""
+  """Returns the weights `[B, S]` float32 of the tokens after the first.
+
+  >>> weights_of({"tokens": jnp.array([[5, 1, 2]])}).tolist()
+  [[1.0, 1.0]]
+  """
   shape = batch["tokens"][:, 1:].shape
   return jnp.asarray(
       batch.get("weights", jnp.ones(shape, jnp.float32)), jnp.float32)
 
 
 def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
-  """The mean of `x` as its `weights`, of the same shape, count; 0 of none."""
+  """Returns the weighted mean of `x`, or 0 if all weights are 0.
+
+  >>> float(weighted_mean(jnp.array([1.0, 5.0]), jnp.array([3.0, 1.0])))
+  2.0
+
+  Args:
+    x: values.
+    weights: weights of the same shape.
+  """
+  chex.assert_equal_shape([x, weights])
   total = jnp.sum(weights)
   return jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
 
 
 def check_same_tokens(model: Model, target: Model) -> None:
-  """Raises a `ValueError` where a drafter has not the target's tokens."""
+  """Raises `ValueError` if drafter and target have different vocabularies."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(f"the drafter has {model.vocab_size} tokens and the "
-                     f"target {target.vocab_size}; laws of one vocabulary are "
-                     "compared: train the drafter with the target's tokenizer, "
-                     "or learn stored laws, objectives.StoredLaws")
+                     f"target {target.vocab_size}; both must have the same "
+                     "vocabulary: train the drafter with the target's "
+                     "tokenizer, or use objectives.StoredLaws")

@@ -1,7 +1,8 @@
-"""Distillation from laws that were stored with the text."""
+"""Distillation from probabilities that were stored with the text."""
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -13,16 +14,25 @@ from specjax.training.objective import Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLaws:
-  """Forward KL to a teacher whose K likeliest tokens are known.
+  """Forward KL to a teacher with its K most likely tokens stored.
 
-  DistillSpec (Zhou et al. 2023, arXiv:2310.08461): the student learns the laws
-  p of the teacher on text that the teacher wrote. Of p the K largest
-  probabilities are stored, and the token that was drawn stands for the others:
+  DistillSpec (Zhou et al. 2023, arXiv:2310.08461): the student learns the
+  teacher's distributions p on text of the teacher. The K largest probabilities
+  of p are stored; the sampled token represents the others:
 
     -sum_(v in top) p(v) log q(v) - [drawn token not in top] log q(drawn)
 
-  whose mean over draws is the whole cross-entropy, KL(p || q) and a constant.
+  The mean over samples is the cross-entropy, KL(p || q) plus a constant.
   Tokens that the student does not have are left out.
+
+  >>> from specjax import testing
+  >>> objective = StoredLaws(model=testing.MarkovModel(4))
+  >>> loss, metrics = objective({"drafter": jnp.zeros((4, 4))}, {}, {
+  ...     "tokens": jnp.array([[0]]), "ids": jnp.array([[[1]]]),
+  ...     "probs": jnp.array([[[1.0]]]), "drawn": jnp.array([[-1]]),
+  ...     "weights": jnp.ones((1, 1))}, jax.random.key(0))
+  >>> round(float(loss), 4), float(metrics["acceptance"])  # log 4, 1 / 4
+  (1.3863, 0.25)
 
   Attributes:
     model: the student, called without a cache.
@@ -34,23 +44,26 @@ class StoredLaws:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """The loss of `{"drafter"}`, in nats a position, a mean.
+    """Returns the mean loss of `{"drafter"}` in nats per position.
 
     Args:
       trainable: see `Objective`.
       frozen: see `Objective`.
-      batch: `tokens [B, S]` int32 that the student reads; after token s the
-        teacher's law has `probs [B, S, K]` on the student's `ids [B, S, K]`,
-        -1 where the student has no such token, and `drawn [B, S]` is the token
-        that was drawn where it is none of the K, else -1. `weights [B, S]`, 0
-        where nothing is to be learned.
+      batch: arrays by name. `tokens [B, S]` int32 are read by the student.
+        After token s, the teacher's distribution has `probs [B, S, K]` on the
+        student's `ids [B, S, K]`, -1 for tokens that the student does not have.
+        `drawn [B, S]` is the sampled token if it is not among the K, else -1.
+        `weights [B, S]` is 0 for positions without a distribution.
       key: not used.
 
     Returns:
-      `(loss, {"acceptance": sum_(v in top) min(p(v), q(v))})`, the latter a
+      `(loss, {"acceptance": sum_(v in top) min(p(v), q(v))})`. The metric is a
       lower bound of the acceptance rate at temperature 1.
     """
     del key
+    chex.assert_rank([batch["tokens"], batch["ids"]], [2, 3])
+    chex.assert_equal_shape([batch["ids"], batch["probs"]])
+    chex.assert_equal_shape([batch["tokens"], batch["drawn"], batch["weights"]])
     params = {**frozen, **trainable}
     log_q = jax.nn.log_softmax(
         self.model(params["drafter"], batch["tokens"]).logits)
