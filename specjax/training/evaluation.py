@@ -1,7 +1,7 @@
-"""Evaluation on held-out text while a model or a drafter trains.
+"""Evaluation on held-out text, during and after a training run.
 
-Each function here returns a function that takes parameters and returns numbers
-by name, for `Trainer.evaluate`.
+Each function returns a `Measure`, which maps parameters to numbers by name, for
+`Trainer.evaluate`.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import functools
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,18 +61,24 @@ def remembered(measure: Measure, names: Sequence[str]) -> Measure:
 
 def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
                   length: int, stride: int) -> Measure:
-  """A function that measures a model on held-out text.
+  """Returns a function that measures a model on held-out text.
 
-  Windows of `length` tokens begin every `stride` tokens; every token but the
-  first is predicted once, in the first window that holds it, so from at least
-  `length - stride` tokens before it where the text has that many.
+  Windows of `length` tokens start every `stride` tokens. Every token but the
+  first is predicted once, in the first window that contains it. It is thus
+  predicted from at least `length - stride` tokens if the text has that many.
+
+  >>> from specjax import testing
+  >>> measure = bits_per_byte(testing.MarkovModel(4), [0, 1, 2, 3], num_bytes=3,
+  ...                         length=2, stride=1)
+  >>> round(measure(jnp.zeros((4, 4)))["bits_per_byte"], 4)  # log2 4
+  2.0
 
   Args:
-    model: called without a cache.
-    tokens: `[T]` the held-out tokens.
-    num_bytes: bytes of the text that they encode.
-    length: S, tokens predicted in a window.
-    stride: from 1 to `length`.
+    model: the model, called without a cache.
+    tokens: `[T]` held-out tokens.
+    num_bytes: number of bytes of the text.
+    length: number of tokens predicted in a window.
+    stride: distance of windows, from 1 to `length`.
 
   Returns:
     `params -> {"bits_per_byte", "held_out_loss"}`, the loss in nats per token.
@@ -92,13 +99,13 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
   padded[:len(tokens)] = tokens
 
   @jax.jit
-  def nats(params, window, mask):
+  def nats(params: Any, window: jax.Array, mask: jax.Array) -> jax.Array:
     logits = model(params, window[:, :-1]).logits
     loss = optax.softmax_cross_entropy_with_integer_labels(
         logits, window[:, 1:])
     return jnp.sum(loss * mask)
 
-  def evaluate(params):
+  def evaluate(params: Any) -> dict[str, float]:
     total = sum(
         float(nats(params, padded[places[i:i + _BATCH]], mask[i:i + _BATCH]))
         for i in range(0, windows, _BATCH))
@@ -112,27 +119,27 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
                   batch_size: int = 2, seed: int = 0) -> Measure:
   """Returns a function that computes the training loss of held-out rows.
 
-  It is the loss at the end of a run, where a weight in it depends on the
-  progress. Every token counts.
+  If the loss depends on the progress of the run, its value at the end is used.
+  Every token counts.
 
   Args:
     objective: the training objective.
-    tokens: `[R, S + 1]` int32, the rows.
-    batch_size: rows of a pass.
+    tokens: `[R, S + 1]` int32 rows.
+    batch_size: number of rows in a pass.
     seed: seed of the objective's random choices, the same at every call.
 
   Returns:
-    `params -> {"held_out_loss": value}`. It is called with all parameters that
-    `objective` needs.
+    `params -> {"held_out_loss": value}`, for all parameters in
+    `objective.needs`.
   """
   tokens = np.asarray(tokens, np.int32)
 
   @jax.jit
-  def loss(params, rows):
+  def loss(params: Mapping[str, Any], rows: jax.Array) -> jax.Array:
     return objective(params, {}, {
         "tokens": rows, "progress": jnp.float32(1)}, jax.random.key(seed))[0]
 
-  def evaluate(params):
+  def evaluate(params: Mapping[str, Any]) -> dict[str, float]:
     parts = [tokens[i:i + batch_size]
              for i in range(0, len(tokens), batch_size)]
     losses = processes.gathered([loss(params, rows) for rows in parts])
@@ -144,27 +151,29 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
 
 def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
                      rounds: int, seed: int = 0) -> Measure:
-  """Returns a function that decodes held-out prompts: tokens per target call.
+  """Returns a function that measures the block efficiency on held-out prompts.
 
-  The value is 1 + E[tau]. Every round counts with the expected number of
-  accepted tokens given its draft (Rao-Blackwell); finished rows do not count.
+  The block efficiency is 1 + E[tau]. A round counts with the expected number of
+  accepted tokens given its draft (Rao-Blackwell). Finished rows do not count.
 
   Args:
-    decoder: a `Decoder`; its drafter, verifier and transform are measured.
+    decoder: the decoder, with drafter, verifier and transform.
     prompts: sequences of token ids.
-    rounds: rounds of every prompt; fewer where the context ends.
-    seed: of the sampling, the same at every call.
+    rounds: number of rounds of every prompt, or fewer if the context ends.
+    seed: seed of the sampling, the same at every call.
 
   Returns:
     `{"target", "drafter"} -> {"block_efficiency": value}`, with its 95 %
     interval over prompts as "block_efficiency/low" and "/high" if there are
-    enough. It raises a ValueError if no prompt leaves room for a token.
+    enough prompts. The function raises a `ValueError` if no prompt leaves room
+    for a token.
   """
   longest = max(map(len, prompts))
-  # Slots are reserved up to the limit: a published context takes gigabytes.
+  # Cache slots are reserved up to the limit, and the complete context of a
+  # published model takes gigabytes.
   limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
 
-  def evaluate(params):
+  def evaluate(params: Mapping[str, Any]) -> dict[str, float]:
     state = decoder.prefill(
         params, prompts, jax.random.key(seed), limits=max(limit, longest))
     _, stats = decoder.decode(params, state, rounds=rounds)
@@ -180,22 +189,26 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
   return evaluate
 
 
-def _with_interval(name, totals, counts):
+def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
+                   ) -> dict[str, float]:
   """Returns `{name, name/low, name/high}` of 1 + sum(totals) / sum(counts)."""
-  found = estimate(lambda total, count: 1 + total / count, totals, counts)
-  ends = {} if np.isnan(found.low) else {
-      f"{name}/low": found.low, f"{name}/high": found.high}
-  return {name: found.value, **ends}
+  result = estimate(lambda total, count: 1 + total / count, totals, counts)
+  ends = {} if np.isnan(result.low) else {
+      f"{name}/low": result.low, f"{name}/high": result.high}
+  return {name: result.value, **ends}
 
 
 def interval(measured: Mapping[str, float], name: str,
              less: float = 0.0) -> Estimate:
-  """Returns a measured value as an `Estimate`, less a constant.
+  """Returns a measured value as an `Estimate`, minus a constant.
+
+  >>> interval({"x": 2.0, "x/low": 1.5, "x/high": 2.5}, "x", less=1).value
+  1.0
 
   Args:
-    measured: by a function of this module.
-    name: of a value that has an interval, such as "block_efficiency".
-    less: subtracted; 1 makes a block efficiency an acceptance length.
+    measured: result of a `Measure`.
+    name: name of a value with an interval, such as "block_efficiency".
+    less: constant; 1 turns a block efficiency into an acceptance length.
   """
   nan = float("nan")
   return Estimate(*(measured.get(key, nan) - less for key in (
@@ -205,43 +218,44 @@ def interval(measured: Mapping[str, float], name: str,
 def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   batch_size: int = 2, top: int = 5, first: int = 0,
                   seed: int = 0) -> Measure:
-  """Returns a function that measures forecasts on held-out rows, head by head.
+  """Returns a function that measures the heads of a drafter on held-out rows.
 
-  The target reads the rows as they are and writes nothing of its own. A
-  forecast of head k is right if it is the target's most likely token at that
-  place of the row; with `data_` in the name, if it is the row's token.
+  The target reads the rows and generates nothing. A prediction of head k is
+  correct if it is the target's most likely token at that position of the row,
+  or, for names with `data_`, if it is the row's token.
 
   The block efficiencies are exact expectations given the rows, with every
   position as the start of a round: 1 + the mean number of accepted tokens. Head
-  k counts if all heads before it are accepted. `greedy_block_efficiency`: a
-  head is accepted if it is right. `sampled_block_efficiency`: sampling at
-  temperature 1, where a head is accepted with probability sum_v min(p, q).
-  Their intervals treat every row as one observation.
+  k counts if all heads before it are accepted. For `greedy_block_efficiency`, a
+  head is accepted if it is correct. For `sampled_block_efficiency` (temperature
+  1), it is accepted with probability sum_v min(p, q). The intervals treat every
+  row as one observation.
 
   Args:
-    objective: what drafts, in front of its target.
+    objective: the drafter's objective, with its target.
     tokens: `[R, S + 1]` held-out rows.
-    batch_size: rows of a call, which bounds the memory.
-    top: how many of a head's most likely tokens may hold the right one.
-    first: position of the first forecast that counts; those before it are made
-      from a beginning that is shorter than any prompt.
-    seed: of the positions, for an objective that draws them.
+    batch_size: number of rows in a call, which bounds the memory.
+    top: largest j of the top-j accuracies.
+    first: the first position that counts.
+    seed: seed of the positions, for objectives that draw them.
 
   Returns:
-    `{"target", "drafter"} -> {name: value}`: for k = 0..K and j = 1..top
+    `{"target", "drafter"} -> {name: value}`. For k = 0..K and j = 1..top:
     `head_<k>/loss` (nats of the row's token), `head_<k>/top_<j>` and
-    `head_<k>/data_top_<j>`, shares of the positions; `greedy_block_efficiency`,
-    `sampled_block_efficiency` and `data_block_efficiency`, and their intervals
-    as in `block_efficiency`. Head 0 is the target's LM head. See `by_head`.
+    `head_<k>/data_top_<j>` (fractions of the positions). Also
+    `greedy_block_efficiency`, `sampled_block_efficiency` and
+    `data_block_efficiency` with intervals as in `block_efficiency`. Head 0 is
+    the target's LM head. See `by_head`.
 
-    With `by_row=True` it also returns "by_row": for each block efficiency
-    `[R]`, the accepted tokens of every row, and "positions" `[R]`, the rounds.
+    With `by_row=True` it also returns "by_row": the accepted tokens `[R]` of
+    every row for each block efficiency, and "positions" `[R]`, the rounds.
   """
   tokens = np.asarray(tokens, np.int32)
   key = jax.random.key(seed)
 
   @jax.jit
-  def measure(params, rows):
+  def measure(params: Mapping[str, Any], rows: jax.Array) -> tuple[
+      dict[str, jax.Array], dict[str, jax.Array]]:
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1)
     probs = jax.nn.softmax(logits.astype(jnp.float32))
@@ -260,7 +274,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   ("data_block_efficiency", heads["data_rank"] == 0))}
     return sums, {**by_row, "positions": jnp.sum(counts, axis=1)}
 
-  def evaluate(params, by_row=False):
+  def evaluate(params: Mapping[str, Any], by_row: bool = False
+               ) -> dict[str, Any]:
     parts = processes.gathered([
         measure(params, tokens[i:i + batch_size])
         for i in range(0, len(tokens), batch_size)])
@@ -270,29 +285,34 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                         *(part for _, part in parts))
     counts = sums["counts"]
     if not counts.all():
-      raise ValueError(f"no position of {tokens.shape[1]} tokens that is "
-                       f"measured is {first} or later; give a smaller first")
-    found = {}
+      raise ValueError(f"first is {first}, and rows of {tokens.shape[1]} "
+                       "tokens have no later position that is measured; give "
+                       "a smaller value")
+    values = {}
     for name, accepted in rows.items():
       if name != "positions":
-        found |= _with_interval(name, accepted, rows["positions"])
+        values |= _with_interval(name, accepted, rows["positions"])
     for k, count in enumerate(counts):
-      found[f"head_{k}/loss"] = sums["loss"][k] / count
+      values[f"head_{k}/loss"] = sums["loss"][k] / count
       for reference in ("", "data_"):
         for j, right in enumerate(sums[f"{reference}top"][k], 1):
-          found[f"head_{k}/{reference}top_{j}"] = right / count
-    found = {name: float(value) for name, value in found.items()}
-    return {**found, "by_row": rows} if by_row else found
+          values[f"head_{k}/{reference}top_{j}"] = right / count
+    values = {name: float(value) for name, value in values.items()}
+    return {**values, "by_row": rows} if by_row else values
 
   return evaluate
 
 
-def by_head(measured: dict[str, float], name: str) -> list:
-  """What `head_accuracy` measured, of k = 0..K.
+def by_head(measured: Mapping[str, float], name: str
+            ) -> list[float] | list[list[float]]:
+  """Returns results of `head_accuracy` as lists over the heads k = 0..K.
+
+  >>> by_head({"head_0/loss": 2.0, "head_1/loss": 3.0}, "loss")
+  [2.0, 3.0]
 
   Args:
-    measured: by `head_accuracy`.
-    name: "loss" for `[K + 1]`; "top" or "data_top" for `[K + 1][top]`.
+    measured: result of `head_accuracy`.
+    name: "loss" for a list `[K + 1]`, "top" or "data_top" for `[K + 1][top]`.
   """
   heads = range(sum(key.endswith("/loss") for key in measured))
   if name == "loss":
@@ -302,17 +322,19 @@ def by_head(measured: dict[str, float], name: str) -> list:
           for k in heads]
 
 
-def _outcomes(rows, target_probs, greedy, first, k, logits, positions):
-  """Nats, ranks, overlap with the target, and which count, of one head.
+def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
+              first: int, k: jax.Array, logits: jax.Array, positions: jax.Array
+              ) -> dict[str, jax.Array]:
+  """Returns nats, ranks, overlap with the target, and a mask, for one head.
 
   Args:
-    rows: `[B, S + 1]`.
-    target_probs: `[B, S, V]`.
-    greedy: `[B, S]`, the target's most likely tokens.
+    rows: `[B, S + 1]` tokens.
+    target_probs: `[B, S, V]` probabilities of the target.
+    greedy: `[B, S]` most likely tokens of the target.
     first: see `head_accuracy`.
-    k: of the head.
-    logits: `[B, P, V]` of the head.
-    positions: `[B, P]`.
+    k: number of the head.
+    logits: `[B, P, V]` logits of the head.
+    positions: `[B, P]` positions of the predictions.
   """
   at = positions + 1 + k
   data = jnp.take_along_axis(rows, at, axis=1)
@@ -327,14 +349,26 @@ def _outcomes(rows, target_probs, greedy, first, k, logits, positions):
 
 
 def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """How many tokens of `[..., V]` come before `labels [...]`; 0: argmax."""
+  """Returns the rank of labels among all tokens; the argmax has rank 0.
+
+  >>> rank(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).tolist()
+  [1]
+
+  Args:
+    logits: `[..., V]` logits.
+    labels: `[...]` token ids.
+
+  Returns:
+    `[...]` int32. Of equal logits, the smaller token id comes first.
+  """
+  chex.assert_equal_shape_prefix([logits, labels], labels.ndim)
   value = jnp.take_along_axis(logits, labels[..., None], axis=-1)
   before = jnp.arange(logits.shape[-1]) < labels[..., None]
   return jnp.sum((logits > value) | (logits == value) & before, axis=-1)
 
 
-def _sums(outcomes, top):
-  """Sums over what counts of `[K, B, P]`: `[K]` and `[K, top]`."""
+def _sums(outcomes: Mapping[str, jax.Array], top: int) -> dict[str, jax.Array]:
+  """Returns sums of `[K, B, P]` over the mask: `[K]` and `[K, top]`."""
   counts = outcomes["counts"]
   hits = lambda rank: jnp.sum(
       counts[..., None] & (rank[..., None] < jnp.arange(1, top + 1)),

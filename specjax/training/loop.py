@@ -1,10 +1,10 @@
-"""The one training loop: a compiled step, exact resume, metrics on disk.
+"""Training loop: a compiled step, exact resume, metrics on disk.
 
   objective(trainable, frozen, batch, key) -> (loss, metrics)
 
-Parameters are a dictionary of named trees, such as {"target", "drafter"}: what
-a `Decoder` takes. A run trains some of them; the others are arguments of the
-compiled step and never a result, so nothing can change them.
+Parameters are a dictionary of named trees, such as {"target", "drafter"}, as a
+`Decoder` takes them. A run trains some of them. The others are arguments of the
+compiled step and never results, so they cannot change.
 """
 
 from collections.abc import Callable
@@ -32,20 +32,21 @@ from specjax.training.progress import Progress
 from specjax.utils import fields
 from specjax.utils import processes
 
-_CHECK_EVERY = 10  # steps between looks at the loss
-_DIVERGED = 10  # times the first loss, or times 1 where that is less
-_STAYS = ("the checkpoints before it stay: give a smaller learning rate and "
-          "another directory")
+_CHECK_EVERY = 10  # steps between checks of the loss
+_DIVERGED = 10  # limit of the loss as a multiple of max(first loss, 1)
+_FIX = ("earlier checkpoints are unchanged: give a smaller learning rate and "
+        "another directory")
+_Tree = Any  # of arrays
 
 
 @struct.dataclass
 class TrainState:
-  """What a run is made of; everything else is a function of it.
+  """Complete state of a run.
 
   Attributes:
-    step: `[]` int32, steps taken.
-    params: the trainable parameters.
-    opt_state: optax's state.
+    step: `[]` int32 number of steps taken.
+    params: trainable parameters.
+    opt_state: state of the optax optimiser.
   """
 
   step: jax.Array
@@ -58,53 +59,61 @@ class Trainer:
   """Trains parameters on batches that are a pure function of the step.
 
   A run that is killed and started again with the same arguments continues
-  from its last checkpoint and ends with bit-identical parameters. Where that
-  one is damaged it says so, moves it aside and takes the one before. SIGTERM
-  and Ctrl-C end it after the step at work, with a checkpoint. A run that is
-  shorter than its checkpoints ends at the newest one that it reaches. A batch
-  that cannot be cut into `accumulate` parts is refused.
+  from its last checkpoint and ends with bit-identical parameters. SIGTERM and
+  Ctrl-C end it after the current step, with a checkpoint. If `steps` is less
+  than the number of steps taken, the run ends at the newest checkpoint at or
+  before `steps`.
 
-  On a mesh, of one process or of several (`utils.processes`), a run takes the
-  same batches: every process makes the whole one and feeds the rows of its own
-  devices. What it learns is that of a run on one device but for the order in
-  which float32 sums are rounded; killed and started again on the same mesh it
-  ends with the same bits. Its checkpoints are orbax's and are read on any other
-  mesh, or on one device. All processes see one `directory`, to which the first
-  writes all else; SIGTERM to one of them stops them all, at the same step and
-  with a checkpoint.
+  A mesh may belong to one process or to several (`utils.processes`). A run on
+  it has the same batches: every process makes the complete batch and copies
+  the rows of its devices. The result differs from a run on one device only in
+  the rounding of float32 sums. Checkpoints can be read on any other mesh. All
+  processes share one `directory`, where the first one writes the log. SIGTERM
+  to one process stops all of them after the same step, with a checkpoint.
+
+  >>> import tempfile
+  >>> objective = lambda trainable, frozen, batch, key: (
+  ...     jnp.mean((trainable["x"] - batch["y"]) ** 2), {})
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   trained = Trainer(
+  ...       objective=objective, optimizer=optax.sgd(0.5), steps=3,
+  ...       batch=lambda step: {"y": np.full(2, 3.0, np.float32)},
+  ...       directory=pathlib.Path(directory)).run({"x": jnp.zeros(())})
+  >>> float(trained["x"])
+  3.0
 
   Attributes:
-    objective: an `Objective`, or a function that is called like one. A metric
-      with a slash in its name goes to disk and not to the screen.
+    objective: an `Objective`, or a function with the same arguments. Metrics
+      with a slash in their names are not printed.
     optimizer: an optax transformation of the trainable parameters.
-    batch: `step -> batch`, a tree of arrays whose first axis are rows;
-      scalars in it are shared by all rows.
+    batch: function `step -> batch`. A batch is a tree of arrays with rows on
+      the first axis; scalars in it are shared by all rows.
     steps: length of the run.
     directory: directory of checkpoints, `metrics.csv` and TensorBoard events.
-    evaluate: `params -> {name: value}`, given all parameters, called every
+    evaluate: function `params -> {name: value}` of all parameters, called every
       `evaluate_every` steps and at the end.
-    evaluate_every: steps; 0 evaluates at the end alone.
+    evaluate_every: number of steps between evaluations; 0 evaluates only at the
+      end.
     saved_dtype: the dtype in which the trained parameters will be saved. They
       are rounded to it for evaluations. None does not round.
-    evaluated: `(step, trained parameters, values) -> None`, called after every
-      evaluation with its values, when these are on disk. All processes call it.
-    checkpoint_every: steps between checkpoints.
-    keep_checkpoints: number of checkpoints that stay, the newest. At least two,
+    evaluated: function `(step, trained parameters, values)`, called by all
+      processes after the values of an evaluation are on disk.
+    checkpoint_every: number of steps between checkpoints.
+    keep_checkpoints: number of newest checkpoints that are kept, at least two,
       because the newest may be damaged.
     tokens_per_step: number of tokens in a step, for the throughput.
-    log: facts about the run for its log.
-    accumulate: parts that a batch is cut into; their gradients are averaged.
-      Memory is that of one part.
+    log: settings of the log.
+    accumulate: number of equal parts of a batch whose gradients are averaged.
+      The memory is that of one part.
     compute_dtype: dtype of all parameters in the objective and in `evaluate`.
       Trained parameters are updated and saved in their own dtype. None is
       `default_dtype()`.
-    seed: of the objective's keys, one for each step.
-    mesh: of devices; None is the default device.
-    param_shardings: how a mesh splits the parameters, frozen ones too: a
-      `PartitionSpec` by name, or a tree of them for the branches, such as
-      `{"target": model.param_specs("model", 4)}`. What has no name here is
-      replicated.
-    data_axis: the axis of the mesh over which rows are split, if it has it.
+    seed: seed of the objective's keys, one for each step.
+    mesh: mesh of devices; None is the default device.
+    param_shardings: a `PartitionSpec`, or a tree of them, by name of trainable
+      or frozen parameters, such as
+      `{"target": model.param_specs("model", 4)}`. Others are replicated.
+    data_axis: mesh axis that splits the rows, if the mesh has it.
   """
 
   objective: Objective
@@ -127,18 +136,18 @@ class Trainer:
   param_shardings: Mapping[str, Any] | None = None
   data_axis: str = "data"
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     fields.check_fields(self, "steps", "checkpoint_every", "accumulate")
     fields.check_fields(self, "keep_checkpoints", least=2,
                         more=": the newest one may be damaged")
     fields.check_fields(self, "evaluate_every", least=0,
-                        more=": 0 evaluates at the end alone")
+                        more=": 0 evaluates only at the end")
     shares = dict(self.mesh.shape).get(self.data_axis, 1) if self.mesh else 1
     for x in jax.tree.leaves(self.batch(0)):
       if np.ndim(x) and len(x) % self.accumulate:
         raise ValueError(
-            f"a batch has {len(x)} rows and accumulate is {self.accumulate}; "
-            "it must divide the rows: choose another, or another batch size")
+            f"a batch has {len(x)} rows and accumulate is {self.accumulate}, "
+            "which must divide the rows; change one of them")
       if np.ndim(x) and len(x) // self.accumulate % shares:
         raise ValueError(
             f"a step reads {len(x) // self.accumulate} rows at a time and mesh "
@@ -150,19 +159,18 @@ class Trainer:
     """Trains to the end, from `trainable` or from the last checkpoint.
 
     Args:
-      trainable: parameters to train, in float32 as a rule.
-      frozen: parameters that the objective needs and that stay as they are.
+      trainable: trees of parameters to train, usually float32.
+      frozen: trees of other parameters that the objective needs.
 
     Returns:
       The trained parameters.
 
     Raises:
-      ValueError: the checkpoints in `directory` are of other parameters, all of
-        them are of later steps than the run has, or all are damaged; the mesh
-        does not divide the parameters, or `param_shardings` names others.
-      FloatingPointError: parameters became NaN or infinite, or the loss did,
-        or it is more than ten times that of the first step. That step is not
-        saved, and the checkpoints before it stay.
+      ValueError: the newest checkpoint in `directory` is damaged or has other
+        parameters, or all are of later steps; the mesh does not divide the
+        parameters, or `param_shardings` names others.
+      FloatingPointError: parameters or loss became NaN or infinite, or the loss
+        exceeds ten times the first one. That step is not saved.
       processes.Stopped: SIGTERM or Ctrl-C came, and the last step is saved.
     """
     self._check_names({**trainable, **(frozen or {})})
@@ -174,7 +182,8 @@ class Trainer:
             "command ends the run")
     return params
 
-  def _run(self, trainable, frozen):
+  def _run(self, trainable: dict[str, _Tree], frozen: dict[str, _Tree]
+           ) -> dict[str, _Tree]:
     """Returns the parameters at the end of the run."""
     dtype = self.compute_dtype or default_dtype()
     frozen = self._frozen(cast(frozen, dtype))
@@ -188,17 +197,20 @@ class Trainer:
       losses, taken = None, processes.by_the_first(manager.latest_step)
       if taken is not None:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        del state  # a device need not have room for two
+        del state  # the device may have no room for two
         state, losses = checkpoints.newest(manager, like, self.steps)
       start = int(state.step)
       if start == self.steps or taken is not None and taken > self.steps:
-        return state.params  # the log has later steps, which may be continued
+        return state.params  # the log keeps later steps, to continue them
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step, self.log, losses))
       return self._train(state, frozen, layout, dtype, manager, progress)
 
-  def _train(self, state, frozen, layout, dtype, manager, progress):
-    """Returns the parameters after all steps from `state` on."""
+  def _train(self, state: TrainState, frozen: dict[str, _Tree],
+             layout: layout_lib.Layout | None, dtype: jnp.dtype,
+             manager: checkpoints.Manager, progress: Progress
+             ) -> dict[str, _Tree]:
+    """Takes all steps from `state` on and returns the parameters."""
     put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
@@ -236,27 +248,28 @@ class Trainer:
             f"from there, and with --steps={done} it ends the run there")
     return state.params
 
-  def _check_names(self, params):
+  def _check_names(self, params: Mapping[str, _Tree]) -> None:
     for name in self.param_shardings or {}:
       if name not in params:
         raise ValueError(
             f"param_shardings has {name!r} and the parameters are "
             f"{', '.join(map(repr, params))}; name some of these")
 
-  def _frozen(self, params):
+  def _frozen(self, params: dict[str, _Tree]) -> dict[str, _Tree]:
     if self.mesh is None:
       return params
     return processes.placed(params, layout_lib.of_params(
         self.mesh, params, self.param_shardings or {}))
 
-  def _fresh_state(self, trainable):
-    """The state before the first step, and its `Layout` on a mesh."""
-    def first(params):
+  def _fresh_state(self, trainable: dict[str, _Tree]
+                   ) -> tuple[TrainState, layout_lib.Layout | None]:
+    """Returns the state before the first step, and its `Layout` on a mesh."""
+    def first(params: dict[str, _Tree]) -> TrainState:
       return TrainState(step=jnp.zeros((), jnp.int32), params=params,
                         opt_state=self.optimizer.init(params))
 
     if self.mesh is None:
-      # The step donates its state, and the caller keeps what it gave.
+      # Copies, because the step donates its state.
       return first(jax.tree.map(jnp.copy, trainable)), None
     places = layout_lib.of_params(
         self.mesh, trainable, self.param_shardings or {})
@@ -268,8 +281,8 @@ class Trainer:
         self.mesh, self.data_axis, tuple(jax.tree.leaves(shardings)))
 
 
-# Trainers of one objective and one optimiser share the compiled step. The
-# state is donated: parameters and moments are updated in place.
+# Trainers with equal objective and optimiser share the compiled step. The state
+# is donated: parameters and moments are updated in place.
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype", "layout"))
@@ -279,22 +292,23 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
                accumulate: int, dtype: Any,
                layout: layout_lib.Layout | None = None
                ) -> tuple[TrainState, Loss]:
-  """`(state, (loss, metrics))` after one step of a `Trainer`.
+  """Takes one step of a `Trainer`; returns `(state, (loss, metrics))`.
 
-  The norm of the gradient is added to the metrics as `gradient_norm`.
+  The metrics include the norm of the gradient as `gradient_norm`.
 
   Args:
-    state: a `TrainState`; it is donated.
-    frozen: parameters that stay as they are.
-    batch: of the step.
-    key: the run's; the step's is folded out of it.
-    objective: the `Trainer`'s.
-    optimizer: the `Trainer`'s.
-    accumulate: the `Trainer`'s.
-    dtype: the `compute_dtype`.
-    layout: of the run on its mesh.
+    state: the state before the step, which is donated.
+    frozen: frozen parameters.
+    batch: batch of the step.
+    key: PRNG key of the run; the key of the step is derived from it.
+    objective: see `Trainer`.
+    optimizer: see `Trainer`.
+    accumulate: see `Trainer`.
+    dtype: the `compute_dtype` of the `Trainer`.
+    layout: layout of the run on a mesh.
   """
-  def loss(trainable, batch, key):
+  def loss(trainable: Mapping[str, _Tree], batch: Mapping[str, jax.Array],
+           key: jax.Array) -> Loss:
     return objective(cast(trainable, dtype), frozen, batch, key)
 
   (value, metrics), grads = _averaged(
@@ -310,10 +324,13 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
   return layout.pin(state) if layout else state, (value, metrics)
 
 
-def _averaged(grad, accumulate, trainable, batch, key, layout):
-  """`((loss, metrics), gradients)`, averaged over the parts of a batch.
+def _averaged(grad: Callable[..., tuple[Loss, _Tree]], accumulate: int,
+              trainable: Mapping[str, _Tree], batch: Mapping[str, jax.Array],
+              key: jax.Array, layout: layout_lib.Layout | None
+              ) -> tuple[Loss, _Tree]:
+  """Returns `((loss, metrics), gradients)`, averaged over parts of a batch.
 
-  Where its tokens have weights, a part counts as its tokens do together.
+  The weight of a part is the sum of the weights of its tokens.
   """
   if accumulate == 1:
     return grad(trainable, batch, key)
@@ -329,10 +346,11 @@ def _averaged(grad, accumulate, trainable, batch, key, layout):
     total = jnp.sum(sums)
     shares = jnp.where(total > 0, sums / jnp.where(total > 0, total, 1), shares)
 
-  def add(total, part):
-    *given, share = part
+  def add(total: _Tree, part: tuple[_Tree, jax.Array, jax.Array]
+          ) -> tuple[_Tree, None]:
+    *arguments, share = part
     return jax.tree.map(lambda x, new: x + (share * new).astype(x.dtype),
-                        total, grad(trainable, *given)), None
+                        total, grad(trainable, *arguments)), None
 
   shapes = jax.eval_shape(
       grad, trainable, *jax.tree.map(lambda x: x[0], (parts, keys)))
@@ -340,29 +358,37 @@ def _averaged(grad, accumulate, trainable, batch, key, layout):
   return jax.lax.scan(add, zero, (parts, keys, shares))[0]
 
 
-def _check_loss(loss, first, step):
+def _check_loss(loss: float, first: float, step: int) -> None:
   most = _DIVERGED * max(abs(first), 1.0)
   if not loss <= most:
     raise FloatingPointError(
         f"the loss is {loss:.3g} at step {step} and was {first:.3g} at first; "
-        f"the limit is {most:.3g}, so the run diverged; {_STAYS}")
+        f"the limit is {most:.3g}, so the run diverged; {_FIX}")
 
 
-def _check_finite(params, step):
+def _check_finite(params: _Tree, step: int) -> None:
   if not _all_finite(params):
     raise FloatingPointError(
         f"parameters are NaN or infinite after step {step} and are not saved; "
-        f"{_STAYS}")
+        f"{_FIX}")
 
 
 @jax.jit
-def _all_finite(params):
+def _all_finite(params: _Tree) -> jax.Array:
   return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]
                    ).all()
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-  """The tree with its floating-point leaves in `dtype`."""
+  """Casts the floating-point leaves of a tree.
+
+  >>> cast({"x": jnp.zeros(2), "n": jnp.int32(3)}, jnp.bfloat16)["x"].dtype
+  dtype(bfloat16)
+
+  Args:
+    tree: tree of arrays.
+    dtype: the new dtype.
+  """
   return jax.tree.map(
       lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating)
       else x, tree)

@@ -1,8 +1,9 @@
-"""Metrics on disk: a CSV file and, where installed, TensorBoard events.
+"""Metrics of a run: a CSV file, TensorBoard events and Weights & Biases.
 
-Weights & Biases gets them too, if a project is named.
+TensorBoard events require the package tensorboardX.
 """
 
+from collections.abc import Mapping
 import contextlib
 import csv
 import io
@@ -19,18 +20,26 @@ _HEADER = ["step", "name", "value"]
 
 
 class MetricsLog:
-  """Appends to `metrics.csv` (step, name, value) and to TensorBoard.
+  """Log that appends to `metrics.csv` (step, name, value) and TensorBoard.
 
-  A line on stderr names the places.
+  A line on stderr names the files.
+
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   log = MetricsLog(pathlib.Path(directory), start=0)
+  ...   log.write(10, {"loss": 2.5})
+  ...   log.close()
+  ...   read(pathlib.Path(directory), "loss")
+  [(10, 2.5)]
 
   Args:
     directory: directory of the files; created if needed.
-    start: steps that the run has taken. Rows of later ones are dropped, because
-      they will be written again.
+    start: number of steps taken. Rows of later steps are dropped, because they
+      will be written again.
     wandb: a project of Weights & Biases that also gets the values, or None.
 
   Raises:
-    ValueError: the directory's `metrics.csv` is not a run's, or Weights &
+    ValueError: the directory's `metrics.csv` has other columns, or Weights &
       Biases cannot start.
   """
 
@@ -38,12 +47,12 @@ class MetricsLog:
                wandb: str | None = None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _FILE
-    kept = []
+    rows = []
     if path.exists():
-      kept = [row for row in _rows(path) if row[0] <= start]
+      rows = [row for row in _rows(path) if row[0] <= start]
     self._wandb = wandb and _wandb_run(directory, wandb)
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([_HEADER, *kept])
+    csv.writer(text).writerows([_HEADER, *rows])
     with atomically(path) as f:
       f.write(text.getvalue().encode())
     self._file = open(path, "a", newline="")
@@ -59,8 +68,13 @@ class MetricsLog:
             "tensorboardX: pip install 'specjax[experiments]'", file=sys.stderr)
       self._board = None
 
-  def write(self, step: int, row: dict[str, float]) -> None:
-    """Appends the values by name of a step."""
+  def write(self, step: int, row: Mapping[str, float]) -> None:
+    """Appends the values of a step.
+
+    Args:
+      step: number of steps taken.
+      row: values by name.
+    """
     with naming(self._file.name):
       for name, value in row.items():
         self._csv.writerow([step, name, value])
@@ -71,17 +85,17 @@ class MetricsLog:
       self._wandb.log(row, step=step)
 
   def close(self) -> None:
-    """Closes the files; nothing can be written after it."""
+    """Closes the files."""
     if self._wandb:
       self._wandb.finish()
     if self._board:
-      with contextlib.suppress(OSError):  # the same is in metrics.csv
+      with contextlib.suppress(OSError):  # metrics.csv has the same values
         self._board.close()
     with naming(self._file.name):
       self._file.close()
 
 
-def _wandb_run(directory, project) -> Any:
+def _wandb_run(directory: pathlib.Path, project: str) -> Any:
   """Starts the run of a directory in Weights & Biases, or continues it."""
   import wandb  # pylint: disable=g-import-not-at-top
   path = directory / "wandb_id"
@@ -91,7 +105,7 @@ def _wandb_run(directory, project) -> Any:
   try:
     return wandb.init(project=project, dir=str(directory), name=directory.name,
                       id=path.read_text("utf-8"), resume="allow")
-  except Exception as e:  # of the library's own, such as of a missing key
+  except Exception as e:  # wandb has its own errors, as for a missing key
     raise ValueError(
         f"Weights & Biases cannot start for the project {project!r} "
         f"({' '.join(str(e).split())[:200]}); log in by `wandb login`, or set "
@@ -114,12 +128,12 @@ def read(directory: pathlib.Path, name: str, steps: int | None = None
 
 def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
           ) -> tuple[int, float]:
-  """Returns the tokens that a run has read after some steps, and its minutes.
+  """Returns the tokens and minutes of the first steps of a run.
 
   Args:
     directory: the run's directory.
     tokens_per_step: number of tokens in each step.
-    steps: the number of steps that count.
+    steps: number of steps.
   """
   minutes, before = 0.0, 0
   for step, pace in read(directory, "tokens_per_second", steps):
@@ -128,8 +142,8 @@ def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
   return steps * tokens_per_step, minutes
 
 
-def _rows(path) -> list[tuple[int, str, str]]:
-  """The rows, all of them complete but perhaps the last."""
+def _rows(path: pathlib.Path) -> list[tuple[int, str, str]]:
+  """Returns the complete rows of a file; the last one may be incomplete."""
   try:
     with open(path, newline="", encoding="utf-8") as f:
       header, *rows = csv.reader(f)

@@ -1,4 +1,4 @@
-"""The log of a training run, on the screen and on disk."""
+"""Log of a training run, on the screen and on disk."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from specjax.training.metrics import MetricsLog
 from specjax.utils import processes
 
 _LOG_EVERY = 10  # steps
-_APART = {"loss", "mean_loss", "epoch"}  # first in a line, in words
+_FIRST = {"loss", "mean_loss", "epoch"}  # printed at the start of a line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Log:
-  """Facts about a run for its log.
+  """Settings of a run's log.
 
   Attributes:
     loss: a description of the loss, such as "weighted sum over 4 heads".
-    learning_rate: the schedule; None leaves the rate out.
-    steps_per_epoch: steps that read the data once; None leaves epochs out.
+    learning_rate: the schedule; None omits the rate.
+    steps_per_epoch: number of steps in an epoch; None omits epochs.
     wandb: a project of Weights & Biases that also gets the metrics, or None.
   """
 
@@ -41,7 +41,7 @@ class Log:
 
 
 class Progress:
-  """The bar, the throughput and the rows of `metrics.csv` of one run.
+  """Progress bar, throughput and rows of `metrics.csv` of one run.
 
   In a program of several processes, only the first prints and writes. A metric
   with a slash in its name is not printed, except the accuracies of heads.
@@ -56,10 +56,10 @@ class Progress:
 
     Args:
       directory: the run's directory.
-      start: number of steps that were taken before.
+      start: number of steps taken before.
       steps: length of the run.
       tokens_per_step: number of tokens in a step, for the throughput.
-      log: facts about the run.
+      log: settings of the log.
       losses: `pending_losses` at `start`.
     """
     log = log or Log()
@@ -81,31 +81,31 @@ class Progress:
                start: int, steps: int, tokens_per_step: int, log: Log,
                losses: Sequence[float] | None):
     self._bar, self._write, self._steps = bar, write, steps
-    self._tokens_per_step, self._facts = tokens_per_step, log
+    self._tokens_per_step, self._settings = tokens_per_step, log
     self._rate = log.learning_rate and jax.jit(log.learning_rate)
     self._losses: list[Any] = list(losses or ())
     self._averaged = 0  # number of losses in the last mean
     self._row: dict[str, float] = {}
     self._since(start)
 
-  def _since(self, done):
-    """Begins to time the steps after these."""
+  def _since(self, done: int) -> None:
+    """Starts the clock for the steps after `done`."""
     self._tick, self._ticked = time.monotonic(), done
 
   @property
   def pending_losses(self) -> list[float]:
-    """Losses since the last line. A resumed run starts with them."""
+    """Losses since the last row. A resumed run starts with them."""
     return [float(x) for x in self._losses]
 
   def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any],
               evaluates: bool = False) -> None:
-    """Counts a step, and reads its loss and metrics now and then.
+    """Counts a step; every few steps, reads its loss and metrics.
 
     Args:
-      done: steps taken, this one included.
-      loss: `[]`, of the step.
+      done: number of steps taken, with this one.
+      loss: `[]` loss of the step.
       metrics: scalars by name.
-      evaluates: True if an evaluation follows, which gets a line of its own.
+      evaluates: True if an evaluation follows, which always prints a line.
     """
     self._bar.update()
     self._losses.append(loss)
@@ -117,29 +117,34 @@ class Progress:
     self._losses, self._averaged = [], len(losses)
     if self._rate:
       self._row["learning_rate"] = float(self._rate(done - 1))
-    if self._facts.steps_per_epoch:
-      self._row["epoch"] = done / self._facts.steps_per_epoch
+    if self._settings.steps_per_epoch:
+      self._row["epoch"] = done / self._settings.steps_per_epoch
     tokens = (done - self._ticked) * self._tokens_per_step
     self._row["tokens_per_second"] = tokens / (time.monotonic() - self._tick)
     self._since(done)
     self._bar.set_postfix(loss=f"{self._row['mean_loss']:.4f}")
 
-  def evaluated(self, done: int, found: Mapping[str, float]) -> None:
-    """Adds the values of an evaluation, and prints a line."""
-    self._row.update(found)
+  def evaluated(self, done: int, values: Mapping[str, float]) -> None:
+    """Adds the values of an evaluation, and prints a line.
+
+    Args:
+      done: number of steps taken.
+      values: numbers by name.
+    """
+    self._row.update(values)
     if processes.is_first():
       self._bar.write(self._line(done))
     self._since(done)
 
-  def _line(self, done):
-    """The text of a step and of its evaluation."""
-    row, facts = self._row, self._facts
+  def _line(self, done: int) -> str:
+    """Returns the printed line of a step and its evaluation."""
+    row, settings = self._row, self._settings
     epoch = f" (epoch {row['epoch']:.2f})" if "epoch" in row else ""
-    kind = f", {facts.loss}" if facts.loss else ""
+    kind = f", {settings.loss}" if settings.loss else ""
     line = (f"step {done}{epoch}: loss {row['mean_loss']:.4f} "
             f"(mean of {self._averaged} steps{kind})")
     for name, value in row.items():
-      if "/" not in name and name not in _APART:
+      if "/" not in name and name not in _FIRST:
         line += f", {name} {value:.5g}"
     heads = []
     while (name := f"head_{len(heads) + 1}/top_1") in row:
@@ -150,7 +155,7 @@ class Progress:
     return line
 
   def write(self, done: int) -> None:
-    """Writes the values of a step to disk, if there are any."""
+    """Writes the collected values of a step to disk, if there are any."""
     if self._row:
       self._write(done, self._row)
     self._row = {}
