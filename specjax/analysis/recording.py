@@ -86,7 +86,7 @@ class Record:
 
   @property
   def is_complete(self) -> bool:
-    """Whether all prompts are recorded."""
+    """True if all prompts are recorded."""
     return len(self) == self.manifest["num_prompts"]
 
   def __len__(self) -> int:

@@ -1,22 +1,21 @@
-"""Batches that stay full: requests in, slots refilled, texts out as they come.
+"""Continuous batching: requests are decoded in the slots of one batch.
 
-  submit -> waiting -> read into a free slot -> chunks of rounds -> updates
+  submit -> waiting -> prefill of a free slot -> chunks of rounds -> updates
 
-A batch that waits for its slowest row computes ever more rows that are done. A
-`Queue` puts the next request into the slot of a row that is done (continuous
-batching, Orca: Yu et al., OSDI 2022). A chunk is one compiled program: it ends
-after so many rounds, or as soon as a slot is free that somebody waits for. Host
-code runs between chunks only.
+A `Queue` puts the next request into the slot of a row that is done (Orca: Yu et
+al., OSDI 2022), so the batch does not wait for its slowest row. A chunk is one
+compiled program. It ends after a fixed number of rounds, or as soon as a slot
+is free for a waiting request. Host code runs only between chunks.
 
-A row's random numbers are made from the seed of its request, so that in float32
-its text depends neither on its neighbours, nor on its slot, nor on when it
-came: it is the one that `Decoder.generate` writes of this prompt alone, with
-`jax.random.key(seed)`. With a controller that holds at temperature 0 only: all
-rows of a batch draft as many tokens, so above it a row's text depends on the
-rows beside it, though its law does not.
+The random numbers of a row depend only on the seed of its request. So in
+float32 its sequence does not depend on other rows, its slot or its time of
+arrival. It is the output of `Decoder.generate` for this prompt alone with
+`jax.random.key(seed)`. With a controller, this holds at temperature 0 only. All
+rows of a batch have the same draft length, so above temperature 0 the sequence
+depends on the other rows. Its distribution does not.
 
-No server is here. One that streams texts to whoever asks takes a task that
-steps the queue in a thread, and a generator for each request:
+The package has no server. A streaming server needs a task that steps the queue
+in a thread, and a generator for each request:
 
   >>> import asyncio
   >>> import jax
@@ -24,22 +23,22 @@ steps the queue in a thread, and a generator for each request:
   >>> async def pump(queue, streams):
   ...   while True:
   ...     for update in await asyncio.to_thread(queue.step):
-  ...       if update.number in streams:     # else the client has left
+  ...       if update.number in streams:     # else the client has disconnected
   ...         streams[update.number].put_nowait(update)
   ...     if queue.idle:
   ...       await asyncio.sleep(0.01)
   >>> async def answer(queue, streams, request):
-  ...   number = queue.submit(request)       # a ValueError is the client's 400
+  ...   number = queue.submit(request)       # a ValueError is a bad request
   ...   streams[number], result = asyncio.Queue(), None
   ...   try:
   ...     while result is None:
   ...       _, tokens, result = await streams[number].get()
   ...       yield tokens
-  ...   finally:                             # done, or the client has left
+  ...   finally:                             # done, or disconnected
   ...     queue.cancel(number)
   ...     del streams[number]
 
-It is tried here with three clients, one of which leaves, and a model that is a
+The example has three clients, one of which disconnects, and a model that is a
 table:
 
   >>> async def client(*arguments):
@@ -51,7 +50,7 @@ table:
   ...       asyncio.create_task(client(queue, streams, sj.serving.Request(
   ...           prompt=prompt, max_new_tokens=6)))
   ...       for prompt in ([1, 2], [3], [0])]
-  ...   await asyncio.sleep(0)               # all have asked
+  ...   await asyncio.sleep(0)               # all requests are submitted
   ...   clients.pop().cancel()
   ...   texts = await asyncio.wait_for(asyncio.gather(*clients), 60)  # seconds
   ...   task.cancel()

@@ -1,4 +1,4 @@
-"""What a queue compiles: chunks of rounds, and rows moved to other slots."""
+"""Compiled programs of a queue: chunks of rounds, and moved rows."""
 
 import functools
 from typing import Any
@@ -8,37 +8,39 @@ import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.decoding import rounds as rounds_lib
+from specjax.types import DecodeState
 from specjax.types import RoundStats
 
 
 @jax.jit
-def keys(seed):
-  """`[1]`, the key of the first row that `prefill` makes of a seed."""
+def keys(seed: jax.Array) -> jax.Array:
+  """Returns `[1]`, the key of row 0 in `prefill` with this seed."""
   key = jax.random.key(seed, impl="threefry2x32")
   return jax.random.fold_in(key, 0)[None]
 
 
 @jax.jit
-def moved(state, rows):
-  """A state of these rows of another, in order."""
+def moved(state: DecodeState, rows: jax.Array) -> DecodeState:
+  """Returns a state that consists of these rows of another, in order."""
   return interfaces.map_caches(
       lambda cache: cache.take_rows(rows), lambda x: x[rows], state)
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "window"),
                    donate_argnames="state")
-def chunk(parts, params, state, free, rounds, done, *, window
-           ) -> tuple[Any, tuple[jax.Array, jax.Array, RoundStats]]:
-  """Some rounds, and what the host is told of them.
+def chunk(parts: rounds_lib.Round, params: Any, state: DecodeState,
+          free: jax.Array, rounds: jax.Array, done: jax.Array, *, window: int
+          ) -> tuple[DecodeState, tuple[jax.Array, jax.Array, RoundStats]]:
+  """Decodes some rounds and returns the new tokens.
 
   Args:
-    parts: the `Round`.
-    params: of the models.
-    state: it is donated.
+    parts: static parts of the rounds.
+    params: parameters of the models.
+    state: state of the batch; it is donated.
     free: `[B]` bool, slots without a request.
-    rounds: at most.
-    done: rows that are done, at which it ends early.
-    window: tokens of a row that the host is told, from its first new one on.
+    rounds: maximum number of rounds.
+    done: number of done rows at which the chunk ends early.
+    window: number of new tokens that are returned for each row.
 
   Returns:
     The state, and `(tokens [B, window], done [B], stats)`.

@@ -1,4 +1,4 @@
-"""The queue: requests in, slots refilled, texts out as they come."""
+"""Queue of requests that are decoded in the slots of one batch."""
 
 import collections
 from collections.abc import Iterable
@@ -22,9 +22,11 @@ from specjax.interfaces import checks
 from specjax.serving import chunks
 from specjax.serving.requests import Request
 from specjax.serving.requests import Result
+from specjax.serving.requests import Row
 from specjax.serving.requests import Slot
 from specjax.serving.requests import Update
 from specjax.types import Prompt
+from specjax.types import RoundStats
 from specjax.utils import fields
 
 _SMALLEST_BUCKET = 32  # columns of a prompt
@@ -33,34 +35,33 @@ _SMALLEST_BUCKET = 32  # columns of a prompt
 class Queue:
   """Decodes requests in the slots of one batch, in order of arrival.
 
-  Every slot has room for `max_length` tokens, on one device; the pages of a
-  `Pool`, and meshes, are for batches that are put together by hand (`insert`).
+  Every slot has room for `max_length` tokens on one device. Pages of a `Pool`
+  and meshes are not supported; use `insert` for such batches.
 
-  `submit` and `cancel` may be called by other threads while one is in `step`.
+  `submit` and `cancel` may be called by other threads during `step`.
   """
 
   def __init__(self, decoder: Decoder, params: Any, *,
                slots: int | Sequence[int] = 8, max_length: int | None = None,
                rounds: int = 8, max_ends: int = 4, context: Any = None,
                controllers: Mapping[int, Controller] | None = None):
-    """An empty queue. Nothing is compiled before the first step.
+    """Creates an empty queue. Nothing is compiled before the first step.
 
     Args:
-      decoder: of all requests.
+      decoder: decoder of all requests.
       params: `{"target": ..., "drafter": ...}`.
-      slots: rows of the batch; or several sizes, of which at any time the
-        smallest is decoded that holds all who are there. Each is a program.
-        A change copies the caches, and while it does both states are there:
-        the memory must hold the two largest.
-      max_length: tokens of a prompt and its text at most; caches have room for
-        them. Default: the context length.
-      rounds: of a chunk, at most: who comes while it runs waits for its end,
-        and texts are streamed by chunks.
-      max_ends: how many ids a request's `eos` may hold.
-      context: what the drafter reads for rows that bring nothing of their own:
-        a tree of arrays without B.
-      controllers: for each of the sizes its own, in place of the decoder's,
-        for a batch of another size has other costs.
+      slots: batch size, or several sizes. The queue uses the smallest that fits
+        all active requests. Each size is a program. A change of size copies the
+        caches, so the memory must fit the two largest states.
+      max_length: maximum length of a prompt and its continuation. Default: the
+        context length.
+      rounds: maximum number of rounds of a chunk. New requests wait until the
+        chunk ends, and tokens are streamed by chunks.
+      max_ends: maximum number of ids in the `eos` of a request.
+      context: context of the drafter for requests without one, a tree of arrays
+        without the batch axis.
+      controllers: one controller for each size instead of the decoder's,
+        because the costs depend on the batch size.
 
     Raises:
       ValueError: a size is out of range, or the controllers do not fit.
@@ -79,9 +80,9 @@ class Queue:
     self.sizes = tuple(sorted(set(sizes)))
     self._params = params
     self._programs = _programs(decoder, self.sizes, controllers)
-    own_ends = decoder.eos if np.ndim(decoder.eos) else (decoder.eos,)
+    default_ends = decoder.eos if np.ndim(decoder.eos) else (decoder.eos,)
     self._slot = Slot(
-        decoder, length, max(max_ends, len(own_ends)),
+        decoder, length, max(max_ends, len(default_ends)),
         jax.tree.map(np.asarray, context))
     self._rounds = rounds
     self._nodes = self._programs[self.sizes[0]].drafter.num_nodes
@@ -90,30 +91,30 @@ class Queue:
     self._numbers = itertools.count()
     self._open, self._waiting, self._cancelled = {}, collections.deque(), set()
     self._rows, self._state = [None] * self.sizes[0], None
-    self._found = []  # updates that no step has returned yet
+    self._updates = []  # not yet returned by a step
 
   @property
   def idle(self) -> bool:
-    """Whether there is nothing to do."""
+    """True if the queue has no request."""
     return not self._open
 
   @property
   def waiting(self) -> int:
-    """Requests that have no slot yet."""
+    """Number of requests without a slot."""
     return len(self._waiting)
 
   def submit(self, request: Request) -> int:
-    """Takes a request, and returns its number.
+    """Adds a request and returns its number.
 
     Raises:
-      ValueError: it can never be decoded here.
+      ValueError: a field of the request is invalid, or it cannot fit a slot.
     """
     number = next(self._numbers)
     try:
       row = self._slot.row(request, number)
     except (TypeError, OverflowError) as e:
-      raise ValueError(f"a field of the request is of a wrong kind: {e}; see "
-                       "specjax.serving.Request for what they hold") from e
+      raise ValueError(f"a field of the request has a wrong type: {e}; see "
+                       "specjax.serving.Request") from e
     self._open[row.number] = row
     self._waiting.append(row)
     return row.number
@@ -122,50 +123,51 @@ class Queue:
     """Ends a request at the next step, which frees its slot.
 
     Returns:
-      Whether it was waiting or decoding.
+      True if the request was waiting or decoding.
     """
     if number in self._open:
       self._cancelled.add(number)
     return number in self._open
 
   def step(self) -> list[Update]:
-    """Fills the free slots and decodes a chunk; nothing if there is none.
+    """Fills the free slots and decodes a chunk, if there are requests.
 
     Returns:
       An update for every request that has new tokens or has ended.
 
     Raises:
-      ValueError: with `Decoder(debug=True)`, a part is wrong. After an error
-        the next step returns what this one had found, too.
+      ValueError: with `Decoder(debug=True)`, a component returned a wrong
+        value. After an error, the next step also returns the updates of this
+        one.
     """
     self._drop()
     self._resize()
     for slot, row in enumerate(self._rows):
       if row is None and self._waiting:
         self._insert(slot, self._waiting[0])
-        self._waiting.popleft()  # now: what cannot be read stays in line
+        self._waiting.popleft()  # after the prefill: if it fails, the row waits
     if any(self._rows):
       self._decode()
-    found, self._found = self._found, []
-    for update in found:
+    updates, self._updates = self._updates, []
+    for update in updates:
       if update.result is not None:
         del self._open[update.number]
-    return found
+    return updates
 
   def results(self, requests: Iterable[Request] = (), *, order: str = "arrival"
               ) -> Iterator[Result]:
-    """Decodes requests, and all that were submitted, to their ends.
+    """Decodes requests to their ends, also those that were submitted before.
 
-    What is submitted meanwhile is decoded as well, and comes in its place.
+    Requests that are submitted during the iteration are decoded too.
 
     Args:
-      requests: taken when there will soon be room for them, so that there may
-        be any number of them. What can never be decoded has a result too.
-      order: "arrival", or "completion" for each as soon as it is there.
+      requests: any number of requests; the queue takes them when slots become
+        free soon. A refused request has a result too.
+      order: order of the results, "arrival" or "completion".
 
     Raises:
       ValueError: the order is unknown, or `step` raises it.
-      RuntimeError: somebody else called `step`, and so has a result.
+      RuntimeError: another caller of `step` has received a result.
     """
     if order not in ("arrival", "completion"):
       raise ValueError(f"order is {order!r}; it must be 'arrival' or "
@@ -189,8 +191,8 @@ class Queue:
         return
       if expected[0] not in self._open and expected[0] not in finished:
         raise RuntimeError(
-            f"another reader of this queue has the result of request "
-            f"{expected[0]}; let only one call `step` or iterate `results`")
+            f"another reader has received the result of request {expected[0]}; "
+            "only one may call `step` or iterate over `results`")
       finished |= {update.number: update.result for update in self.step()
                    if update.result is not None}
       if order == "completion":
@@ -201,8 +203,8 @@ class Queue:
       while expected and expected[0] in finished:
         yield finished.pop(expected.popleft())
 
-  def _drop(self):
-    """Ends what was cancelled; its slots are free."""
+  def _drop(self) -> None:
+    """Ends the cancelled requests and frees their slots."""
     for number in tuple(self._cancelled):
       self._cancelled.remove(number)
       row = self._open.get(number)
@@ -212,24 +214,24 @@ class Queue:
         self._waiting.remove(row)
       else:
         continue  # it has ended
-      self._found.append(Update(
+      self._updates.append(Update(
           number, np.zeros(0, np.int32), row.result("cancelled")))
 
-  def _resize(self):
-    """Moves the rows into the smallest batch that holds all who are there."""
-    here = [slot for slot, row in enumerate(self._rows) if row is not None]
-    wanted = len(here) + len(self._waiting)
+  def _resize(self) -> None:
+    """Moves the rows into the smallest batch that fits all requests."""
+    active = [slot for slot, row in enumerate(self._rows) if row is not None]
+    wanted = len(active) + len(self._waiting)
     size = next((n for n in self.sizes if n >= wanted), self.sizes[-1])
     if size == len(self._rows) or not wanted:
       return
-    empty = [None] * (size - len(here))
+    empty = [None] * (size - len(active))
     if self._state is not None:
       self._state = chunks.moved(self._state, np.array(
-          here + [0] * len(empty), np.int32))
-    self._rows = [self._rows[slot] for slot in here] + empty
+          active + [0] * len(empty), np.int32))
+    self._rows = [self._rows[slot] for slot in active] + empty
 
-  def _insert(self, slot, row):
-    """Reads a prompt, padded to a power of two, into a slot."""
+  def _insert(self, slot: int, row: Row) -> None:
+    """Prefills a slot with a prompt, padded to a power of two."""
     length = len(row.prompt)
     columns = min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()),
                   prefill.padded_length(self._slot.length))
@@ -240,14 +242,14 @@ class Queue:
             context=jax.tree.map(lambda x: x[None], row.context)),
         np.array([row.limit], np.int32), chunks.keys(np.uint32(row.seed)),
         row.temperature, row.eos)
-    if self._state is None:  # free slots hold what can be decoded, too
+    if self._state is None:  # free slots contain copies, which can be decoded
       self._state = chunks.moved(fresh, np.zeros(len(self._rows), np.int32))
     self._state = rounds_lib.insert(
         self._state, np.array([slot], np.int32), fresh)
     self._rows[slot] = row
 
-  def _decode(self):
-    """Decodes a chunk, and finds the updates of the rows."""
+  def _decode(self) -> None:
+    """Decodes a chunk and adds the updates of the rows."""
     free = np.array([row is None for row in self._rows])
     window = min(self._rounds * self._nodes, self._capacity)
     self._state, seen = chunks.chunk(
@@ -266,31 +268,33 @@ class Queue:
       if result is not None:
         self._rows[slot] = None
       if result is not None or new.size:
-        self._found.append(Update(row.number, new, result))
-    checks.raise_if_bad(stats.checks)  # last: no token is lost
+        self._updates.append(Update(row.number, new, result))
+    checks.raise_if_bad(stats.checks)  # after the updates, so no token is lost
 
 
-def _programs(decoder, sizes, controllers):
-  """The static parts of the rounds of each size."""
+def _programs(decoder: Decoder, sizes: tuple[int, ...],
+              controllers: Mapping[int, Controller] | None
+              ) -> dict[int, rounds_lib.Round]:
+  """Returns the static parts of the rounds for each batch size."""
   if controllers is None:
     return dict.fromkeys(sizes, decoder.parts)
   if set(controllers) != set(sizes) or len(
-      {(one.lengths, len(one.costs)) for one in controllers.values()}) != 1:
+      {(x.lengths, len(x.costs)) for x in controllers.values()}) != 1:
     raise ValueError(
-        f"controllers are given for {sorted(controllers)} rows and slots are "
-        f"{list(sizes)}; give one for each of these, all with the same lengths "
-        "and kinds of rounds")
+        f"controllers are for the sizes {sorted(controllers)}; there must be "
+        f"one for each of the slots {list(sizes)}, with the same lengths and "
+        "kinds of rounds")
   return {n: dataclasses.replace(decoder, controller=controllers[n]).parts
           for n in sizes}
 
 
-def _ended(row, slot, stats):
-  """The result of a row that is done."""
+def _ended(row: Row, slot: int, stats: RoundStats) -> Result:
+  """Returns the result of a row that is done."""
   bad = [part for field, part in FINITE.items()
          if not getattr(stats, field)[slot]]
   if bad:
     return row.result("failed", (
-        f"the {bad[0]} of request {row.number} are not finite; its text ends "
-        "there: check the model's weights, its dtype and the rule"))
+        f"the {bad[0]} of request {row.number} are not finite; its sequence "
+        "ends there: check the model's weights, its dtype and the verifier"))
   last = next((t[-1] for t in reversed(row.tokens) if t.size), -1)
   return row.result("eos" if last >= 0 and last in row.eos else "limit")

@@ -1,4 +1,4 @@
-"""Requests, what becomes of them, and what a slot has room for."""
+"""Requests, their results, and the checks of a request against a slot."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -16,19 +16,24 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What is to be continued, and how.
+  """A prompt and the options of its continuation.
 
   Attributes:
     prompt: token ids, at least one.
-    max_new_tokens: at least 0.
-    temperature: at least 0, 0 is greedy; None: the decoder's.
-    eos: the token id that ends the text, or several of them, or () for none;
-      None: the decoder's.
-    seed: of the row's random numbers, from 0 to 2^32 - 1. Requests with one
-      seed share them, so that two equal prompts then get the same text. Give
-      each its own to sample independently.
-    context: what the drafter reads for this row, of the form of the queue's;
-      None: the queue's.
+    max_new_tokens: maximum number of generated tokens, at least 0.
+    temperature: at least 0; 0 is greedy. Default: the decoder's.
+    eos: token id that ends the sequence, or several, or () for none. Default:
+      the decoder's.
+    seed: seed of the row's random numbers, from 0 to 2^32 - 1. Equal prompts
+      with equal seeds give equal sequences. Use different seeds for independent
+      samples.
+    context: context of the drafter for this row, with the structure of the
+      queue's context. Default: the queue's.
+
+  >>> import specjax as sj
+  >>> request = sj.serving.Request(prompt=[1, 2], max_new_tokens=6, seed=3)
+  >>> request.temperature is None
+  True
   """
 
   prompt: Sequence[int]
@@ -41,16 +46,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """What became of a request.
+  """The final state of a request.
 
   Attributes:
-    number: of the request, as `submit` returned it.
+    number: number of the request, from `submit`.
     tokens: `[T]` int32, prompt and continuation; empty if it was refused.
-    reason: why the text ends: "eos", "limit", "cancelled", "failed" (its
-      numbers broke down; what was written before is good) or "refused".
-    error: one line, of what failed or was refused.
-    rounds: that it took part in.
-    accepted: drafted tokens in its text.
+    reason: reason of the end: "eos", "limit", "cancelled", "failed" (non-finite
+      numbers; the tokens before are valid) or "refused".
+    error: one-line message of a failed or refused request.
+    rounds: number of rounds that decoded this row.
+    accepted: number of accepted draft tokens.
   """
 
   number: int
@@ -62,12 +67,12 @@ class Result:
 
 
 class Update(NamedTuple):
-  """What a step brought for a request.
+  """The new tokens of a request after one step.
 
   Attributes:
-    number: of the request.
-    tokens: int32, the new ones.
-    result: when the text has ended, else None.
+    number: number of the request.
+    tokens: int32, the new tokens.
+    result: the result if the sequence has ended, else None.
   """
 
   number: int
@@ -77,19 +82,19 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Row:
-  """A request that was accepted, and its text so far.
+  """An accepted request and its generated tokens.
 
   Attributes:
-    number: of the request.
-    prompt: int32.
-    limit: tokens of prompt and text at which it is done.
+    number: number of the request.
+    prompt: `[T]` int32.
+    limit: length of prompt and continuation at which the row is done.
     temperature: `[1]` float32.
-    eos: `[1, E]` int32, filled up with -1.
-    seed: of all that is drawn.
-    context: what the drafter reads for it.
-    tokens: the new ones, chunk by chunk.
-    rounds: that it took part in.
-    accepted: drafted tokens in its text.
+    eos: `[1, E]` int32, padded with -1.
+    seed: seed of the row's random numbers.
+    context: context of the drafter.
+    tokens: new tokens of every chunk.
+    rounds: number of rounds that decoded this row.
+    accepted: number of accepted draft tokens.
   """
 
   number: int
@@ -104,7 +109,7 @@ class Row:
   accepted: int = 0
 
   def result(self, reason: str, error: str | None = None) -> Result:
-    """What became of it, so far."""
+    """Returns the result with the tokens so far."""
     return Result(
         number=self.number, reason=reason, error=error, rounds=self.rounds,
         tokens=np.concatenate([self.prompt, *self.tokens]).astype(np.int32),
@@ -113,13 +118,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-  """What a row of the batch has room for, whoever is in it.
+  """Limits of a slot, equal for all slots of a queue.
 
   Attributes:
-    decoder: of all requests.
-    length: tokens of a prompt and its text, at most.
-    ends: E, ids that a request's `eos` may hold.
-    context: what the drafter reads for a request that brings nothing.
+    decoder: decoder of all requests.
+    length: maximum length of a prompt and its continuation.
+    ends: E, maximum number of ids in the `eos` of a request.
+    context: context of the drafter for requests without one.
   """
 
   decoder: Decoder
@@ -128,11 +133,11 @@ class Slot:
   context: Any
 
   def row(self, request: Request, number: int) -> Row:
-    """The row of a request.
+    """Returns the row of a request after all checks.
 
     Raises:
-      ValueError: it does not fit.
-      TypeError, OverflowError: a field is of a wrong kind.
+      ValueError: a field is out of range, or the request does not fit.
+      TypeError, OverflowError: a field has a wrong type.
     """
     decoder = self.decoder
     tokens, lengths = inputs.prompts(
@@ -141,9 +146,9 @@ class Slot:
     length, new = int(lengths[0]), int(request.max_new_tokens)
     if length + new > self.length:
       raise ValueError(
-          f"a prompt of {length} tokens and {new} new ones do not fit into a "
-          f"slot of {self.length}: shorten the prompt, ask for fewer, or give "
-          "the queue a larger max_length")
+          f"prompt has {length} tokens and max_new_tokens is {new}; their sum "
+          f"must be at most {self.length}: shorten the prompt, reduce "
+          "max_new_tokens, or give the queue a larger max_length")
     if not fields.is_whole(request.seed) or not 0 <= request.seed < 2**32:
       raise ValueError(f"seed is {request.seed}; it must be a whole number "
                        "from 0 to 2^32 - 1")
@@ -153,8 +158,8 @@ class Slot:
             "eos of prompt 0", request.eos, size)], decoder.eos, 1, size)
     if ends.shape[1] > self.ends:
       raise ValueError(
-          f"eos holds {ends.shape[1]} token ids and a slot has room for "
-          f"{self.ends}; give fewer, or give the queue a larger max_ends")
+          f"eos has {ends.shape[1]} token ids; the limit is {self.ends}: give "
+          "fewer, or give the queue a larger max_ends")
     ends = np.pad(ends, ((0, 0), (0, self.ends - ends.shape[1])),
                   constant_values=-1)
     constraints_lib.check_rows(
@@ -163,8 +168,8 @@ class Slot:
         np.asarray, request.context)
     if _form(context) != _form(self.context):
       raise ValueError(
-          f"context is {_form(context)} and the queue's is "
-          f"{_form(self.context)}; all rows of a batch have the same form")
+          f"context is {_form(context)}; its structure, shapes and dtypes must "
+          f"be those of the queue's context, {_form(self.context)}")
     return Row(
         number=number, prompt=tokens[0, :length], limit=length + new,
         temperature=inputs.temperatures(
@@ -172,8 +177,8 @@ class Slot:
         eos=ends, seed=int(request.seed), context=context)
 
 
-def _form(context):
-  """Structure, shapes and dtypes of a context, in words."""
+def _form(context: Any) -> str:
+  """Returns the structure, shapes and dtypes of a context as text."""
   return str(jax.tree.map(
       lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}",
       context))

@@ -1,4 +1,4 @@
-"""Batches that stay full, with small models: every text is the one alone."""
+"""Continuous batching: each sequence is the one of its prompt alone."""
 
 import functools
 import itertools
@@ -11,6 +11,7 @@ import pytest
 import specjax as sj
 from specjax import testing
 from specjax.decoding import rounds
+from specjax.decoding.controller import Controller
 from specjax.interfaces import checks
 from specjax.serving import Queue
 from specjax.serving import Request
@@ -29,8 +30,15 @@ def _decoder(cache=sj.caches.KVCache):
 _DECODER = _decoder()
 
 
+def _queue(**options):
+  """A queue of a small batch."""
+  return Queue(_DECODER, _PAIR.params, **{
+      "slots": 3, "max_length": 96, "max_ends": 1, "rounds": _ROUNDS,
+      **options})
+
+
 def _alone(decoder, params, request):
-  """What `generate` makes of one request."""
+  """The output of `generate` for one request."""
   return decoder.generate(
       params, [request.prompt], jax.random.key(request.seed),
       max_new_tokens=request.max_new_tokens,
@@ -52,12 +60,12 @@ def _requests():
 
 @functools.cache
 def _texts():
-  return [_alone(_DECODER, _PAIR.params, one) for one in _requests()]
+  return [_alone(_DECODER, _PAIR.params, item) for item in _requests()]
 
 
 def _streamed(queue, requests):
   """{number: (the tokens of its updates, its result)}, submitted at once."""
-  found = {queue.submit(one): [[], None] for one in requests}
+  found = {queue.submit(item): [[], None] for item in requests}
   while not queue.idle:
     for number, tokens, result in queue.step():
       assert found[number][1] is None
@@ -66,26 +74,25 @@ def _streamed(queue, requests):
 
 
 @pytest.mark.parametrize("cache", [sj.caches.KVCache, sj.caches.Paged(page=16)])
-def test_every_text_is_the_one_alone(cache):
-  # Broken: a text depends on its neighbours, its slot or the time it came; a
-  # seed, an end, a limit or a temperature is another row's; a slot that is
-  # filled again keeps something of the row before.
+def test_sequences_do_not_depend_on_the_batch(cache):
+  # Broken: a sequence depends on other rows, its slot or its time of arrival; a
+  # seed, an end, a limit or a temperature is that of another row; a slot keeps
+  # state of the row before.
   queue = Queue(_decoder(cache), _PAIR.params, slots=3, max_length=96,
                 max_ends=1, rounds=_ROUNDS)
   results = list(queue.results(_requests()))
-  assert [one.number for one in results] == list(range(8))
-  assert [one.tokens.tolist() for one in results] == _texts()
-  for one, request in zip(results, _requests()):
-    new = len(one.tokens) - len(request.prompt)
-    assert one.reason == ("limit" if new == request.max_new_tokens and (
-        new == 0 or one.tokens[-1] not in np.ravel(
+  assert [item.number for item in results] == list(range(8))
+  assert [item.tokens.tolist() for item in results] == _texts()
+  for item, request in zip(results, _requests()):
+    new = len(item.tokens) - len(request.prompt)
+    assert item.reason == ("limit" if new == request.max_new_tokens and (
+        new == 0 or item.tokens[-1] not in np.ravel(
             4 if request.eos is None else request.eos)) else "eos")
-    assert one.rounds + one.accepted >= new >= one.accepted
-  assert {one.reason for one in results} == {"limit", "eos"}
+    assert item.rounds + item.accepted >= new >= item.accepted
+  assert {item.reason for item in results} == {"limit", "eos"}
 
   # In another order, in a batch that grows and shrinks, by updates.
-  queue = Queue(_DECODER, _PAIR.params, slots=(1, 3), max_length=96,
-                max_ends=1, rounds=_ROUNDS)
+  queue = _queue(slots=(1, 3))
   found = _streamed(queue, _requests()[::-1])
   for (tokens, result), text, request in zip(
       found.values(), _texts()[::-1], _requests()[::-1]):
@@ -101,19 +108,19 @@ def test_every_text_is_the_one_alone(cache):
      {"target": _PAIR.params["target"], "drafter": None}),
 ], ids=["Online", "Hierarchy"])
 def test_drafters_with_a_memory_of_the_row(drafter, own):
-  # Broken: a row keeps what was learned from the row before it in its slot, or
-  # the view of that row's prompt, so that its text depends on when it came.
+  # Broken: a row keeps the learned weights or the cache view of the row before
+  # it in its slot.
   queue = Queue(
       sj.Decoder(target=_PAIR.target, verifier=sj.verifiers.Block(), eos=4,
                  drafter=drafter),
       {**_PAIR.params, "drafter": own}, slots=2, max_length=96, max_ends=1,
       rounds=_ROUNDS)
   requests = _requests()
-  there, back = ([one.tokens.tolist() for one in queue.results(order)]
+  forward, backward = ([item.tokens.tolist() for item in queue.results(order)]
                  for order in (requests, requests[::-1]))
-  assert there == back[::-1]
-  for one, text, greedy in zip(requests, there, _texts()):
-    if one.temperature == 0:  # whoever drafts
+  assert forward == backward[::-1]
+  for item, text, greedy in zip(requests, forward, _texts()):
+    if item.temperature == 0:  # any drafter
       assert text == greedy
 
 
@@ -131,24 +138,22 @@ def test_a_slot_is_filled_as_soon_as_it_is_free():
   assert sizes() == {0: (3, True), 1: (3, False)}
   assert queue.waiting == 2
   assert sizes() == {2: (2, True), 1: (2, False)}
-  assert sizes() == {3: (4, True), 1: (8, False)}  # nobody waits
+  assert sizes() == {3: (4, True), 1: (8, False)}  # no request waits
   assert sizes() == {1: (8, False)}
-  # Of an endless list no more is taken than has room soon.
+  # Of an endless iterator only requests that soon have room are taken.
   taken = itertools.count()
   endless = (Request(prompt=[2], max_new_tokens=1 + i % 3) for i in taken)
   results = queue.results(endless, order="completion")
-  first = [one.number for one in itertools.islice(results, 6)]
+  first = [item.number for item in itertools.islice(results, 6)]
   assert first == [4, 5, 6, 7, 8, 1]  # the one of 30 tokens was in a slot
   assert next(taken) < 6 + 3 * 2
 
 
-def test_cancelled_and_refused_requests_harm_nobody():
-  # Broken: a slot is lost, a neighbour's text changes, or what can never be
-  # decoded is found out on the device.
-  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
-                rounds=_ROUNDS)
+def test_cancelled_requests_do_not_change_others():
+  # Broken: a slot is lost, or the sequence of another row changes.
+  queue = _queue()
   requests = _requests()
-  numbers = [queue.submit(one) for one in requests]
+  numbers = [queue.submit(item) for item in requests]
   running = next(u.number for u in queue.step() if u.result is None)
   waiting = numbers[7]
   assert queue.cancel(running) and queue.cancel(waiting)
@@ -166,49 +171,54 @@ def test_cancelled_and_refused_requests_harm_nobody():
       assert ended[number].tokens.tolist() == text
   assert len(ended) >= 5
 
-  for change, words in (
-      (dict(prompt=[]), "prompt 0 is empty"),
-      (dict(prompt=[_VOCAB]), "token id 5"),
-      (dict(max_new_tokens=95), "a prompt of 2 tokens and 95 new ones do not"),
-      (dict(max_new_tokens=-1), "max_new_tokens is -1"),
-      (dict(temperature=-1.0), "temperature is -1"),
-      (dict(eos=(1, 2)), "eos holds 2 token ids .* room for 1"),
-      (dict(eos=9), "eos of prompt 0 is 9"),
-      (dict(max_new_tokens=None), "max_new_tokens is None"),
-      (dict(max_new_tokens=float("inf")), "max_new_tokens is inf"),
-      (dict(seed=2**32), "seed is 4294967296"),
-      (dict(seed=None), "seed is None"),
-      (dict(eos="end"), "eos of prompt 0 is 'end'"),
-      (dict(temperature={}), "temperature is"),
-      (dict(context={"reference": np.zeros(3)}), "context is .* queue's is")):
-    bad = Request(**{"prompt": [1, 2], "max_new_tokens": 3, **change})
-    with pytest.raises(ValueError, match=words) as caught:
-      queue.submit(bad)
-    assert "\n" not in str(caught.value) and queue.idle
-  good, refused = queue.results([requests[0], bad])
-  assert refused.reason == "refused" and "context is" in refused.error
-  assert good.tokens.tolist() == _texts()[0]
+
+@pytest.mark.parametrize("change,words", [
+    (dict(prompt=[]), "prompt"), (dict(prompt=[_VOCAB]), "5"),
+    (dict(max_new_tokens=95), "max_new_tokens is 95.* 96"),
+    (dict(max_new_tokens=-1), "max_new_tokens is -1"),
+    (dict(max_new_tokens=None), "max_new_tokens is None"),
+    (dict(max_new_tokens=float("inf")), "max_new_tokens is inf"),
+    # In 8 bits 250 + 10 is 4, which fits every slot.
+    (dict(prompt=[1] * 10, max_new_tokens=np.uint8(250)), "250"),
+    (dict(temperature=-1.0), "temperature is -1"),
+    (dict(temperature={}), "temperature is"), (dict(eos=(1, 2)), "eos has 2"),
+    (dict(eos=9), "eos .*9"), (dict(eos="end"), "eos .*'end'"),
+    (dict(seed=2**32), "seed is 4294967296"), (dict(seed=None), "seed is None"),
+    (dict(context={"reference": np.zeros(3)}), "context is")])
+def test_bad_requests_are_refused(change, words):
+  # Broken: an error is raised on the device, or a row is never done.
+  queue = _queue()
+  bad = Request(**{"prompt": [1, 2], "max_new_tokens": 3, **change})
+  with pytest.raises(ValueError, match=words) as error:
+    queue.submit(bad)
+  assert "\n" not in str(error.value) and queue.idle
+  if "context" in change:
+    good, refused = queue.results([_requests()[0], bad])
+    assert refused.reason == "refused" and "context" in refused.error
+    assert good.tokens.tolist() == _texts()[0]
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(slots=0), "slots is 0"), (dict(rounds=0), "rounds is 0"),
+    (dict(slots=2.7), "slots is 2.7"), (dict(slots="2"), "slots is '2'"),
+    (dict(rounds=2**31), "rounds is 2147483648"),
+    (dict(max_length=float("nan")), "max_length is nan"),
+    (dict(max_length=513), "max_length is 513.* 512"),
+    (dict(slots=2, controllers={1: Controller(
+        lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .*\[1\]")])
+def test_bad_options_are_refused(options, words):
+  with pytest.raises(ValueError, match=words):
+    _queue(**options)
   with pytest.raises(ValueError, match="order is 'size'"):
-    next(queue.results(order="size"))
-  for options, words in (
-      (dict(slots=0), "slots is 0"), (dict(rounds=0), "rounds is 0"),
-      (dict(slots=2.7), "slots is 2.7"), (dict(slots="2"), "slots is '2'"),
-      (dict(rounds=2**31), "rounds is 2147483648"),
-      (dict(max_length=float("nan")), "max_length is nan"),
-      (dict(max_length=513), "max_length is 513.* 512, the context length"),
-      (dict(slots=2, controllers={1: sj.decoding.Controller(
-          lengths=(0, 3), seconds=(1, 1.5))}), r"controllers .* for \[1\]")):
-    with pytest.raises(ValueError, match=words):
-      Queue(_DECODER, _PAIR.params, **options)
+    next(_queue().results(order="size"))
 
 
 def test_a_step_that_fails_loses_nothing(monkeypatch):
-  # Broken: what was cancelled never ends, or a text has a hole, when a prompt
-  # cannot be read or a check of debug mode fails.
-  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
-                rounds=_ROUNDS)
+  # Broken: a cancelled request never ends, or tokens are lost, when the prefill
+  # or a check of debug mode fails.
+  queue = _queue()
   requests = _requests()[:5]
-  texts = {queue.submit(one): list(one.prompt) for one in requests}
+  texts = {queue.submit(item): list(item.prompt) for item in requests}
   reasons = {}
 
   def step():
@@ -234,7 +244,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch):
   assert reasons.pop(running) == "cancelled" and len(reasons) == 4
   assert all(texts[number] == _texts()[number] for number in reasons)
 
-  # What is cancelled when its end is known, and not yet told, has one end.
+  # A request that is cancelled after its end, before the update, ends once.
   number = queue.submit(requests[3])
   texts[number] = list(requests[3].prompt)
   with monkeypatch.context() as patch:
@@ -247,9 +257,8 @@ def test_a_step_that_fails_loses_nothing(monkeypatch):
 
 
 def test_a_request_that_comes_while_results_are_read():
-  # Broken: it is decoded, and its text is lost.
-  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
-                rounds=_ROUNDS)
+  # Broken: it is decoded, and its result is lost.
+  queue = _queue()
   requests = _requests()
   numbers = []
   for result in queue.results([requests[0], requests[1]]):
@@ -261,9 +270,8 @@ def test_a_request_that_comes_while_results_are_read():
 
 
 def test_results_that_another_reader_took():
-  # Broken: whoever waits for them waits for ever.
-  queue = Queue(_DECODER, _PAIR.params, slots=3, max_length=96, max_ends=1,
-                rounds=_ROUNDS)
+  # Broken: the iteration never ends.
+  queue = _queue()
   requests = _requests()
   results = queue.results([requests[3], requests[0]])  # of 0 and 19 tokens
   assert next(results).number == 0
@@ -271,11 +279,11 @@ def test_results_that_another_reader_took():
     queue.step()
   steps = itertools.count()
   queue.step = lambda: [] if next(steps) < 9 else pytest.fail("for ever")
-  with pytest.raises(RuntimeError, match="has the result of request 1; let"):
+  with pytest.raises(RuntimeError, match="request 1"):
     list(results)
 
 
-def test_a_request_whose_numbers_break_down_fails_alone():
+def test_only_the_request_with_non_finite_numbers_fails():
   # Broken: one bad row ends the others, or its slot stays bad.
   model = testing.MarkovModel(vocab_size=_VOCAB)
   table = model.init(jax.random.key(0)).at[:, 3].set(-jnp.inf)
@@ -290,27 +298,23 @@ def test_a_request_whose_numbers_break_down_fails_alone():
   results = list(queue.results(requests))
   good = results[0].tokens.tolist()
   assert good == _alone(decoder, {"target": table}, requests[0])
-  assert [one.tokens.tolist() for one in results] == [
+  assert [item.tokens.tolist() for item in results] == [
       good, [2, 3], [2, 3], good, [3], good]
-  assert [one.reason for one in results] == [
+  assert [item.reason for item in results] == [
       "limit", "failed", "failed", "limit", "failed", "limit"]
   assert results[2].error.startswith(
       "the target's logits of request 2 are not finite")
 
 
-def test_few_bits_of_a_number_hold_its_sums():
-  # Broken: 250 + 10 of numpy is 4 in eight bits, which fits into every slot;
-  # the row is never done, and nobody gets another word.
-  queue = Queue(_DECODER, _PAIR.params, slots=2, max_length=96)
-  with pytest.raises(ValueError, match="10 tokens and 250 new ones do not fit"):
-    queue.submit(Request(prompt=[1] * 10, max_new_tokens=np.uint8(250)))
-  with pytest.raises(ValueError, match="may grow to 520 tokens"):
+def test_narrow_integers_do_not_overflow():
+  # Broken: 270 + 250 is 8 in the 8 bits of max_new_tokens.
+  with pytest.raises(ValueError, match="520"):
     _DECODER.generate(_PAIR.params, [[1] * 270], jax.random.key(0),
                       max_new_tokens=np.uint8(250))
 
 
 def test_each_row_reads_its_own_context():
-  # Broken: a row copies from the text of another, or of the one before it.
+  # Broken: a row copies from the context of another row.
   cycle = [0, 1, 2, 3] * 8
   model = testing.MarkovModel(vocab_size=4)
   table = 9.0 * jnp.roll(jnp.eye(4), 1, axis=1)
@@ -325,20 +329,20 @@ def test_each_row_reads_its_own_context():
   results = list(queue.results(
       Request(prompt=[0, 1], max_new_tokens=12, context=own)
       for own in (known, None, None, known, None)))
-  assert [one.rounds for one in results] == [3, 12, 12, 3, 12]
-  assert {tuple(one.tokens) for one in results} == {tuple(cycle[:14])}
+  assert [item.rounds for item in results] == [3, 12, 12, 3, 12]
+  assert {tuple(item.tokens) for item in results} == {tuple(cycle[:14])}
 
 
 def test_each_size_has_its_controller():
-  # Broken: a batch is controlled by the costs of another size; drafts that are
-  # longer than the decoder's own have no room.
+  # Broken: a batch uses the costs of another size; drafts that are longer than
+  # the decoder's have no room.
   model = testing.MarkovModel(vocab_size=4)
   table = 9.0 * jnp.roll(jnp.eye(4), 1, axis=1)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.LanguageModel(model=model, gamma=1),
       transform=sj.LogitsTransform(temperature=0))
-  costs = lambda second: sj.decoding.Controller(
+  costs = lambda second: Controller(
       lengths=(0, 4), seconds=(1.0, second), credit=0.0)
   queue = Queue(
       decoder, {"target": table, "drafter": table}, slots=(1, 2),
@@ -356,5 +360,5 @@ def test_each_size_has_its_controller():
   beside = decoded(2)
   assert len(beside) == 2
   assert alone.rounds < 50 and alone.accepted > 75
-  assert min(one.rounds for one in beside) > 100
-  assert len({tuple(one.tokens) for one in (alone, *beside)}) == 1
+  assert min(item.rounds for item in beside) > 100
+  assert len({tuple(item.tokens) for item in (alone, *beside)}) == 1
