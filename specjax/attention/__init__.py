@@ -1,27 +1,34 @@
 """Attention over a cache that a pass only reads, by platform.
 
-  attend           over both of the following, with one softmax
+  attend           over the committed tokens and the block of a pass
   past_attention   over the committed tokens, which all queries see
-  block_attention  within the block of a pass, by a mask
-  merge            of the two
+  block_attention  within the block of a pass, with a mask
+  merge            joins two parts
 
-The last three return a part: the output, and the logarithm of the sum of the
-weights.
+A *part* is the output of attention over some of the keys, with the logarithm of
+the sum of its weights. The last three functions return parts.
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from specjax.attention import platforms
+from specjax.attention import plain
+from specjax.attention import tpu
 from specjax.attention.plain import block_attention
 from specjax.attention.plain import merge
 from specjax.attention.plain import Part
 
 __all__ = ["Part", "attend", "block_attention", "merge", "past_attention"]
 
+_CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
+_CUDNN_WIDEST = 128  # width of a head; Hopper and later take 256
 
-# Under a jit of its own, so that all layers of a model share a trace.
+
+# It has its own jit, so that all layers of a model share a trace.
 @functools.partial(
     jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
@@ -29,33 +36,49 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
            positions: jax.Array | None = None, table: jax.Array | None = None,
            window: int = 0, softcap: float = 0.0,
            heads_axis: str | None = "model") -> jax.Array:
-  """Attention of S tokens over the committed slots and the block of a pass.
+  """Returns attention of S tokens over the committed slots and their block.
 
-  On a CPU one softmax is over both; elsewhere two parts are merged.
+  A CPU computes one softmax over both; other platforms merge two parts.
 
   Args:
     query: `[B, S, H * G, D]`, G query heads for each key-value head.
-    k: see `past_attention`.
-    v: see `past_attention`.
-    lengths: see `past_attention`.
-    block_k: `[B, H, T, D]`.
-    block_v: `[B, H, T, D]`.
-    visible: `[B or 1, S, T]` bool, which tokens of the block a query sees.
-    positions: see `past_attention`.
-    table: see `past_attention`.
-    window: see `past_attention`; for the block `visible` says it.
-    softcap: see `past_attention`.
-    heads_axis: see `past_attention`.
+    k: keys, see `past_attention`.
+    v: values, see `past_attention`.
+    lengths: committed slots, see `past_attention`.
+    block_k: `[B, H, T, D]`, keys of the block.
+    block_v: `[B, H, T, D]`, values of the block.
+    visible: `[B or 1, S, T]` bool, tokens of the block that a query sees. It
+      includes the window.
+    positions: positions of the queries, see `past_attention`.
+    table: pages of the rows, see `past_attention`.
+    window: number of visible tokens, see `past_attention`.
+    softcap: soft-cap of the scores, see `past_attention`.
+    heads_axis: mesh axis of the heads, see `past_attention`.
 
   Returns:
-    `[B, S, H * G, D]`, float32 at least.
+    `[B, S, H * G, D]`, at least float32.
   """
-  return platforms.attend(
-      query, k, v, lengths, block_k, block_v, visible, positions, table,
-      window=window, softcap=softcap, heads_axis=heads_axis)
+  visible = jnp.broadcast_to(visible, (len(query), *visible.shape[1:]))
+  options = dict(window=window, softcap=softcap)
+
+  def by_parts(past):
+    def merged(query, k, v, lengths, block_k, block_v, visible, positions,
+               table):
+      block = block_attention(query, block_k, block_v, visible, softcap=softcap)
+      return merge(past(query, k, v, lengths, positions, table), block)[0]
+
+    return merged
+
+  past = functools.partial(_by_platform, heads_axis=heads_axis, **options)
+  by_platform = lambda *operands: jax.lax.platform_dependent(
+      *operands, cpu=functools.partial(plain.joint, **options),
+      default=by_parts(past))
+  return _transformable(
+      by_platform, by_parts(functools.partial(plain.whole, **options)))(
+          query, k, v, lengths, block_k, block_v, visible, positions, table)
 
 
-# Under a jit of its own, so that all layers of a model share a trace.
+# It has its own jit, so that all layers of a model share a trace.
 @functools.partial(
     jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -63,34 +86,127 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    table: jax.Array | None = None, window: int = 0,
                    softcap: float = 0.0, heads_axis: str | None = "model"
                    ) -> Part:
-  """Attention of S tokens over the committed slots of a cache.
+  """Returns attention of S tokens over the committed slots of a cache.
 
   On a CPU the cost follows the longest row in use, by a `switch` over lengths.
-  On a TPU it follows each row, by a kernel of our own (`attention.tpu`), which
-  a mesh splits by rows over its axis "data" and by key-value heads over
-  `heads_axis`. On a GPU cuDNN follows each row (`attention.gpu`) in float16 and
-  bfloat16. What these two do not take attends over all slots, masked. Pages are
-  read as they lie on a TPU; elsewhere they are put in order first.
+  On a TPU it follows each row, by a Pallas kernel (`attention.tpu`). A mesh
+  splits the kernel by rows over its axis "data" and by key-value heads over
+  `heads_axis`. On a GPU cuDNN follows each row in float16 and bfloat16. Inputs
+  that the kernel or cuDNN does not support attend over all slots with a mask.
+  A TPU reads pages in place; the other platforms first gather them.
 
   Args:
     query: `[B, S, H * G, D]`, G query heads for each key-value head.
-    k: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
-    v: as `k`.
-    lengths: `[B]` int32, slots that count, from the first.
-    positions: `[B, S]` int32, of the queries; only a window asks for them.
-    table: `[B, C / T]` int32, the pages of each row, in order; after the last
-      one in use any pages.
-    window: how many positions back each query sees, itself included; 0: all.
-    softcap: c of c tanh(scores / c); 0: none.
-    heads_axis: the mesh axis that divides the key-value heads on a TPU, where
-      it does; None: every device attends with all heads, as it must where it
-      has all of them and nothing is to be sent.
+    k: `[B, H, C, D]` keys, or pages `[P, H, T, D]` if a table is given.
+    v: values, of the same shape.
+    lengths: `[B]` int32, number of committed slots of each row.
+    positions: `[B, S]` int32, positions of the queries; required by a window.
+    table: `[B, C / T]` int32, the pages of each row in order. Entries after the
+      last page in use may be any pages.
+    window: number of last positions that each query sees, itself included; 0
+      is no limit.
+    softcap: c in c tanh(scores / c); 0 is none.
+    heads_axis: mesh axis that divides the key-value heads on a TPU, if their
+      number is a multiple of its size. None: every device has all heads.
 
   Returns:
-    `(out [B, S, H * G, D], log [B, S, H * G])`, float32 at least. A query that
-    sees nothing has a `log` below any that sees something, and any finite
-    `out`.
+    `(out [B, S, H * G, D], log [B, S, H * G])`, at least float32. A query that
+    sees nothing has a very small `log` and a finite `out`.
   """
-  return platforms.past_attention(
-      query, k, v, lengths, positions, table, window=window, softcap=softcap,
-      heads_axis=heads_axis)
+  options = dict(window=window, softcap=softcap)
+  return _transformable(
+      functools.partial(_by_platform, heads_axis=heads_axis,
+                        cpu=functools.partial(plain.bucketed, **options),
+                        **options),
+      functools.partial(plain.whole, **options))(
+          query, k, v, lengths, positions, table)
+
+
+def _by_platform(*operands: jax.Array | None, window: int, softcap: float,
+                 heads_axis: str | None, **others: Callable[..., Part]) -> Part:
+  """Returns `past_attention` by the implementation of the platform."""
+  options = dict(window=window, softcap=softcap)
+  return jax.lax.platform_dependent(
+      *operands, default=functools.partial(plain.whole, **options),
+      cuda=functools.partial(_cudnn_attention, **options),
+      tpu=functools.partial(tpu.past_attention, heads_axis=heads_axis,
+                            **options), **others)
+
+
+def _cudnn_attention(query: jax.Array, k: jax.Array, v: jax.Array,
+                     lengths: jax.Array, positions: jax.Array | None,
+                     table: jax.Array | None, *, window: int, softcap: float
+                     ) -> Part:
+  """Returns `past_attention` by cuDNN, or `plain.whole` if it cannot.
+
+  All nodes of a draft see the same slots. Nodes and query heads together are
+  therefore the queries of cuDNN's flash attention with a length per row. cuDNN
+  has no soft-cap, and no window that differs from node to node.
+  """
+  size, dim = query.shape[1], query.shape[3]
+  if (window or softcap or dim % 8 or dim > _CUDNN_WIDEST
+      or query.dtype != k.dtype or k.dtype not in _CUDNN_DTYPES):
+    return plain.whole(query, k, v, lengths, positions, table, window=window,
+                       softcap=softcap)
+  operands = (plain.folded(query, k.shape[1]),
+              *(plain.in_order(x, table, lengths) for x in (k, v)), lengths)
+  try:
+    out, log = tpu.split_over_mesh(_cudnn, operands)(*operands)
+  except RuntimeError:  # this machine has no cuDNN
+    return plain.whole(query, k, v, lengths, positions, table)
+  return plain.unfolded(out, size), plain.unfolded(log, size)
+
+
+def _cudnn(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
+           ) -> Part:
+  """Returns the part of folded queries `[B, H, R, D]` by cuDNN.
+
+  The function returns log-sum-exps only in the dtype of the query. In bfloat16
+  they would give weights that are wrong by a percent, so the float32 array is
+  taken from the residuals of the derivative, which has the same forward pass.
+  """
+  batch, heads, rows, dim = query.shape
+  # As a row of its own, each head is in the order that the function expects.
+  query, k, v = (x.reshape(-1, x.shape[2], 1, dim) for x in (query, k, v))
+  # A row that sees nothing reads one slot, and its part has no weight.
+  slots = jnp.repeat(jnp.maximum(lengths, 1).astype(jnp.int32), heads)
+  out, derivative = jax.vjp(
+      lambda query: jax.nn.dot_product_attention(
+          query, k, v, key_value_seq_lengths=slots, implementation="cudnn"),
+      query)
+  [log] = [x for x in jax.tree.leaves(derivative) if x.dtype == jnp.float32]
+  log = jnp.where((lengths > 0)[:, None, None],
+                  log.reshape(batch, heads, rows), plain.MASKED)
+  return out.astype(jnp.float32).reshape(batch, heads, rows, dim), log
+
+
+def _transformable(attend: Callable[..., Any], by_plain: Callable[..., Any]
+                   ) -> Callable[..., Any]:
+  """Returns `attend` with rules for `vmap` and derivatives.
+
+  Args:
+    attend: function of positional operands. The second has pages if the last,
+      a table, is not None. All others have B first.
+    by_plain: the same function in plain XLA, which has a derivative.
+  """
+  mapped = jax.custom_batching.custom_vmap(attend)
+
+  @mapped.def_vmap
+  def add_rows(size, is_mapped, *operands):  # pylint: disable=unused-variable
+    """Joins the mapped axis with the rows, or with the pages."""
+    operands = jax.tree.map(
+        lambda x, has_axis: x if has_axis else jnp.broadcast_to(
+            x, (size, *x.shape)), operands, tuple(is_mapped))
+    *others, table = operands
+    if table is not None:
+      before = jnp.arange(size, dtype=jnp.int32) * others[1].shape[1]
+      table += before[:, None, None]
+    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]),
+                          (*others, table))
+    out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]),
+                       mapped(*joined))
+    return out, jax.tree.map(lambda _: True, out)
+
+  differentiable = jax.custom_jvp(mapped)
+  differentiable.defjvp(functools.partial(jax.jvp, by_plain))
+  return differentiable

@@ -14,6 +14,7 @@ The compiler cannot split a kernel over a mesh, so it is told how: rows and
 key-value heads are independent.
 """
 
+from collections.abc import Callable
 import functools
 import math
 
@@ -80,33 +81,43 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   operands = (folded, k, v, lengths.astype(jnp.int32), first, *extra)
   call = functools.partial(_call, window=window, softcap=softcap,
                            interpret=interpret, paged=table is not None)
-  out, lse = _split(call, operands, table is not None, heads_axis)(*operands)
+  out, lse = split_over_mesh(
+      call, operands, table is not None, heads_axis)(*operands)
   unfold = lambda x: plain.unfolded(x[:, :, :rows], size)
   return unfold(out), unfold(lse)
 
 
-def _split(call, operands, paged, heads_axis):
-  """`call`, split over the mesh that the operands are on, if there is one.
+def split_over_mesh(call: Callable[..., plain.Part],
+                    operands: tuple[jax.Array, ...], paged: bool = False,
+                    heads_axis: str | None = "model"
+                    ) -> Callable[..., plain.Part]:
+  """Returns `call`, split over the mesh of its operands if they have one.
 
-  Rows go over the axis "data", the name that `decoding.placement` asks for on a
-  TPU, and heads over `heads_axis`, where they divide. Whatever the placement of
-  the cache is, the result is the same; one that differs is moved, and where
-  every device of that axis has all heads each cuts out its own.
+  Rows are split over the axis "data", which `decoding.placement` requires, and
+  heads over `heads_axis`, where the sizes divide. The result does not depend on
+  the placement of the cache; a cache with another placement is moved. If every
+  device of `heads_axis` has all heads, each takes its own.
+
+  Args:
+    call: function of the operands that returns a part.
+    operands: queries `[B, H, R, D]`, keys, values, and arrays `[B, ...]`.
+    paged: True if keys and values are pages.
+    heads_axis: mesh axis of the heads.
   """
   meshes = (jax.typeof(x).sharding.mesh for x in operands)
   mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
-  if mesh is None or mesh.manual_axes:  # within a `shard_map` all is local
+  if mesh is None or mesh.manual_axes:  # inside a `shard_map` all is local
     return call
   batch, heads = operands[0].shape[0], operands[1].shape[1]
   fits = lambda name, n: (
       name if n % mesh.shape.get(name, n + 1) == 0 else None)
   rows, axis = fits("data", batch), fits(heads_axis, heads)
-  own, cache = PartitionSpec(rows, axis), PartitionSpec(
+  queries, cache = PartitionSpec(rows, axis), PartitionSpec(
       None if paged else rows, axis)
-  rest = (PartitionSpec(rows),) * (len(operands) - 3)
+  others = (PartitionSpec(rows),) * (len(operands) - 3)
   return jax.shard_map(
-      call, mesh=mesh, in_specs=(own, cache, cache, *rest),
-      out_specs=(own, own), check_vma=False)
+      call, mesh=mesh, in_specs=(queries, cache, cache, *others),
+      out_specs=(queries, queries), check_vma=False)
 
 
 def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
