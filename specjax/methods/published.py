@@ -322,7 +322,7 @@ def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
     tensors["lm_head.weight"] = StoredTensor(
         (len(plan.heads.ids), plan.heads.width), np.dtype(np.float32), None)
   return tensors | {
-      name: StoredTensor(x.shape, x.dtype, lambda _, x=x: x)
+      name: StoredTensor(x.shape, x.dtype, lambda x=x: x)
       for name, x in _vocabulary(plan).items()}
 
 

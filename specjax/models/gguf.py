@@ -5,14 +5,19 @@ that one description of each architecture serves both. What quantised tensors
 hold is computed by the package `gguf`.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import math
 import os
 import pathlib
+import types
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from specjax.models import gguf_headers
 from specjax.models import tensor_names
 from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import mapped
@@ -22,7 +27,6 @@ from specjax.models.settings import SLIDING
 from specjax.models.tensor_layouts import Table
 from specjax.utils.files import check_downloaded
 
-_CHUNK = 1 << 20  # numbers that are dequantised at once: 4 MB
 _TYPES = {
     "llama": ("llama", tensor_names.GGUF_LLAMA),
     "qwen2": ("qwen2", tensor_names.GGUF),
@@ -104,27 +108,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
                      "'specjax[gguf]'") from None
   path = pathlib.Path(path)
   check_downloaded(path)
-  try:
-    reader = gguf.GGUFReader(path)
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {tensor.name: _stored(gguf, path, tensor)
-               for tensor in reader.tensors}
-  except Exception as e:  # whatever numpy finds first in what is not there
-    if "GGMLQuantizationType" in str(e):
-      raise ValueError(
-          f"{path} has a tensor of a type that the installed package gguf does "
-          f"not know ({e}): pip install --upgrade gguf") from None
-    raise ValueError(f"{path} is truncated or no GGUF file; download it again "
-                     f"({e})") from None
-  for kind in {tensor.tensor_type for tensor in reader.tensors}:
-    try:
-      gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8),
-                      kind)
-    except NotImplementedError:
-      raise ValueError(
-          f"{path} has tensors of the type {kind.name}, which the package gguf "
-          "does not turn into numbers; take another quantisation of the model"
-      ) from None
+  metadata, headers = gguf_headers.read(path)
+  tensors = {name: _stored(path, header, _type(gguf, path, header.kind))
+             for name, header in headers.items()}
   kind = metadata.get("general.architecture")
   if kind not in _TYPES:
     raise ValueError(f"{path} is of the architecture {kind!r}; specjax reads "
@@ -153,26 +139,63 @@ def ends(metadata: Mapping[str, Any], control: Mapping[int, str]
       token for token in (*named, *chats) if token is not None))
 
 
-def _stored(gguf, path, tensor):
-  shape = tuple(int(size) for size in tensor.shape[::-1])
-  # The reader maps the whole file; each tensor is mapped anew, so that pages
-  # that were read do not stay.
-  kind, offset = tensor.tensor_type, int(tensor.data_offset)
-  stored_shape, stored_dtype = tensor.data.shape, tensor.data.dtype
+class _Type(NamedTuple):
+  """Storage type of tensors.
 
-  def load(dtype):
-    rows = mapped(path, offset, stored_shape, stored_dtype).reshape(
-        shape[0] if len(shape) > 1 else 1, -1)
-    # In pieces: what dequantisation needs beside its result is several times
-    # as large.
-    out = np.empty((len(rows), shape[-1]), dtype)
-    step = max(1, _CHUNK // shape[-1])
-    for start in range(0, len(rows), step):
-      out[start:start + step] = gguf.dequantize(
-          rows[start:start + step], kind)
-    return out.reshape(shape)
+  Attributes:
+    numbers: numbers of a block.
+    size: bytes of a block.
+    dequantized: function from the bytes `[1, N]` of blocks to their numbers.
+  """
 
-  return StoredTensor(shape, np.dtype(np.float32), load)
+  numbers: int
+  size: int
+  dequantized: Callable[[np.ndarray], np.ndarray]
+
+
+def _type(gguf: types.ModuleType, path: pathlib.Path, number: int) -> _Type:
+  """Returns a storage type that the package `gguf` dequantises."""
+  try:
+    kind = gguf.GGMLQuantizationType(number)
+  except ValueError:
+    raise ValueError(
+        f"{path} has a tensor of type {number}, which the installed package "
+        "gguf does not know: pip install --upgrade gguf") from None
+  numbers, size = gguf.GGML_QUANT_SIZES[kind]
+  result = _Type(numbers, size, lambda data: gguf.dequantize(data, kind))
+  try:
+    result.dequantized(np.zeros((1, size), np.uint8))
+  except NotImplementedError:
+    raise ValueError(
+        f"{path} has tensors of type {kind.name}, which the package gguf does "
+        "not dequantise; take another quantisation of the model") from None
+  return result
+
+
+class _Rows(NamedTuple):
+  """Rows of a tensor that are dequantised when they are sliced."""
+
+  data: np.ndarray
+  shape: tuple[int, ...]
+  type: _Type
+
+  def __getitem__(self, rows: slice) -> np.ndarray:
+    data = self.data[rows]
+    # As one row: the package dequantises 16 rows at a time, whatever their
+    # width.
+    return self.type.dequantized(data.reshape(1, -1)).reshape(
+        len(data), *self.shape[1:])
+
+
+def _stored(path: pathlib.Path, header: gguf_headers.TensorHeader, kind: _Type
+            ) -> StoredTensor:
+  shape = header.shape if len(header.shape) > 1 else (1, *header.shape)
+  size = math.prod(header.shape) // kind.numbers * kind.size
+  if header.offset + size > path.stat().st_size:
+    raise ValueError(f"{path} is truncated; download it again")
+  return StoredTensor(header.shape, np.dtype(np.float32), lambda: _Rows(
+      mapped(path, header.offset, (shape[0], size // shape[0]),
+             np.dtype(np.uint8)), shape, kind))
 
 
 def _config(source, kind, model_type, metadata, tensors):

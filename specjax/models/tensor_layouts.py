@@ -20,6 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from specjax.models.configuration import TransformerConfig
+from specjax.models.safetensors_files import Rows
+from specjax.models.safetensors_files import rows_at_once
 from specjax.models.safetensors_files import StoredTensor
 
 Views = list[list[np.ndarray]]
@@ -121,22 +123,21 @@ class Stored:
 
   def join(self, config: TransformerConfig, shape: tuple[int, ...],
            tensors: Iterable[StoredTensor], dtype: np.dtype) -> np.ndarray:
-    """Reads a parameter; beside it, one tensor at most is in memory."""
-    tensors = list(tensors)
+    """Returns a parameter; the tensors are read some rows at a time."""
     if self.layout is as_it_is and not self.offset:
-      return tensors[0].read(dtype).astype(dtype, copy=False)
-    out = np.empty(shape, dtype)
+      [tensor] = tensors
+      return tensor.read(dtype)
+    out, matrix = np.empty(shape, dtype), len(shape) > 1
     for views, tensor in zip(self.layout(config, out), tensors):
       if self.offset:  # rounded once, after the difference
-        data = tensor.read(np.float32).astype(np.float32) - self.offset
+        rows = tensor.read(np.float32) - np.float32(self.offset)
+      elif matrix and not self.inputs_first:
+        rows = tensor.load()
       else:
-        data = tensor.read(dtype)
-      if self.inputs_first and data.ndim > 1:
-        data = data.T
+        rows = tensor.read(dtype).T
+      start = 0
       for view in views:
-        rows = math.prod(view.shape[:-1] if data.ndim > 1 else view.shape)
-        view[...] = data[:rows].reshape(view.shape)
-        data = data[rows:]
+        start = _write(view, rows, start, matrix)
     return out
 
   def split(self, config: TransformerConfig, x: np.ndarray
@@ -154,6 +155,33 @@ class Stored:
     return tensors
 
 
+def _write(view: np.ndarray, rows: Rows, start: int, matrix: bool) -> int:
+  """Fills a view from the rows of a tensor.
+
+  Args:
+    view: array `[..., columns]` of a matrix, else an array of any shape.
+    rows: rows of the tensor.
+    start: first row to read.
+    matrix: whether the tensor is a matrix.
+
+  Returns:
+    The row after the last one that was read.
+  """
+  size = math.prod(view.shape[1:])
+  step = rows_at_once(size)
+  if matrix and view.ndim > 2 and step == 1:
+    for part in view:
+      start = _write(part, rows, start, matrix)
+    return start
+  rows_of_each = math.prod(view.shape[1:-1]) if matrix else size
+  for i in range(0, len(view), step):
+    part = view[i:i + step]
+    stop = start + len(part) * rows_of_each
+    part[...] = rows[start:stop].reshape(part.shape)
+    start = stop
+  return start
+
+
 class Same(Stored):
   """One tensor with the shape and the order of the parameter."""
 
@@ -162,7 +190,7 @@ class Same(Stored):
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
-    return tensor.read(dtype).astype(dtype, copy=False)
+    return tensor.read(dtype)
 
   def split(self, config, x):
     return [x]

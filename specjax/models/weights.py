@@ -6,7 +6,6 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.safetensors_files import check_float
@@ -95,11 +94,11 @@ def fill(template: Any, table: Table | None,
                      f"which specjax does not know in {kind}; the model "
                      "computes something else, or its files do not belong "
                      "together")
-  # Every copy is awaited: the file's pages and the host array are freed.
+  # The transfer is awaited, so that the host array is freed.
   return jax.tree.unflatten(jax.tree.structure(template), [
-      jnp.array(place.stored.join(
+      jax.device_put(place.stored.join(
           config, place.shape, [tensors[name] for name in place.names], dtype)
-                ).block_until_ready() for place in stored])
+                     ).block_until_ready() for place in stored])
 
 
 def _check(tensors: Mapping[str, StoredTensor], name: str,

@@ -22,9 +22,9 @@ import pytest
 import specjax as sj
 from specjax.models import export
 from specjax.models import export_pretrained
-from specjax.models import gguf as published_gguf
 from specjax.models import load_pretrained
 from specjax.models import rotary
+from specjax.models import safetensors_files
 
 # One of each.
 _ARCHITECTURES = ["gemma", "gemma2", "gemma3", "gpt2", "gpt_neox", "llama",
@@ -158,7 +158,7 @@ def test_quantised_gguf(tmp_path, monkeypatch):
   gguf_writer.write(GOLDEN / "gpt2", path, kind)
   table = np.asarray(loaded("gpt2").params["embedding"])
   quantised = gguf.dequantize(gguf.quantize(table, kind), kind)
-  monkeypatch.setattr(published_gguf, "_CHUNK", 5 * table.shape[1])
+  monkeypatch.setattr(safetensors_files, "_AT_ONCE", 5 * table.shape[1])
   found = load_pretrained(path, dtype=jnp.bfloat16).params["embedding"]
   assert found.dtype == jnp.bfloat16
   np.testing.assert_array_equal(found, jnp.asarray(quantised, jnp.bfloat16))

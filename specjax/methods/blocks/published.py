@@ -36,7 +36,7 @@ class Row(Stored):
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
-    return tensor.read(dtype).astype(dtype, copy=False).reshape(shape)
+    return tensor.read(dtype).reshape(shape)
 
   def split(self, config, x):
     return [np.asarray(x)[None]]
@@ -58,7 +58,7 @@ class MaskRow(Stored):
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
-    return tensor.read(dtype)[-1].astype(dtype)
+    return tensor.read(dtype)[-1]
 
   def split(self, config, x):
     return [x]
@@ -75,7 +75,7 @@ class InputRows(Stored):
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
-    return tensor.read(dtype)[:shape[0]].astype(dtype)
+    return tensor.read(dtype)[:shape[0]]
 
   def split(self, config, x):
     return [np.pad(x, ((0, input_size(config) - len(x)), (0, 0)))]
