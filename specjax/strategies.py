@@ -13,7 +13,7 @@ requires a property that the drafter does not declare.
 >>> int(text.stats.active[0])  # the drafter is the target: rounds of 4 tokens
 2
 
-Every strategy is lossless unless its docstring says LOSSY. The drafter's
+Every strategy is lossless unless its docstring contains LOSSY. The drafter's
 docstring describes `params["drafter"]`: the parameters of a language model or
 of heads, or a tuple of them.
 
