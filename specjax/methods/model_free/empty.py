@@ -1,4 +1,4 @@
-"""No draft at all: the loop becomes autoregressive decoding."""
+"""Autoregressive decoding: a drafter without drafts."""
 
 import dataclasses
 from typing import Any
@@ -48,13 +48,13 @@ class Empty(Drafter):
     return round_steps.root_only(state, self.vocab_size), state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns one specification: there are no parameters."""
+    """Returns an empty specification."""
     del axis, size
     return PartitionSpec()
 
 
 def autoregressive() -> Strategy:
-  """Decoding with the target alone, a token a pass.
+  """Decodes with the target alone, one token per pass.
 
   >>> autoregressive().drafter.num_nodes  # the root alone
   1

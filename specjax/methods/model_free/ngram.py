@@ -1,14 +1,13 @@
-"""Copies what followed the last tokens where they stood before.
+"""Drafts copied from an earlier occurrence of the last tokens.
 
-`NGram` looks in the row's own text: prompt lookup, Saxena 2023
-(https://github.com/apoorvumang/prompt-lookup-decoding), known as n-gram
-speculation elsewhere. `Reference` looks in texts that are given with the row:
-LLMA, Yang et al. 2023 (arXiv:2304.04487).
+`NGram` searches the row's own tokens: prompt lookup, Saxena 2023
+(https://github.com/apoorvumang/prompt-lookup-decoding), also called n-gram
+speculation. `Reference` searches reference texts of the row: LLMA, Yang et al.
+2023 (arXiv:2304.04487).
 
-A look-up compares every slot of a text with the last `max_ngram` tokens: T *
-max_ngram comparisons of whole numbers a round and row, in one loop, and no
-state. What is copied is deterministic, so that q is one-hot and each rule for
-chains accepts a token x with probability p(x), at any temperature.
+A search makes T * max_ngram integer comparisons per row and round. There is no
+state. Copies are deterministic, so q is one-hot and each rule for chains
+accepts a token x with probability p(x), at any temperature.
 """
 
 from collections.abc import Mapping
@@ -38,17 +37,15 @@ from specjax.types import Verdict
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
-
-
-_STEP = 128  # columns of reference texts, so that few shapes are compiled
+_STEP = 128  # columns are a multiple of it, so that few shapes are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lookup(Drafter):
-  """What the drafters that copy have in common; fields as in `NGram`.
+  """Base of drafters that copy tokens, with the fields of `NGram`.
 
-  Classes that derive from it have `_copied(state)`: tokens `[B, gamma]`, -1
-  for none, and `[B]`, how many tokens agree with the row's end before them.
+  Subclasses implement `_copied(state)`, which returns tokens `[B, gamma]`, -1
+  for padding, and the length `[B]` of the match before them.
   """
 
   gamma: int
@@ -61,8 +58,8 @@ class _Lookup(Drafter):
   iid = True
   conditional = True
   deterministic = True
-  # Deeper tokens follow the match where the draft began: with the drafted ones
-  # before them another place may agree as well, or the first one that does.
+  # All tokens follow the match at the start of the draft. A search after a
+  # drafted token could find another match.
   autoregressive = False
   num_uniforms = 0
   proposal = "deterministic"
@@ -97,7 +94,7 @@ class _Lookup(Drafter):
     del params, drafter, draft, verdict, target_output, count
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns one specification: there are no parameters."""
+    """Returns an empty specification."""
     del axis, size
     return PartitionSpec()
 
@@ -106,13 +103,13 @@ class _Lookup(Drafter):
 class NGram(_Lookup):
   """Prompt lookup: copies from the row's own prompt and output.
 
-  The longest match counts, from `max_ngram` tokens down to `min_ngram`. A match
-  may overlap the tokens that are looked for, and what is copied goes on where
-  the text ends: of a match d tokens before the end, the d tokens after it are
-  repeated. So a loop of any length is drafted as far as gamma. Others stop at
-  the text's end, and therefore take the first match.
+  The longest match is used, from `max_ngram` tokens down to `min_ngram`. It may
+  overlap the searched tokens. After a match d tokens before the end, the d
+  tokens after it are repeated, so a loop of any length is drafted up to gamma.
+  Other implementations stop at the end of the sequence, and therefore take the
+  first match.
 
-  It has no parameters: `params["drafter"]` may be anything, or missing.
+  There are no parameters: `params["drafter"]` is not read.
 
   Attributes:
     gamma: number of copied tokens, at least 1.
@@ -130,14 +127,14 @@ class NGram(_Lookup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference(_Lookup):
-  """LLMA: copies from texts that the row was given, such as documents it cites.
+  """LLMA: copies from reference texts of the row, such as cited documents.
 
-  `prefill(..., context={"reference": ...})` gives them, `[B, T]` int32, filled
-  up with -1; a row's texts stand one after the other with -1 between them, as
-  `reference_texts` makes it. No match and no copy goes across an id that is no
-  token. A draft ends where its text ends: what is left of it is padding.
+  The texts are `prefill(..., context={"reference": ...})`, `[B, T]` int32. -1
+  separates the texts of a row and fills the rest, see `reference_texts`. No
+  match and no copy crosses a -1. The rest of a draft after the end of its text
+  is padding.
 
-  It has no parameters: `params["drafter"]` may be anything, or missing.
+  There are no parameters: `params["drafter"]` is not read.
 
   Attributes:
     gamma: number of copied tokens, at least 1.
@@ -160,7 +157,7 @@ class Reference(_Lookup):
     _references(prompt.context)
 
   def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    # V is no number of 16 bits where the vocabulary is large.
+    # V may exceed the range of 16-bit ids.
     text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
     after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -172,25 +169,25 @@ class Reference(_Lookup):
     tokens = jnp.where(going & (size > 0)[:, None], tokens, -1)
     if not self.own_text:
       return tokens, size
-    own, own_size = copied_from_row(
+    row_tokens, row_size = copied_from_row(
         state, self.gamma, self.max_ngram, self.min_ngram, "latest")
-    more = own_size > size
-    return jnp.where(more[:, None], own, tokens), jnp.where(
-        more, own_size, size)
+    longer = row_size > size
+    return (jnp.where(longer[:, None], row_tokens, tokens),
+            jnp.where(longer, row_size, size))
 
 
 def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
                     columns: int | None = None) -> np.ndarray:
-  """`[B, T]` int32 for `context["reference"]`, -1 between texts and at the end.
+  """Returns `context["reference"]`, `[B, T]` int32, -1 between and after texts.
 
   Args:
-    rows: for each of B prompts its texts, token ids; a row may have none.
+    rows: token ids of the texts of each of B prompts; a row may have none.
     columns: number T of columns, equal for rows that `Decoder.insert` adds
-      later. Default: the least multiple of 128 that holds all, so that calls
-      with similar texts share a program.
+      later. Default: the least sufficient multiple of 128, so that calls with
+      similar texts share a program.
 
   Raises:
-    ValueError: the texts of a row have no room in so many columns.
+    ValueError: `columns` is too small for the texts of a row.
   """
   joined = [[token for text in row for token in (*text, -1)] for row in rows]
   longest = max(map(len, joined), default=0)
@@ -199,23 +196,21 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
   fields.check_at_least("columns", columns, 1)
   if longest > columns:
     raise ValueError(
-        f"columns is {columns} and the texts of a row have {longest} tokens, "
-        "one after each text included; give more columns, or less text")
-  found = np.full((len(rows), columns), -1, np.int32)
-  for row, tokens in zip(found, joined):
+        f"columns is {columns} and the texts of a row need {longest}, with a "
+        "separator after each text; give more columns, or less text")
+  texts = np.full((len(rows), columns), -1, np.int32)
+  for row, tokens in zip(texts, joined):
     row[:len(tokens)] = tokens
-  return found
+  return texts
 
 
 def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
-  """In how many tokens the text up to and with each slot agrees with a row.
+  """Returns the length of the match that ends at each slot, `[B, T]` int32.
 
   Args:
     text: `[B, T]` int32.
-    last: `[B, n]` int32, the row's last tokens, the latest first.
-
-  Returns:
-    `[B, T]` int32, at most n.
+    last: `[B, n]` int32, the row's last tokens, the latest first. n is the
+      maximal length.
   """
   chex.assert_rank([text, last], 2)
   same, count = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -229,7 +224,7 @@ def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
 def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
                     min_ngram: int, prefer: str
                     ) -> tuple[jax.Array, jax.Array]:
-  """What `NGram` drafts.
+  """Returns the draft of `NGram` and the length of its match.
 
   Args:
     state: decoding state.
@@ -239,9 +234,8 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
     prefer: choice among equally long matches.
 
   Returns:
-    Tokens `[B, gamma]` int32, all -1 in rows without a match, and `[B]` int32,
-    in how many tokens the place agrees with the row's end: 0 or `min_ngram` to
-    `max_ngram`.
+    Tokens `[B, gamma]` int32, -1 in rows without a match, and the length `[B]`
+    int32 of the match: 0, or `min_ngram` to `max_ngram`.
   """
   end = state.lengths[:, None] - 1
   earlier = jnp.arange(state.tokens.shape[1]) < end
@@ -254,7 +248,7 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
 
 
 def _last(state: DecodeState, count: jax.Array) -> jax.Array:
-  """`[B, count]`, the committed tokens from the last one backwards."""
+  """Returns the last committed tokens `[B, count]`, the latest first."""
   at = state.lengths[:, None] - 1 - jnp.arange(count)
   tokens = jnp.take_along_axis(
       state.tokens, jnp.maximum(at, 0), axis=1)
@@ -263,40 +257,39 @@ def _last(state: DecodeState, count: jax.Array) -> jax.Array:
 
 def _best(count: jax.Array, usable: jax.Array, min_ngram: int, prefer: str
           ) -> tuple[jax.Array, jax.Array]:
-  """The slot `[B]` where most tokens agree, and how many: 0 where too few."""
+  """Returns the end `[B]` of the longest match and its length, or 0."""
   slots = count.shape[1]
   slot = jnp.arange(slots, dtype=jnp.int32)
   order = slot if prefer == "latest" else slots - 1 - slot
   count = jnp.where(usable & (count >= min_ngram), count, 0)
-  # A maximum of unequal numbers: an argmax costs several times as much on CPU.
+  # All numbers differ. On CPU a maximum is much cheaper than an argmax.
   best = jnp.max(count * slots + order, axis=1)
   place = best % slots
   return place if prefer == "latest" else slots - 1 - place, best // slots
 
 
 def _references(context: Any) -> jax.Array:
-  """`context["reference"]`, or a `ValueError` that says what is missing."""
-  found = (context.get("reference") if isinstance(context, Mapping) else None)
-  if found is None:
+  """Returns `context["reference"]`, or raises a `ValueError`."""
+  texts = (context.get("reference") if isinstance(context, Mapping) else None)
+  if texts is None:
     raise ValueError(
         'Reference copies from context["reference"], which is missing; give '
         'prefill(..., context={"reference": drafters.reference_texts(...)})')
-  if (jnp.ndim(found) != 2 or not found.shape[1]
-      or not jnp.issubdtype(found.dtype, jnp.signedinteger)):
-    raise ValueError(f'context["reference"] has shape {found.shape} and dtype '
-                     f"{found.dtype}; it must be [B, T] token ids, int32, "
+  if (jnp.ndim(texts) != 2 or not texts.shape[1]
+      or not jnp.issubdtype(texts.dtype, jnp.signedinteger)):
+    raise ValueError(f'context["reference"] has shape {texts.shape} and dtype '
+                     f"{texts.dtype}; it must be [B, T] token ids, int32, "
                      "filled up with -1")
-  return found
+  return texts
 
 
 def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
                   verifier: Verifier = TOKEN) -> Strategy:
-  """A copy of what followed the last tokens earlier in the row.
+  """Copies the tokens after an earlier occurrence of the row's last tokens.
 
-  Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), called
-  n-gram speculation elsewhere. There the first match is copied, up to the
-  text's end; here the latest one, and over again where the text ends. It needs
-  no parameters.
+  Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), also
+  called n-gram speculation. The latest match is used and its tokens are
+  repeated, see `drafters.NGram`. There are no parameters.
 
   >>> import jax
   >>> import specjax as sj
@@ -313,8 +306,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
     max_ngram: maximal length of the searched suffix.
     min_ngram: minimal length of the searched suffix. A copy after one matching
       token seldom pays for its verification.
-    verifier: rule for chains; all rules accept the same of deterministic
-      chains.
+    verifier: rule for chains; all rules treat deterministic chains equally.
   """
   return Strategy(NGram(
       gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
@@ -322,7 +314,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
 
 def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
          verifier: Verifier = TOKEN) -> Strategy:
-  """A copy out of texts that come with the prompt, such as retrieved ones.
+  """Copies from reference texts of the prompt, such as retrieved documents.
 
   Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
   as `context={"reference": reference_texts(...)}`.
@@ -337,8 +329,7 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
     gamma: number of copied tokens.
     max_ngram: maximal length of the searched suffix.
     own_text: True to search the row's own tokens too.
-    verifier: rule for chains; all rules accept the same of deterministic
-      chains.
+    verifier: rule for chains; all rules treat deterministic chains equally.
   """
   return Strategy(Reference(
       gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)

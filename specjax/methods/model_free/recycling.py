@@ -1,16 +1,15 @@
-"""Token recycling: what the target thought likely after a token, drafted again.
+"""Token recycling: drafts of the target's earlier likely tokens.
 
-Luo et al. 2024 (arXiv:2408.08696). A table M `[V, K]` of every row holds K
-likely successors of each token, and a draft is a static tree of them:
+Luo et al. 2024 (arXiv:2408.08696). A table M `[V, K]` of every row contains K
+likely successors of each token. A draft is a static tree of them:
 
   token of the child of rank r below a node of token x:  M[x, r]
 
-After every pass the K likeliest tokens at each node that was fed, accepted or
-not, become the successors of that node's token. A round costs as many gathers
-of N numbers as the tree is deep, one top-K of the target's logits and one
-scatter, and no pass of a model. What is drafted is deterministic, so that q is
-one-hot: a tree is exact with `verifiers.TargetWalk`, and a chain with each rule
-for chains.
+After every pass the K likeliest tokens at each node of the draft, accepted or
+not, become the successors of that node's token. A round needs one gather per
+level, one top-K of the target's logits and one scatter. Drafts are
+deterministic, so q is one-hot. A tree is exact with `verifiers.TargetWalk`, and
+a chain with each rule for chains.
 """
 
 from collections.abc import Sequence
@@ -38,45 +37,42 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-# How often the root's successor of each rank was the target's next token:
-# SmolLM2-135M-Instruct at temperature 0 with a tree of 40 nodes, 64 to 96
-# tokens after eight prompts of data/copy_prompts.py. These are also among the
-# prompts that experiments/free_drafts_study.py decodes, so that its numbers of
-# this tree there are not of unseen prompts. On two questions without a text to
-# copy from the first was right half as often.
+# Share of rounds in which the root's successor of each rank was the target's
+# next token: SmolLM2-135M-Instruct at temperature 0, a tree of 40 nodes, 64 to
+# 96 tokens after eight prompts of data/copy_prompts.py. These prompts are among
+# those of experiments/free_drafts_study.py, so its results for this tree are
+# not on unseen prompts.
 _ACCEPTANCE = (0.42, 0.15, 0.05, 0.05, 0.015, 0.015, 0.01, 0.01)
-
-
 _NODES, _DEPTH = 16, 6
 
 
 @functools.cache
 def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
-  """The tree of N nodes that promises most for token recycling.
+  """Returns the tree of N nodes with the most expected accepted tokens.
 
-  By `trees.sequoia_tree`, at most 6 deep and with at most 8 children a node.
-  The paper's has 80 nodes, which suits a GPU; where a pass costs more for every
-  node it takes, fewer do.
+  `trees.sequoia_tree` computes it from measured acceptance, with at most 6
+  levels and at most 8 children of a node. The paper uses 80 nodes on a GPU. If
+  the cost of a pass grows with its nodes, fewer are better.
   """
   return shapes.sequoia_tree(_ACCEPTANCE, nodes, min(_DEPTH, nodes - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recycling(Drafter):
-  """Drafts a tree of the successors that the target once found likely.
+  """Drafts a tree of likely successors of each token.
 
-  The table is the drafter's state, `[B, V, K]` int32 with K the most children
-  of a node: 0.8 MB a row for V = 49,152 and K = 4, as in the default tree. V
-  stands for no token; it is padding in a draft. A row's table begins with
-  `params["drafter"]`, `[V, K]` int32, such as the table `state.drafter[row]` of
-  an earlier text, and with nothing where there are no such parameters (None,
-  (), or no entry).
+  The table is the drafter's state, `[B, V, K]` int32, where K is the maximal
+  number of children of a node. The id V is an empty entry, which is padding in
+  a draft. The default tree needs 0.8 MB per row for V = 49,152. The initial
+  table of each row is `params["drafter"]`, `[V, K]` int32, such as the table
+  `state.drafter[row]` of an earlier sequence. It is empty if there are no
+  parameters (None, (), or no entry).
 
-  Where several nodes of a round have one token, the last of them on the
-  accepted path decides what follows it, and else the last one.
+  If several nodes of a round have the same token, the last one on the accepted
+  path sets its successors, or the last one if none is on it.
 
   Attributes:
-    parents: the tree, see `specjax.trees`; it is put in breadth-first order.
+    parents: draft tree, see `specjax.trees`; stored breadth-first.
       `range(-1, K)` is a chain of K tokens. Default: `recycling_tree()`.
     from_prompt: True to enter the prompt's pairs of tokens, the latest
       successor first. The paper enters the target's likeliest tokens there,
@@ -90,7 +86,7 @@ class Recycling(Drafter):
 
   conditional = True
   deterministic = True
-  autoregressive = False  # the table depends on what was drafted before
+  autoregressive = False  # the table depends on earlier drafts
   num_uniforms = 0
   proposal = "top_k"
 
@@ -145,7 +141,7 @@ class Recycling(Drafter):
     _check_table(known, shape)
     batch = prompt.tokens.shape[0]
     known = jnp.asarray(known, jnp.int32)
-    # A number below 0 would be looked up from the table's end.
+    # A negative id would index from the table's end.
     known = jnp.where((known >= 0) & (known < self.vocab_size), known,
                       self.vocab_size)
     table = jnp.tile(known, (batch, 1, 1))
@@ -171,11 +167,11 @@ class Recycling(Drafter):
              ) -> jax.Array:
     """Enters the target's likeliest tokens at all nodes of the round.
 
-    Rows that committed nothing, such as those that are done, keep theirs.
+    Rows without committed tokens, such as finished rows, keep their table.
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    # The root in a round of rest, and beside others the draft of all.
+    # N may differ: the root alone, or the draft of a merge.
     nodes = draft.tokens.shape[1]
     node = jnp.arange(nodes)
     drafted = jnp.take_along_axis(
@@ -184,7 +180,7 @@ class Recycling(Drafter):
     accepted = (verdict.path[:, None] == node[:, None]).any(-1)
     order = node + nodes * accepted
     same = draft.tokens[:, :, None] == draft.tokens[:, None]
-    # A scatter to one place from several nodes would be in no known order.
+    # The order of a scatter from several nodes to one place is undefined.
     later = same & real[:, None] & (order[:, None] > order[:, :, None])
     place = jnp.where(real & ~later.any(-1), draft.tokens, self.vocab_size)
     row = jnp.arange(count.shape[0])[:, None]
@@ -198,24 +194,23 @@ class Recycling(Drafter):
 
 
 def _check_table(table: jax.Array, shape: tuple[int, int]) -> None:
-  kind = f"a {type(table).__name__}" if not hasattr(table, "shape") else (
-      f"of shape {table.shape} and dtype {table.dtype}")
-  if getattr(table, "shape", None) != shape or not jnp.issubdtype(
-      table.dtype, jnp.integer):
+  if np.shape(table) != shape or not jnp.issubdtype(
+      jnp.result_type(table), jnp.integer):
     raise ValueError(
-        f"params['drafter'] is {kind}; it must be a table [V, K] of token ids, "
-        f"of shape {shape}: take one of a decoder with this tree, or ()")
+        f"params['drafter'] has shape {np.shape(table)}; it must be an integer "
+        f"table of token ids, [V, K] = {shape}: take the table of a decoder "
+        "with this tree, or ()")
 
 
 def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
-  """The table with each prompt's pairs, the latest successors in front."""
+  """Enters each prompt's pairs of tokens, the latest successors first."""
   size, successors = table.shape[1:]
   row, rank = jnp.arange(table.shape[0]), jnp.arange(successors)
 
   def enter(table, at):
     token, after = prompt.tokens[:, at], prompt.tokens[:, at + 1, None]
     old = table[row, token]
-    # Moved to the front from where it was, or in place of the last one.
+    # The successor moves to the front, or replaces the last one.
     was = jnp.min(jnp.where(old == after, rank, successors - 1), axis=1)
     moved = jnp.roll(old, 1, axis=1).at[:, 0].set(after[:, 0])
     new = jnp.where(rank <= was[:, None], moved, old)
@@ -227,9 +222,9 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
 
 
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
-  """A tree of what the target found likely after the same tokens before.
+  """Drafts a tree of the target's earlier likely tokens.
 
-  Luo et al. 2024 (arXiv:2408.08696). It needs no parameters.
+  Luo et al. 2024 (arXiv:2408.08696). There are no parameters.
 
   >>> from specjax import trees
   >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes

@@ -1,12 +1,12 @@
 """REST: continuations of the last tokens, retrieved from a corpus.
 
-REST, He et al. 2023 (arXiv:2311.08252). The longest suffix of the row's text,
-of `max_match` down to `min_match` tokens, is looked up in a datastore
-(`data.datastores`), and what followed there is drafted: the most frequent
-prefixes as a tree, as published, or a chain.
+REST, He et al. 2023 (arXiv:2311.08252). The longest suffix of the row, of
+`max_match` down to `min_match` tokens, is searched in a datastore
+(`data.datastores`). The most frequent continuations are drafted, as a tree (as
+published) or as a chain.
 
-The published datastore has no ends of documents, so that a match may begin in
-one document and a draft go on into the next. Here neither happens.
+The published datastore has no ends of documents, so a match or a draft may
+cross from one document into the next. Here neither does.
 """
 
 import dataclasses
@@ -34,34 +34,34 @@ from specjax.utils import fields
 class Retrieval(_continuations.CountDrafter):
   """Drafts from counts of continuations in a datastore.
 
-  `params["drafter"]` is a `data.datastores.Datastore`, on the device. A round
-  needs two binary searches for each match length, all at once, and compares up
-  to `max_matches` continuations with each other; what it costs grows with the
-  logarithm of the corpus.
+  `params["drafter"]` is a `data.datastores.Datastore` on the device. A round
+  needs two binary searches for each match length and compares up to
+  `max_matches` continuations with each other. Its cost grows with the logarithm
+  of the corpus.
 
-  With `nodes`, the draft is a tree of the most frequent prefixes, for a walk of
-  the target. Without, it is a chain: "deterministic", the most frequent next
-  token again and again, or "sampled", tokens drawn from the law of the counts
-  under the row's temperature, of which block verification makes use; with
-  `parents` a tree of such tokens, of which traversal verification does.
+  With `nodes`, the draft is a tree of the most frequent prefixes, for
+  `verifiers.TargetWalk`. Otherwise it is a chain. "deterministic" takes the
+  most frequent next token; "sampled" samples from the counts at the row's
+  temperature, for block verification. With `parents` it is a tree of samples,
+  for traversal verification.
 
-  What is declared, and why:
-    chain, iid: without `nodes` and `parents`, where there is one child below
-      each node.
-    conditional: the match is a function of the committed text, and so is all of
-      a deterministic draft. A drawn token follows its row of `probs`, given
-      those before it; a chain ends where no match goes on, which depends on the
-      tokens before the end alone.
-    not autoregressive: the match is chosen where the draft begins.
+  Capabilities:
+    chain, iid: if no node has two children.
+    conditional: the match and a deterministic draft are functions of the
+      committed tokens. A sampled token follows its row of `probs` given the
+      tokens before it. A chain ends if no match continues, which depends on
+      earlier tokens alone.
+    not autoregressive: the start of a draft decides the match.
 
   Attributes:
-    gamma: tokens of a path, at least 1.
+    gamma: maximal length of a path, at least 1.
     proposal: "deterministic" or "sampled".
     parents: sampled tree, at most gamma deep, see `specjax.trees`.
-    nodes: N, of a tree with its root, at least 2; None drafts a chain.
+    nodes: number of nodes N of a deterministic tree, the root included, at
+      least 2; None drafts a chain.
     min_match: minimal length of a match, at least 1.
     max_match: maximal length of a match, at most the datastore's depth.
-    max_matches: K, places that are counted, evenly out of all that match.
+    max_matches: number K of counted matches, evenly spaced among all.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
   """
@@ -83,7 +83,7 @@ class Retrieval(_continuations.CountDrafter):
     if self.proposal != "deterministic":
       raise ValueError(f"nodes is {self.nodes} and proposal "
                        f"{self.proposal!r}; such a tree is deterministic: "
-                       "leave nodes out, and give parents for a drawn tree")
+                       "leave nodes out, and give parents for a sampled tree")
 
   @property
   def chain(self) -> bool:
@@ -104,7 +104,7 @@ class Retrieval(_continuations.CountDrafter):
       raise ValueError(
           f"params['drafter'] is a {type(store).__name__} and Retrieval needs "
           "a Datastore; give "
-        "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
+          "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
     self._check(store)
     if self.max_match > store.depth:
       raise ValueError(
@@ -130,8 +130,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def _matches(self, store: Datastore, state: DecodeState
                ) -> tuple[jax.Array, jax.Array]:
-    """Returns continuations `[B, K, S]` of the longest match, and `[B, K]`
-    bool."""
+    """Returns continuations `[B, K, S]` of the longest match, and a mask."""
     sizes = np.arange(self.min_match, self.max_match + 1, dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
@@ -157,15 +156,15 @@ def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   """Drafts the frequent continuations of the last tokens in a corpus.
 
   REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
-  see `experiments/build_datastore.py`. Of the places where the tokens stand 64
-  are counted, evenly out of all; the published code counts up to 5000.
+  see `experiments/build_datastore.py`. 64 evenly spaced matches are counted;
+  the published code counts up to 5000.
 
   >>> rest().drafter.num_nodes, rest().verifier
   (64, TargetWalk())
 
   Args:
     nodes: number of nodes N, the root included.
-    gamma: tokens of the longest path.
+    gamma: maximal length of a path.
     max_match: maximal length of a match, at most the datastore's depth.
   """
   return Strategy(

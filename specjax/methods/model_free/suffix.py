@@ -1,26 +1,26 @@
 """SuffixDecoding: frequent continuations of the longest matches.
 
 Oliaro et al. 2024 (arXiv:2411.04975), with the scoring of its published code
-(ArcticInference), chain mode. For every match length m a draft is made by
-walking down the suffix tree of the text from the row's last m tokens:
+(ArcticInference), chain mode. For every match length m a draft is a walk down
+the suffix tree of a sequence from the row's last m tokens:
 
   tokens       at most min(gamma, m * max_spec_factor + max_spec_offset), and
                match and draft together at most `max_depth`
   next token   the most frequent child; its probability is count(child) /
-               count(node), times that of the token before it
+               count(node), times the probability of the token before it
   end          before a probability below `min_token_prob`
   score        the sum of the probabilities
 
-The draft with the highest score is proposed; of equal ones that of the longest
-match. There are two texts, the row's own prompt and output, and a datastore
-that all rows share; the own one is taken where its score is at least the
-other's. The datastore does not change: outputs of earlier requests, which the
-published server adds to its tree, come in when it is built again with them. The
-end of the own text is itself an occurrence of its last tokens, as
-in the published tree: a single earlier one gives the next token 1/2.
+The draft with the highest score is proposed, and the longest match decides
+ties. There are two sources: the row's own tokens, and a datastore that all rows
+share. The row's own draft is taken if its score is at least the other's. The
+datastore does not change. The published server adds outputs of earlier requests
+to its tree; here the datastore has to be built again with them. As in the
+published tree, the end of the row is itself an occurrence of its last tokens,
+so a single earlier match gives the next token probability 1/2.
 
-The published code keeps the trees on the host. Here a set of matches is a mask
-over K places, see `continuations`, so that all is one compiled program.
+The published code stores trees on the host. Here a set of matches is a mask
+over K places, see `_continuations`, so that one compiled program does it all.
 """
 
 from collections.abc import Mapping
@@ -54,9 +54,9 @@ class _Found(NamedTuple):
   Attributes:
     score: `[B]` float32.
     tokens: `[B, S]` int32, the most frequent path.
-    real: `[B, S]` bool, how far it goes.
-    following: `[B, K, S]` int32, what follows the matches that it is from; see
-      `continuations.walk` for this and the next three.
+    real: `[B, S]` bool, False for padding.
+    following: `[B, K, S]` int32, tokens after its matches; see
+      `_continuations.walk` for this and the next three.
     alive: `[B, K]` bool.
     ended: `[B]` float32.
     steps: `[B]` int32.
@@ -75,45 +75,42 @@ class _Found(NamedTuple):
 class Suffix(_continuations.CountDrafter):
   """Drafts from counts of the row's own suffixes and of a datastore's.
 
-  `params["drafter"]` may be a `data.datastores.Datastore`; where it is None, ()
-  or missing, the row's own text is all there is.
+  `params["drafter"]` may be a `data.datastores.Datastore`. If it is None, () or
+  missing, the row's own tokens are the only source.
 
-  Two kinds of drafts are made of the same match. "deterministic" proposes the
-  most frequent path, as published. "sampled" draws each token from the law
-  count(child) / (the counts of all children) under the row's temperature,
-  which no published drafter does: block verification makes use of such a q. At
-  temperature 0 chains of the two are the same, unless the likeliest child is
-  one that the transform bans: "sampled" takes the next one, "deterministic"
-  proposes it in vain. With `parents`, "sampled" draws a tree whose siblings
-  differ, for traversal verification; its paths end where no match goes on, and
-  not for `min_token_prob`.
+  There are two kinds of drafts. "deterministic" proposes the most frequent
+  path, as published. "sampled" draws each token with probability count(child) /
+  (the counts of all children) at the row's temperature, which is not published;
+  block verification profits from such a q. At temperature 0 the chains are
+  equal, unless the transform bans the likeliest child: "sampled" takes the next
+  one, and the target rejects the "deterministic" one. With `parents`, "sampled"
+  draws a tree of different siblings for traversal verification. Its paths end
+  if no match continues, and ignore `min_token_prob`.
 
-  What is declared, and why:
-    chain, iid: there is one child below each node, unless `parents` has more.
-    conditional: which match is used, and where a deterministic path goes and
-      ends, is a function of the committed text. A drawn token follows its row
-      of `probs`, given those before it; whether there is a token k depends on
-      the tokens before it and on the counts below them, never on itself: the
-      path ends before the probability of the *most frequent* children along it,
-      drawn or not, falls below `min_token_prob`.
-    not autoregressive: the match is chosen where the draft begins, and from a
-      later token on another one could be chosen.
+  Capabilities:
+    chain, iid: if no node has two children.
+    conditional: the match and a deterministic draft are functions of the
+      committed tokens. A sampled token follows its row of `probs` given the
+      tokens before it. The end of a path does not depend on the last token: the
+      path ends before the probability of the *most frequent* children along it
+      falls below `min_token_prob`, whichever child is drawn.
+    not autoregressive: the start of a draft decides the match.
 
-  The counts are exact where a match has at most `max_matches` occurrences. Of
-  more, the own text counts those with the longest matches, then the latest, and
-  the datastore as many, evenly out of all. In a datastore the longest match is
-  its `depth`. Equally frequent children of a chain are tried in that order, too
-  (the published code leaves it open), and of a tree by their ids.
+  The counts are exact if a match has at most `max_matches` occurrences.
+  Otherwise, in the row's own tokens the longest and then the latest matches are
+  counted, and in the datastore evenly spaced ones. This order also decides ties
+  in a chain (the published code leaves it open), and ids decide ties in a tree.
+  The longest match in a datastore is its `depth`.
 
   Attributes:
-    gamma: tokens of a draft at most, at least 1.
+    gamma: maximal draft length, at least 1.
     proposal: "deterministic" or "sampled".
     parents: sampled tree, at most gamma deep, see `specjax.trees`.
-    max_matches: K, see above.
-    max_spec_factor: drafted tokens for each token of a match.
-    max_spec_offset: drafted tokens besides.
+    max_matches: number K of counted matches.
+    max_spec_factor: number of drafted tokens per token of a match.
+    max_spec_offset: number of additional drafted tokens.
     min_token_prob: minimal estimated probability of a token, in [0, 1].
-    max_depth: longest match and draft together, at least 2.
+    max_depth: maximal length of match and draft together, at least 2.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
   """
@@ -126,10 +123,10 @@ class Suffix(_continuations.CountDrafter):
   def __post_init__(self):
     super().__post_init__()
     fields.check_at_least("max_depth", self.max_depth, 2,
-                          ": a token that matches and one that is drafted")
+                          ": one matching and one drafted token")
     if not 0 <= self.min_token_prob <= 1:
-      raise ValueError(f"min_token_prob is {self.min_token_prob}; it must lie "
-                       "in [0, 1]: 0 drafts as far as the text goes")
+      raise ValueError(f"min_token_prob is {self.min_token_prob}; it must be "
+                       "in [0, 1]: 0 drafts to the end of the match")
     if not 0 <= self.max_spec_factor < math.inf:
       raise ValueError(f"max_spec_factor is {self.max_spec_factor}; it must be "
                        "finite and at least 0: 0 drafts max_spec_offset tokens")
@@ -151,9 +148,9 @@ class Suffix(_continuations.CountDrafter):
     found, store = self._own(state), _store(params)
     if store is not None:
       other = self._stored(store, state)
-      own = found.score >= other.score
+      is_best = found.score >= other.score
       found = jax.tree.map(
-          lambda x, y: jax.vmap(jnp.where)(own, x, y), found, other)
+          lambda x, y: jax.vmap(jnp.where)(is_best, x, y), found, other)
     if self.proposal == "deterministic":
       return self._deterministic(state, found.tokens, found.real), None
     return self._drawn(state, uniforms, found.following, found.alive,
@@ -169,13 +166,13 @@ class Suffix(_continuations.CountDrafter):
   def _own(self, state: DecodeState) -> _Found:
     """Returns the best draft from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
-    # The search goes on while any row matches: rows that are done must not.
+    # The search runs while any row matches, so finished rows must not match.
     lengths = jnp.where(state.done, 0, state.lengths)
     following, agreeing = matches_lib.own_matches(
         state.tokens, lengths, self.max_depth - 1, self.max_matches,
         self.gamma)
     alive = agreeing[:, None] >= sizes[:, None]
-    # The text's own end is an occurrence of its last tokens.
+    # The end of the row is an occurrence of its last tokens.
     ended = jnp.ones(sizes.shape, jnp.float32)
     walk = lambda *matches: _continuations.walk(
         *matches, ended, self._steps(sizes), self.min_token_prob)
@@ -188,7 +185,7 @@ class Suffix(_continuations.CountDrafter):
                       dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
-    # As published, a match is shorter than the text.
+    # As published, a match is shorter than the row.
     found = jnp.where(state.lengths[:, None] > sizes, found, 0)
     following, alive = matches_lib.spread(
         store, first, found, jnp.asarray(sizes), self.max_matches, self.gamma)
@@ -222,22 +219,22 @@ def _store(params: Mapping[str, Any]) -> Datastore | None:
     return None
   if not isinstance(store, Datastore):
     raise ValueError(
-        f"params['drafter'] is a {type(store).__name__} and Suffix looks in a "
+        f"params['drafter'] is a {type(store).__name__} and Suffix needs a "
         "Datastore; give "
         "jax.device_put(specjax.data.datastores.load(path, tokenizer)), or "
-        "None for the row's own text alone")
+        "None for the row's own tokens alone")
   return store
 
 
 def suffix_decoding(gamma: int, proposal: str = "deterministic",
                     verifier: Verifier | None = None,
                     parents: Sequence[int] | None = None) -> Strategy:
-  """Drafts the frequent continuations of earlier occurrences of the last
-  tokens.
+  """Drafts frequent continuations of the last tokens.
 
-  SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Drawing from the counts
-  is not in the paper: of deterministic drafts all rules accept as much, of
-  drawn chains block verification accepts most, and of drawn trees traversal.
+  SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Sampling from the
+  counts is not in the paper. All rules accept equally many deterministic
+  tokens. Block verification accepts most of sampled chains, and traversal
+  verification most of sampled trees.
 
   >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
   0
@@ -247,7 +244,7 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
   Args:
     gamma: maximal draft length.
     proposal: "deterministic" or "sampled".
-    verifier: the rule; default: block for chains, traversal for trees.
+    verifier: verification rule; default: block for chains, traversal for trees.
     parents: sampled tree, with "sampled"; None: a chain.
   """
   if verifier is None:
