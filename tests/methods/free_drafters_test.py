@@ -165,7 +165,7 @@ def test_reference_texts_of_one_width():
   found = sj.drafters.reference_texts(texts, columns=6)
   assert found.tolist() == [[5, 6, -1, 7, -1, -1], [-1] * 6]
   assert sj.drafters.reference_texts(texts).shape == (2, 128)
-  for columns, words in ((4, "columns is 4 and .* have 5 tokens"),
+  for columns, words in ((4, "columns is 4 and .* need 5"),
                          (0, "columns is 0"), (8.0, "columns is 8.0.*whole")):
     with pytest.raises(ValueError, match=words):
       sj.drafters.reference_texts(texts, columns=columns)
@@ -211,9 +211,9 @@ def _prefill(drafter, own=(), **kwargs):
     (Reference(gamma=2), (), {"reference": np.zeros((1, 4), np.float32)},
      "float32"),
     (Recycling(parents=(-1, 0, 0)), np.zeros((_V, 3), np.int32), None,
-     r"\(3, 3\).*of shape \(3, 2\)"),
+     r"\(3, 3\).*\(3, 2\)"),
     (Recycling(parents=(-1, 0)), {"head": np.zeros(3)}, None,
-     "is a dict; it must"),
+     "drafter'\\] has shape"),
     (Recycling(parents=(-1, *[0] * 4)), (), None, "4 children.*3 tokens"),
     (NGram(gamma=2, vocab_size=7), (), None, "of 7 tokens and this one has 3")])
 def test_what_does_not_fit_is_refused(drafter, own, context, words):

@@ -273,7 +273,7 @@ def test_bad_settings_are_refused_in_one_line():
       (dict(max_spec_factor=np.nan), "max_spec_factor is nan.*finite"),
       (dict(max_spec_offset=np.nan), "max_spec_offset is nan.*finite"),
       (dict(max_spec_offset=np.inf), "max_spec_offset is inf.*finite"),
-      (dict(min_token_prob=1.5), r"1.5; it must lie in \[0, 1\]"),
+      (dict(min_token_prob=1.5), r"1.5; it must be in \[0, 1\]"),
       (dict(max_spec_factor=-1), "max_spec_factor is -1"),
       (dict(proposal="top_k"), "proposal is 'top_k'.*deterministic, sampled")):
     with pytest.raises(ValueError, match=words) as e:

@@ -1,4 +1,4 @@
-"""SpecDec++: a head learns which drafted tokens the target will accept."""
+"""SpecDec++: training of a head that predicts acceptance."""
 
 import dataclasses
 
@@ -21,21 +21,21 @@ from specjax.training.objective import weights_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-  """-mean_t (a_t log s_t + w (1 - a_t) log(1 - s_t)), s_t the head's forecast.
+  """-mean_t (a_t log s_t + w (1 - a_t) log(1 - s_t)), s_t the head's output.
 
   Huang et al. 2024 (SpecDec++, arXiv:2405.19715, section 3.3). The head reads
-  the drafter's hidden state at t. They draw the drafted token y ~ q_t and learn
-  min(1, p_t(y) / q_t(y)). The loss is linear in that label, so its mean over
-  y is known: a_t = sum_v min(p_t(v), q_t(v)), which has no noise.
+  the drafter's hidden state at t. The paper samples y ~ q_t and uses the label
+  min(1, p_t(y) / q_t(y)). The loss is linear in it, so its mean over y is known
+  without noise: a_t = sum_v min(p_t(v), q_t(v)).
 
-  While a chain is drafted the tokens before it are drafted ones, too. So a
-  share of the row's tokens is replaced by draws of the drafter, and both models
-  read the mixed row.
+  In a drafted chain the tokens before a token are also drafted. So a share of
+  the row's tokens is replaced by samples of the drafter, and both models read
+  the mixed row.
 
   Attributes:
     model: draft model.
-    target: the target, with the drafter's tokens.
-    head: the stop rule whose parameters are trained, under the name "stop".
+    target: target model with the same vocabulary.
+    head: stop rule whose parameters are trained, under the name "stop".
     rejection_weight: w, 6 in the paper.
     mixing: share of the tokens that are replaced, 0.15 in the paper.
   """
@@ -52,9 +52,9 @@ class Acceptance:
     check_same_tokens(self.model, self.target)
     if not 0 < self.rejection_weight < float("inf"):
       raise ValueError(f"rejection_weight is {self.rejection_weight}; it must "
-                       "be a number above 0: 1 weighs both cases alike")
+                       "be a number above 0: 1 weighs both cases equally")
     if not 0 <= self.mixing <= 1:
-      raise ValueError(f"mixing is {self.mixing}; it must lie in [0, 1]")
+      raise ValueError(f"mixing is {self.mixing}; it must be in [0, 1]")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
@@ -67,9 +67,9 @@ class Acceptance:
     params = {**frozen, **trainable}
     read = self._mixed(params["drafter"], batch["tokens"][:, :-1], key)
     p = self.target(params["target"], read).logits
-    found = self.model(params["drafter"], read)
+    out = self.model(params["drafter"], read)
     accepted, hidden = jax.lax.stop_gradient(
-        (1 - divergences.total_variation(p, found.logits), found.hidden))
+        (1 - divergences.total_variation(p, out.logits), out.hidden))
     logits = self.head.logits(params["stop"], hidden)
     sure = logits[..., 1] - logits[..., 0]
     nats = -(accepted * jax.nn.log_sigmoid(sure) + self.rejection_weight

@@ -32,7 +32,7 @@ class DynamicTreeState:
 
   Attributes:
     cache: cache of the model.
-    slots: `[B, N]` int32, where each node lies in the block that was fed.
+    slots: `[B, N]` int32, place of each node in the block that was fed.
   """
 
   cache: Any
@@ -41,21 +41,21 @@ class DynamicTreeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree(_dynamic_trees.ExpandedTree):
-  """Expands the most likely nodes of every level, then keeps the most likely.
+  """Expands the likeliest nodes of every level and drafts the likeliest of all.
 
   The value of a node is the product of the model's probabilities on its path.
-  Every level expands its `top_k` best nodes by `top_k` children each; of all
-  candidates the N - 1 best are drafted. A child is not better than its parent
-  and loses ties, so they are connected. Nothing is drawn: the rows of q are
-  one-hot, and the tree is a function of the context.
+  Every level expands its `top_k` best nodes by `top_k` children each. The N - 1
+  best candidates are drafted. They are connected, because a child is not better
+  than its parent and loses ties. The tree is a deterministic function of the
+  context, and the rows of q are one-hot.
 
   Attributes:
     model: draft model over the target's vocabulary.
     depth: number of levels below the root, one pass each.
     top_k: number of expanded nodes per level, and of children of each.
     num_nodes: number of nodes N, the root included.
-    transform: transform of logits to confidences. It is not the decoder's,
-      because at temperature 0 there would be no second best token.
+    transform: transform of logits to confidences. It differs from the decoder's
+      transform, which has no second best token at temperature 0.
   """
 
   model: Model
@@ -66,7 +66,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Whether a node of a tree is drafted depends on all the others.
+    # All candidates decide together which nodes are drafted.
     return self.chain
 
   @property
@@ -88,8 +88,8 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
            ) -> Any:
     """Returns the cache after the prompt, with room for all expanded nodes."""
     del prefill_output
-    more = max(0, self._fed - self.num_nodes)
-    prompt = prompt.replace(capacity=prompt.capacity + more)
+    missing = max(0, self._fed - self.num_nodes)
+    prompt = prompt.replace(capacity=prompt.capacity + missing)
     cache = read_prompt(self.model, params["drafter"], prompt).cache
     batch = prompt.lengths.shape[0]
     return DynamicTreeState(
@@ -115,7 +115,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
     """Returns the cache with the accepted path compacted."""
     del params, draft, target_output
     cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,
-                             self._fed, count)
+                              self._fed, count)
     return drafter.replace(cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
@@ -130,7 +130,7 @@ def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
   The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
   4), for any language model.
 
-  >>> from specjax import testing, trees
+  >>> from specjax import testing
   >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes
   6
 
@@ -141,5 +141,5 @@ def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
     num_nodes: number of nodes N, the root included.
   """
   return Strategy(
-      DynamicTree(model=model, depth=depth, top_k=top_k,
-                           num_nodes=num_nodes), verifiers.TargetWalk())
+      DynamicTree(model=model, depth=depth, top_k=top_k, num_nodes=num_nodes),
+      verifiers.TargetWalk())

@@ -53,22 +53,22 @@ class Stopping:
 class LanguageModel(_common.DrawnChain):
   """Samples gamma tokens from a model with a cache of its own.
 
-  The cache is rolled back to the committed tokens at the start of a round.
-  Its first step feeds the last *two* of them: after a fully accepted block
-  the last drafted token was never fed, and after any other outcome feeding it
-  again changes nothing, so catching up needs no branch.
+  The cache is rolled back to the committed tokens at the start of a round. The
+  first step feeds the last *two* of them. The last drafted token of a fully
+  accepted block was not fed before; in all other cases it is fed again, which
+  changes nothing. So catching up needs no branch.
 
-  With a stop rule chains end early, row by row; when all rows have stopped, the
-  passes that are left are not made.
+  With a stop rule the chain of each row may end early. The loop ends when all
+  rows have stopped.
 
   Attributes:
     model: draft model over the target's vocabulary.
     gamma: draft length, at least 0.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
-    stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
+    stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters, `params["drafter"]` is `{"model": parameters of
-      the model, "stop": the rule's}`.
+      the model, "stop": parameters of the rule}`.
   """
 
   model: Model
@@ -81,7 +81,7 @@ class LanguageModel(_common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule the tokens before it decide whether a row is padding.
+    # With a stop rule, padding depends on the tokens before it.
     return self.stop is None
 
   @property
@@ -169,7 +169,7 @@ class LanguageModel(_common.DrawnChain):
   def _propose_until(self, params: Any, uniforms: jax.Array, state: DecodeState
                      ) -> tuple[Draft, Stopping]:
     """Drafts chains with a stop rule."""
-    params, own = self._split(params)
+    params, rule_params = self._split(params)
     logits, hidden, cache = _common.read_last(
         self.model, params, state, state.drafter.cache, size=2,
         more=self.gamma - 1)
@@ -180,10 +180,10 @@ class LanguageModel(_common.DrawnChain):
       return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
           cache.lengths + 1)
 
-    draft, cache, kept = stop_rules.draw_until(
-        self.stop, own, self.transform, uniforms, state, state.drafter.rule,
-        (logits, hidden), read, cache)
-    return draft, Stopping(cache=cache.settle(), rule=kept)
+    draft, cache, rule = stop_rules.draw_until(
+        self.stop, rule_params, self.transform, uniforms, state,
+        state.drafter.rule, (logits, hidden), read, cache)
+    return draft, Stopping(cache=cache.settle(), rule=rule)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
     """Reads the tokens of rounds without drafts."""
@@ -191,15 +191,12 @@ class LanguageModel(_common.DrawnChain):
       return _common.catch_up(
           self.model, params["drafter"], state, state.drafter, since)
     cache = _common.catch_up(self.model, self._split(params)[0], state,
-                            state.drafter.cache, since)
+                             state.drafter.cache, since)
     return state.drafter.replace(cache=cache)
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Updates the state of the stop rule.
-
-    The cache stays: the next `propose` rolls it back by itself.
-    """
+    """Updates the state of the stop rule; `propose` rolls the cache back."""
     del params, target_output
     if self.stop is None:
       return drafter
@@ -207,7 +204,7 @@ class LanguageModel(_common.DrawnChain):
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the model's specifications; replicates a stop rule's."""
+    """Returns the model's specifications and replicates a stop rule."""
     specs = self.model.param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs
@@ -233,7 +230,7 @@ def speculative_sampling(model: Model, gamma: int) -> Strategy:
 
 
 def block_verification(model: Model, gamma: int) -> Strategy:
-  """Drafts a chain and verifies it as a block: never fewer tokens on average.
+  """Drafts a chain and verifies it as a block, which accepts more on average.
 
   Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
 
@@ -253,7 +250,7 @@ def early_stopping(model: Model, gamma: int,
                    verifier: Verifier = BLOCK) -> Strategy:
   """Drafts a chain that ends early if a rule expects a rejection.
 
-  Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; the others
+  Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; other rules
   are in `methods.stop_rules`.
 
   >>> from specjax import testing
@@ -275,8 +272,8 @@ def early_stopping(model: Model, gamma: int,
 def greedy_block_verification(model: Model, gamma: int) -> Strategy:
   """Drafts a chain for the rule that accepts most in a single round.
 
-  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). What it gains in a
-  round it can lose in the next ones, whose target it modifies.
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). It modifies the target
+  distribution of the following rounds, which can cost the gain again.
 
   >>> from specjax import testing
   >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier

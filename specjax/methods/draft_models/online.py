@@ -1,19 +1,18 @@
 """Online speculative decoding: a draft model that learns from verification.
 
-Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177): the target's
-laws at the drafted tokens are there already, so that a drafter can be distilled
-for nothing but its own gradient. It changes between rounds alone, and reports
-the law that it drew from, so that no schedule of updates changes what is
-written.
+Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177). Verification
+computes the target's distributions at the drafted tokens, so distillation of
+the drafter costs only its own gradient. The drafter changes between rounds and
+reports the q that it sampled from, so every schedule of updates is exact.
 
-What learns here is a correction of the model's logits z by its last hidden
+The learned part is a correction of the model's logits z by its last hidden
 state h,
 
   z + c + U' A' h,   A [F, r], U [r, V], c [V],
 
-one for each row of the batch. So a row's text depends on no other row, a row
-can be put into another's place, and a step needs no derivative of the model
-itself, whose weights stay. (OSD trains all weights of one drafter for all
+one for each row of the batch. So the tokens of a row do not depend on other
+rows, rows can move between slots, and a step needs no derivative of the model,
+whose weights are fixed. (OSD trains all weights of one drafter for all
 requests.)
 """
 
@@ -52,9 +51,9 @@ class Correction:
   """Learned correction; every leaf has the rows B first.
 
   Attributes:
-    down: `[B, F, r]`, A.
-    up: `[B, r, V]`, U.
-    bias: `[B, V]`, c.
+    down: matrices A, `[B, F, r]`.
+    up: matrices U, `[B, r, V]`.
+    bias: vectors c, `[B, V]`.
   """
 
   down: jax.Array
@@ -73,9 +72,9 @@ class Learner:
 
   Attributes:
     cache: cache of the model.
-    correction: a `Correction` for every row.
-    optimizer: optax's state of each row.
-    since: `[B]` int32, committed tokens when the last draft was made.
+    correction: `Correction` of every row.
+    optimizer: state of the optimizer of every row.
+    since: `[B]` int32, number of committed tokens before the last draft.
   """
 
   cache: Any
@@ -86,7 +85,7 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class _Corrected(AroundModel):
-  """Model with parameters `{"model": its own, "correction": ...}`."""
+  """Model with parameters `{"model": ..., "correction": ...}`."""
 
   model: Model
 
@@ -107,23 +106,23 @@ class _Corrected(AroundModel):
 class Online(_common.DrawnChain):
   """`LanguageModel` with a correction of the logits that is learned online.
 
-  After a round the model reads its draft again, in one pass, for the hidden
-  states that belong to the target's laws, and the correction takes a step down
-  the mean cross-entropy -sum_x p(x) log q(x) at some positions, p and q at
-  temperature 1. The law of a draft then depends on the rounds before it.
+  After a round the model reads its draft again in one pass, for its hidden
+  states. The correction takes a gradient step on the mean cross-entropy
+  -sum_x p(x) log q(x) at some positions, with p and q at temperature 1. The q
+  of a draft then depends on the rounds before it.
 
-  `params["drafter"]` are those of the model, which does not change.
+  `params["drafter"]` are the parameters of the model, which do not change.
 
   Attributes:
     model: draft model over the target's vocabulary that returns hidden states.
     gamma: draft length, at least 1.
-    rank: r of the correction; 0: the bias alone.
+    rank: rank r of the correction; 0: the bias alone.
     learning_rate: learning rate of the optimizer.
     optimizer: function from a learning rate to an optax transformation.
     positions: training positions: "rejected", the token that the target
       replaced (OSD); "path", also the accepted tokens; "all", every drafted
-      token and the one after the last.
-    every: rounds whose gradients are averaged before a step is taken.
+      token and the next one.
+    every: number of rounds whose gradients are averaged for a step.
     transform: transform of the draft logits, see `LanguageModel`.
   """
 
@@ -142,7 +141,7 @@ class Online(_common.DrawnChain):
     fields.check_at_least("every", self.every, 1)
     if not self.learning_rate >= 0:
       raise ValueError(f"learning_rate is {self.learning_rate}; it must be at "
-                       "least 0: 0 learns nothing")
+                       "least 0")
     if self.positions not in POSITIONS:
       raise ValueError(f"positions is {self.positions!r}; it must be one of "
                        f"{POSITIONS}")
@@ -154,10 +153,10 @@ class Online(_common.DrawnChain):
 
   @property
   def _steps(self) -> optax.GradientTransformation:
-    one = self.optimizer(self.learning_rate)
+    steps = self.optimizer(self.learning_rate)
     if self.every == 1:
-      return one
-    return optax.MultiSteps(one, self.every).gradient_transformation()
+      return steps
+    return optax.MultiSteps(steps, self.every).gradient_transformation()
 
   @property
   def context_length(self) -> int:
@@ -175,7 +174,7 @@ class Online(_common.DrawnChain):
     del prefill_output
     output = read_prompt(self.model, params["drafter"], prompt)
     batch, width = len(prompt.lengths), output.hidden.shape[-1]
-    # All rows begin alike; with U = 0 any A corrects nothing.
+    # All rows start equal. With U = 0 the correction is 0 for any A.
     down = width**-0.5 * jax.random.normal(
         jax.random.key(0), (width, self.rank))
     size = self.model.vocab_size
@@ -196,8 +195,8 @@ class Online(_common.DrawnChain):
         row order.
 
     Raises:
-      ValueError: it is of another number of rows, of another model, or of a
-        drafter with another rank, optimizer or `every`.
+      ValueError: `learned` has another number of rows, or comes from another
+        model, rank, optimizer or `every`.
     """
     _check_alike(learned, state.drafter)
     return state.replace(drafter=state.drafter.replace(
@@ -215,7 +214,7 @@ class Online(_common.DrawnChain):
   def commit(self, params: Any, drafter: Learner, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Learner:
-    """Takes a gradient step in rows with something to learn from."""
+    """Takes a gradient step in rows with training positions."""
     place = jnp.arange(self.num_nodes, dtype=jnp.int32)
     stop = verdict.num_accepted[:, None]
     weights = {"rejected": (place == stop) & (stop < self.gamma),
@@ -243,8 +242,7 @@ class Online(_common.DrawnChain):
   def _step(self, correction: Correction, optimizer: Any, logits: jax.Array,
             hidden: jax.Array, law: jax.Array, weights: jax.Array
             ) -> tuple[Correction, Any]:
-    """Returns the correction of one row and its optimizer state after a
-    step."""
+    """Returns the correction and optimizer state of a row after a step."""
     def loss(correction):
       own = jax.nn.log_softmax(correction(logits, hidden))
       losses = -jnp.sum(law * own, axis=-1)
@@ -260,30 +258,30 @@ class Online(_common.DrawnChain):
 
 
 def _check_alike(learned: Learner, own: Learner) -> None:
-  """Raises `ValueError` if `learned` is of another drafter or batch size."""
+  """Raises `ValueError` if `learned` has another form than the own state."""
   sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
   if sizes(learned) != sizes(own):
-    said = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
+    form = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
             "tokens" for rows, width, rank, size in map(sizes, (learned, own))]
     raise ValueError(
-        f"what was learned has {said[0]}, and the state has {said[1]}; give "
-        "what the same drafter has learned, a row for each row of the state")
-  # The structure as well: optax's states of one field each are equal tuples.
+        f"learned has {form[0]}, and the state has {form[1]}; give the state "
+        "of the same drafter, with a row for each row of the state")
+  # The structure distinguishes optax's states with equal leaves.
   forms = [(jax.tree.structure(x.optimizer), [
       (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
            for x in (learned, own)]
   if forms[0] != forms[1]:
     raise ValueError(
-        "what was learned has the state of another optimizer than the drafter; "
-        "give both the same `optimizer` and `every`")
+        "learned has the state of another optimizer than the drafter; give "
+        "both the same `optimizer` and `every`")
 
 
 def online(model: Model, gamma: int, learning_rate: float = 1e-3,
            positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
   """Drafts a chain of a model that learns from the target's distributions.
 
-  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), of a
-  correction of the model's logits for each row.
+  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), with a
+  correction of the logits for each row.
 
   >>> from specjax import testing
   >>> model = testing.tiny_pair(7).drafter

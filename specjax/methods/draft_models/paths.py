@@ -35,21 +35,19 @@ from specjax.types import Verdict
 class Paths(Drafter):
   """Samples K independent chains; path k is from model k mod len(models).
 
-  The chains are packed at run time, see `topology.prefix_tree`: the draft has
-  one node for each drafted token whatever the chains share. Given that a path
-  visits a node, its next token is drawn from its own model at that context
-  alone, whichever path drew the node's own token first. The shape of the tree
-  gives something away: if two paths go on below an earlier sibling, a later
-  path has drawn that sibling's token too. That does no harm, because the
-  probability to accept something below a node does not depend on the shape of
-  the tree there.
+  The chains are packed at run time, see `topology.prefix_tree`. The draft has
+  one node for each drafted token. Given that a path visits a node, its next
+  token is sampled from its own model in that context alone. The shape of the
+  tree reveals a sampled token: two paths below an earlier sibling mean that a
+  later path has also drawn that sibling's token. This is harmless, because the
+  probability to accept a token below a node does not depend on the shape there.
 
-  `params["drafter"]` is a tuple, one entry for each model.
+  `params["drafter"]` is a tuple with an entry for each model.
 
   Attributes:
     models: draft models over the target's vocabulary.
-    num_paths: K, at least one path for each model.
-    length: tokens of a path.
+    num_paths: number K of paths, at least one for each model.
+    length: number of tokens of a path.
     transform: transform of the draft logits; None: the decoder's.
   """
 
@@ -63,9 +61,9 @@ class Paths(Drafter):
   def __post_init__(self):
     object.__setattr__(self, "models", tuple(self.models))
     if not 1 <= len(self.models) <= self.num_paths:
-      raise ValueError(f"there are {len(self.models)} models and "
-                       f"{self.num_paths} paths; give at least one model, and "
-                       "each model a path")
+      raise ValueError(f"models has {len(self.models)} entries and num_paths "
+                       f"is {self.num_paths}; give at least one model, and at "
+                       "least one path for each")
     if self.length < 1:
       raise ValueError(f"length is {self.length}; a path has at least 1 token")
 
@@ -79,7 +77,7 @@ class Paths(Drafter):
 
   @property
   def autoregressive(self) -> bool:
-    # With several models q also depends on which path drew a token.
+    # With several models q also depends on the path of a token.
     return self.iid
 
   @property
@@ -126,18 +124,18 @@ class Paths(Drafter):
         zip(self.models, params["drafter"], state.drafter)):
       paths = range(m, self.num_paths, len(self.models))
       bundle = shapes.full_tree((len(paths), *[1] * (self.length - 1)))
-      # A single model keeps what it computed of the accepted path; among
-      # several nobody knows whose path that will be.
+      # A single model keeps the accepted path in its cache. With several
+      # models, the accepted path may be of another model.
       logits, cache = _common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1,
           more=len(paths) * (self.length - 1))
-      mine = UNIFORMS_A_DRAW * (len(bundle) - 1)
+      count = UNIFORMS_A_DRAW * (len(bundle) - 1)
       step, carry, logits = constraints_lib.steered(
           self.transform.constraints, state.constraints,
           _common.model_step(model, own), cache, logits)
       drawn, law, (cache, _) = _trees.grow(
-          step, carry, logits, uniforms[:, used:used + mine], bundle, draw)
-      used += mine
+          step, carry, logits, uniforms[:, used:used + count], bundle, draw)
+      used += count
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))
       probs.append(law.reshape(*shape, -1))
@@ -155,7 +153,7 @@ class Paths(Drafter):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Returns the caches; that of a single model has the accepted path."""
+    """Returns the caches; a single model's has the accepted path compacted."""
     del params, draft, target_output
     if not self.iid:
       return drafter
@@ -174,18 +172,18 @@ def merged_specinfer(models: Sequence[Model], length: int,
                      num_paths: int | None = None) -> Strategy:
   """Drafts paths of several models, merged into one tree.
 
-  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation); their models
-  are boost-tuned, see `experiments/boost_drafters.py`.
+  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation), with boost-tuned
+  models, see `experiments/boost_drafters.py`.
 
-  >>> from specjax import testing, trees
+  >>> from specjax import testing
   >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
   >>> merged_specinfer(pair, length=3).drafter.num_nodes
   7
 
   Args:
     models: draft models; `params["drafter"]` is a tuple.
-    length: tokens of a path.
-    num_paths: number of paths of all models, in turns; None: one each.
+    length: number of tokens of a path.
+    num_paths: number of paths, dealt to the models in turn; None: one each.
   """
   models = tuple(models)
   paths = Paths(

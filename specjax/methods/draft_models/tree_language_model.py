@@ -36,19 +36,19 @@ class TreeLanguageModel(_trees.StaticTree):
   """Samples the children of every node from a draft model.
 
   A round costs one pass over the last two committed tokens and one over each
-  level that has children. Leaves are never fed; what was fed of the accepted
-  path is kept, so that two tokens catch up.
+  level that has children. Leaves are not fed. The cache keeps the fed nodes of
+  the accepted path, so two tokens are enough to catch up.
 
   Attributes:
     model: draft model over the target's vocabulary.
     parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
-    proposal: sampling method of the K children of a node. "iid": independently,
-      so they may be equal, and at temperature 0 all are; "without_replacement":
-      in turn, each from the renormalised rest; "top_k": the most likely tokens,
-      deterministically; "hybrid": one sample outside the K - 1 most likely
-      tokens, as first child, and then these. At temperature 0 the last three
-      have the same children, the K most likely; only hybrid has the least
-      likely one first, which matters if subtrees are unequal.
+    proposal: sampling method of the K children of a node. "iid": independent
+      samples, all equal at temperature 0; "without_replacement": distinct
+      samples, each from the renormalised remaining probabilities; "top_k": the
+      K most likely tokens; "hybrid": first a sample outside the K - 1 most
+      likely tokens, then these. At temperature 0 the last three have the same
+      children; hybrid has the least likely one first, which matters if subtrees
+      are unequal.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """
@@ -60,7 +60,7 @@ class TreeLanguageModel(_trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Otherwise a row depends on the earlier siblings as well.
+    # Otherwise a row also depends on the earlier siblings.
     return self.iid
 
   @property
@@ -214,8 +214,8 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
 def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   """Drafts the most likely children of every node for the target's walk.
 
-  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). Of such
-  drafts no valid rule accepts more in one round.
+  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). No valid
+  rule accepts more of such drafts in one round.
 
   >>> from specjax import testing, trees
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier
