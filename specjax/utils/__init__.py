@@ -1,1 +1,1 @@
-"""Helpers that know nothing of decoding: fields, files, processes, rows."""
+"""Helpers without dependencies on decoding: fields, files, processes, rows."""

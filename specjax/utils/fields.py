@@ -1,4 +1,4 @@
-"""Whether the fields of a part are what they must be, asked when it is made."""
+"""Checks of the fields of configurations, at construction."""
 
 from typing import Any
 
@@ -6,24 +6,28 @@ import numpy as np
 
 
 def is_whole(value: Any) -> bool:
-  """Whether it can be a size, which 3.0 and True cannot."""
+  """Returns whether a value is an integer; 3.0 and True are not.
+
+  >>> is_whole(3), is_whole(3.0), is_whole(True)
+  (True, False, False)
+  """
   return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-  """Whether it is a real number, which "0.8" and True are not."""
+  """Returns whether a value is a real number; "0.8" and True are not."""
   return isinstance(value, (int, float, np.integer, np.floating)) and (
       not isinstance(value, bool))
 
 
 def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
-  """Raises a `ValueError` where a number is too small, or not whole.
+  """Raises `ValueError` unless a value is an integer of a minimum size.
 
   Args:
-    name: what an error calls it.
-    value: the number.
-    least: the least that it may be.
-    more: what the error says besides.
+    name: name of the value in the error.
+    value: the value.
+    least: the smallest allowed value.
+    more: end of the error message.
   """
   if not is_whole(value) or value < least:
     raise ValueError(f"{name} is {value!r}; it must be a whole number of at "
@@ -32,32 +36,44 @@ def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
 
 def check_fields(part: Any, *names: str, least: int = 1, more: str = ""
                  ) -> None:
-  """`check_at_least` of some fields of a part, which errors call by name."""
+  """Calls `check_at_least` for fields of a component.
+
+  Args:
+    part: the component.
+    *names: names of its fields.
+    least: the smallest allowed value.
+    more: end of the error message.
+  """
   for name in names:
     check_at_least(name, getattr(part, name), least, more)
 
 
 def check_hashable(kind: str, part: Any) -> None:
-  """Raises a `ValueError` where no program could be found by a part.
+  """Raises `ValueError` if a component cannot be hashed.
+
+  Compiled programs are cached by the hash of their components.
 
   Args:
-    kind: what the error calls it, such as "drafter".
-    part: the drafter.
+    kind: name of the component in the error, such as "drafter".
+    part: the component.
   """
   try:
     hash(part)
   except TypeError as e:
     raise ValueError(
-        f"the {kind} {type(part).__name__} cannot be hashed ({e}), and a "
-        "program is found by the hash of its parts; make it a dataclass with "
+        f"the {kind} {type(part).__name__} cannot be hashed ({e}), and "
+        "compiled programs are cached by the hash; make it a dataclass with "
         "frozen=True, and its lists tuples") from None
 
 
 def check_divisible(name: str, value: int, size: int, axis: str) -> None:
-  """Checks that a mesh axis can split something into equal parts.
+  """Raises `ValueError` unless a mesh axis splits a size into equal parts.
 
-  Raises:
-    ValueError: `value` is no multiple of `size`.
+  Args:
+    name: name of the size in the error.
+    value: the size.
+    size: number of devices of the mesh axis.
+    axis: name of the mesh axis.
   """
   if value % size:
     raise ValueError(

@@ -12,9 +12,9 @@ _CHUNK = 2**20  # bytes of a file that are read together
 
 
 class Digest:
-  """A `fingerprint` of things that are added one by one.
+  """A `fingerprint` of values that are added one by one.
 
-  Used directly, it does not hold the things in memory together.
+  The values need not be in memory at the same time.
 
   >>> digest = Digest()
   >>> digest.add("[0][0]", "a")
@@ -28,14 +28,14 @@ class Digest:
 
   @property
   def value(self) -> str:
-    """The fingerprint of all that was added: 16 hexadecimal digits."""
+    """Fingerprint of the added values: 16 hexadecimal digits."""
     return self._hash.hexdigest()[:16]
 
   def add(self, path: str, leaf: Any) -> None:
     """Adds a leaf of a tree.
 
     Args:
-      path: the place of the leaf as `jax.tree_util.keystr` writes it.
+      path: path of the leaf in the format of `jax.tree_util.keystr`.
       leaf: a leaf, see `fingerprint`.
     """
     for part in (path.encode(), *_parts(leaf)):
@@ -43,7 +43,13 @@ class Digest:
 
   def add_array(self, path: str, file: str | os.PathLike[str],
                 dtype: np.dtype) -> None:
-    """Adds a one-dimensional array whose bytes are the content of a file."""
+    """Adds a one-dimensional array that is stored in a file.
+
+    Args:
+      path: see `add`.
+      file: path of the file with the array's bytes.
+      dtype: dtype of the array.
+    """
     size = os.path.getsize(file)
     self._add(path.encode())
     self._add(f"{(size // dtype.itemsize,)} {dtype}".encode())
@@ -52,19 +58,18 @@ class Digest:
       while chunk := f.read(_CHUNK):
         self._hash.update(chunk)
 
-  def _add(self, part):
-    # Each part with its length, so that no two lists of parts read alike.
+  def _add(self, part: bytes) -> None:
+    # Lengths are hashed too, so that ("ab", "c") differs from ("a", "bc").
     self._hash.update(f"{len(part)} ".encode())
     self._hash.update(part)
 
 
 def fingerprint(*things: Any) -> str:
-  """A short hash of arrays, texts and settings, in trees of any form.
+  """Returns a short hash of trees of arrays, texts and settings.
 
-  Equal things have equal fingerprints, in every process and on every machine:
-  an array counts with its shape, dtype and bytes, a text with its characters, a
-  dataclass with its fields, and any other leaf, such as a number, with its
-  repr.
+  Equal values have equal fingerprints in every process and on every machine.
+  The hash covers the shape, dtype and bytes of an array, the characters of a
+  text, the fields of a dataclass, and the repr of any other leaf.
 
   >>> fingerprint({"x": np.arange(3, dtype=np.int32)}, "a text", 0.5)
   'bb8b413ab37e6702'
@@ -72,14 +77,13 @@ def fingerprint(*things: Any) -> str:
   False
 
   Args:
-    *things: trees (dicts, lists, tuples, flax dataclasses) of such leaves.
+    *things: trees (dicts, lists, tuples, flax dataclasses) of these leaves.
 
   Returns:
     16 hexadecimal digits.
 
   Raises:
-    TypeError: the repr of a leaf is its place in memory, which differs from
-      run to run.
+    TypeError: the repr of a leaf contains its address in memory.
   """
   digest = Digest()
   leaves = jax.tree_util.tree_leaves_with_path(
@@ -89,8 +93,8 @@ def fingerprint(*things: Any) -> str:
   return digest.value
 
 
-def _parts(leaf) -> tuple[bytes, ...]:
-  """The bytes that tell a leaf from others."""
+def _parts(leaf: Any) -> tuple[bytes, ...]:
+  """Returns the bytes that identify a leaf."""
   if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
       leaf.dtype, jax.dtypes.prng_key):
     return str(leaf.dtype).encode(), *_parts(jax.random.key_data(leaf))

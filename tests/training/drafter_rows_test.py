@@ -33,11 +33,11 @@ _SOURCE = drafter_rows.Source(
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data="stdlib", self_chat=True), "--self_chat is for rows that"),
-    (dict(data="stdlib", keeps_features=True), "--keep_features is for rows"),
+    (dict(data="stdlib", self_chat=True), "--self_chat requires"),
+    (dict(data="stdlib", keeps_features=True), "--keep_features requires"),
     (dict(answers_only=True), "--answers_only is for conversations"),
     (dict(data="stdlib", answers_only=True), "--answers_only is for conv"),
-    (dict(data="self:texts,a.jsonl"), "a.jsonl is read beside the answers"),
+    (dict(data="self:texts,a.jsonl"), "a.jsonl requires"),
     (dict(self_chat=True), "needs a chat template")])
 def test_what_nothing_would_read_is_refused(changes, words):
   # Broken: a flag is dropped in silence, and the run learns from other rows.
@@ -138,12 +138,12 @@ def test_conversations_that_the_target_goes_on_from(tmp_path):
   path = _chats(tmp_path / "a.jsonl", count=4)
   source = dataclasses.replace(
       _SOURCE, data=f"self:{path},b.jsonl", self_chat=None)
-  assert source.chat and source.weighs and source.more == "b.jsonl"
+  assert source.chat and source.weighs and source.complete == "b.jsonl"
   text = source.text(_CHAT)
   assert text.files is None
   assert sorted(sum(text.sides, [])) == [x * 18 for x in "bcde"]
   plain = dataclasses.replace(source, data="self")
-  assert not plain.chat and not plain.weighs and plain.more is None
+  assert not plain.chat and not plain.weighs and plain.complete is None
 
 
 def test_tokens_of_answers_alone():

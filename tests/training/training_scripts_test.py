@@ -160,7 +160,7 @@ def test_train_drafter(tmp_path, target_dir):
   # Before the target has written hours of rows.
   assert "--keep_features is set and --method=medusa does" in keeps["code"]
   # Or has believed that it learned from what it did not.
-  assert "--self_temperature is for rows that the target" in unread["code"]
+  assert "--self_temperature requires --data=self" in unread["code"]
   assert "--rate_ratio is for a target that is trained" in alone["code"]
   assert not (tmp_path / "other").exists()
 

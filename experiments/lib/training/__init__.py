@@ -1,1 +1,1 @@
-"""Parts of the training scripts: rows, heads, saves and reports."""
+"""Modules of the training scripts: rows, heads, saves and reports."""

@@ -1,4 +1,4 @@
-"""Conversations that a target writes or reads, as rows to train on."""
+"""Training rows from conversations, whose answers a target may generate."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
-from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +15,17 @@ from lib import models
 from lib.prompts import reading as prompts_lib
 from specjax.data import conversations
 from specjax.data import Tokenizer
+from specjax.decoding.placement import Placement
 from specjax.models import Pretrained
 from specjax.training import distillation
 
 
 class Conversation(NamedTuple):
-  """Messages and answers.
+  """Tokens of messages and answers.
 
   Attributes:
-    tokens: of all.
-    answered: which of them an assistant writes.
+    tokens: all tokens.
+    answered: mask of the tokens of an assistant.
   """
 
   tokens: Sequence[int]
@@ -33,11 +33,11 @@ class Conversation(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Rows to train on or to measure by.
+  """Rows for training or evaluation.
 
   Attributes:
-    tokens: `[R, row_tokens]` int32.
-    answered: `[R, row_tokens]` bool, which of them are of an answer.
+    tokens: `[R, row_tokens]` int32 tokens.
+    answered: `[R, row_tokens]` bool mask of the tokens of answers.
   """
 
   tokens: np.ndarray
@@ -46,17 +46,17 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversations:
-  """Messages, the answers of the target, and rows that are cut out of both.
+  """Messages with the target's answers, and rows of both.
 
   Attributes:
-    target: that answers.
-    tokenizer: the target's.
-    temperature: of the answers.
-    row_tokens: of a row. A message keeps its last `prompt_tokens`, and message,
-      template and answer fill a row at most.
-    prompt_tokens: of a message.
-    seed: of the choice of the messages and of the answers.
-    placement: of the decoder on a mesh.
+    target: the target, which answers.
+    tokenizer: the target's tokenizer.
+    temperature: temperature of the answers.
+    row_tokens: length of a row. Message, template and answer together have at
+      most this length.
+    prompt_tokens: maximum length of a message, which keeps its last tokens.
+    seed: seed of the choice of messages and of the answers.
+    placement: placement of the decoder on a mesh.
     files: further arguments of `distillation.write_answers`.
   """
 
@@ -66,17 +66,22 @@ class Conversations:
   row_tokens: int
   prompt_tokens: int
   seed: int
-  placement: Any = None
+  placement: Placement | None = None
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def prompts(self, texts: Sequence[str], count: int) -> list[list[int]]:
-    """Token ids of `count` of the messages, or of all where there are fewer."""
+    """Returns the token ids of at most `count` messages.
+
+    Args:
+      texts: the messages.
+      count: number of messages.
+    """
     order = np.random.default_rng(self.seed).permutation(len(texts))[:count]
     return [self.tokenizer.chat([prompts_lib.user(
         self.tokenizer, texts[i], self.prompt_tokens)]) for i in order]
 
   def check_room(self, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises a `ValueError` where a message leaves its answer no room."""
+    """Raises `ValueError` if a message leaves no room for its answer."""
     longest = max(map(len, prompts))
     if longest >= self.row_tokens:
       raise ValueError(
@@ -87,12 +92,12 @@ class Conversations:
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
              ) -> list[Conversation]:
-    """The conversations, which the target ends.
+    """Returns the messages with answers of the target.
 
     Args:
-      prompts: of `prompts`.
-      directory: where the answers are kept, or were by a call before.
-      seed: of the answers.
+      prompts: result of `prompts`.
+      directory: directory where the answers are stored.
+      seed: seed of the answers.
     """
     decoder = dataclasses.replace(
         common.autoregressive(self.target.model, self.temperature),
@@ -107,34 +112,35 @@ class Conversations:
     return [Conversation(text, np.arange(len(text)) >= len(prompt))
             for text, prompt in zip(texts, prompts, strict=True)]
 
-  def given(self, path: str) -> list[Conversation]:
-    """Conversations that others wrote.
+  def read(self, path: str) -> list[Conversation]:
+    """Returns complete conversations.
 
     Args:
       path: a source of conversations, see `conversations.field_of`.
 
     Raises:
-      ValueError: it holds none, or a record is not what it should be.
+      ValueError: the source has no conversations, or a record is invalid.
     """
     field = conversations.field_of(path)
     if field is None:
       raise ValueError(f"{path} holds no conversations; a record has "
                        f"{' or '.join(map(repr, conversations.FIELDS))}")
-    found = []
+    chats = []
     for chat in conversations.read(path, field):
       try:
-        found.append(Conversation(*self.tokenizer.chat_answers(chat.messages)))
+        chats.append(Conversation(*self.tokenizer.chat_answers(chat.messages)))
       except ValueError as e:
         raise ValueError(f"{chat.place}: {e}") from None
-    return found
+    return chats
 
   def rows(self, chats: Iterable[Conversation]) -> Rows:
-    """Rows of one conversation after the other.
+    """Joins conversations and cuts them into rows.
 
-    They are joined and cut; what fills no row is left out.
+    Args:
+      chats: the conversations.
 
     Raises:
-      ValueError: together they fill no row.
+      ValueError: together they do not fill a row.
     """
     texts, answers = zip(*chats)
     return cut(np.concatenate([np.asarray(x, np.int32) for x in texts]),
@@ -143,15 +149,15 @@ class Conversations:
 
 
 def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
-  """Cuts a stream `[T]` into rows; the tokens that fill no row are left out.
+  """Cuts a stream of tokens into rows; an incomplete row is left out.
 
   Args:
-    tokens: the stream.
-    answered: `[T]` bool, which of its tokens an assistant writes.
-    size: tokens of a row.
+    tokens: `[T]` stream.
+    answered: `[T]` bool mask of the tokens of an assistant.
+    size: length of a row.
 
   Raises:
-    ValueError: they fill no row.
+    ValueError: the stream does not fill a row.
   """
   count = len(tokens) // size
   if not count:

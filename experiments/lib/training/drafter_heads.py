@@ -23,6 +23,7 @@ from specjax.training import loop
 from specjax.training.objective import DrafterObjective
 
 Counted = Callable[[int], np.ndarray]
+Params = dict[str, Any]
 
 
 class Learner(NamedTuple):
@@ -35,7 +36,7 @@ class Learner(NamedTuple):
   """
 
   heads: Heads
-  params: Any
+  params: Params
   objective: DrafterObjective
 
 
@@ -108,7 +109,7 @@ class Start:
     return self.method.trains_target(self.options)
 
   def weights(self, learner: Learner, target: Pretrained
-              ) -> tuple[dict[str, Any], dict[str, Any]]:
+              ) -> tuple[Params, Params]:
     """Returns the trainable and the frozen parameters, `{name: tree}` each.
 
     Trainable parameters are float32. The teacher is the target before training.
@@ -121,7 +122,8 @@ class Start:
       frozen["teacher"] = target.params
     return trainable, frozen
 
-  def _new(self, target, tokenizer, counted):
+  def _new(self, target: Pretrained, tokenizer: Tokenizer,
+           counted: Counted | None) -> tuple[Heads, Params]:
     """Returns new heads and their parameters."""
     heads = self.method.heads.for_target(
         target.model, self.num_heads, **self.head_options)
@@ -131,7 +133,7 @@ class Start:
           ids=self._frequent(target, tokenizer, counted))
     return heads, heads.init(jax.random.key(self.seed), target.params)
 
-  def _loaded(self, target, *_):
+  def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
     """Returns heads of `heads_from`, which must be the method's."""
     heads, params = methods.load_heads(
         self.heads_from, target.model, jnp.float32, target.params)
@@ -143,7 +145,7 @@ class Start:
           f"--method={' or --method='.join(fitting)}, or other heads")
     return heads, params
 
-  def _narrowed(self, heads):
+  def _narrowed(self, heads: Heads) -> dict[str, bool]:
     """Returns the fields of heads that have a draft vocabulary."""
     if self.narrow_head:
       if not hasattr(heads, "narrow_head"):
@@ -158,7 +160,8 @@ class Start:
           "leave the flag out, or take --method=eagle3 or parallel")
     return {}
 
-  def _frequent(self, target, tokenizer, counted):
+  def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
+                counted: Counted | None) -> tuple[int, ...]:
     """Returns the ids of the draft vocabulary, the most frequent tokens."""
     size, vocab_size = self.draft_vocabulary, target.model.vocab_size
     always = [end for end in models.ends(target, tokenizer) or ()

@@ -1,28 +1,38 @@
 """Quality of heads on held-out text, before and after their training."""
 
+from collections.abc import Mapping
 import functools
 import math
 import pathlib
+from typing import Any
+
+import numpy as np
 
 from lib import common
 from lib.figures import curves
 import specjax as sj
 from specjax.analysis import Estimate
+from specjax.methods import Heads
+from specjax.methods import Method
+from specjax.models import Pretrained
 from specjax.training import evaluation
 from specjax.training import metrics
+from specjax.training.objective import DrafterObjective
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
+Measured = Mapping[str, Any]
 CURVE = "greedy_block_efficiency"  # metric of the learning curve
 DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding
 
 
-def evaluation_of(method, target, heads, params, objective, held_out):
+def evaluation_of(method: Method, target: Pretrained, heads: Heads,
+                  params: Mapping[str, Any], objective: DrafterObjective,
+                  held_out: np.ndarray) -> evaluation.Measure:
   """Returns the evaluation of a run: by head, by greedy decoding, and its loss.
 
-  Prompts are the first quarters of the held-out rows, because prompts of one
-  row would resemble each other. The heads' most likely chain is verified; that
-  of PaSS is folded.
+  Prompts are the first quarters of different held-out rows. The heads' most
+  likely chain is verified; that of PaSS is folded.
 
   Args:
     method: the training method.
@@ -54,18 +64,19 @@ def evaluation_of(method, target, heads, params, objective, held_out):
       **loss(params)}
 
 
-def scalars(measured):
+def scalars(measured: Measured) -> dict[str, float]:
   """Returns an evaluation without the values of each row, for the log."""
   return {name: x for name, x in measured.items() if name != "by_row"}
 
 
-def draw_curves(output_dir, heads, loss):
+def draw_curves(output_dir: pathlib.Path, heads: Heads, loss: str) -> None:
   """Writes the learning curves of a run, see `curves.draw`."""
   curves.draw(output_dir, [CURVE, "block_efficiency", *(
       f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], loss)
 
 
-def spent(output_dir, tokens_per_step, before, heads_from, steps):
+def spent(output_dir: pathlib.Path, tokens_per_step: int, before: float,
+          heads_from: str | None, steps: int) -> dict[str, Any]:
   """Returns tokens, minutes and learning curve, including earlier runs.
 
   Args:
@@ -90,7 +101,8 @@ def spent(output_dir, tokens_per_step, before, heads_from, steps):
               (0, before), *metrics.read(output_dir, CURVE, steps)]]}
 
 
-def write(output_dir, method, taken, added, before, measured):
+def write(output_dir: pathlib.Path, method: Method, taken: dict[str, Any],
+          added: int, before: Measured, measured: Measured) -> None:
   """Prints and writes the quality of the heads.
 
   Args:
@@ -105,8 +117,8 @@ def write(output_dir, method, taken, added, before, measured):
   training = {"method": method.name, **taken,
               "accuracy": evaluation.by_head(measured, "top")}
   write_json(output_dir / "training.json", training)
-  results = lambda found: {
-      name: value for name, value in found.items()
+  results = lambda values: {
+      name: value for name, value in values.items()
       if name.partition("/")[0].endswith("block_efficiency")}
   common.finish(output_dir, "train_drafter", {
       **training, "added_parameters": added,
@@ -117,26 +129,27 @@ def write(output_dir, method, taken, added, before, measured):
                  measured["by_row"].items()}})
 
 
-def shown(found: Estimate) -> str:
+def shown(estimate: Estimate) -> str:
   """Returns a value and its interval, such as "1.609 [1.555, 1.676]"."""
-  if math.isnan(found.low):
-    return f"{found.value:.3f} (no interval)"
-  return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+  if math.isnan(estimate.low):
+    return f"{estimate.value:.3f} (no interval)"
+  return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _print(method, taken, added, before, measured):
+def _print(method: Method, taken: dict[str, Any], added: int, before: Measured,
+           measured: Measured) -> None:
   print(f"{method.name}: {taken['tokens']:,} training tokens in "
         f"{taken['minutes']:.1f} minutes; {added:,} parameters added\n")
   print(f"{'':46s}{'before':>8s}  after training\n"
         f"{'Acceptance length (accepted draft tokens per':46s}{'training':>8s}"
         "  [95 % interval]\ntarget call) along held-out text")
-  lines = [("  greedy decoding", CURVE, 1),
+  table = [("  greedy decoding", CURVE, 1),
            ("  sampling, temperature 1", "sampled_block_efficiency", 1),
            ("Block efficiency (tokens per target call),\n  greedy decoding of "
             "held-out prompts", "block_efficiency", 0)]
-  for text, name, less in lines:
-    *more, text = text.split("\n")
-    print(*(f"{line}\n" for line in more), f"{text:46s}"
+  for text, name, less in table:
+    *lines, text = text.split("\n")
+    print(*(f"{line}\n" for line in lines), f"{text:46s}"
           f"{before[name] - less:8.3f}  "
           f"{shown(evaluation.interval(measured, name, less))}", sep="")
   top = [*range(1, 1 + len(evaluation.by_head(measured, "top")[0]))]

@@ -1,7 +1,7 @@
-"""The rows that heads learn from, and those that they are measured by.
+"""Rows for training and evaluating heads.
 
-They are cut out of texts or conversations as these are, or the target writes
-them: continuations of beginnings of the texts, or answers to the texts.
+Rows are cut out of texts or conversations, or the target generates them: it
+continues the beginnings of texts, or answers messages.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ _SIDES = "training", "held_out"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Text:
-  """The texts or conversations of a run, to learn from and held out.
+  """Training and held-out texts or conversations of a run.
 
   Attributes:
-    corpus: a fingerprint of all documents.
-    files: their tokens; None if they are messages to the target.
-    sides: the two lists of messages, or None.
-    chats: rows of the target's answers to the messages, to train on and held
-      out; None before `Source.answered`.
+    corpus: fingerprint of all documents.
+    files: tokens of the documents; None if they are messages to the target.
+    sides: training and held-out messages to the target, or None.
+    chats: training and held-out rows of the target's answers; None before
+      `Source.answered`.
   """
 
   corpus: str
@@ -58,17 +58,17 @@ class Text:
 
   @property
   def streams(self) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of both sides, two arrays `[T]`."""
+    """Training and held-out tokens, two arrays `[T]`."""
     return self.files.tokens
 
   @property
   def is_chat(self) -> bool:
-    """Whether the tokens are of conversations as they are."""
+    """True if the tokens are of complete conversations."""
     return self.files is not None and self.files.answered is not None
 
   @property
   def tokens(self) -> str:
-    """A fingerprint of the tokens to train on."""
+    """Fingerprint of the training tokens."""
     if self.chats is None:
       return self.files.fingerprints[0]
     return fingerprint(tuple(rows.tokens for rows in self.chats))
@@ -76,27 +76,27 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-  """Where the rows of a run come from, by the flags of `train_drafter.py`.
+  """Source of the rows of a run, by the flags of `train_drafter.py`.
 
   Attributes:
-    data: a source of texts or conversations, or self[:SOURCE[,MORE]] for what
-      the target writes.
-    field: of its records that holds a text or turns, or None.
-    batch_size: rows of a step.
-    pass_rows: rows of one pass of the target: a step may be cut into parts.
-    held_out_rows: rows that the heads are measured by.
-    self_rows: rows that the target writes to learn from.
-    prompt_tokens: of such a row, which are the source's.
-    temperature: at which the target writes.
-    self_chat: whether it answers the texts, which are messages; None: it does
-      if they are conversations.
-    rows_per_file: how many rows or answers it writes together, or None for the
-      number that `training.distillation` takes by itself.
-    directory: where what it writes is kept.
-    answers_only: whether the tokens of answers alone are learned from; None:
-      they are if there are answers.
-    keeps_features: whether what the target says of a row is kept.
-    seed: of the shuffle, the choice of texts and what the target writes.
+    data: source of texts or conversations, or self[:SOURCE[,MORE]] for text
+      that the target generates.
+    field: field of its records with a text or turns, or None.
+    batch_size: number of rows in a step.
+    pass_rows: number of rows in one pass of the target, a part of a step.
+    held_out_rows: number of rows for evaluation.
+    self_rows: number of training rows that the target generates.
+    prompt_tokens: number of tokens of a generated row that are the source's.
+    temperature: sampling temperature of generated rows.
+    self_chat: True if the target answers the texts, which are messages. None:
+      only if they are conversations.
+    rows_per_file: number of rows or answers that are generated together, or
+      None for the default of `training.distillation`.
+    directory: directory of generated rows.
+    answers_only: True if only the tokens of answers are trained on. None: if
+      there are answers.
+    keeps_features: True if the target's features of a row are kept in memory.
+    seed: seed of the shuffle, the choice of texts and the sampling.
   """
 
   data: str
@@ -116,56 +116,56 @@ class Source:
 
   @property
   def own(self) -> str | None:
-    """The source that the target goes on from, or None for ordinary data."""
+    """Source of the texts that the target continues, or None."""
     name, _, source = self.data.partition(":")
     return (source.partition(",")[0] or "stdlib") if name == "self" else None
 
   @property
-  def more(self) -> str | None:
-    """A source of conversations beside those of the target, or None."""
+  def complete(self) -> str | None:
+    """Source of complete conversations in addition to the target's, or None."""
     return self.data.partition(",")[2] or None if self.own else None
 
   @functools.cached_property
   def turns(self) -> str | None:
-    """The field of the source that holds conversations, or None."""
+    """Field of the source that contains conversations, or None."""
     return conversations.field_of(self.own or self.data, self.field)
 
   @property
   def chat(self) -> bool:
-    """Whether the target answers messages."""
+    """True if the target answers messages."""
     if self.own is None or self.self_chat is not None:
       return bool(self.self_chat)
     return self.turns is not None
 
   @property
   def weighs(self) -> bool:
-    """Whether the tokens of answers alone are learned from."""
+    """True if only the tokens of answers are trained on."""
     if self.answers_only is not None:
       return self.answers_only
     return self.chat or self.own is None and self.turns is not None
 
-  def check(self, tokenizer: Tokenizer, given: Sequence[str] = ()) -> None:
-    """Refuses settings that nothing would read.
+  def check(self, tokenizer: Tokenizer, names: Sequence[str] = ()) -> None:
+    """Raises `ValueError` if a setting would have no effect.
 
     Args:
-      tokenizer: the target's.
-      given: names of flags that were given and are for rows that the target
-        writes, whatever their values.
+      tokenizer: the target's tokenizer.
+      names: names of flags on the command line that apply to generated rows.
     """
     for name, value in (("self_chat", self.self_chat),
                         ("keep_features", self.keeps_features),
-                        *((name, True) for name in given)):
+                        *((name, True) for name in names)):
       if value and self.own is None:
-        raise ValueError(f"--{name} is for rows that the target writes; "
-                         "give --data=self:SOURCE as well")
-    if self.more is not None and not self.chat:
-      raise ValueError(f"--data is {self.data}: {self.more} is read beside the "
-                       "answers of --self_chat; give that as well")
-    if self.answers_only and not self.chat and (self.own or not self.turns):
+        raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
+                         "is for rows that the target generates")
+    if self.complete is not None and not self.chat:
+      raise ValueError(f"--data is {self.data}, and {self.complete} requires "
+                       "--self_chat")
+    given = self.own is None and self.turns is not None
+    if self.answers_only and not self.chat and not given:
       raise ValueError("--answers_only is for conversations, in --data or of "
                        "--self_chat; leave it out")
     prompts_lib.check_chat(tokenizer, self.chat, "--self_chat")
-    if not self.own and self.turns:
+    if given:
       prompts_lib.check_chat(
           tokenizer, True, f"--data={self.data}, which holds conversations,")
 
@@ -202,9 +202,9 @@ class Source:
     return value
 
   def counted(self, text: Text) -> Callable[[int], np.ndarray] | None:
-    """Returns `V -> how often each of V tokens is learned from`, `[V]`.
+    """Returns a function from V to the counts `[V]` of trained tokens.
 
-    It returns None if the target has not answered the text yet.
+    It returns None if the target has not answered the messages yet.
     """
     if text.chats is not None:
       rows = text.chats[0]
@@ -222,7 +222,7 @@ class Source:
     return len(text.streams[0]) // (row_tokens - 1)
 
   def text(self, tokenizer: Tokenizer) -> Text:
-    """Reads the texts, in the tokens of the target's tokenizer."""
+    """Reads and tokenises the texts."""
     if self.own and self.self_rows < self.batch_size:
       raise ValueError(f"--self_rows is {self.self_rows} and a batch has "
                        f"{self.batch_size}; sample at least one batch")
@@ -236,7 +236,7 @@ class Source:
     return Text(corpus=files.corpus, files=files)
 
   def _messages(self) -> list[corpora.Document]:
-    """What the target answers: texts, or the user's first turns."""
+    """Returns the messages to the target: texts, or users' first turns."""
     if self.turns is None:
       return corpora.read_documents(self.own, self.field)
     return [corpora.Document(chat.name, asked["content"])
@@ -245,14 +245,14 @@ class Source:
                                if m["role"] == "user"), None))]
 
   @property
-  def _written(self):
-    """`(name, rows to write, seed)` of both sides."""
+  def _written(self) -> list[tuple[str, int, int]]:
+    """Name, number of generated rows and seed of both sides."""
     return [(name, count, self.seed + i) for i, (name, count) in enumerate(
         zip(_SIDES, (self.self_rows, self.held_out_rows)))]
 
   @property
-  def _files(self):
-    """What `training.distillation` is told of the size of its files."""
+  def _files(self) -> dict[str, int]:
+    """Arguments of `training.distillation` for the size of its files."""
     return {} if self.rows_per_file is None else {
         "rows_per_file": self.rows_per_file}
 
@@ -261,18 +261,18 @@ class Source:
     """Returns the text with the target's answers to its messages.
 
     Args:
-      target: that answers.
-      tokenizer: the target's.
+      target: the target, which answers.
+      tokenizer: the target's tokenizer.
       text: the text with the messages.
-      row_tokens: of a row.
-      mesh: of devices, or None.
+      row_tokens: length of a row.
+      mesh: mesh of devices, or None.
     """
     chats = answered.Conversations(
         target=target, tokenizer=tokenizer, row_tokens=row_tokens,
         temperature=self.temperature, seed=self.seed,
         prompt_tokens=self.prompt_tokens, placement=meshes.placement(mesh),
         files=self._files)
-    given = [] if self.more is None else chats.given(self.more)
+    complete = [] if self.complete is None else chats.read(self.complete)
     prompts = [chats.prompts(side, count)
                for side, (_, count, _) in zip(text.sides, self._written)]
     for side in prompts:
@@ -281,26 +281,26 @@ class Source:
         chats.answer(some, self.directory / name, seed)
         for some, (name, _, seed) in zip(prompts, self._written))
     return dataclasses.replace(text, chats=(
-        chats.rows([*training, *given]), chats.rows(held_out)))
+        chats.rows([*training, *complete]), chats.rows(held_out)))
 
   def rows(self, target: Pretrained, objective: Objective, text: Text,
            row_tokens: int, mesh: jax.sharding.Mesh | None
            ) -> Callable[[], tuple[Batches, np.ndarray]]:
-    """`() -> (step -> batch, held-out rows)`; all that can fail is done.
+    """Returns a function `() -> (step -> batch, held-out rows)`.
 
-    What is left are the rows that the target writes itself, after beginnings of
-    both sides' text.
+    All checks are done before it returns. The function generates the rows that
+    continue beginnings of the text.
 
     Args:
-      target: that writes them.
-      objective: of the run, which `read`s what is kept of the features.
-      text: of the run, with answers if `chat`.
-      row_tokens: of a row.
-      mesh: of devices, or None.
+      target: the target.
+      objective: objective of the run, with `read` if features are kept.
+      text: text of the run, with answers if `chat`.
+      row_tokens: length of a row.
+      mesh: mesh of devices, or None.
     """
     chats = text.chats
     if text.is_chat:
-      chats = self._given_rows(text.files, row_tokens)
+      chats = self._complete_rows(text.files, row_tokens)
     if chats is not None:
       training, held_out = chats
       batch = self._batches(training, objective, target)
@@ -314,7 +314,7 @@ class Source:
     prompts = self._beginnings(text.streams, row_tokens)
     decoder = common.autoregressive(target.model, self.temperature)
 
-    def sample():
+    def sample() -> tuple[Batches, np.ndarray]:
       training, held_out = (
           distillation.sample_rows(
               decoder, {"target": target.params}, some, length=row_tokens,
@@ -326,10 +326,11 @@ class Source:
 
     return sample
 
-  def _given_rows(self, files, row_tokens) -> tuple[Rows, Rows]:
-    """`(rows to train on, held-out rows)` of conversations as they are.
+  def _complete_rows(self, files: token_files.TokenFiles, row_tokens: int
+                     ) -> tuple[Rows, Rows]:
+    """Returns training and held-out rows of complete conversations.
 
-    The held-out conversations may be shorter than a row; then theirs is.
+    Held-out rows are shorter if the held-out conversations do not fill a row.
     """
     training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
     size = min(row_tokens, len(files.tokens[1]))
@@ -344,8 +345,9 @@ class Source:
     return training, Rows(held_out.tokens[useful].astype(np.int32),
                           held_out.answered[useful])
 
-  def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int):
-    """The beginnings of both sides' rows."""
+  def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
+                  ) -> list[np.ndarray]:
+    """Returns the beginnings of the rows of both sides."""
     if self.prompt_tokens >= row_tokens:
       raise ValueError(f"--self_prompt_tokens is {self.prompt_tokens} and a "
                        f"row has {row_tokens} tokens; give shorter prompts")
@@ -355,9 +357,9 @@ class Source:
 
   def _batches(self, rows: Rows, objective: Objective | None,
                target: Pretrained | None) -> Batches:
-    """`step -> batch` of rows that come again, see `keeps_features`.
+    """Returns a function `step -> batch`, with features if they are kept.
 
-    If only answers count, a row without any is left out.
+    If only answers count, rows without answers are left out.
     """
     useful = np.arange(len(rows.tokens))
     if self.weighs:

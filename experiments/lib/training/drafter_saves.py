@@ -1,4 +1,4 @@
-"""Trained heads on disk: the last ones, and the best ones so far."""
+"""Trained heads on disk: of the last and of the best evaluation."""
 
 import dataclasses
 import pathlib
@@ -22,7 +22,7 @@ _TRAINING = "training.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Saves:
-  """Writes the heads of a run, with the target if it is trained.
+  """Writer of the heads of a run, and of the target if it is trained.
 
   Attributes:
     directory: the run's directory; the best heads go to `best/` in it.
@@ -59,7 +59,7 @@ class Saves:
 
   def write(self, trained: dict[str, Any], directory: pathlib.Path | None = None
             ) -> dict[str, Any]:
-    """Writes trained parameters, each file whole or not at all.
+    """Writes trained parameters atomically.
 
     Args:
       trained: `{"drafter"}`, and `"target"` if it is trained.
@@ -79,7 +79,13 @@ class Saves:
 
   def evaluated(self, step: int, trained: dict[str, Any],
                 measured: dict[str, float]) -> None:
-    """Writes the heads of an evaluation, see `Trainer.evaluated`."""
+    """Writes the heads of an evaluation, see `Trainer.evaluated`.
+
+    Args:
+      step: number of steps taken.
+      trained: trained parameters by name.
+      measured: values of the evaluation.
+    """
     trained = processes.gathered(trained)
     # The processes must not read different states of the directory.
     best, taken = processes.by_the_first(
@@ -96,13 +102,13 @@ class Saves:
       # Last, so that a killed run does not take the heads for better ones.
       write_json(directory / _TRAINING, training)
 
-  def _best(self):
+  def _best(self) -> tuple[int, float] | None:
     """Returns `(steps, value)` of the heads in `best/`, or None."""
     path = self.directory / BEST / _TRAINING
     if not path.exists():
       return None
-    found = read_json(path, f"delete {path.parent}")
-    return found["steps"], found[drafter_report.CURVE]
+    training = read_json(path, f"delete {path.parent}")
+    return training["steps"], training[drafter_report.CURVE]
 
   def print_best(self) -> None:
     """Prints the step of the best heads and where they are."""

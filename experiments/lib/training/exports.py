@@ -1,9 +1,11 @@
-"""How trained heads leave: the command that exports them for servers."""
+"""Export of trained heads for servers."""
 
 import pathlib
 
 from lib import models
+from specjax.methods import Heads
 from specjax.methods.published import layouts_for
+from specjax.models import Transformer
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
@@ -11,13 +13,14 @@ _ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TRAINING = "training.json"
 
 
-def advice(directory, heads, model, target: str) -> str:
-  """Returns the line that names the command for exporting heads.
+def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
+           target: str) -> str:
+  """Returns a line with the command that exports heads.
 
   Args:
     directory: the directory of the heads.
-    heads: the heads, see `methods`.
-    model: their target.
+    heads: the heads.
+    model: the target model of the heads.
     target: the value of --target.
   """
   layouts = layouts_for(heads, model)
@@ -46,10 +49,10 @@ def hub_name(target: str) -> str | None:
 
 
 def copy_training(name: str, directory: pathlib.Path) -> None:
-  """Copies the accuracies of heads, by which generate.py chooses its trees.
+  """Copies the accuracies of heads, which determine trees in generate.py.
 
   Args:
-    name: the heads, see `models.load_self_drafter`.
+    name: name of the heads, see `models.load_self_drafter`.
     directory: the directory of the exported heads.
   """
   path = models.heads_directory(name) / _TRAINING

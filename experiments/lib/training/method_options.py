@@ -17,7 +17,7 @@ flags.disclaim_key_flags()
 class Options:
   """Flags for one group of options: of the objectives or of the heads."""
 
-  def __init__(self, field: str):
+  def __init__(self, field: str) -> None:
     """Defines the flags.
 
     Args:
@@ -53,7 +53,7 @@ class Options:
             for name, value in values.items()}
 
 
-def _flag(option):
+def _flag(option: methods.Option) -> flags.FlagHolder:
   """Defines the flag for an `Option`."""
   kinds = {bool: flags.DEFINE_bool, type(None): flags.DEFINE_bool,
            int: lambda *x: flags.DEFINE_integer(*x, 1),

@@ -1,7 +1,9 @@
-"""Short trainings with several values of one flag, compared in a table."""
+"""Comparison of short trainings with several values of one flag."""
 
+from collections.abc import Callable
 import math
 import pathlib
+from typing import Any
 
 from absl import flags
 import jax
@@ -15,6 +17,7 @@ from specjax.utils.files import read_json
 # Flags that can change the rows of training and evaluation.
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
                 "held_out_rows")
+Row = dict[str, Any]  # results of one training
 _TAKEN = ("sweep", "output_dir", "self_dir")
 
 
@@ -27,7 +30,8 @@ def define() -> flags.FlagHolder:
       "by acceptance length. After an interruption the same command continues")
 
 
-def run(sweep: flags.FlagHolder, output_dir: str, train) -> None:
+def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
+        ) -> None:
   """Calls `train` for every value, and prints and writes the table.
 
   Args:
@@ -56,7 +60,7 @@ def run(sweep: flags.FlagHolder, output_dir: str, train) -> None:
   common.finish(base, "sweep", {"flag": name, "rows": rows})
 
 
-def _parsed(text):
+def _parsed(text: str) -> tuple[str, list[str]]:
   """Returns the name of the flag and its values as text, all of them valid."""
   name, _, values = text.partition(":")
   values = values.split(",")
@@ -81,7 +85,7 @@ def _parsed(text):
   return name, values
 
 
-def _trained(train, directory: pathlib.Path):
+def _trained(train: Callable[[], None], directory: pathlib.Path) -> Row:
   """Trains; returns the results, or the reason why there are none."""
   try:
     train()
@@ -91,7 +95,7 @@ def _trained(train, directory: pathlib.Path):
   return read_json(directory / "train_drafter.json", "train again")
 
 
-def _print(name, rows):
+def _print(name: str, rows: list[Row]) -> None:
   width = max(len(name), *(len(row["value"]) for row in rows))
   print(f"\n{name:>{width}s}  {'acceptance length':22s}{'less than best':22s}"
         f"{'block efficiency':22s}minutes")
@@ -110,22 +114,21 @@ def _print(name, rows):
         "overlap.")
 
 
-def _behind(name, best, row):
-  """Returns how much less is accepted than in the best run, as text.
+def _behind(name: str, best: Row, row: Row) -> str:
+  """Returns the loss of acceptance length against the best run, as text.
 
-  Both runs are measured on the same held-out rows, so what makes some rows
-  easier than others cancels. "-" if they are not.
+  It is the difference on the same held-out rows, or "-" if the rows differ.
   """
-  most, mine = best["by_row"], row["by_row"]
+  most, other = best["by_row"], row["by_row"]
   if (row is best or _changes_rows(name)
-      or most["positions"] != mine["positions"]):
+      or most["positions"] != other["positions"]):
     return "-"
   return drafter_report.shown(estimate(
-      lambda most, mine, count: (most - mine) / count,
-      most[drafter_report.CURVE], mine[drafter_report.CURVE],
-      mine["positions"]))
+      lambda most, other, count: (most - other) / count,
+      most[drafter_report.CURVE], other[drafter_report.CURVE],
+      other["positions"]))
 
 
-def _changes_rows(name):
+def _changes_rows(name: str) -> bool:
   """Returns whether runs with other values of a flag read other rows."""
   return name in _OF_THE_ROWS or name.startswith("self_")

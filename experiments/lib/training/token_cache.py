@@ -1,4 +1,4 @@
-"""The tokens of corpora, kept for later runs in the user's cache directory."""
+"""Cache of tokenised corpora in the user's cache directory."""
 
 import os
 import pathlib
@@ -20,25 +20,31 @@ def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
          ) -> token_files.TokenFiles:
   """Returns the tokens of a corpus; see `token_files.read`.
 
-  They are stored in ~/.cache/specjax/tokens or in the directory that the
-  environment variable SPECJAX_TOKENS names. The place is printed on stderr. The
-  least recently used corpora are deleted when all take more than 20 GiB.
+  They are stored in ~/.cache/specjax/tokens or in the directory of the
+  environment variable SPECJAX_TOKENS. The path is printed on stderr. The least
+  recently used corpora are deleted when all take more than 20 GiB.
+
+  Args:
+    source: source of the corpus.
+    field: field of its records.
+    tokenizer: the tokenizer.
+    chat: True if the records are conversations.
   """
   directory = _directory()
-  found = token_files.read(
+  tokens = token_files.read(
       source, field, tokenizer, directory, chat=chat, say=progress.say)
-  _shrink(directory, found.path)
+  _shrink(directory, tokens.path)
   kind = "conversations" if chat else "documents"
-  print(f"{found.documents[0]:,} {kind}, {len(found.tokens[0]):,} tokens to "
-        f"train on; {found.documents[1]:,} {kind} held out; tokens are in "
-        f"{found.path} ({found.size / 1e6:,.1f} MB)", file=sys.stderr)
-  if found.note:
-    print(found.note, file=sys.stderr)
-  return found
+  print(f"{tokens.documents[0]:,} {kind}, {len(tokens.tokens[0]):,} tokens to "
+        f"train on; {tokens.documents[1]:,} {kind} held out; tokens are in "
+        f"{tokens.path} ({tokens.size / 1e6:,.1f} MB)", file=sys.stderr)
+  if tokens.note:
+    print(tokens.note, file=sys.stderr)
+  return tokens
 
 
 def _directory() -> pathlib.Path:
-  """The directory of all corpora, or one that is deleted with the run."""
+  """Returns the directory of all corpora, or else a temporary one."""
   try:
     directory = pathlib.Path(os.environ.get(DIRECTORY) or (
         compilation.cache_directory() / "tokens"))
@@ -51,11 +57,11 @@ def _directory() -> pathlib.Path:
   return directory
 
 
-def _shrink(directory, used, largest=_LARGEST):
+def _shrink(directory: pathlib.Path, used: pathlib.Path,
+            largest: int = _LARGEST) -> None:
   """Deletes the least recently used corpora, except `used`.
 
-  A run that has a deleted corpus mapped keeps it: the system frees the space
-  when the run ends.
+  A run that has mapped a deleted corpus can still read it.
   """
   entries = []
   for path in directory.glob("*-tokens*"):
