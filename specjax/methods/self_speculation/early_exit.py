@@ -1,19 +1,18 @@
 """LayerSkip: the target's first layers draft, and the other layers verify.
 
 LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
-L layers, with the target's own norm and LM head, draft token after token. They
-are a part of the target, so that their keys and values are the target's and
-nothing is kept twice; and the stream that they left at every drafted token is
-where the verifying pass begins. So a round of gamma tokens costs
+L layers, with the target's own norm and LM head, draft token after token. Their
+keys and values are the target's, so nothing is stored twice. The verifying pass
+continues from their residual stream at every drafted token. So a round of gamma
+tokens costs
 
   (gamma + 1) E + (gamma + 1) (L - E)
 
-layers a row, where a drafter that is a model of its own takes gamma E for its
-drafts and (gamma + 1) L for the target.
+layers per row. A separate draft model of E layers would cost gamma E for the
+draft and (gamma + 1) L for the target.
 
-What an exit says depends on the text alone: the keys and values of the first E
-layers are what these layers themselves compute. So the drafter is
-autoregressive.
+The keys and values of the first E layers depend on the tokens alone, so the
+drafter is autoregressive.
 """
 
 from collections.abc import Mapping
@@ -56,8 +55,8 @@ class Begun:
   """Partial pass of the target over a draft.
 
   Attributes:
-    cache: the target's; in its first E layers the block has all N nodes, in
-      the others it has nothing yet.
+    cache: cache of the target. Its block has all N nodes in the first E layers
+      and is empty in the others.
     hidden: residual stream `[B, N, D]` of every node before layer E.
   """
 
@@ -108,11 +107,11 @@ class Exit(_common.DrawnChain):
     exit: number E of layers that draft, at least 1 and less than all.
     gamma: draft length, at least 1.
     transform: transform of the exit's logits; None: the decoder's.
-    stop: one of `methods.stop_rules`; None: all chains have gamma tokens. If
-      the rule has parameters they are `params["drafter"]["stop"]`.
+    stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. The
+      parameters of a rule are `params["drafter"]["stop"]`.
     shares_pass: True if the verifying pass continues from the drafter's
-      computation. If False, the target reads the whole draft, as a controller
-      and combined drafters require; drafts are the same.
+      computation. If False, all layers of the target read the draft, as a
+      controller and combined drafters require. Drafts are equal.
     model: target model; `bind` sets it.
   """
 
@@ -130,7 +129,7 @@ class Exit(_common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule the tokens before it decide whether a row is padding.
+    # With a stop rule, padding depends on the tokens before it.
     return self.stop is None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
@@ -195,7 +194,7 @@ class Exit(_common.DrawnChain):
         lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,
         (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
             before.own), tokens, probs, state.constraints, going, memory))
-    # The last token, which nothing was drafted from.
+    # The last token has no child and was not read yet.
     _, own, begun = self._read(params, node, tokens, begun, own)
     begun = begun.replace(
         cache=begun.cache.rollback(state.target_cache.lengths))
@@ -208,8 +207,7 @@ class Exit(_common.DrawnChain):
 
   def _read(self, params: Any, node: jax.Array, tokens: jax.Array, begun: Begun,
             own: Any) -> tuple[ModelOutput, Any, Begun]:
-    """Reads a node; returns the exit's output, its state and the partial
-    pass."""
+    """Returns the exit's output at a node, its state and the partial pass."""
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
     out = self.first_layers(params, last, begun.cache)
     begun = Begun(
@@ -222,11 +220,11 @@ class Exit(_common.DrawnChain):
     """Returns the parameters of the stop rule, or None."""
     if self.stop is None or not self.stop.has_params:
       return None
-    own = params.get("drafter")
-    if not (isinstance(own, Mapping) and "stop" in own):
+    drafter = params.get("drafter")
+    if not (isinstance(drafter, Mapping) and "stop" in drafter):
       raise ValueError(f"the stop rule {type(self.stop).__name__} has "
                        "parameters; give params['drafter'] = {'stop': ...}")
-    return own["stop"]
+    return drafter["stop"]
 
   def _asked(self, params: Any, place: jax.Array, law: jax.Array,
              hidden: jax.Array, token: jax.Array, going: jax.Array, memory: Any
@@ -239,7 +237,7 @@ class Exit(_common.DrawnChain):
   def _begin(self, params: Any, state: DecodeState) -> Begun:
     """Returns the empty partial pass, with room for all nodes."""
     cache = state.target_cache
-    if cache.held is None:  # a cascade has reserved one
+    if cache.held is None:  # a cascade has already reserved a block
       cache = cache.reserve(self.num_nodes)
     c = self.model.config
     return Begun(cache=cache, hidden=jnp.zeros(
@@ -273,7 +271,7 @@ class Exit(_common.DrawnChain):
   def commit(self, params: Any, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """Updates the stop rule; the target's cache has all else."""
+    """Updates the stop rule; the target commits its own cache."""
     del params, target_output
     rule = drafter.rule if self.stop is None else stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count)
@@ -288,7 +286,7 @@ class Exit(_common.DrawnChain):
 class EarlyExit(Exit):
   """Drafts a chain with the first layers of the target.
 
-  It has no state of its own: its keys and values are in the target's cache.
+  It has no cache of its own: its keys and values are in the target's cache.
   """
 
   def follow(self) -> "EarlyExit":
@@ -309,8 +307,8 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target's first layers; verification continues their pass.
 
-  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It pays with
-  a target that was trained for it, as `train_lm.py --exit_scale` does.
+  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It needs a
+  target that was trained for it, as by `train_lm.py --exit_scale`.
 
   >>> drafter, _ = early_exit(exit=2, gamma=4)
   >>> drafter.exit, drafter.num_nodes, drafter.autoregressive

@@ -1,9 +1,9 @@
 """LayerSkip with static trees: the first layers draft, the others verify.
 
-As `early_exit` does with chains: every node goes through the first layers once.
-They read the nodes that have children level by level and all leaves together,
-so that the block of the target's cache has another order than the draft; the
-verifying pass keeps to it, and what it returns is put in the draft's.
+As in `early_exit`, every node goes through the first layers once. They read
+inner nodes level by level and all leaves together. So the block of the target's
+cache has another order than the draft. The verifying pass uses the order of the
+block, and its output is reordered.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class _Reordered(Cache):
 
   Attributes:
     cache: the cache.
-    places: `[N]` int32, where each node lies in the block.
+    places: `[N]` int32, place of each node in the block.
   """
 
   cache: Any
@@ -84,11 +84,11 @@ class EarlyExitTree(_trees.StaticTree):
     super().__post_init__()
     fields.check_at_least("exit", self.exit, 1)
     if self.num_nodes < 2:
-      raise ValueError("the tree has no node below its root; give one at least")
+      raise ValueError("parents has 1 node; it must have at least 2")
 
   @property
   def autoregressive(self) -> bool:
-    # Otherwise a row depends on the earlier siblings as well.
+    # Otherwise a row also depends on the earlier siblings.
     return self.iid
 
   def bind(self, target: Model, transform: LogitsTransform
@@ -137,7 +137,7 @@ class EarlyExitTree(_trees.StaticTree):
     def step(tokens, depths, ancestors, above, carry):
       del above
       cache, states = carry
-      # The root is a node of this block, the first of all.
+      # The root is the first node of this block.
       ancestors = jnp.pad(
           ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
       out = read(tokens, depths + 1, ancestors, cache)
@@ -189,6 +189,6 @@ class EarlyExitTree(_trees.StaticTree):
     return None
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns one specification: there are no parameters."""
+    """Returns an empty specification."""
     del axis, size
     return PartitionSpec()

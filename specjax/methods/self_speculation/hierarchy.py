@@ -1,11 +1,11 @@
 """TriForce: the target drafts from a part of its cache, with its own drafter.
 
-TriForce, Sun et al. 2024 (arXiv:2404.11912), for long contexts, where a pass
-reads more of the cache than of the weights:
+TriForce, Sun et al. 2024 (arXiv:2404.11912), for long contexts, in which the
+cache costs a pass more than the weights:
 
-  target, whole cache  <-  its weights, part of the cache  <-  tiny drafter
+  target, full cache  <-  its weights, part of the cache  <-  tiny drafter
 
-Without a drafter inside it is MagicDec (Sadhukhan et al. 2024,
+With an `Empty` inner drafter it is MagicDec (Sadhukhan et al. 2024,
 arXiv:2408.11049): the target drafts alone from a sparse cache.
 """
 
@@ -37,18 +37,17 @@ from specjax.types import Prompt
 class Hierarchy(Cascade):
   """`Cascade` whose small model is the target with a view of its cache.
 
-  Every stage is exact with respect to the next, as in any cascade: after a
-  rejection the middle stage draws from its *residual* law. TriForce's released
-  code draws from the middle's whole law there and says that the token had it,
-  which is biased; `tests/methods/hierarchy_test.py` has the figures.
+  Every stage is exact with respect to the next one, as in any cascade. After a
+  rejection the middle stage samples from its *residual* distribution.
+  TriForce's released code samples from its full distribution instead, which is
+  biased; `tests/methods/hierarchy_test.py` measures the bias.
 
   `params["drafter"]` is `{"target": the target's parameters, or a copy such as
-  `models.quantize` makes, "drafter": those of the inner drafter}`.
+  that of `models.quantize`, "drafter": parameters of the inner drafter}`.
 
   Attributes:
-    model: the target, which is known when a decoder is made: leave it out.
-    view: part of the cache that drafts read, one of
-      `specjax.models.cache_views`.
+    model: target model; `bind` sets it.
+    view: part of the cache that drafts read, see `specjax.models.cache_views`.
     drafter: drafter of the middle stage, such as a tiny model with a
       `Streaming` cache, or `Empty`.
     gamma: draft length.
@@ -57,26 +56,25 @@ class Hierarchy(Cascade):
   view: CacheView
   model: Model | None = None
 
-  reads_cache = True  # of the target, which must have written all of the text
+  reads_cache = True
 
   @property
   def autoregressive(self) -> bool:
-    return False  # what is seen depends on where a round began
+    return False  # the view depends on the start of the round
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
     """Returns the drafter specialised to a target."""
-    interfaces.bind(self.drafter, target, transform)  # of the same tokens
+    interfaces.bind(self.drafter, target, transform)  # checks the vocabulary
     name = type(target).__name__
     if not isinstance(target, Transformer) or target.cache is not KVCache:
-      raise ValueError(f"the target is a {name} with another cache than "
-                       "KVCache, of which no view is known; give a "
+      raise ValueError(f"the target is a {name} without a KVCache; give a "
                        "models.Transformer with cache=KVCache")
     if any(target.config.windows):
       raise ValueError(f"the target has layers with windows "
-                       f"{target.config.windows}, which read a part of the "
-                       "cache already; draft for it in another way")
-    own = dataclasses.replace(self, model=target)
-    return super(Hierarchy, own).bind(target, transform)
+                       f"{target.config.windows}, which already read a part of "
+                       "the cache; give a target without windows")
+    drafter = dataclasses.replace(self, model=target)
+    return super(Hierarchy, drafter).bind(target, transform)
 
   def _read(self, own: Mapping[str, Any], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
@@ -101,10 +99,10 @@ class Hierarchy(Cascade):
 def triforce(view: CacheView, drafter: Drafter, gamma: int,
              inner: Verifier = BLOCK, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """Drafts with the target and a part of its cache, and a drafter for it.
+  """Drafts with the target and a part of its cache, and an inner drafter.
 
-  TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts; with
-  `drafters.Empty()` inside MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
+  TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts. With
+  `drafters.Empty()` it is MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
 
   >>> from specjax import drafters, testing
   >>> from specjax.models import cache_views
@@ -114,7 +112,7 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   7
 
   Args:
-    view: part of the cache that drafts read, one of `cache_views`.
+    view: part of the cache that drafts read, see `cache_views`.
     drafter: drafter of the middle stage, such as a tiny model with a
       `Streaming` cache.
     gamma: draft length.

@@ -53,16 +53,15 @@ _SHARED = ("embedding", "head")
 class KangarooAdapter:
   """Decoder layer and norm on the target's stream before layer `exit`.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). What it makes of the stream
-  goes through the target's LM head. Its parameters are those of a `Transformer`
-  of one layer without embedding and head, with the target's sizes.
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). Its output goes through the
+  target's LM head. Its parameters are those of a `Transformer` of one layer and
+  the target's sizes, without embedding and head.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     exit: number E of target layers before it; 2 or 3 in the paper.
-    forecasts: K, tokens after the next one that are measured; it drafts as many
-      as one likes.
+    forecasts: number K of tokens after the next one that `score` measures.
   """
 
   width: int
@@ -96,18 +95,18 @@ class KangarooAdapter:
     """Returns float32 copies of the target's next layer and its norm.
 
     Args:
-      key: not used.
+      key: random key, not used.
       target_params: parameters of the target.
 
     Returns:
-      Those of layer 0 and the final norm of a `Transformer`.
+      Parameters of layer 0 and of the final norm of a `Transformer`.
     """
     del key
     end = f"_{self.exit}"
     layer = {name.removesuffix(end) + "_0": x
              for name, x in target_params.items() if name.endswith(end)}
-    own = {**layer, "final_norm": target_params["final_norm"]}
-    return jax.tree.map(lambda x: x.astype(jnp.float32), own)
+    params = {**layer, "final_norm": target_params["final_norm"]}
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
@@ -115,8 +114,7 @@ class KangarooAdapter:
     return target, {"target": target_params, "drafter": params}
 
   def model(self, target: Transformer) -> Transformer:
-    """Returns the adapter as a `Transformer` of one layer; `run` takes the
-    stream."""
+    """Returns the adapter as a `Transformer` of one layer."""
     config = target.config
     windows = config.windows[self.exit:self.exit + 1]
     return dataclasses.replace(target, config=dataclasses.replace(
@@ -126,7 +124,7 @@ class KangarooAdapter:
     """Returns the parameters of `model`.
 
     Args:
-      params: `{"target": ..., "drafter": the adapter's}`.
+      params: `{"target": ..., "drafter": parameters of the adapter}`.
     """
     shared = {name: x for name, x in params["target"].items()
               if name in _SHARED}
@@ -149,11 +147,11 @@ class Caches(Cache):
 class AdaptedExit(Model):
   """The exit and its adapter as a `Model` with its own caches.
 
-  Its parameters are `{"target": ..., "drafter": the adapter's}`.
+  Its parameters are `{"target": ..., "drafter": parameters of the adapter}`.
 
   Attributes:
-    target: the model.
-    adapter: adapter of the model.
+    target: target model.
+    adapter: adapter of the target.
   """
 
   target: Transformer
@@ -178,7 +176,7 @@ class AdaptedExit(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Caches | None = None) -> ModelOutput:
-    """Runs one pass, as in `Model`."""
+    """Runs one pass, see `Model`."""
     exit = self.target.run(
         params["target"], Sublayers.between(0, self.adapter.exit), tokens,
         depths, ancestors, cache and cache.exit)
@@ -194,8 +192,8 @@ class AdaptedExit(Model):
     Args:
       params: parameters, see the class.
       exit: output of a pass through the first layers.
-      depths: depths, as in `Model`.
-      ancestors: mask, as in `Model`.
+      depths: depths, see `Model`.
+      ancestors: mask, see `Model`.
       cache: caches; None: the tokens have no past.
     """
     out = self.adapter.model(self.target).run(
@@ -208,9 +206,8 @@ class AdaptedExit(Model):
 class Kangaroo(Exit):
   """Drafts a chain with the target's first layers and an adapter.
 
-  The first layers are shared with the verifying pass, as in `EarlyExit`; the
-  adapter has a cache of its own. `params["drafter"]` are the adapter's
-  parameters.
+  The verifying pass shares the first layers, as in `EarlyExit`. The adapter has
+  a cache of its own. `params["drafter"]` are the adapter's parameters.
 
   Attributes:
     adapter: adapter, which defines the exit.
@@ -226,7 +223,7 @@ class Kangaroo(Exit):
     if self.stop is not None and self.stop.has_params:
       raise ValueError(f"the stop rule {type(self.stop).__name__} has "
                        "parameters, and params['drafter'] are the adapter's; "
-                       "choose a rule without, such as Confidence")
+                       "choose a rule without parameters, such as Confidence")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
     """Returns the drafter specialised to a target."""
@@ -265,17 +262,17 @@ class Kangaroo(Exit):
     """Adds the accepted tokens to the adapter's cache."""
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
-    # Its block begins with the root, and all nodes lie in order.
+    # Its block begins with the root and has the nodes in order.
     return state.replace(
         own=drafter.own.rollback(drafter.own.lengths + count).settle())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooObjective:
-  """-mean_t sum_v p_t(v) log q_t(v), p the target's law and q the adapter's.
+  """-mean_t sum_v p_t(v) log q_t(v), for target p and adapter q.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs once: the
-  adapter reads the stream on its way.
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs once, and the
+  adapter reads its residual stream.
 
   Attributes:
     model: target model.
@@ -288,7 +285,7 @@ class KangarooObjective:
   needs = ("target", "drafter")
 
   def __post_init__(self):
-    # Refused before anything is trained.
+    # Raises an error if the adapter does not fit.
     type(self.adapter).for_target(
         self.model, self.adapter.forecasts, exit=self.adapter.exit)
 
@@ -322,7 +319,7 @@ class KangarooObjective:
             score: Score) -> Any:
     """Returns `score(k, logits, positions)` for k = 1..K, stacked.
 
-    Forecast k is the law after the row's own k - 1 tokens in between, as if
+    Forecast k is the distribution after k - 1 further tokens of the row, as if
     they had been drafted and accepted.
     """
     del key
@@ -333,9 +330,9 @@ class KangarooObjective:
                        "forecasts; give longer rows or fewer forecasts")
     positions = jnp.broadcast_to(
         jnp.arange(size - count), (logits.shape[0], size - count))
-    found = [score(k, logits[:, k:size - count + k], positions)
-             for k in range(1, count + 1)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *found)
+    scores = [score(k, logits[:, k:size - count + k], positions)
+              for k in range(1, count + 1)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *scores)
 
 
 _UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
@@ -346,8 +343,8 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
              verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target's first layers and a trained layer after them.
 
-  Liu et al. 2024 (arXiv:2404.18911), whose drafts end after a token of less
-  than 0.6. At temperature 0 a law is deterministic, and none ends.
+  Liu et al. 2024 (arXiv:2404.18911). Drafts end after a token below probability
+  0.6. At temperature 0 q is one-hot, and no draft ends early.
 
   >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)

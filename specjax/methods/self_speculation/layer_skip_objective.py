@@ -1,4 +1,4 @@
-"""LayerSkip: training a target whose first layers can draft."""
+"""LayerSkip: training of a target whose first layers can draft."""
 
 import dataclasses
 import math
@@ -29,20 +29,20 @@ class LayerSkipObjective:
 
     p(l, t) = S(t) D(l) dropout,   D(l) = exp(l ln 2 / (L - 1)) - 1
 
-  where S(t) = 1 (continued training) or 2^(t / T) - 1 (from scratch). What is
-  left is not scaled. Every exit, the target's own norm and LM head after layer
-  l, has a next-token loss; they are summed with the weights
+  where S(t) = 1 (continued training) or 2^(t / T) - 1 (from scratch). The other
+  layers are not scaled. An exit is the target's own norm and LM head after
+  layer l. The next-token losses of all exits are summed with the weights
 
     w(l, t) = C(t, l) e(l) / sum_i C(t, i) e(i)
     e(l) = scale (0 + 1 + ... + l) for l < L - 1
     e(L - 1) = L - 1 + scale (0 + 1 + ... + L - 2)
 
-  where C says which exits take part: "rotational", those with (l - t) mod
-  `every` = 0; "gradual", from the last one on one more every T / (2 L) steps;
-  "constant", all. The last one always does.
+  where C selects exits: "rotational", exits with (l - t) mod `every` = 0;
+  "gradual", first the last exit, then one more every T / (2 L) steps;
+  "constant", all exits. The last exit is always included.
 
-  A dropped layer is computed and multiplied by 0, for rows differ in what they
-  drop: it saves no time.
+  A dropped layer is computed and multiplied by 0, because rows drop different
+  layers. So dropout saves no time.
 
   Attributes:
     model: target model.
@@ -76,11 +76,10 @@ class LayerSkipObjective:
       raise ValueError(f"scale is {self.scale}; it must be at least 0")
     layers = self.model.config.layers
     if layers < 2:
-      raise ValueError("the target has 1 layer; with an exit before its last "
-                       "layer it needs 2 at least")
+      raise ValueError("the target has 1 layer; an early exit needs at least 2")
     if not 1 <= self.every <= layers:
-      raise ValueError(f"every is {self.every}; it must be from 1, all exits "
-                       f"in every step, to the {layers} layers")
+      raise ValueError(f"every is {self.every}; it must be from 1 to the "
+                       f"{layers} layers")
 
   def dropout_rates(self, progress: jax.Array) -> jax.Array:
     """Returns p(l, t) `[L]` after the share `progress []` of the run."""
@@ -115,8 +114,7 @@ class LayerSkipObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"target"}`, and that of its last layer as
-    `lm_loss`."""
+    """Returns the loss of `{"target"}`, and `lm_loss` of its last layer."""
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
@@ -140,7 +138,7 @@ class LayerSkipObjective:
 
     weights = self.exit_weights(progress)
     exits = jnp.stack(self._exits(progress))
-    # One exit's logits at a time, computed again for the gradient.
+    # Only one exit's logits are in memory. The gradient recomputes them.
     early = jax.lax.map(
         lambda exit: jax.checkpoint(loss)(jnp.stack(states[:-1])[exit]), exits)
     lm_loss = loss(hidden)
@@ -154,6 +152,6 @@ class LayerSkipObjective:
       return list(range(early))
     first = self._step(progress) % self.every
     count = math.ceil(early / self.every)
-    # Where a turn has one exit less, the first one that has no part counts 0.
+    # A turn with one exit less ends with the last early exit, of weight 0.
     exits = [first + i * self.every for i in range(count)]
     return [jnp.minimum(exit, early - 1) for exit in exits]

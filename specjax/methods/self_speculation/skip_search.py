@@ -1,19 +1,19 @@
 """Search for layers that a target can skip when it drafts for itself.
 
 A set of attentions and MLPs is scored by one pass over windows of the target's
-own text, with what is left out as data (`models.Masked`), so that one program
-scores all sets. For every token the pass gives q beside the target's p, and
+own output. The skipped set is data (`models.Masked`), so one program scores all
+sets. The pass computes q at every token. With the target's p,
 
-  agreement   the share of tokens whose argmax is the target's, SWIFT's
+  agreement   is the share of tokens whose argmax is the target's, SWIFT's
               "matchness" (Xia et al. 2024, arXiv:2410.06916)
-  accepted    the expected number of accepted tokens of a draft that begins
+  accepted    is the expected number of accepted tokens of a draft that begins
               there, sum_(i <= gamma) prod_(j < i) min(1, q_j / p_j)
-              sum_v min(p_i(v), q_i(v)): that of token verification, with no
-              draft drawn (see `objectives.AcceptedLength`). At temperature 0
+              sum_v min(p_i(v), q_i(v)), for token verification (see
+              `objectives.AcceptedLength`). At temperature 0 it is
               sum_i prod_(j <= i) [argmax q_j = argmax p_j].
 
-The searches know a score and nothing of models. `clasp` looks at hidden states
-instead. What they find is `Sublayers`, for `models.Shortened`.
+The searches take any score function. `clasp` uses hidden states instead. All
+results can be used as `Sublayers` of `models.Shortened`.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,6 @@ from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 
 PARTS = ("attention", "mlp")
-
-
 Skipped = frozenset[tuple[int, int]]  # pairs of a layer and a place in PARTS
 
 
@@ -67,53 +65,53 @@ class Scored:
 def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
            temperature: float = 1.0, first: int = 0
            ) -> Callable[[Sublayers], Scored]:
-  """Returns a function that scores a set; the target itself is run once.
+  """Returns a function that scores a set; the target itself runs once.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: `[R, S + 1]` int32, text of the target at this temperature. Its laws
-      take R S V floats.
+    tokens: `[R, S + 1]` int32, output of the target at this temperature. Its
+      distributions take R S V floats.
     gamma: draft length.
     temperature: 0 or 1.
-    first: place of the first token that was the target's; the laws of those
-      from there on count.
+    first: place of the first token of the target. Earlier tokens, such as the
+      prompt, are not scored.
 
   Raises:
     ValueError: the rows have too few tokens for a draft, or the temperature is
-      another.
+      neither 0 nor 1.
   """
   tokens = jnp.asarray(tokens, jnp.int32)
-  own, start = tokens.shape[1] - max(first, 1), max(first, 1) - 1
+  count, start = tokens.shape[1] - max(first, 1), max(first, 1) - 1
   if temperature not in (0.0, 1.0):
     raise ValueError(f"temperature is {temperature}; sets are scored at 0 or 1")
-  if own < gamma:
-    raise ValueError(f"windows have {max(own, 0)} tokens of the target's own "
-                     f"and gamma is {gamma}; give as many at least")
-  whole = Sublayers.between(0, model.config.layers)
+  if count < gamma:
+    raise ValueError(f"windows have {max(count, 0)} tokens of the target's own "
+                     f"and gamma is {gamma}; give at least gamma tokens")
+  every = Sublayers.between(0, model.config.layers)
 
   def logits(params, row, keep):
-    out = model.run(params, whole, row[None, :-1], keep=keep)
+    out = model.run(params, every, row[None, :-1], keep=keep)
     return out.logits[0, start:]
 
   @jax.jit
   def laws(params):
-    ones = mask(whole, model.config.layers)
+    ones = mask(every, model.config.layers)
     return jax.lax.map(lambda row: logits(params, row, ones), tokens)
 
   @jax.jit
   def measure(params, laws, keep):
-    def one(x):
+    def score_row(x):
       row, p = x
       q = logits(params, row, keep)
       same = jnp.argmax(p, -1) == jnp.argmax(q, -1)
       if temperature:
-        found = _chances(p, q, row[start + 1:])
+        passed, last = _chances(p, q, row[start + 1:])
       else:
-        found = same.astype(jnp.float32), same.astype(jnp.float32)
-      return jnp.mean(same), survival(*found, gamma)
+        passed = last = same.astype(jnp.float32)
+      return jnp.mean(same), survival(passed, last, gamma)
 
-    return jax.lax.map(one, (tokens, laws))
+    return jax.lax.map(score_row, (tokens, laws))
 
   p = laws(params)
   return lambda sublayers: Scored(*map(np.asarray, measure(
@@ -130,29 +128,33 @@ def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
 
 
 def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
-  """Returns a model of `layers` layers without the `skipped` parts."""
+  """Returns the sublayers of `layers` layers without the `skipped` ones."""
   left_out = [[layer for layer, part in skipped if part == i]
               for i in range(len(PARTS))]
   return Sublayers.without(layers, *left_out)
 
 
 def _free(layers: int, parts: Sequence[int]) -> list[tuple[int, int]]:
-  """Returns the parts that may be skipped: not in the first or last layer
-  (SWIFT)."""
+  """Returns the skippable parts: none in the first or last layer (SWIFT)."""
   return [(layer, part) for layer in range(1, layers - 1) for part in parts]
 
 
 def _check(layers: int, count: int, parts: Sequence[int]) -> None:
   most = len(_free(layers, parts))
   if not 1 <= count <= most:
-    raise ValueError(f"{count} parts are to be left out of {layers} layers; "
-                     f"give 1 to {most}, for the first and the last layer stay")
+    raise ValueError(f"count is {count}; {layers} layers allow 1 to {most}, "
+                     "because the first and the last layer stay")
 
 
 def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, tries: int, seed: int = 0, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
   """Returns the best of random sets, like SWIFT's first proposals.
+
+  >>> skipped, score = random_search(
+  ...     lambda sublayers: len(sublayers.mlp), layers=4, count=1, tries=8)
+  >>> skipped <= {(1, 0), (2, 0)}, score
+  (True, 4)
 
   Args:
     score: function to maximise.
@@ -177,26 +179,28 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
 
 def _best(score: Callable[[Sublayers], float], layers: int,
           sets: Iterable[Skipped]) -> tuple[Skipped, float]:
-  # Equal scores go to the set that came first.
-  scored = [(score(without(layers, one)), one) for one in dict.fromkeys(sets)]
-  best, found = max(scored, key=lambda pair: pair[0])
-  return found, best
+  # The first of equal scores is taken.
+  scored = [(score(without(layers, skipped)), skipped)
+            for skipped in dict.fromkeys(sets)]
+  best, skipped = max(scored, key=lambda pair: pair[0])
+  return skipped, best
 
 
 def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Skips one part after the other, the best one each time.
+  """Skips one part after the other, always the part with the best score.
 
   Arguments, results and errors are those of `random_search`. A search for
   `count` parts scores about 2 L count sets.
   """
   _check(layers, count, parts)
-  found, best = frozenset(), float("-inf")
+  skipped, best = frozenset(), float("-inf")
   for _ in range(count):
-    found, best = _best(score, layers, (
-        found | {one} for one in _free(layers, parts) if one not in found))
-  return found, best
+    skipped, best = _best(score, layers, (
+        skipped | {part} for part in _free(layers, parts)
+        if part not in skipped))
+  return skipped, best
 
 
 def local_search(score: Callable[[Sublayers], float], layers: int,
@@ -213,42 +217,42 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
     parts: skippable parts, of `PARTS`.
 
   Returns:
-    As there.
+    The set and its score.
   """
   _check(layers, len(start), parts)
   rng, free = np.random.default_rng(seed), _free(layers, parts)
-  found, best = start, score(without(layers, start))
+  skipped, best = start, score(without(layers, start))
   for _ in range(tries):
-    kept = [one for one in free if one not in found]
-    if not kept:
+    running = [part for part in free if part not in skipped]
+    if not running:
       break
-    out = sorted(found)[rng.integers(len(found))]
-    new = found - {out} | {kept[rng.integers(len(kept))]}
-    other = score(without(layers, new))
-    if other > best:
-      found, best = new, other
-  return found, best
+    removed = sorted(skipped)[rng.integers(len(skipped))]
+    new = skipped - {removed} | {running[rng.integers(len(running))]}
+    new_score = score(without(layers, new))
+    if new_score > best:
+      skipped, best = new, new_score
+  return skipped, best
 
 
 def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
           ) -> Skipped:
-  """Returns whole layers to skip, by a dynamic program over hidden states.
+  """Returns layers to skip, by a dynamic program over hidden states.
 
   CLaSp (2025, arXiv:2505.24196). D[i][j] is the stream before layer i of the
-  best way to leave out j of the layers before it. D[i + 1][j] is the one of
-  layer i applied to D[i][j], and D[i][j - 1] as it is, that has the larger
-  cosine with the whole model's stream. Here the cosine is a mean over all
-  tokens of some windows, where the paper takes the last verified token. It
-  costs about `count` passes.
+  best way to skip j of the layers before it. The candidates for D[i + 1][j] are
+  layer i applied to D[i][j], and D[i][j - 1] itself. The candidate with the
+  larger cosine to the complete model's stream is taken. Here the cosine is a
+  mean over all tokens of some windows; the paper takes the last verified token.
+  The cost is about `count` passes.
 
   Args:
     model: target model.
     params: parameters of the model.
     tokens: token ids `[R, S]` int32.
-    count: layers to leave out; the first and the last one stay.
+    count: number of skipped layers; the first and the last one stay.
 
   Returns:
-    Both parts of `count` layers.
+    Both sublayers of `count` layers.
 
   Raises:
     ValueError: `count` is out of range.
@@ -256,12 +260,12 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
   layers = model.config.layers
   _check(layers, count, (0,))
   passes = np.asarray(_program(model, params, jnp.asarray(tokens), count))
-  found, left = set(), count
+  skipped, left = set(), count
   for layer in range(layers - 1, -1, -1):
     if passes[layer, left]:
-      found.add(layer)
+      skipped.add(layer)
       left -= 1
-  return frozenset((layer, part) for layer in found for part in (0, 1))
+  return frozenset((layer, part) for layer in skipped for part in (0, 1))
 
 
 def _program(model: Transformer, params: Any, tokens: jax.Array, count: int
@@ -272,34 +276,33 @@ def _program(model: Transformer, params: Any, tokens: jax.Array, count: int
   @jax.jit
   def program(params, tokens):
     start = model.run(params, Sublayers.between(0, 0), tokens).hidden
-    whole, ways = start, jnp.tile(start, (count + 1, 1, 1, 1))
-    reached = jnp.arange(count + 1) == 0  # ways of leaving out j so far
-    found = []
+    complete, ways = start, jnp.tile(start, (count + 1, 1, 1, 1))
+    reached = jnp.arange(count + 1) == 0  # j layers can be skipped so far
+    skips = []
     for layer in range(layers):
       run = lambda x, layer=layer: model.run(
           params, Sublayers.between(layer, layer + 1), hidden=x).hidden
-      whole, after = run(whole), jax.lax.map(run, ways)
+      complete, after = run(complete), jax.lax.map(run, ways)
       past, can = jnp.roll(ways, 1, axis=0), jnp.roll(reached, 1).at[0].set(
           False) & (0 < layer < layers - 1)
-      better = _cosine(past, whole) > _cosine(after, whole)
+      better = _cosine(past, complete) > _cosine(after, complete)
       passed = can & (better | ~reached)
       ways = jnp.where(passed[:, None, None, None], past, after)
       reached = reached | can
-      found.append(passed)
-    return jnp.stack(found)
+      skips.append(passed)
+    return jnp.stack(skips)
 
   return program(params, tokens)
 
 
-def _cosine(ways: jax.Array, whole: jax.Array) -> jax.Array:
-  """Returns `[J]`, the mean cosine of streams `[J, R, S, D]` with `[R, S,
-  D]`."""
+def _cosine(ways: jax.Array, complete: jax.Array) -> jax.Array:
+  """Returns the mean cosine `[J]` of streams `[J, R, S, D]` and `[R, S, D]`."""
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-  return jnp.mean(jnp.sum(unit(ways) * unit(whole), axis=-1), axis=(1, 2))
+  return jnp.mean(jnp.sum(unit(ways) * unit(complete), axis=-1), axis=(1, 2))
 
 
-# The sets that Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) found for
-# Llama-2-13B by Bayesian optimisation of its speed.
+# Set of Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) for Llama-2-13B,
+# by Bayesian optimisation of its speed.
 LLAMA_2_13B = frozenset(
     [(layer, 0) for layer in (3, 5, 6, 8, 10, 11, 14, 15, 18, *range(22, 32),
                               *range(33, 38))]
@@ -311,8 +314,8 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
                      verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target without some of its attentions and MLPs.
 
-  Zhang et al. 2023 (arXiv:2309.08168). What to leave out is searched by
-  `skip_search`; `params["drafter"]` are the target's parameters.
+  Zhang et al. 2023 (arXiv:2309.08168). `skip_search` finds a set to skip.
+  `params["drafter"]` are the target's parameters.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target

@@ -1,14 +1,14 @@
-"""SWIFT: the target drafts without some parts, chosen while it decodes.
+"""SWIFT: the target drafts without some sublayers, chosen while it decodes.
 
-SWIFT (Xia et al. 2024, arXiv:2410.06916): no training and no search before the
-text, for the text that is written says which parts it can do without. What is
-left out is data, so that nothing is compiled again.
+SWIFT (Xia et al. 2024, arXiv:2410.06916) needs no training and no search before
+decoding, because the generated tokens score the sublayers. The skipped set is
+data, so nothing is compiled again.
 
-The draft reads the keys and values that the target has of the text, and its own
-only of the last two tokens and of what it drafts: it has no cache. Its law
-depends on where the draft began, and it changes between rounds alone, when what
-is committed is known. It is reported as it was drawn from, so that no schedule
-of searches changes what is written.
+The draft reads the target's cache, and computes its own keys and values for the
+last two tokens and the drafted ones only. It has no cache. Its q depends on the
+start of the draft and changes only between rounds, when the committed tokens
+are known. The reported q is the sampled one, so every schedule of searches is
+exact.
 """
 
 import dataclasses
@@ -46,12 +46,12 @@ class Skipped:
   """State of a `Swift`; every leaf has the rows B first.
 
   Attributes:
-    keep: `[B, L, 2]` float32, 0 for each attention and each MLP left out.
-    since: `[B]` int32, committed tokens when a set was tried last; at first
-      those of the prompt.
-    tried: `[B]` int32, sets that were tried.
-    score: `[B]` float32, the expected number of accepted tokens of `keep` on
-      the last window; 0 before the first.
+    keep: `[B, L, 2]` float32, 0 for each skipped attention and MLP.
+    since: `[B]` int32, number of committed tokens at the last try; initially
+      the length of the prompt.
+    tried: `[B]` int32, number of tried sets.
+    score: `[B]` float32, expected number of accepted tokens of `keep` on the
+      last window; 0 before the first.
   """
 
   keep: jax.Array
@@ -70,23 +70,22 @@ class Skipped:
 class Swift(_common.DrawnChain):
   """Drafts with a part of the target that is searched while it decodes.
 
-  Whenever a row has written `window` more tokens, one part that it leaves out
-  is swapped for one that it runs. Both sets are scored on these tokens by the
-  number of tokens that a draft of gamma would have accepted, in expectation
-  (see `survival`; SWIFT counts agreeing argmaxes), and the better one stays.
-  There a set reads keys and values of its own of the whole window. This takes
-  three passes over the window, and as many laws of B, window and V floats. The
-  first and the last layer are never left out, as there.
+  After every `window` tokens of a row, one skipped sublayer is swapped for
+  another. Both sets are scored on these tokens by the expected number of
+  accepted tokens of a draft (see `survival`; SWIFT counts equal argmaxes), and
+  the better set stays. In scoring, a set reads its own keys and values of the
+  window. A try takes three passes over the window and three arrays of B *
+  window * V floats. As in SWIFT, the first and the last layer always run.
 
-  Parts that are left out are computed and multiplied by 0: it saves no time.
-  What was found (`Skipped.sublayers`) does as a `models.Shortened`.
+  Skipped sublayers are computed and multiplied by 0, which saves no time. A
+  `models.Shortened` with `Skipped.sublayers` does save time.
 
   `params["drafter"]` is not read.
 
   Attributes:
     gamma: draft length, at least 1.
-    count: attentions and MLPs that are left out; at first they are spread over
-      the layers. SWIFT leaves out 0.45 of those between first and last layer.
+    count: number of skipped attentions and MLPs, initially spread over the
+      layers. SWIFT skips 0.45 of those between first and last layer.
     window: number of tokens between two tries, at least gamma.
     tries: number of sets that a row tries; 0 keeps the first one.
     seed: seed of the swaps.
@@ -117,10 +116,9 @@ class Swift(_common.DrawnChain):
     most = max(0, 2 * (target.config.layers - 2) - 1)
     if self.count > most:
       raise ValueError(
-          f"count is {self.count} and of the target's {target.config.layers} "
-          f"layers {most} parts can be left out, for the first and the last "
-          "layer stay and one more part is to swap with: leave out fewer, or "
-          "take a deeper target")
+          f"count is {self.count}; a target of {target.config.layers} layers "
+          f"allows at most {most}, because the first and the last layer and "
+          "one sublayer to swap with stay")
     round_steps.check_slack(target, self.window + self.gamma + 1)
     return _common.with_transform(
         self, transform, model=target, law=transform)
@@ -144,7 +142,7 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
-    """Tries a set in rows where one is due, then drafts a chain per row."""
+    """Tries a set in rows that need it, then drafts a chain per row."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
@@ -160,7 +158,7 @@ class Swift(_common.DrawnChain):
 
   def _searched(self, params: Any, state: DecodeState, old: Skipped,
                 due: jax.Array) -> Skipped:
-    """Returns the state after a try in rows where one is due."""
+    """Returns the state after a try in the rows `due [B]`."""
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
     at = start[:, None] + jnp.arange(self.window + 1)
     text = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
@@ -168,8 +166,9 @@ class Swift(_common.DrawnChain):
     depths, causal = topology.causal(len(start), self.window)
 
     def laws(keep, transform):
-      own = {"model": params["target"], "keep": _last(keep)}
-      out = Masked(self.model)(own, text[:, :-1], depths, causal, cache)
+      out = Masked(self.model)(
+          {"model": params["target"], "keep": _last(keep)}, text[:, :-1],
+          depths, causal, cache)
       return transform(out.logits, state.temperature[:, None])
 
     new = jax.vmap(self._swapped)(old.keep, old.tried)
@@ -188,8 +187,8 @@ class Swift(_common.DrawnChain):
 
   def _score(self, p: jax.Array, q: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the expected number of accepted tokens of one row."""
-    own = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
-    passed = jnp.minimum(1, own(q) / jnp.maximum(own(p), 1e-30))
+    at = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
+    passed = jnp.minimum(1, at(q) / jnp.maximum(at(p), 1e-30))
     return jnp.sum(survival(
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
@@ -208,7 +207,7 @@ class Swift(_common.DrawnChain):
     return flat.reshape(keep.shape)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns one specification: there are no parameters."""
+    """Returns an empty specification."""
     del axis, size
     return PartitionSpec()
 
@@ -217,26 +216,30 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   """Returns the survival of drafts on recorded tokens, without drafting.
 
   A draft that begins after token j - 1 has i tokens accepted with probability
-  E[prod_(k < i) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], where x is text
-  of the target's and the sum is at its token i (token verification; Leviathan
+  E[prod_(k < i) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], where x are
+  tokens of the target and the sum is at token i (token verification; Leviathan
   et al. 2022, arXiv:2211.17192).
 
+  >>> half = jax.numpy.full((4,), 0.5)
+  >>> survival(half, half, gamma=2).tolist()
+  [0.5, 0.25]
+
   Args:
-    passed: `[S]`, min(1, q / p) of the text's own tokens.
-    last: `[S]`, sum_v min(p, q) there.
+    passed: `[S]`, min(1, q / p) of the recorded tokens.
+    last: `[S]`, sum_v min(p, q) at each token.
     gamma: draft length, at most S.
 
   Returns:
-    `[gamma]`, the means over all places where a draft of gamma tokens fits.
+    `[gamma]`, means over all starting positions of a draft of gamma tokens.
   """
   chex.assert_rank([passed, last], 1)
   places = passed.shape[0] - gamma + 1
   take = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, places)
-  before, found = jnp.ones((places,), passed.dtype), []
+  before, means = jnp.ones((places,), passed.dtype), []
   for i in range(gamma):
-    found.append(jnp.mean(before * take(last, i)))
+    means.append(jnp.mean(before * take(last, i)))
     before = before * take(passed, i)
-  return jnp.stack(found)
+  return jnp.stack(means)
 
 
 def _last(keep: jax.Array) -> jax.Array:
@@ -246,11 +249,12 @@ def _last(keep: jax.Array) -> jax.Array:
 
 def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
           verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target without some parts, searched while it decodes.
+  """Drafts with the target without some sublayers, searched while it decodes.
 
-  SWIFT, Xia et al. 2024 (arXiv:2410.06916), but for its trees and its stop
-  rule; sets are scored by accepted length, see `drafters.Swift`. What is left
-  out is computed and multiplied by 0, so that it says what could be saved.
+  SWIFT, Xia et al. 2024 (arXiv:2410.06916), without its trees and its stop
+  rule. Sets are scored by accepted length, see `drafters.Swift`. Skipped
+  sublayers are computed and multiplied by 0, so a search measures acceptance
+  and saves no time.
 
   >>> swift(gamma=4, count=2).drafter.autoregressive
   False
