@@ -258,9 +258,9 @@ def test_searches_find_what_is_worth_most():
   assert found == best and value > first
   only, _ = skip_search.greedy_search(_toy, 6, 2, parts=(1,))
   assert only == {(1, 1), (2, 1)}
-  with pytest.raises(ValueError, match="9 parts.*6 layers.*1 to 8"):
+  with pytest.raises(ValueError, match="count is 9; 6 layers.*1 to 8"):
     skip_search.random_search(_toy, 6, 9, tries=1)
-  with pytest.raises(ValueError, match="0 parts.*6 layers.*1 to 8"):
+  with pytest.raises(ValueError, match="count is 0; 6 layers.*1 to 8"):
     skip_search.local_search(_toy, 6, frozenset(), tries=1)
 
 
@@ -280,7 +280,7 @@ def test_clasp_leaves_out_layers_that_change_nothing():
           jnp.zeros_like, own[last])}
   found = skip_search.clasp(model, params, _TOKENS, 2)
   assert found == {(layer, part) for layer in (1, 4) for part in (0, 1)}
-  with pytest.raises(ValueError, match="5 parts.*1 to 4"):
+  with pytest.raises(ValueError, match="count is 5; .*1 to 4"):
     skip_search.clasp(model, params, _TOKENS, 5)
 
 

@@ -1,19 +1,18 @@
 """Copy of the committed tokens in the drafter's vocabulary.
 
-For drafters whose model has another vocabulary than the target. A round is
+Used by drafters whose model has another vocabulary than the target. A round is
 
-  amended   the new text replaces the end of the old one
-  caught_up the model reads what it has not read yet, a few tokens a pass
-  drafted   what was drafted is noted, with how much of it the model has read
+  amended   the new tokens replace the end of the old ones
+  caught_up the model reads unread tokens, a few per pass
+  drafted   the drafted tokens are stored, with the number that was read
 
-and after the round the next `amended` finds out what of it still holds: the
-cache is kept as far as the new text repeats what the model has read, token by
-token. So nothing needs to know how many drafted tokens were accepted, nor
-whether the two tokenizers split the accepted text alike.
+The next `amended` compares the new tokens with the tokens that the model has
+read, and keeps the cache of the common prefix. So the number of accepted tokens
+is not needed, and the two tokenizers may split the accepted bytes differently.
 
-Rows have room for a fixed number of tokens. A row whose text outgrows it is
-lost: it drafts nothing from then on, and nothing of it is cut. It stays lost
-where slots are added, for what it committed meanwhile was not noted.
+Rows have room for a fixed number of tokens. A row that exceeds it is lost: it
+drafts nothing any more. It stays lost if slots are added, because the tokens
+committed in between were not stored.
 """
 
 from typing import Any
@@ -30,8 +29,8 @@ from specjax.trees import topology
 from specjax.types import Prompt
 from specjax.utils import rows
 
-_PASS = 2  # tokens of a pass that catches up: mostly one pass is enough
-_LOST = 2**30  # the length of a lost text: more than any room
+_PASS = 2  # tokens of a pass that catches up; one pass is usually enough
+_LOST = 2**30  # length of a lost row, larger than any room
 
 
 @struct.dataclass
@@ -39,10 +38,10 @@ class Reading:
   """State of the drafter's model; every leaf has the rows B first.
 
   Attributes:
-    tokens: `[B, C]` int32, the text, then what was drafted last.
-    lengths: `[B]` int32, tokens of the text; 2**30 of one that is lost.
-    fed: `[B]` int32, the cache holds the first `fed` of `tokens`.
-    seen: `[B]` int32, target tokens that the text stands for.
+    tokens: `[B, C]` int32, committed tokens, then the last draft.
+    lengths: `[B]` int32, number of committed tokens; 2**30 in a lost row.
+    fed: `[B]` int32, number of tokens in the cache.
+    seen: `[B]` int32, number of target tokens that they correspond to.
     cache: cache of the model.
   """
 
@@ -57,11 +56,11 @@ class Reading:
     """Returns the reading with another end.
 
     Args:
-      start: `[B]` int32, where the new end begins, at most `lengths`.
-      ids: `[B, K]` int32.
-      count: `[B]` int32, how many of them.
-      seen: `[B]` int32, target tokens that the new text stands for.
-      room: tokens; a text that is longer is lost.
+      start: `[B]` int32, start of the new end, at most `lengths`.
+      ids: `[B, K]` int32, new tokens.
+      count: `[B]` int32, number of new tokens.
+      seen: `[B]` int32, number of target tokens that all of them correspond to.
+      room: maximal number of tokens; a longer row is lost.
     """
     order = jnp.arange(ids.shape[1], dtype=jnp.int32)
     slots = start[:, None] + order
@@ -81,8 +80,8 @@ class Reading:
     """Returns the reading with the drafted tokens appended.
 
     Args:
-      length: `[B]` int32, of the text as `caught_up` gave it.
-      ids: `[B, gamma]` int32; all but the last were read.
+      length: `[B]` int32, result of `caught_up`.
+      ids: `[B, gamma]` int32; all except the last were read.
       cache: cache of the model.
     """
     return self.replace(tokens=rows.put(self.tokens, ids, length),
@@ -92,7 +91,8 @@ class Reading:
 class Reader(Drafter):
   """Base of drafters with a `Reading`.
 
-  They have a `model`, a `gamma` and an `expansion`, see `TokenIntersection`.
+  Its fields are a `model`, a `gamma` and an `expansion`, see
+  `TokenIntersection`.
   """
 
   model: Model
@@ -119,12 +119,12 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
   """Reads the prompts.
 
   Args:
-    model: the drafter's.
+    model: draft model.
     params: parameters of the model.
     ids: `[B, W]` int32, `prefill.padded_length` columns.
-    count: `[B]` int32, tokens of each row; one that has more than W, or than
-      `room`, is lost.
-    seen: `[B]` int32, target tokens that they stand for.
+    count: `[B]` int32, number of tokens of each row. A row with more than W or
+      `room` tokens is lost.
+    seen: `[B]` int32, number of target tokens that they correspond to.
     room: maximal number of tokens.
     gamma: draft length.
   """
@@ -142,18 +142,18 @@ def caught_up(model: Model, params: Any, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """Feeds all unread tokens, and the last token in any case.
 
-  The number of passes depends on the row that needs most; a row that needs
-  less feeds its last tokens again, which changes nothing.
+  The row with the most unread tokens decides the number of passes. Other rows
+  feed their last tokens again, which changes nothing.
 
   Args:
-    model: the drafter's.
+    model: draft model.
     params: parameters of the model.
     reading: state of the drafter's model.
     wanted: `[B]` bool, rows that draft; the others count as empty.
 
   Returns:
-    The lengths `[B]`, 0 for rows that do not draft, the logits `[B, D]` of
-    the token after each text, and the cache of that length.
+    The lengths `[B]`, 0 for rows that do not draft, the logits `[B, D]` of the
+    next token, and the cache of that length.
   """
   batch = reading.lengths.shape[0]
   length = jnp.where(wanted, reading.lengths, 0)

@@ -15,10 +15,10 @@ from specjax.sampling import LogitsTransform
 
 
 def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
-  """Returns `[..., V]`, the probabilities of `q [..., D]` as target tokens.
+  """Returns the probabilities `[..., V]` of target tokens, for `q [..., D]`.
 
-  A gather of the twins and a scatter of the few doubles: a scatter of all D
-  would be slow where D is large.
+  Gathers the twins and scatters the few doubles. A scatter of all D entries is
+  slow for a large D.
   """
   doubles = vocabulary.doubles
   moved = q.at[..., vocabulary.twins].get(mode="fill", fill_value=0)
@@ -28,32 +28,31 @@ def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
 def common_law(logits: jax.Array, vocabulary: VocabularyMap,
                transform: LogitsTransform, temperature: jax.Array | float
                ) -> jax.Array:
-  """Returns q' `[..., V]` of the drafter's `logits [..., D]`, always
-  normalised.
+  """Returns normalised q' `[..., V]` of the drafter's `logits [..., D]`.
 
-  Restriction commutes with the temperature. It comes before top-k, top-p and
-  min-p, for which tokens with the same text are one: after them, a nucleus
-  without common tokens would leave nothing to draft, and greedy drafting would
-  stop wherever the likeliest token is not common. Either order is sound.
+  The restriction to common tokens commutes with the temperature. It precedes
+  top-k, top-p and min-p, which then see one token for equal bytes. Otherwise a
+  nucleus without common tokens would leave nothing to draft, and greedy drafts
+  would end at each likeliest token that is not common. Both orders are exact.
 
-  Where the model gives no common token a chance, each of its ids of one gets
-  the same: rows that are no law would make drafts of different lengths, for
-  which greedy block verification is not exact.
+  If no common token has a probability above 0, all of the model's common ids
+  get equal probabilities. Rows of zeros would make drafts of different lengths,
+  for which greedy block verification is not exact.
 
   Args:
     logits: logits of the draft model.
-    vocabulary: the map.
+    vocabulary: map between the vocabularies.
     transform: transform whose banned tokens are the target's.
-    temperature: `[...]`, used where the transform has none.
+    temperature: temperatures `[...]` for a transform without a temperature.
   """
-  kept = vocabulary.to_target < vocabulary.target_size
+  common = vocabulary.to_target < vocabulary.target_size
+  allowed = common
   if transform.banned:
-    kept &= ~jnp.isin(vocabulary.to_target, jnp.array(transform.banned))
-  logits = jnp.where(kept, logits, -jnp.inf)
+    allowed = common & ~jnp.isin(
+        vocabulary.to_target, jnp.array(transform.banned))
+  logits = jnp.where(allowed, logits, -jnp.inf)
   none = jnp.max(logits, axis=-1, keepdims=True) == -jnp.inf
-  logits = jnp.where(
-      none, jnp.where(vocabulary.to_target < vocabulary.target_size, 0.0,
-                      -jnp.inf), logits)
+  logits = jnp.where(none, jnp.where(common, 0.0, -jnp.inf), logits)
   plain = LogitsTransform(temperature=transform.temperature)
   law = summed(plain(logits, temperature), vocabulary)
   if not (transform.top_k or transform.top_p < 1 or transform.min_p):
@@ -64,17 +63,17 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
 
 def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
             width: int) -> tuple[jax.Array, jax.Array]:
-  """Returns E of target tokens and its length.
+  """Returns the draft ids E of target tokens and their number.
 
   Args:
     tokens: `[n]` int32, target ids.
-    count: `[]` int32, how many of them count.
-    vocabulary: the map.
-    width: columns of the result.
+    count: `[]` int32, number of valid tokens.
+    vocabulary: map between the vocabularies.
+    width: number of columns of the result.
 
   Returns:
-    `[width]` int32, the first draft ids, and `[]` int32, how many there are,
-    which may be more than `width`.
+    `[width]` int32, the first draft ids, and `[]` int32, the number of all
+    draft ids, which may exceed `width`.
   """
   chex.assert_rank(tokens, 1)
   starts = vocabulary.offsets[tokens]

@@ -1,29 +1,27 @@
-"""Drafting by text: a model with another vocabulary writes, the target's tokens
-are drafted.
+"""Drafting by strings: a model with another vocabulary generates the draft.
 
-String-level exact match (SLEM), Timor et al. 2025 (arXiv:2502.05202), called
-universal assisted generation elsewhere. For vocabularies with few tokens in
-common: a drafter of bytes can draft whole words.
+String-level exact match (SLEM), Timor et al. 2025 (arXiv:2502.05202), also
+called universal assisted generation. It suits vocabularies with few common
+tokens: a byte-level model can draft complete words.
 
-The drafter writes its likeliest tokens, their text is split by the target's
-tokenizer, and the chain that comes out is proposed with certainty. It is fixed
-before the target draws a uniform, so that every rule for chains is exact; all
-of them accept a token x with probability p(x). It does depend on where the
-draft began, so that greedy block verification is refused.
+The draft model generates its likeliest tokens, the target's tokenizer splits
+their string, and the result is a deterministic chain. Every rule for chains
+accepts a token x of it with probability p(x). The chain depends on the start of
+the draft, so greedy block verification is refused.
 
-  state       tokens of the text, and a cache of some of it, see
+  state       tokens of the row, and a cache of a prefix, see
               `methods.other_vocabularies._reading`
-  propose     the new text is split by the drafter's tokenizer, with its last
+  propose     the draft model's tokenizer splits the new string, with its last
               `lookback` tokens, which may change; the model catches up and
-              writes; the target's tokenizer splits what it wrote, with the
-              last `lookback` tokens of the target before it
+              generates; the target's tokenizer splits the generated string,
+              with the last `lookback` target tokens before it
   commit      nothing
 
-Both tokenizers run on the host, by two calls out of the compiled loop a round
-(`jax.pure_callback`). What they cost is small beside a pass on a CPU or a GPU;
-from a TPU a call has to cross the network to its host and may cost as much as
-a small model's pass. Programs with such calls are not kept in the cache of
-compiled programs.
+Both tokenizers run on the host, in two calls per round from the compiled loop
+(`jax.pure_callback`). A call is cheap compared with a pass on a CPU or a GPU.
+On a TPU a call crosses the network to its host and may cost as much as a pass
+of a small model. The persistent compilation cache does not store programs with
+such calls.
 """
 
 import dataclasses
@@ -47,24 +45,24 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.utils import fields
 
-_PIECES = 32  # draft tokens that there is room for, for each new target token
+_PIECES = 32  # maximal number of draft tokens per new target token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StringMatch(reading_lib.Reader):
-  """Drafts the target's tokens of text that another model wrote.
+  """Drafts the target's tokens of a string that another model generates.
 
-  `params["drafter"]` are the parameters of the model. A row drafts nothing
-  where its text, in the drafter's tokens, is empty or does not fit, see
+  `params["drafter"]` are the parameters of the model. A row drafts nothing if
+  it has no tokens in the drafter's vocabulary, or too many, see
   `TokenIntersection`.
 
   Attributes:
     model: draft model over its own vocabulary.
     texts: tokenizers of the draft model and of the target.
-    gamma: tokens of the target that a chain has at most, at least 1.
-    length: tokens that the drafter writes in a round; default: gamma.
-    lookback: tokens before a seam that are split anew with what follows.
-    expansion: draft tokens of room per target token of capacity.
+    gamma: maximal draft length in target tokens, at least 1.
+    length: number of tokens that the model generates per round; default: gamma.
+    lookback: number of tokens before new ones that are split again with them.
+    expansion: maximal number of draft tokens per target token of capacity.
   """
 
   model: Model
@@ -78,7 +76,7 @@ class StringMatch(reading_lib.Reader):
   iid = True
   conditional = True
   deterministic = True
-  autoregressive = False  # what is drafted depends on where the draft began
+  autoregressive = False  # a draft depends on its start
   num_uniforms = 0
   proposal = "deterministic"
 
@@ -158,14 +156,14 @@ class StringMatch(reading_lib.Reader):
     """Writes the most likely tokens.
 
     Returns:
-      `[B, length]` ids; `[B]` bool, whether the logits were numbers, as far as
-      there is room; and the cache with all tokens but the last.
+      `[B, length]` ids; `[B]` bool, False in rows with non-finite logits at
+      places below `room`; and the cache with all tokens except the last.
     """
     depth = jnp.zeros((logits.shape[0], 1), jnp.int32)
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
     def best(logits, cache):
-      # What a model says beyond its context need not be a number.
+      # Logits beyond the model's context may be non-finite.
       finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
       return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
 
@@ -190,7 +188,7 @@ class StringMatch(reading_lib.Reader):
 
 
 def _window(tokens: jax.Array, start: jax.Array, size: int) -> jax.Array:
-  """Returns `[B, size]`, the columns of `tokens` from `start [B]` on."""
+  """Returns `size` columns of `tokens` after `start [B]`."""
   return jnp.take_along_axis(
       tokens, start[:, None] + jnp.arange(size), axis=1, mode="clip")
 
@@ -203,10 +201,10 @@ def _ids_and_counts(batch: int, width: int
 
 def string_match(model: Model, texts: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
-  """Drafts the target's tokens of text that another model writes.
+  """Drafts the target's tokens of a string that another model generates.
 
   String-level exact match, Timor et al. 2025 (arXiv:2502.05202), for
-  vocabularies with few tokens in common.
+  vocabularies with few common tokens.
 
   >>> import jax
   >>> import specjax as sj
@@ -226,8 +224,8 @@ def string_match(model: Model, texts: Retokenizer, gamma: int,
   Args:
     model: draft model over another vocabulary.
     texts: tokenizers of the draft model and of the target.
-    gamma: tokens of the target in a chain, at most.
-    length: tokens that the model writes for them in a round; default: gamma.
+    gamma: maximal draft length in target tokens.
+    length: number of tokens that the model generates per round; default: gamma.
   """
   return Strategy(StringMatch(
       model=model, texts=texts, gamma=gamma, length=length),

@@ -1,34 +1,31 @@
-"""Token-level intersection: sampling tokens that two vocabularies share.
+"""Token-level intersection: samples from the tokens of both vocabularies.
 
 Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
 
-With I the common tokens and q the law of the drafter's model over its own
-tokens d, the drafted law over the target's tokens x is
+Let I be the common tokens and q the distribution of the draft model over its
+own tokens d. The proposal distribution over the target's tokens x is
 
-  q'(x) = sum over d that are x of q(d) / q(I) for x in I, and 0 elsewhere.
+  q'(x) = sum over d with the bytes of x of q(d) / q(I) for x in I, else 0.
 
-Several d can be one x: whoever draws d and reports the q of one of them alone
-is biased (`tests/exact/planted_defects_test.py` shows by how much). Here x is
-drawn from q' itself.
+Several d can have the bytes of one x. To sample d and report the q of that d
+alone is biased (`tests/exact/planted_defects_test.py` measures the bias). Here
+x is sampled from q' itself.
 
-What the model reads is a function of the target's tokens t_1..t_n alone,
+The input of the draft model is a function of the target's tokens t_1..t_n,
 
   E(t) = pieces(t_1) ... pieces(t_n),
 
-where the pieces of a common token are its twin, and those of any other token
-its bytes as the drafter's tokenizer splits them. A drafted token is common, so
-what is fed while drafting is what E says, and q' depends on the context alone:
-`autoregressive` holds. The price is that E is not how the drafter's tokenizer
-would split the whole text: where the target splits a word more finely, so does
-E. Drafts get worse by that, never the output. Of the tokens of json/decoder.py
-and of the README, split as a whole, E has 96 and 90 % where the bundled models
-(4k tokens) draft for SmolLM2 (49k), and 89 and 80 % the other way round; 88,
-81, 96 and 91 % of the target's tokens are common there.
+where a common token has one piece, its twin. The pieces of any other token are
+its bytes, split by the draft model's tokenizer. Drafted tokens are common, so
+drafting feeds E as well, and q' depends on the context alone: the drafter is
+`autoregressive`.
+E differs from a split of the complete string if the target splits a word more
+finely. This makes drafts worse, but not the output.
 
-  state       tokens E(t), and a cache of some of it, see `_reading`
-  propose     E grows by the new tokens' pieces; all but the last new token are
-              drafted ones of one piece, which the cache holds mostly; the
-              model catches up, draws and feeds gamma tokens
+  state       tokens E(t), and a cache of a prefix, see `_reading`
+  propose     E grows by the pieces of new tokens, most of which are in the
+              cache already; the model catches up, samples and feeds gamma
+              tokens
   commit      nothing
 """
 
@@ -68,10 +65,10 @@ class TokenIntersection(reading_lib.Reader):
   `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
   VocabularyMap}`, made by `data.map_vocabularies`.
 
-  A row drafts nothing where its text, in the drafter's tokens, is empty or
-  does not fit: `expansion` times the slots of a row, the model's context, and
-  of a prompt `expansion` times its columns. So a row may be longer than the
-  model's context: there is no `context_length`.
+  A row drafts nothing if it has no tokens in the drafter's vocabulary, or too
+  many. Limits are `expansion` times the slots of a row, the model's context,
+  and `expansion` times the columns of a prompt. So a row may be longer than the
+  model's context, and the drafter has no `context_length`.
 
   Attributes:
     model: draft model over its own vocabulary.
@@ -79,7 +76,7 @@ class TokenIntersection(reading_lib.Reader):
     target_size: vocabulary size V of the target.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
-    expansion: draft tokens of room per target token of capacity.
+    expansion: maximal number of draft tokens per target token of capacity.
   """
 
   model: Model
@@ -174,9 +171,8 @@ class TokenIntersection(reading_lib.Reader):
                ) -> reading_lib.Reading:
     """Spells the committed tokens in the drafter's vocabulary.
 
-    All of it is spelled anew, whatever was read before: the cache is kept as
-    far as it is the same, and `propose` reads the rest. A row that was lost
-    is known again if its text fits.
+    All tokens are spelled again. The cache of the common prefix is kept, and
+    `propose` reads the other tokens. A lost row that now fits drafts again.
     """
     del since
     room = self._room(state.tokens.shape[1])
@@ -192,13 +188,12 @@ class TokenIntersection(reading_lib.Reader):
 
   def _spelled(self, vocabulary: VocabularyMap, tokens: jax.Array,
                lengths: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Spells tokens `[B, S]` in the drafter's vocabulary, `[B, width]`, with
-    lengths.
+    """Returns tokens `[B, S]` in the drafter's vocabulary, and their numbers.
 
-    The target's bos in front is dropped, and the drafter's put there, where
-    they have one.
+    The drafter's beginning-of-sequence token, if it has one, replaces the
+    target's.
     """
-    def one(tokens, length):
+    def spell(tokens, length):
       has_bos = tokens[0] == vocabulary.first[0]
       tokens = jnp.where(has_bos, jnp.roll(tokens, -1), tokens)
       ids, count = _translation.spelled(
@@ -208,11 +203,11 @@ class TokenIntersection(reading_lib.Reader):
       return (jnp.where(puts_bos, with_bos, ids),
               (count + puts_bos).astype(jnp.int32))
 
-    return jax.vmap(one)(tokens, lengths)
+    return jax.vmap(spell)(tokens, lengths)
 
   def _read(self, state: DecodeState, vocabulary: VocabularyMap, room: int
             ) -> reading_lib.Reading:
-    """Returns the reading with the pieces of the tokens committed since."""
+    """Returns the reading with the pieces of newly committed tokens."""
     reading = state.drafter
     slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
     new = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
@@ -234,15 +229,15 @@ class TokenIntersection(reading_lib.Reader):
       if has != wants:
         raise ValueError(
             f"params['drafter']['vocabulary'] maps {has} tokens of the {part}, "
-            f"which has {wants}; make it by data.map_vocabularies with the "
-            "sizes of both models")
+            f"which has {wants}; give data.map_vocabularies the sizes of both "
+            "models")
 
 
 def _constrained(constraints: Any, memory: Any, law: jax.Array) -> jax.Array:
   """Returns the distribution `law [B, V]` under the constraints.
 
-  Its logs stand for the logits: a repetition penalty of them is another one,
-  which is as sound.
+  Its logarithms replace the logits, which changes a repetition penalty. Any
+  penalty of a draft is exact.
   """
   return jax.nn.softmax(constraints_lib.constrained(
       constraints, memory, jnp.log(law), drafted=True), axis=-1)
@@ -252,8 +247,8 @@ def token_intersection(model: Model, target_size: int, gamma: int,
                        verifier: Verifier = BLOCK) -> Strategy:
   """Drafts the tokens that the model's vocabulary shares with the target's.
 
-  Token-level intersection, Timor et al. 2025 (arXiv:2502.05202): its law
-  restricted to the common tokens, for any rule at any temperature.
+  Token-level intersection, Timor et al. 2025 (arXiv:2502.05202). It samples
+  from the model's distribution restricted to the common tokens.
 
   >>> import jax
   >>> import specjax as sj
