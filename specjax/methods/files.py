@@ -31,14 +31,15 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
   """Writes `heads.json` and `heads.safetensors`, each atomically.
 
   Args:
-    directory: created if needed; it may hold a target's checkpoint as well.
+    directory: output directory, created if needed; it may also contain the
+      target's checkpoint.
     heads: heads of any kind.
-    params: their parameters; the names of a tree are joined by dots.
+    params: parameters of the heads; names of nested trees are joined by dots.
     target: target of the heads.
-    dtype: to store the weights in; None keeps theirs.
+    dtype: dtype of the stored weights; None keeps theirs.
 
   Raises:
-    ValueError: `dtype` does not hold the weights, or one is no array.
+    ValueError: `dtype` cannot store the weights, or a leaf is not an array.
   """
   flat = _flat(params)
   check_arrays(flat)
@@ -57,13 +58,13 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
                dtype: Any, kinds: Sequence[type[Heads]]
                ) -> tuple[Heads, dict[str, Any]]:
-  """Reads what `save_heads` wrote.
+  """Loads heads of `save_heads`.
 
   Args:
     directory: directory of the files.
     target: model that will draft with it.
     dtype: type of the parameters; None is `default_dtype()`.
-    kinds: classes of heads that the directory may hold.
+    kinds: classes of heads that the directory may contain.
 
   Returns:
     `(heads, params)`.

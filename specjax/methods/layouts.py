@@ -20,8 +20,8 @@ from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
-_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that drafters are made of
-# What trainers note beside that; it says nothing about what is computed.
+_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # architectures of drafters
+# Keys of trainers that do not change the computation.
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
@@ -31,10 +31,10 @@ _NOTES = """
     target_vocab_size ttt_length
 """.split()
 DEPTH = 5  # tokens of a draft unless a file has the number
-# Copies of the target's tensors, which only training reads.
+# Copies of the target's tensors that only training reads.
 OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 WEIGHTS = "model.safetensors"
-_NEAR = dict(rtol=2.0**-7, atol=1e-4)  # what bfloat16 leaves of a number
+_NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
 
 
 @dataclasses.dataclass
@@ -42,13 +42,13 @@ class Found:
   """The files of a drafter, and the target that it is for.
 
   Attributes:
-    source: what errors call the directory.
-    config: its configuration.
-    tensors: by name, those of the drafter alone.
-    target: the model that is drafted for.
-    target_params: its parameters, or None.
-    layout: the name of the layout that it is read by.
-    used: the tensors that the reading has accounted for, beside parameters.
+    source: name of the directory in errors.
+    config: configuration of the drafter.
+    tensors: tensors of the drafter by name.
+    target: target model.
+    target_params: parameters of the target, or None.
+    layout: name of the layout.
+    used: names of tensors that were read and are not parameters.
   """
 
   source: str
@@ -60,12 +60,11 @@ class Found:
   used: set[str] = dataclasses.field(default_factory=set)
 
   def keys(self, outer: Keys | None = None, place: str = "") -> Keys:
-    """The configuration, or a part of it, with an architecture's defaults.
+    """Returns the configuration, or a part of it, with defaults.
 
     Args:
-      outer: the configuration around a part. Keys of the part may be in it,
-        too.
-      place: the key of the part in `outer`.
+      outer: keys around a part, which may also contain keys of the part.
+      place: key of the part in `outer`.
     """
     config = self.config if outer is None else outer.mapping(place)
     model_type = config.get("model_type")
@@ -74,7 +73,7 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    if outer is not None:  # says there of which project the file is
+    if outer is not None:  # there it names the project of the file
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
                        ("target_hidden_size", self.target.config.width)):
@@ -82,16 +81,15 @@ class Found:
     return keys
 
   def layer(self, keys: Keys, layers: int | None = None) -> dict[str, Any]:
-    """The fields of `TransformerConfig` of the drafter's layers.
+    """Returns the fields of `TransformerConfig` of the drafter's layers.
 
     Args:
-      keys: the keys of the configuration.
-      layers: the number of layers in the tensors, because the configuration may
+      keys: keys of the configuration.
+      layers: number of layers in the tensors, because the configuration may
         have the target's number. None: the configuration's number.
 
     Raises:
-      ValueError: the layers are of a kind that specjax does not have, or for
-        another target.
+      ValueError: the layers are of an unsupported kind, or for another target.
     """
     self._check_dense()
     model_type = keys("model_type", "llama")
@@ -105,7 +103,7 @@ class Found:
           types[1:] == types[:-1]):
         keys.trust("layer_types", types[:1] * layers)
     if not keys("use_sliding_window"):
-      keys("sliding_window")  # what the target has; plain layers have none
+      keys("sliding_window")  # copied from the target and not used
     fields = ARCHITECTURES[model_type].read(keys)
     config = TransformerConfig(**fields)
     if any(0 < size < config.context_length for size in config.windows):
@@ -115,7 +113,7 @@ class Found:
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
     fields.pop("windows", None)
-    if config.rope_scaling is None:  # then it has no longest text
+    if config.rope_scaling is None:  # then the length is not limited
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
@@ -132,40 +130,39 @@ class Found:
                     "have; take a drafter of dense layers")
 
   def check_target(self, keys: Keys) -> None:
-    """Looks at the keys of a configuration that are the target's.
+    """Checks a configuration that is the target's.
 
     Raises:
-      ValueError: it is of an architecture that specjax does not have, or of
-        another target.
+      ValueError: the architecture is not supported, or the target differs.
     """
     self.check_sizes(keys.choice("model_type", ARCHITECTURES).read(keys))
 
   def check_sizes(self, fields: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` where these fields are not the target's."""
+    """Raises a `ValueError` if these fields are not the target's."""
     for name in ("layers", "width", "vocab_size"):
       self.check(name, fields[name], getattr(self.target.config, name))
 
   def check(self, name: str, value: int, wanted: int) -> None:
-    """Raises a `ValueError` where a size is not the target's."""
+    """Raises a `ValueError` if a size is not the target's."""
     if value != wanted:
       self.fail(f"has {name} {value} and the target {wanted}; give the target "
                 "that it was made for")
 
   def fail(self, what: str) -> None:
-    """Raises the `ValueError` that says `what` of the directory."""
+    """Raises a `ValueError` about the directory."""
     raise ValueError(f"{self.source} {what}")
 
   def count(self, pattern: str) -> int:
-    """One more than the largest number at the group of a pattern."""
+    """Returns 1 + the largest number that the group of a pattern matches."""
     return 1 + max((int(match[1]) for match in (
         re.match(pattern, name) for name in self.tensors) if match), default=-1)
 
   def columns(self, name: str) -> int:
-    """The columns of a tensor that must be there."""
+    """Returns the number of columns of a required tensor."""
     return self.shape(name)[-1]
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The sizes of a tensor that must be there."""
+    """Returns the shape of a required tensor."""
     if name not in self.tensors:
       self.fail(f"has no tensor {name}, which the layout {self.layout!r} asks "
                 "for; name another layout if it is of another, or download it "
@@ -174,15 +171,15 @@ class Found:
 
   def own(self, name: str, part: str, ids: Sequence[int] = (),
           more: int = 0) -> bool:
-    """Whether a tensor is more than a copy of the target's.
+    """Returns True if a tensor exists and is not a copy of the target's.
 
-    Without the target's parameters nobody knows, and it is kept.
+    Without the target's parameters an existing tensor is assumed to differ.
 
     Args:
-      name: of the tensor, which need not be there.
+      name: name of the tensor.
       part: "embedding" or "head".
-      ids: the tokens whose rows it has; (): all.
-      more: rows after these, which are not the target's.
+      ids: tokens of its rows; (): all.
+      more: number of additional rows after these.
     """
     if name not in self.tensors:
       return False
@@ -202,10 +199,10 @@ class Found:
 
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
-    """Leaves out a tensor that its trainer copied from the target, as `own`.
+    """Drops a copy of a tensor of the target; arguments as in `own`.
 
     Raises:
-      ValueError: it is another one than the target's, as far as that is known.
+      ValueError: the tensor differs from the target's.
     """
     if self.target_params is not None and self.own(name, part, ids, more):
       self.fail(f"has a tensor {name} that is not the target's; the drafter "
@@ -225,19 +222,20 @@ def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Writer:
-  """The way from heads to a layout that servers read.
+  """Conversion of heads to a layout that servers read.
 
-  Nothing is checked here: `export_drafter` reads every configuration again and
+  It checks nothing: `export_drafter` reads every configuration again and
   refuses a layout that loses a field of the heads.
 
   Attributes:
-    config: from heads, in their form, to the keys of config.json.
-    form: from heads to the same heads as the layout stores them. Fields that
-      they do not use have their defaults.
+    config: function of the heads in their form; returns the keys of
+      config.json.
+    form: function of the heads; returns them as the layout stores them, with
+      defaults for unused fields.
     params: `(form, heads, params, target_params)` -> parameters of `form`.
-    ids: from heads to the ids of a reduced vocabulary, or ().
-    input_size: from heads to the number of tokens in the tensor `t2d`.
-    stores_head: whether a reduced vocabulary needs its columns of the target's
+    ids: function of the heads; returns the ids of a reduced vocabulary, or ().
+    input_size: function of the heads; returns the size of the tensor `t2d`.
+    stores_head: True if a reduced vocabulary stores its columns of the target's
       head. vLLM takes only a complete head from the target.
   """
 
@@ -251,21 +249,21 @@ class Writer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """How the files of a published drafter store it.
+  """Format of the files of a published drafter.
 
   Attributes:
     kind: kind of the heads.
-    read: from the files to the heads.
+    read: function of the files; returns the heads.
     names: names of the tensors.
-    write: the reverse of `read`. None: specjax only reads this layout.
+    write: inverse of `read`. None: specjax only reads this layout.
     sizes: `(heads, target)` -> values of the words in `names`.
     file: name of the file with the weights.
     algorithm: `speculators_model_type` of its configurations.
-    architectures: names of which configurations give one first.
-    sign: pattern at the beginning of a tensor's name. No other layout has it.
-    prefix: beginning of the names of its tensors, which `names` leaves out.
-      Tensors without it are the target's.
-    within: pattern at the beginning of the names of its tensors, which `names`
+    architectures: possible first entries of `architectures`.
+    sign: pattern at the start of a tensor's name that no other layout has.
+    prefix: prefix of the names of its tensors, which `names` omits. Tensors
+      without it are the target's.
+    within: pattern at the start of the names of its tensors, which `names`
       includes. Tensors without it are the target's.
   """
 
@@ -284,12 +282,12 @@ class Layout:
 
   @property
   def in_target(self) -> bool:
-    """Whether the drafter is in the files of its target."""
+    """True if the drafter is in the files of its target."""
     return bool(self.prefix or self.within)
 
   def known_by(self, config: Mapping[str, Any], tensors: Mapping[str, Any]
                ) -> bool:
-    """Whether a configuration or the names of tensors are of this layout."""
+    """Returns True if a configuration or names of tensors have this layout."""
     algorithm = config.get("speculators_model_type")
     if algorithm or self.algorithm:
       return algorithm == self.algorithm
@@ -307,7 +305,8 @@ def check_target(found: Found, heads: Any) -> None:
 
 def reduced_vocabulary(found: Found, keys: Keys, size: int
                        ) -> tuple[int, ...]:
-  """The target's ids of a vocabulary of `size`; () where it is the whole."""
+  """Returns the target's ids of a vocabulary of `size`; () if it is complete.
+  """
   whole = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
     found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
@@ -323,10 +322,10 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
   ids = np.arange(len(offsets)) + offsets
   if "t2d" in found.tensors:
     known = found.tensors["t2d"].read()
-    # One project writes the number of the row there, and -1.
+    # One project stores row numbers, and -1 for other tokens.
     known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
     if not np.array_equal(known, ids):
-      # Some tools write the ids themselves.
+      # Some tools store the ids themselves.
       if not np.array_equal(known, offsets):
         found.fail("has tensors d2t and t2d that name different tokens; the "
                    "two do not belong together")
@@ -341,7 +340,7 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
 
 
 def _check_whole(found: Found) -> None:
-  """Refuses a map of a whole vocabulary that changes tokens."""
+  """Raises a `ValueError` if a map of a complete vocabulary changes tokens."""
   if "d2t" not in found.tensors:
     return
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
@@ -351,7 +350,7 @@ def _check_whole(found: Found) -> None:
 
 
 def num_steps(keys: Keys) -> int:
-  """Tokens that speculators notes to be drafted."""
+  """Returns the draft length in a configuration of speculators."""
   name = "proposal_methods"
   methods = keys.mapping("speculators_config").get(name) or [{}]
   if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
@@ -397,17 +396,17 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
 
 def named_taps(found: Found, keys: Keys, inner: Keys, place: str
           ) -> tuple[int, ...] | None:
-  """The states that a configuration names, in our numbers, or None.
+  """Returns the hidden states in a configuration, in our numbers, or None.
 
   Projects number a state by the layer that returns it (SpecForge, SGLang,
   DeepSpec) or, one more, by the layer that reads it (vLLM, speculators). Some
   files repeat the same numbers in a second place.
 
   Args:
-    found: the files.
-    keys: the keys of the configuration.
-    inner: the keys of a part of it.
-    place: the key of the part.
+    found: files of the drafter.
+    keys: keys of the configuration.
+    inner: keys of a part of it.
+    place: key of the part.
 
   Raises:
     ValueError: two places name different states.
@@ -430,7 +429,7 @@ def named_taps(found: Found, keys: Keys, inner: Keys, place: str
 
 
 def check_taps(found: Found, taps: Sequence[int], normed: bool = False) -> None:
-  """Refuses states that the target does not have, or has in another form."""
+  """Raises a `ValueError` if the target does not have these hidden states."""
   layers = found.target.config.layers
   for tap in taps:
     if tap not in range(layers + 1):

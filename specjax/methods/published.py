@@ -49,31 +49,29 @@ _OLD = "logit_head."  # before the names of heads in early files of SpecForge
 def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  target_params: Any = None, *, dtype: Any = None,
                  layout: str | None = None) -> tuple[Heads, Any]:
-  """Loads a published drafter of a target: what it drafts for itself with.
+  """Loads a published drafter of a target.
 
   Medusa, Hydra, EAGLE-1 and 3, modules for multi-token prediction, DFlash and
-  DSpark, in the layouts of `LAYOUTS`. What it reads of the target is in our
-  numbers, see `TransformerConfig.features`.
+  DSpark, in the layouts of `LAYOUTS`. Hidden states of the target are numbered
+  as in `TransformerConfig.features`.
 
   Args:
-    path: a directory with config.json and safetensors, or a name on the
-      Hugging Face hub. For modules in the target's own files, the target's.
-    target: the model that it drafts for.
-    target_params: its parameters. With them, an embedding in the file that is
-      a copy of the target's is not kept, and one that must be a copy and is
-      none is refused.
-    dtype: of the parameters; None is `default_dtype()`.
-    layout: one of `LAYOUTS`; None: what the files say. EAGLE-3 files of other
-      tools may look like SpecForge's and number the target's layers otherwise;
-      then set `taps` of the heads by `dataclasses.replace`.
+    path: directory with config.json and safetensors, or a name on the Hugging
+      Face hub. Modules in the target's own files have the target's directory.
+    target: target model.
+    target_params: parameters of the target. If they are given, copies of the
+      target's matrices are dropped, and a wrong copy raises an error.
+    dtype: dtype of the parameters; None is `default_dtype()`.
+    layout: key of `LAYOUTS`; None: recognised from the files. EAGLE-3 files of
+      other tools may look like SpecForge's and number the target's layers
+      otherwise; then set `taps` of the heads by `dataclasses.replace`.
 
   Returns:
     `(heads, params)`, as `methods.load_heads` does.
 
   Raises:
-    ValueError: there is no such drafter, a file of it is missing or damaged,
-      it says something that is not understood, or it was made for another
-      target.
+    ValueError: there is no drafter, a file is missing or damaged, a key is
+      unknown, or the drafter was made for another target.
   """
   if not isinstance(target, Transformer):
     raise ValueError(f"the target is a {type(target).__name__}; give a "
@@ -110,7 +108,7 @@ def shapes(drafter: Heads, target: Transformer) -> Any:
 
 
 def drafter_layout(path: str | os.PathLike[str]) -> str | None:
-  """Which of `LAYOUTS` a directory has; None: there is no drafter in it."""
+  """Returns the key of `LAYOUTS` of a directory; None without a drafter."""
   directory = pathlib.Path(path)
   config_path = directory / "config.json"
   try:
@@ -160,7 +158,7 @@ def _recognised(directory: pathlib.Path, config: Mapping[str, Any],
 
 def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
          target: Transformer) -> dict[str, StoredTensor]:
-  """Returns the drafter's tensors, by their names without those of a target."""
+  """Returns the drafter's tensors without the target's, by name."""
   layers = target.config.layers
   # Numbers of layers that the target does not have.
   within = layout.within.replace(
@@ -171,16 +169,16 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
 
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
-# A drafter has a head of its own or the target's, whatever this says.
+# This field does not decide if a drafter has its own head.
 _MAY_DIFFER = {"tie_embeddings"}
 
 
 class _Plan(NamedTuple):
-  """Heads in a layout: as it holds them, configuration and tensors.
+  """Heads in the form of a layout, with configuration and tensors.
 
   Attributes:
-    heads: the same heads in the form that the layout holds, see `_form`.
-    config: the keys of config.json.
+    heads: heads in the form of the layout, see `Writer.form`.
+    config: keys of config.json.
     stored: places of the parameters of `heads`.
     writer: writer of the layout.
   """
@@ -192,11 +190,11 @@ class _Plan(NamedTuple):
 
 
 def layouts_for(heads: Heads, target: Transformer) -> tuple[str, ...]:
-  """Returns the layouts that can hold these heads, the default one first.
+  """Returns the layouts that can store these heads, the default first.
 
   Args:
-    heads: the heads.
-    target: the model that they draft for.
+    heads: heads of any kind.
+    target: target model.
   """
   return tuple(name for name in WRITTEN
                if not isinstance(_planned(name, heads, target), str))
@@ -208,30 +206,29 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
                    verifier: str | None = None) -> str:
   """Writes a drafter as a directory that servers and `load_drafter` read.
 
-  Each file appears whole or not at all. Matrices that heads share with their
-  target are merged where the layout has no other place for them: the outputs
-  of Medusa heads (`MedusaHeads.merged`) and a `narrow_head`. A learned mask
-  becomes a row after those of the target's embedding, which is stored with it.
+  Files are written atomically. Matrices that heads share with their target are
+  merged if the layout cannot share them: the outputs of Medusa heads
+  (`MedusaHeads.merged`) and a `narrow_head`. A learned mask becomes a row after
+  the target's embedding, which is stored with it.
 
   Args:
-    directory: created if needed.
-    heads: what the target drafts for itself with.
-    params: their parameters.
-    target: the model that they were made for.
-    target_params: its parameters.
-    dtype: to store the weights in; None keeps theirs.
-    layout: one of `WRITTEN`, or the project of one, such as "speculators";
-      None: the first that holds these heads.
+    directory: output directory, created if needed.
+    heads: heads of any kind.
+    params: parameters of the heads.
+    target: target model.
+    target_params: parameters of the target.
+    dtype: dtype of the stored weights; None keeps theirs.
+    layout: entry of `WRITTEN`, or the project of one, such as "speculators";
+      None: the first that can store these heads.
     verifier: name of the target on the Hugging Face hub, or its directory. The
-      layouts of speculators note it, and vLLM then finds the target.
+      layouts of speculators store it, so that vLLM finds the target.
 
   Returns:
     The layout.
 
   Raises:
-    ValueError: no layout, or not the one that is asked for, holds these heads,
-      `dtype` does not hold their weights, or the directory holds a model, or a
-      drafter in another layout.
+    ValueError: the layout cannot store these heads, `dtype` cannot store their
+      weights, or the directory contains a model or another layout.
   """
   name, plan = _chosen(layout, heads, target)
   record, directory = LAYOUTS[name], pathlib.Path(directory)
@@ -286,10 +283,9 @@ def _chosen(layout: str | None, heads: Heads, target: Transformer
 
 
 def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
-  """Returns the plan of heads in a layout, or the reason why there is none.
+  """Returns the plan of heads in a layout, or the reason for a refusal.
 
-  The configuration is read again, so that the layout loses nothing of the
-  heads.
+  The configuration is read again, to check that no field of the heads is lost.
   """
   record = LAYOUTS[name]
   if record.kind != heads.kind:
@@ -312,7 +308,7 @@ def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
 
 
 def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
-  """Returns all tensors by name, as reading sees them; only ids are read."""
+  """Returns all tensors by name with shapes; only ids have data."""
   tensors = {
       name: StoredTensor(tuple(shape), np.dtype(np.float32), load=None)
       for place in plan.stored
