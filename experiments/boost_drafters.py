@@ -21,8 +21,11 @@ line of stdout names boost_drafters.json there, which says:
   tokens_per_pass  of a path from each drafter, and of as many of drafter 1
 """
 
+from collections.abc import Sequence
 import functools
+import pathlib
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -40,7 +43,10 @@ import specjax as sj
 from specjax import objectives
 from specjax import strategies
 from specjax.data import corpora
+from specjax.data import Tokenizer
 from specjax.models import checkpoint
+from specjax.models import Pretrained
+from specjax.models import Transformer
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
@@ -50,6 +56,7 @@ from specjax.utils import processes
 from specjax.utils.files import claim
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
     f"the first: small, tiny, smol, {shared.PUBLISHED}")
@@ -84,7 +91,9 @@ _MESH = shared.mesh()
 _BATCH = 16  # rows of a pass that looks up proposals
 
 
-def _rows(target, first, tokenizer, output_dir, mesh):
+def _rows(target: Pretrained, first: sj.zoo.Member, tokenizer: Tokenizer,
+          output_dir: pathlib.Path, mesh: jax.sharding.Mesh | None
+          ) -> dict[str, np.ndarray]:
   """`{"training", "held_out"}`: `[R, S + 1]`, continued by the target."""
   length = _PROMPT_TOKENS.value + _CONTINUATION.value
   context = min(one.model.context_length for one in (target, first))
@@ -114,12 +123,13 @@ def _rows(target, first, tokenizer, output_dir, mesh):
 
 
 @functools.partial(jax.jit, static_argnames=("model", "first"))
-def _ranks_of(model, params, tokens, first):
+def _ranks_of(model: Transformer, params: Params, tokens: jax.Array, first: int
+              ) -> jax.Array:
   logits = model(params, tokens[:, :-1]).logits[:, first:]
   return evaluation.rank(logits, tokens[:, first + 1:])
 
 
-def _ranks(drafter, rows):
+def _ranks(drafter: sj.zoo.Member, rows: np.ndarray) -> np.ndarray:
   """`[R, continuation]`: how many tokens a drafter prefers to the target's."""
   return np.concatenate([
       np.asarray(processes.gathered(_ranks_of(
@@ -143,8 +153,10 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
   return ~np.repeat(whole, window, axis=-1)
 
 
-def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
-           mesh, specs, dtype):
+def _train(number: int, first: sj.zoo.Member, drafters: Sequence[sj.zoo.Member],
+           rows: np.ndarray, held_out: np.ndarray, tokenizer: Tokenizer,
+           output_dir: pathlib.Path, mesh: jax.sharding.Mesh | None,
+           specs: Params | None, dtype: str) -> sj.zoo.Member:
   """Trains drafter `number` on what the earlier `drafters` miss."""
   directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
@@ -165,11 +177,11 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, _SEED.value)
 
-  def batch(step):
+  def batch(step: int) -> dict[str, np.ndarray]:
     at = order.batch(step)
     return {"tokens": rows[at], "weights": weights[at]}
 
-  def evaluate(params):
+  def evaluate(params: Params) -> dict[str, float]:
     mine = _ranks(sj.zoo.Member(model, params["target"]), held_out) == 0
     return {"coverage": (before | mine).mean(), "accuracy": mine.mean()}
 
@@ -191,7 +203,8 @@ def _train(number, first, drafters, rows, held_out, tokenizer, output_dir,
   return sj.zoo.Member(model, loop.cast(saved, dtype))
 
 
-def _tokens_per_pass(target, drafters, prompts, temperature):
+def _tokens_per_pass(target: Pretrained, drafters: Sequence[sj.zoo.Member],
+                     prompts: np.ndarray, temperature: float) -> float:
   """1 + E[tau] of a path from each drafter, merged (SpecInfer)."""
   models = tuple(d.model for d in drafters)
   same = all(d is drafters[0] for d in drafters)
@@ -207,7 +220,7 @@ def _tokens_per_pass(target, drafters, prompts, temperature):
   return measured["block_efficiency"]
 
 
-def main():
+def main() -> None:
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   dtype = common.dtype_of(_DTYPE)
   target, members, tokenizer = models.load_models(

@@ -17,7 +17,10 @@ training go on where they were killed or stopped (SIGTERM, Ctrl-C). The last
 line of stdout names distill.json there.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import pathlib
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -37,8 +40,10 @@ from specjax import objectives
 from specjax import strategies
 from specjax.data import prompt_sets
 from specjax.data import reduction
+from specjax.data import Tokenizer
 from specjax.data import vocabularies
 from specjax.models import checkpoint
+from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.training import distillation
@@ -46,10 +51,12 @@ from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.training.distillation import Answers
 from specjax.training.progress import Log
 from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype("target and drafter")
 _PROMPTS = shared.prompts(None)
@@ -102,7 +109,7 @@ class LawRows:
   map: vocabularies.VocabularyMap  # of numpy arrays
   columns: int
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self.answers.tokens)
 
   def row(self, index: int) -> dict[str, np.ndarray]:
@@ -139,14 +146,14 @@ class LawRows:
     return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
 
-def _joined(answers):
+def _joined(answers: Sequence[Answers]) -> Answers:
   """One `Answers` of several; all have the same columns."""
   return distillation.Answers(**{
       field.name: np.concatenate([getattr(a, field.name) for a in answers])
       for field in dataclasses.fields(distillation.Answers)})
 
 
-def _prompts(target, tokenizer):
+def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
   """The prompts in order: those of the first file are held out.
 
   What is held out is nowhere among the others, however often it is given.
@@ -181,7 +188,8 @@ def _prompts(target, tokenizer):
   return held_out + learned
 
 
-def _answers(target, tokenizer, output_dir, mesh):
+def _answers(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
+             mesh: jax.sharding.Mesh | None) -> tuple[Answers, Answers]:
   """`(learned, measured)`: what the target answers; the first file is held out.
   """
   prompts = _prompts(target, tokenizer)
@@ -196,7 +204,8 @@ def _answers(target, tokenizer, output_dir, mesh):
   return _joined(answers[1:]), answers[0]
 
 
-def _vocabulary(tokenizer, answers, size):
+def _vocabulary(tokenizer: Tokenizer, answers: Answers | None, size: int
+                ) -> Tokenizer:
   """The drafter's tokenizer: the most frequent tokens of the answers.
 
   Without answers it is one of that size, if there can be one.
@@ -213,7 +222,7 @@ def _vocabulary(tokenizer, answers, size):
     raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value}: {e}") from None
 
 
-def _drafter(vocab_size, target):
+def _drafter(vocab_size: int, target: Transformer) -> Transformer:
   """The model that is trained."""
   return Transformer(TransformerConfig(
       vocab_size=vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
@@ -221,7 +230,10 @@ def _drafter(vocab_size, target):
       mlp_width=_MLP_WIDTH.value, context_length=target.context_length))
 
 
-def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
+def _tokens_per_round(target: Pretrained, eos: tuple[int, ...] | None,
+                      drafter: Transformer,
+                      vocabulary: vocabularies.VocabularyMap, params: Params,
+                      prompts: Sequence[np.ndarray]) -> dict[str, float]:
   """Of block verification, at temperatures 0 and 1."""
   found = {}
   for temperature in (0.0, 1.0):
@@ -237,7 +249,8 @@ def _tokens_per_round(target, eos, drafter, vocabulary, params, prompts):
   return found
 
 
-def _evaluation(objective, held_out):
+def _evaluation(objective: objectives.StoredLaws, held_out: LawRows
+                ) -> evaluation.Measure:
   """`{"drafter"} -> {name: number}`, the mean over the held-out tokens."""
   measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
   if not any(held_out.rows(np.array([i]))["weights"].any()
@@ -247,7 +260,7 @@ def _evaluation(objective, held_out):
         "out have as many in the drafter's tokenizer, so that nothing is "
         "measured of their answers; give more, or a smaller --prompt_tokens")
 
-  def evaluate(params):
+  def evaluate(params: Params) -> dict[str, float]:
     found, weights = [], []
     for start in range(0, len(held_out), _BATCH_SIZE.value):
       batch = held_out.rows(np.arange(
@@ -261,7 +274,9 @@ def _evaluation(objective, held_out):
   return evaluate
 
 
-def _print(parameters, vocabulary, own, found, tokens):
+def _print(parameters: int, vocabulary: vocabularies.VocabularyMap,
+           own: Tokenizer, found: dict[str, float], tokens: dict[str, float]
+           ) -> None:
   print(f"{parameters:,} parameters, {own.vocab_size} "
         f"tokens, of which the target has {vocabulary.shared}")
   print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "
@@ -271,7 +286,7 @@ def _print(parameters, vocabulary, own, found, tokens):
           f"{_GAMMA.value}, on prompts that were held out")
 
 
-def main():
+def main() -> None:
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   dtype = common.dtype_of(_DTYPE)
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)

@@ -21,8 +21,11 @@ averaged. Killed and started again, the study goes on where it was. Writes
 distillation.csv and .json.
 """
 
+from collections.abc import Sequence
 import functools
+import pathlib
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -39,6 +42,9 @@ import specjax as sj
 from specjax import analysis
 from specjax import objectives
 from specjax.data import corpora
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
+from specjax.models import Transformer
 from specjax.training import distillation
 from specjax.training import loop
 from specjax.training import optimizers
@@ -47,6 +53,10 @@ from specjax.training.divergences import DIVERGENCES
 from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
+Row = dict[str, Any]  # of the table
+# `{rule: (accepted tokens, rounds) of every prompt}`.
+Totals = dict[str, tuple[np.ndarray, np.ndarray]]
 _RULES = ("token", "block")
 _ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4
 _LOSSES = (*DIVERGENCES, _ADASPEC, *_RULES)
@@ -74,7 +84,8 @@ _ROUNDS = flags.DEFINE_integer("rounds", 32, "rounds of each", 1)
 _SEED = shared.seed("of the text and the sampling")
 
 
-def _objective(loss, model, target):
+def _objective(loss: str, model: Transformer, target: Transformer
+               ) -> objectives.Objective:
   """The objective of a name."""
   if loss in _RULES:
     return objectives.AcceptedLength(
@@ -84,7 +95,8 @@ def _objective(loss, model, target):
   return objectives.Distillation(model=model, target=target, divergence=loss)
 
 
-def _texts(target, tokenizer, output_dir):
+def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path
+           ) -> tuple[np.ndarray, np.ndarray]:
   """`(rows [R, S + 1], prompts [P, T])`: what the target wrote, and held out.
   """
   learned, held_out = corpora.split(
@@ -100,7 +112,9 @@ def _texts(target, tokenizer, output_dir):
                    _SEED.value + 1)
 
 
-def _trained(loss, seed, first, target, rows, directory, reference):
+def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
+             rows: np.ndarray, directory: pathlib.Path,
+             reference: Params | None) -> Params:
   """The drafter's parameters after a run, or those that it left before."""
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, seed)
@@ -129,7 +143,8 @@ def _trained(loss, seed, first, target, rows, directory, reference):
           frozen)["drafter"]
 
 
-def _measured(decoder, params, prompts):
+def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray
+              ) -> Totals:
   """{rule: (accepted tokens, rounds) of every prompt}, `[P]` each."""
   room = _ROUNDS.value * decoder.num_nodes
   state = decoder.prefill(
@@ -142,7 +157,7 @@ def _measured(decoder, params, prompts):
   return {rule: (accepted[:, i], rounds) for i, rule in enumerate(_RULES)}
 
 
-def _row(loss, runs, before):
+def _row(loss: str, runs: Sequence[Totals], before: Totals) -> Row:
   """Figures of a loss, of all its seeds, beside the drafter as it was."""
   row = {"loss": loss, "seeds": len(runs)}
   for rule in _RULES:
@@ -157,7 +172,7 @@ def _row(loss, runs, before):
   return row
 
 
-def _print_table(rows):
+def _print_table(rows: Sequence[Row]) -> None:
   shown = lambda row, name, form: format(
       analysis.Estimate.of_columns(row, name), form)
   print(f"{'loss':16s}" + "".join(
@@ -169,7 +184,7 @@ def _print_table(rows):
         f"{shown(row, f'{rule}_gain', '+.1%'):>30s}" for rule in _RULES))
 
 
-def main():
+def main() -> None:
   losses = list(dict.fromkeys(common.given(
       "--losses", _LOSS.value, "one at least, such as forward_kl")))
   for loss in losses:
@@ -196,7 +211,7 @@ def main():
       transform=sj.LogitsTransform(temperature=1.0))
 
   @functools.cache
-  def trained(loss, seed):
+  def trained(loss: str, seed: int) -> Params:
     reference = trained(_REFERENCE, seed) if loss == _ADASPEC else None
     print(f"{loss}, seed {seed}", file=sys.stderr)
     return _trained(loss, seed, first, target, rows,

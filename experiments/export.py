@@ -46,7 +46,7 @@ from lib import progress
 from lib.training import exports
 
 import specjax as sj
-from specjax.methods import export as drafter_export
+from specjax.methods import published
 from specjax.training import runs
 
 _MODEL = flags.DEFINE_string(
@@ -57,7 +57,7 @@ _MODEL = flags.DEFINE_string(
     "published drafter")
 _LAYOUT = flags.DEFINE_string(
     "layout", None, "Heads only: layout of the exported files, one of "
-    f"{', '.join(drafter_export.WRITTEN)}, or the name after 'of', such as "
+    f"{', '.join(published.WRITTEN)}, or the name after 'of', such as "
     "speculators. Required to export the heads of a directory that also holds "
     "a target. Default: the first one that can hold the heads")
 _TARGET = shared.target()
@@ -67,7 +67,7 @@ _DTYPE = flags.DEFINE_enum(
     "Precision of the exported weights; float32 holds all others exactly")
 
 
-def _check_output():
+def _check_output() -> None:
   """Refuses an output directory whose files would be replaced."""
   if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
     raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
@@ -80,7 +80,7 @@ def _check_output():
                      "another directory")
 
 
-def _model():
+def _model() -> dict[str, str | int]:
   """Exports a language model; returns its summary."""
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
@@ -94,7 +94,7 @@ def _model():
   return {"architecture": architecture, "parameters": size}
 
 
-def _heads():
+def _heads() -> dict[str, str | int]:
   """Exports heads; returns their summary."""
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype="float32")
   own = models.load_self_drafter(_MODEL.value, target, tokenizer, "float32")

@@ -22,9 +22,12 @@ more --seeds, it goes on after the last seed that is done. Writes online.csv,
 .json and .png.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import pathlib
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -41,12 +44,17 @@ import optax
 import specjax as sj
 from specjax import analysis
 from specjax.data import corpora
+from specjax.data import Tokenizer
 from specjax.methods.draft_models import online
 from specjax.training import distillation
 from specjax.training import runs
 from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
+Row = dict[str, Any]  # of a table
+# `{(topic, window): accepted tokens per round [users]}`.
+Windows = dict[tuple[int, int], np.ndarray]
 _OPTIMIZERS = {
     "adam": optax.adam, "rmsprop": optax.rmsprop, "sgd": optax.sgd}
 _LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
@@ -85,7 +93,7 @@ _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
 
 
-def _streams(tokenizer):
+def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
   """The tokens of both topics."""
   _, code = corpora.split(corpora.read_documents(_CODE.value, _FIELD.value))
   prose = corpora.read_documents(_PROSE.value or str(_LICENSE), _FIELD.value)
@@ -93,7 +101,8 @@ def _streams(tokenizer):
           for side in (code, prose)]
 
 
-def _decoded(decoder, params, streams, learns, seed):
+def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
+             learns: bool, seed: int) -> tuple[Windows, str]:
   """All requests of a seed's users, in turn.
 
   Returns:
@@ -131,7 +140,8 @@ def _decoded(decoder, params, streams, learns, seed):
   return _windows(found), fingerprint(np.concatenate(written))
 
 
-def _kept(path, decode):
+def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
+          ) -> tuple[Windows, str]:
   """What `_decoded` returns, or what it returned when the file was written."""
   if path.exists():
     kept = files.read_json(path, "delete it")
@@ -144,7 +154,7 @@ def _kept(path, decode):
           for topic, window, found in kept["windows"]}, kept["text"]
 
 
-def _windows(found):
+def _windows(found: Sequence[Row]) -> Windows:
   """Means over the requests that begin in a window."""
   groups = {}
   for one in found:
@@ -154,13 +164,15 @@ def _windows(found):
   return {key: np.mean(group, axis=0) for key, group in groups.items()}
 
 
-def _joined(seeds):
+def _joined(seeds: Sequence[Windows]) -> Windows:
   """The users of all seeds, in the windows that all of them have."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
 
 
-def _of_all_seeds(decoder, params, streams, output_dir):
+def _of_all_seeds(decoder: sj.Decoder, params: Params,
+                  streams: Sequence[np.ndarray], output_dir: pathlib.Path
+                  ) -> tuple[Windows, tuple[str, ...]]:
   """The windows of all users, and a hash of the texts of each seed."""
   learns = isinstance(decoder.drafter, sj.drafters.Online)
   name = "learning" if learns else "fixed"
@@ -172,11 +184,11 @@ def _of_all_seeds(decoder, params, streams, output_dir):
   return _joined(found), texts
 
 
-def _topic(windows, topic):
+def _topic(windows: Windows, topic: int) -> list[np.ndarray]:
   return [windows[key] for key in windows if key[0] == topic]
 
 
-def _summary(windows, fixed):
+def _summary(windows: Windows, fixed: Windows) -> Row:
   """What the change of topic cost, and what of it came back.
 
   Shares are ratios of means, whatever the sign of the loss: to leave out those
@@ -196,7 +208,7 @@ def _summary(windows, fixed):
   return columns
 
 
-def _rows(arm, windows):
+def _rows(arm: str, windows: Windows) -> list[Row]:
   rows = []
   for (topic, window), accepted in windows.items():
     mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)))
@@ -207,7 +219,7 @@ def _rows(arm, windows):
   return rows
 
 
-def _plot(rows, path):
+def _plot(rows: Sequence[Row], path: pathlib.Path) -> None:
   figure, grid = style.panels(width=6.0)
   axes, arms = grid[0, 0], list(dict.fromkeys(r["drafter"] for r in rows))
   for arm, color in zip(arms, style.shades(len(arms))):
@@ -223,7 +235,7 @@ def _plot(rows, path):
              "intervals over users")
 
 
-def _print_table(rows, summaries):
+def _print_table(rows: Sequence[Row], summaries: dict[str, Row]) -> None:
   for row in rows:
     print(f"{row['drafter']:20s} {row['topic']:5s} {row['tokens']:7.0f} "
           f"{analysis.Estimate.of_columns(row, 'accepted'):.3f}")
@@ -235,7 +247,7 @@ def _print_table(rows, summaries):
       print(f"{arm}: {analysis.Estimate.of_columns(found, name):.3f} {words}")
 
 
-def main():
+def main() -> None:
   target, members, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   [(name, small)] = members.items()

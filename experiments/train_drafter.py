@@ -72,13 +72,17 @@ run of that length: the rate may rise before it falls to 0 again. A smaller
 heads: --steps=400 makes the heads of checkpoint 400 of a longer run.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import pathlib
 import sys
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
+import jax
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -91,16 +95,21 @@ from lib.training import exports
 from lib.training import method_options
 from lib.training import sweep
 import numpy as np
+import optax
 
 from specjax import methods
+from specjax.data import Tokenizer
+from specjax.models import Pretrained
 from specjax.training import evaluation
 from specjax.training import loop
 from specjax.training import optimizers
 from specjax.training import runs
+from specjax.training.objective import DrafterObjective
 from specjax.training.progress import Log
 from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
 _METHODS = {method.name: method for method in methods.METHODS}
 
 _METHOD = flags.DEFINE_enum(
@@ -208,7 +217,7 @@ _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
 
 
-def _source():
+def _source() -> drafter_rows.Source:
   """Returns the source of the training and evaluation rows."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
     raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
@@ -225,7 +234,8 @@ def _source():
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
 
 
-def _start(method, source):
+def _start(method: methods.Method, source: drafter_rows.Source
+           ) -> drafter_heads.Start:
   """Returns the maker of the initial heads."""
   own_text = source.own is not None
   start = drafter_heads.Start(
@@ -239,7 +249,7 @@ def _start(method, source):
   return start
 
 
-def _check_rates(tuned):
+def _check_rates(tuned: bool) -> None:
   """Refuses flags of the learning rate that would change nothing."""
   if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
     raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
@@ -251,7 +261,7 @@ def _check_rates(tuned):
                      "heads alone here; leave it out")
 
 
-def _rate(method, target):
+def _rate(method: methods.Method, target: Pretrained) -> float:
   """Returns --learning_rate, or its default, which it prints."""
   if _LEARNING_RATE.value is not None:
     return _LEARNING_RATE.value
@@ -262,14 +272,15 @@ def _rate(method, target):
   return rate
 
 
-def _schedule(peak, lengths):
+def _schedule(peak: float, lengths: Sequence[int]) -> optax.Schedule:
   if _SCHEDULE.value == "cosine":
     return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
   return runs.trapezoid(
       lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
 
 
-def _optimizer(rate, tuned, lengths):
+def _optimizer(rate: float, tuned: bool, lengths: Sequence[int]
+               ) -> optax.GradientTransformation:
   schedule = lambda peak: _schedule(peak, lengths)
   own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
          else optimizers.adamw(schedule(rate), weight_decay=0.0))
@@ -279,7 +290,10 @@ def _optimizer(rate, tuned, lengths):
   return optimizers.by_name(by_name)
 
 
-def _claim(output_dir, objective, source, text, row_tokens, given, rate, dtype):
+def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
+           source: drafter_rows.Source, text: drafter_rows.Text,
+           row_tokens: int, given: tuple[Params, Params], rate: float,
+           dtype: str) -> tuple[int, ...]:
   """Assigns the output directory to this run; returns all its lengths so far.
 
   New heads are identified by `objective` and the seed, not by their values.
@@ -298,7 +312,12 @@ def _claim(output_dir, objective, source, text, row_tokens, given, rate, dtype):
       **({_ANSWERS_ONLY.name: True} if source.weighs else {})}, _STEPS.value)
 
 
-def _prepare(start, source, target, tokenizer, mesh):
+def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
+             target: Pretrained, tokenizer: Tokenizer,
+             mesh: jax.sharding.Mesh | None
+             ) -> tuple[
+    pathlib.Path, drafter_rows.Text, drafter_heads.Learner, int,
+    Callable[[], tuple[drafter_rows.Batches, np.ndarray]]]:
   """Reads the text and makes the heads.
 
   The target may write answers to the text (--self_chat), which can take hours.
@@ -323,7 +342,9 @@ def _prepare(start, source, target, tokenizer, mesh):
   return output_dir, text, learner, row_tokens, rows
 
 
-def _trainer(learner, lengths, rate, tuned, batch, num_rows, **more):
+def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
+             rate: float, tuned: bool, batch: drafter_rows.Batches,
+             num_rows: int, **more: object) -> loop.Trainer:
   """Returns a trainer whose batches include the progress of the run."""
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
@@ -339,7 +360,7 @@ def _trainer(learner, lengths, rate, tuned, batch, num_rows, **more):
       seed=_SEED.value, **more)
 
 
-def main():
+def main() -> None:
   if _SWEEP.value is not None:
     return sweep.run(_SWEEP, _OUTPUT_DIR.value, main)
   method = _METHODS[_METHOD.value]

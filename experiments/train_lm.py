@@ -40,9 +40,13 @@ or, as its paper does it, a trained target that goes on so:
     --initial=bundled --steps=200 --learning_rate=0.01
 """
 
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 from lib import common  # before jax, which takes long to import
 
@@ -56,13 +60,16 @@ from lib import progress
 from lib.figures import curves
 from lib.training import token_cache
 import numpy as np
+import optax
 
 from specjax import methods
 from specjax import objectives
 from specjax.data import batches
 from specjax.data import corpora
 from specjax.data import tokenizers
+from specjax.data.token_files import TokenFiles
 from specjax.models import checkpoint
+from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.models import TransformerConfig
 from specjax.training import evaluation
@@ -75,6 +82,7 @@ from specjax.utils import processes
 from specjax.utils.files import write_json
 from specjax.utils.fingerprints import fingerprint
 
+Params = dict[str, Any]
 _KINDS = {"modules": methods.MTPHeads, "parallel": methods.ParallelLayers}
 
 _DTYPE = shared.training_dtype("the model and its heads")
@@ -141,7 +149,7 @@ _SEED = shared.seed("of the weights and of the shuffle")
 _MESH = shared.mesh()
 
 
-def _initial():
+def _initial() -> Pretrained | None:
   """The model that the run begins with, or None."""
   if _INITIAL.value is None:
     return None
@@ -158,7 +166,8 @@ def _initial():
   return found
 
 
-def _tokenizer(path, training_texts, initial):
+def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
+               initial: Pretrained | None) -> tokenizers.Tokenizer:
   """The tokenizer given, else the run's own, else a new one."""
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
@@ -185,7 +194,7 @@ def _tokenizer(path, training_texts, initial):
   return given
 
 
-def _model(tokenizer):
+def _model(tokenizer: tokenizers.Tokenizer) -> Transformer:
   return Transformer(TransformerConfig(
       vocab_size=tokenizer.vocab_size, width=_WIDTH.value,
       layers=_LAYERS.value, heads=_HEADS.value, kv_heads=_KV_HEADS.value,
@@ -193,13 +202,14 @@ def _model(tokenizer):
       context_length=_CONTEXT_LENGTH.value))
 
 
-def _schedule(lengths):
+def _schedule(lengths: Sequence[int]) -> optax.Schedule:
   return runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
       _DECAY_FRACTION.value)
 
 
-def _objective(model):
+def _objective(model: Transformer
+               ) -> tuple[objectives.Objective, methods.Heads | None]:
   """What the model learns by, and the heads that learn with it, or None."""
   if _MTP.value == "none":
     for flag in (_MTP_HEADS, _MTP_WEIGHT):
@@ -224,7 +234,7 @@ def _objective(model):
       weight=weight), heads
 
 
-def _layer_skip(model):
+def _layer_skip(model: Transformer) -> objectives.LayerSkipObjective | None:
   """LayerSkip's objective; None where no flag asks for it."""
   if _EXIT_SCALE.value is not None:
     return objectives.LayerSkipObjective(
@@ -239,7 +249,10 @@ def _layer_skip(model):
   return None
 
 
-def _save_heads(output_dir, objective, trained, held_out, spent, dtype):
+def _save_heads(output_dir: pathlib.Path,
+                objective: objectives.MTPJointObjective, trained: Params,
+                held_out: np.ndarray, spent: dict[str, Any], dtype: str
+                ) -> dict[str, Any]:
   """Writes the heads; returns what training.json says of them.
 
   Args:
@@ -268,7 +281,9 @@ def _save_heads(output_dir, objective, trained, held_out, spent, dtype):
   return {"heads": training, "loss": evaluation.by_head(measured, "loss")}
 
 
-def _begun(initial, tokenizer):
+def _begun(initial: Pretrained | None, tokenizer: tokenizers.Tokenizer
+           ) -> tuple[
+    Transformer, objectives.Objective, methods.Heads | None, Params]:
   """`(model, objective, heads or None, parameters)` before the first step."""
   model = initial.model if initial else _model(tokenizer)
   objective, heads = _objective(model)
@@ -280,7 +295,7 @@ def _begun(initial, tokenizer):
   return model, objective, heads, trainable
 
 
-def _training_texts():
+def _training_texts() -> Iterator[str]:
   """Yields the texts to train on."""
   documents = functools.partial(
       corpora.iter_documents, _DATA.value, _FIELD.value)
@@ -288,7 +303,7 @@ def _training_texts():
   yield from (d.text for d, out in zip(documents(), held_out) if not out)
 
 
-def _measure(model, corpus):
+def _measure(model: Transformer, corpus: TokenFiles) -> evaluation.Measure:
   """Returns `{"target"} -> {name: value}` for held-out texts."""
   measure = evaluation.bits_per_byte(
       model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
@@ -296,7 +311,9 @@ def _measure(model, corpus):
   return lambda params: measure(params["target"])
 
 
-def _claim(output_dir, corpus, model, trainable, objective, initial, dtype):
+def _claim(output_dir: pathlib.Path, corpus: TokenFiles, model: Transformer,
+           trainable: Params, objective: objectives.Objective,
+           initial: Pretrained | None, dtype: str) -> tuple[int, ...]:
   """Makes the directory that of this run; all lengths that it has had."""
   return runs.claim_run(output_dir, {
       "model": repr(model), "corpus": corpus.corpus,
@@ -312,7 +329,7 @@ def _claim(output_dir, corpus, model, trainable, objective, initial, dtype):
           _DECAY_FRACTION, _SEED)}}, _STEPS.value)
 
 
-def main():
+def main() -> None:
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   initial = _initial()
   progress.say("reading the text")
