@@ -139,11 +139,11 @@ def _ranks(drafter: sj.zoo.Member, rows: np.ndarray) -> np.ndarray:
 
 
 def missed(proposed: np.ndarray, window: int) -> np.ndarray:
-  """Which tokens are trained on: all of a window that no drafter matched.
+  """Returns a mask of the windows that no drafter proposes completely.
 
   Args:
-    proposed: bool `[drafters, R, T]`, whether a drafter proposed the token.
-    window: a divisor of T.
+    proposed: bool `[drafters, R, T]` mask of proposed tokens.
+    window: length of a window, a divisor of T.
 
   Returns:
     bool `[R, T]`.
@@ -205,7 +205,7 @@ def _train(number: int, first: sj.zoo.Member, drafters: Sequence[sj.zoo.Member],
 
 def _tokens_per_pass(target: Pretrained, drafters: Sequence[sj.zoo.Member],
                      prompts: np.ndarray, temperature: float) -> float:
-  """1 + E[tau] of a path from each drafter, merged (SpecInfer)."""
+  """Returns the block efficiency with a merged path per drafter (SpecInfer)."""
   models = tuple(d.model for d in drafters)
   same = all(d is drafters[0] for d in drafters)
   strategy = strategies.merged_specinfer(

@@ -154,9 +154,9 @@ def _joined(answers: Sequence[Answers]) -> Answers:
 
 
 def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
-  """The prompts in order: those of the first file are held out.
+  """Returns the prompts in order; the prompts of the first file are held out.
 
-  What is held out is nowhere among the others, however often it is given.
+  Copies of held-out prompts are removed from the others.
   """
   for name in _PROMPTS.value or ():
     if name in prompt_sets.EMBEDDED:
@@ -206,9 +206,9 @@ def _answers(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
 
 def _vocabulary(tokenizer: Tokenizer, answers: Answers | None, size: int
                 ) -> Tokenizer:
-  """The drafter's tokenizer: the most frequent tokens of the answers.
+  """Returns a tokenizer with the most frequent tokens of the answers.
 
-  Without answers it is one of that size, if there can be one.
+  Without answers, it has arbitrary tokens and only checks the size.
   """
   if not _VOCAB_SIZE.value:
     return tokenizer
@@ -223,7 +223,7 @@ def _vocabulary(tokenizer: Tokenizer, answers: Answers | None, size: int
 
 
 def _drafter(vocab_size: int, target: Transformer) -> Transformer:
-  """The model that is trained."""
+  """Returns the model that is trained."""
   return Transformer(TransformerConfig(
       vocab_size=vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
       heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
@@ -234,7 +234,7 @@ def _tokens_per_round(target: Pretrained, eos: tuple[int, ...] | None,
                       drafter: Transformer,
                       vocabulary: vocabularies.VocabularyMap, params: Params,
                       prompts: Sequence[np.ndarray]) -> dict[str, float]:
-  """Of block verification, at temperatures 0 and 1."""
+  """Returns the block efficiency at temperatures 0 and 1."""
   found = {}
   for temperature in (0.0, 1.0):
     strategy = strategies.token_intersection(
@@ -251,7 +251,7 @@ def _tokens_per_round(target: Pretrained, eos: tuple[int, ...] | None,
 
 def _evaluation(objective: objectives.StoredLaws, held_out: LawRows
                 ) -> evaluation.Measure:
-  """`{"drafter"} -> {name: number}`, the mean over the held-out tokens."""
+  """Returns `{"drafter"} -> {name: mean over the held-out tokens}`."""
   measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
   if not any(held_out.rows(np.array([i]))["weights"].any()
              for i in range(len(held_out))):

@@ -1,4 +1,4 @@
-"""Which loss makes a drafter whose drafts are accepted?
+"""Compares losses for the distillation of a draft model.
 
 The target writes continuations of training text. From the same weights, on the
 same rows in the same order, --drafter is trained by each of --losses, and then
@@ -86,7 +86,7 @@ _SEED = shared.seed("of the text and the sampling")
 
 def _objective(loss: str, model: Transformer, target: Transformer
                ) -> objectives.Objective:
-  """The objective of a name."""
+  """Returns the objective of a loss."""
   if loss in _RULES:
     return objectives.AcceptedLength(
         model=model, target=target, rule=loss, gamma=_GAMMA.value)
@@ -115,7 +115,7 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path
 def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
              rows: np.ndarray, directory: pathlib.Path,
              reference: Params | None) -> Params:
-  """The drafter's parameters after a run, or those that it left before."""
+  """Trains a drafter, or continues its run; returns its parameters."""
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, seed)
   weights = np.zeros((_BATCH_SIZE.value, rows.shape[1] - 1), np.float32)
@@ -158,7 +158,7 @@ def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray
 
 
 def _row(loss: str, runs: Sequence[Totals], before: Totals) -> Row:
-  """Figures of a loss, of all its seeds, beside the drafter as it was."""
+  """Returns the results of a loss over all seeds and the initial drafter."""
   row = {"loss": loss, "seeds": len(runs)}
   for rule in _RULES:
     accepted, rounds = (sum(run[rule][i] for run in runs) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Does a drafter that learns while it drafts follow a change of topic?
+"""Measures whether an online drafter adapts to a change of topic.
 
 Some users' requests, each continued by the target, are code first and prose
 then. A drafter learns from the target's laws as it drafts for them
@@ -94,7 +94,7 @@ _OUTPUT_DIR = shared.output_dir("results/online")
 
 
 def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
-  """The tokens of both topics."""
+  """Returns the tokens of both topics."""
   _, code = corpora.split(corpora.read_documents(_CODE.value, _FIELD.value))
   prose = corpora.read_documents(_PROSE.value or str(_LICENSE), _FIELD.value)
   return [tokenizer.encode_stream([d.text for d in side])
@@ -103,7 +103,7 @@ def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
 
 def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
              learns: bool, seed: int) -> tuple[Windows, str]:
-  """All requests of a seed's users, in turn.
+  """Decodes all requests of a seed's users.
 
   Returns:
     {(topic, window): accepted tokens of a round `[users]`}, a window being so
@@ -142,7 +142,7 @@ def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
 
 def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
           ) -> tuple[Windows, str]:
-  """What `_decoded` returns, or what it returned when the file was written."""
+  """Returns the result of `decode`, which is stored in a file."""
   if path.exists():
     kept = files.read_json(path, "delete it")
   else:
@@ -155,7 +155,7 @@ def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
 
 
 def _windows(found: Sequence[Row]) -> Windows:
-  """Means over the requests that begin in a window."""
+  """Returns means over the requests that start in a window."""
   groups = {}
   for one in found:
     groups.setdefault(
@@ -165,7 +165,7 @@ def _windows(found: Sequence[Row]) -> Windows:
 
 
 def _joined(seeds: Sequence[Windows]) -> Windows:
-  """The users of all seeds, in the windows that all of them have."""
+  """Joins the users of all seeds, in the windows of every seed."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
 
@@ -173,7 +173,7 @@ def _joined(seeds: Sequence[Windows]) -> Windows:
 def _of_all_seeds(decoder: sj.Decoder, params: Params,
                   streams: Sequence[np.ndarray], output_dir: pathlib.Path
                   ) -> tuple[Windows, tuple[str, ...]]:
-  """The windows of all users, and a hash of the texts of each seed."""
+  """Returns the windows of all users, and a hash of each seed's texts."""
   learns = isinstance(decoder.drafter, sj.drafters.Online)
   name = "learning" if learns else "fixed"
   seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
@@ -189,10 +189,9 @@ def _topic(windows: Windows, topic: int) -> list[np.ndarray]:
 
 
 def _summary(windows: Windows, fixed: Windows) -> Row:
-  """What the change of topic cost, and what of it came back.
+  """Returns the loss at the change of topic and the recovered share of it.
 
-  Shares are ratios of means, whatever the sign of the loss: to leave out those
-  of a loss that happens to be negative would be a choice by its noise.
+  Shares are ratios of means, also if a loss is negative by chance.
   """
   code, first, last = (_topic(windows, topic)[at]
                        for topic, at in ((0, -1), (1, 0), (1, -1)))

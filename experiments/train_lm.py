@@ -150,7 +150,7 @@ _MESH = shared.mesh()
 
 
 def _initial() -> Pretrained | None:
-  """The model that the run begins with, or None."""
+  """Returns the initial model, or None."""
   if _INITIAL.value is None:
     return None
   for flag in _OF_INITIAL:
@@ -168,7 +168,7 @@ def _initial() -> Pretrained | None:
 
 def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
                initial: Pretrained | None) -> tokenizers.Tokenizer:
-  """The tokenizer given, else the run's own, else a new one."""
+  """Returns the tokenizer of the flags, of the run, or a new one."""
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
   if not flag.value and own:
@@ -210,7 +210,7 @@ def _schedule(lengths: Sequence[int]) -> optax.Schedule:
 
 def _objective(model: Transformer
                ) -> tuple[objectives.Objective, methods.Heads | None]:
-  """What the model learns by, and the heads that learn with it, or None."""
+  """Returns the objective, and the heads that are trained with it, or None."""
   if _MTP.value == "none":
     for flag in (_MTP_HEADS, _MTP_WEIGHT):
       if flag.present:
@@ -235,7 +235,7 @@ def _objective(model: Transformer
 
 
 def _layer_skip(model: Transformer) -> objectives.LayerSkipObjective | None:
-  """LayerSkip's objective; None where no flag asks for it."""
+  """Returns the objective of LayerSkip, or None without --exit_scale."""
   if _EXIT_SCALE.value is not None:
     return objectives.LayerSkipObjective(
         model=model, steps=_STEPS.value, scale=_EXIT_SCALE.value,
@@ -253,15 +253,15 @@ def _save_heads(output_dir: pathlib.Path,
                 objective: objectives.MTPJointObjective, trained: Params,
                 held_out: np.ndarray, spent: dict[str, Any], dtype: str
                 ) -> dict[str, Any]:
-  """Writes the heads; returns what training.json says of them.
+  """Writes the heads; returns the content of training.json.
 
   Args:
-    output_dir: of the run.
-    objective: that they were trained by.
+    output_dir: directory of the run.
+    objective: objective of the run.
     trained: `{"target", "drafter"}`, as they are saved.
     held_out: `[T]`, a stream of tokens to measure with.
-    spent: what the run says of its data and tokens.
-    dtype: in which they are measured.
+    spent: data and tokens of the run.
+    dtype: dtype of the evaluation.
   """
   heads = objective.mtp.heads
   methods.save_heads(
@@ -284,7 +284,7 @@ def _save_heads(output_dir: pathlib.Path,
 def _begun(initial: Pretrained | None, tokenizer: tokenizers.Tokenizer
            ) -> tuple[
     Transformer, objectives.Objective, methods.Heads | None, Params]:
-  """`(model, objective, heads or None, parameters)` before the first step."""
+  """Returns model, objective, heads or None, and initial parameters."""
   model = initial.model if initial else _model(tokenizer)
   objective, heads = _objective(model)
   key = jax.random.key(_SEED.value)
@@ -314,7 +314,7 @@ def _measure(model: Transformer, corpus: TokenFiles) -> evaluation.Measure:
 def _claim(output_dir: pathlib.Path, corpus: TokenFiles, model: Transformer,
            trainable: Params, objective: objectives.Objective,
            initial: Pretrained | None, dtype: str) -> tuple[int, ...]:
-  """Makes the directory that of this run; all lengths that it has had."""
+  """Claims the directory for this run; returns all lengths of the run."""
   return runs.claim_run(output_dir, {
       "model": repr(model), "corpus": corpus.corpus,
       "tokens": corpus.fingerprints[1], "dtype": dtype,
