@@ -152,8 +152,8 @@ def counted(automaton: Characters, least: int, most: int | None
   ends = np.zeros((counts, states), bool)
   ends[least:] = automaton.final
   if most is None:  # the last count stands for all from `least` on
-    reached[-1] = _closed(reached[-1], source, target)
-    ends[-1] = _closed(ends[-1], target, source)
+    reached[-1] = fragments.spread(source, target, reached[-1])
+    ends[-1] = fragments.spread(target, source, ends[-1])
   for i in reversed(range(counts - 1)):
     ends[i, source[ends[i + 1, target]]] = True
   kept = reached & ends
@@ -168,20 +168,6 @@ def counted(automaton: Characters, least: int, most: int | None
     places = np.full(len(row), -1) if after is None else np.where(
         row >= 0, number[after, row], -1)
     found.append((places.tolist(), bool(automaton.final[state]) and i >= least))
-  return found
-
-
-def _closed(states, source, target):
-  """Returns a mask of states and of all that moves lead to from them."""
-  after = [[] for _ in states]
-  for a, b in set(zip(source.tolist(), target.tolist())):
-    after[a].append(b)
-  found, work = states.copy(), np.flatnonzero(states).tolist()
-  while work:
-    for state in after[work.pop()]:
-      if not found[state]:
-        found[state] = True
-        work.append(state)
   return found
 
 

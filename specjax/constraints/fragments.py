@@ -11,6 +11,7 @@ reads the tokens for one of them alone.
 
 from collections.abc import Iterable
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -54,17 +55,19 @@ class Fragment:
 
   def accepts(self, text: bytes) -> bool:
     """Returns whether the automaton accepts the text."""
-    states, table = self.size, getattr(self, "_table", None)
-    if table is None:
-      table = {}
-      for source, low, high, target in self.edges.tolist():
-        table.setdefault(source, []).append((low, high, target))
-      object.__setattr__(self, "_table", table)
     state = 0
     for byte in text:
-      state = next((target for low, high, target in table.get(state, ())
-                    if low <= byte <= high), states)
+      state = next((target for low, high, target in self._moves.get(state, ())
+                    if low <= byte <= high), self.size)
     return state in self.final
+
+  @functools.cached_property
+  def _moves(self) -> dict[int, list[tuple[int, int, int]]]:
+    """The first and last byte and the target of the edges, by state."""
+    moves = {}
+    for source, low, high, target in self.edges.tolist():
+      moves.setdefault(source, []).append((low, high, target))
+    return moves
 
 
 class Builder:
@@ -146,41 +149,46 @@ class Builder:
     return _trimmed(edges, final, np.concatenate([anchors, extra]),
                     np.concatenate([groups, extra]))
 
-  def _closed(self):
-    """The edges and the final states without moves that read nothing."""
+  def _closed(self) -> tuple[np.ndarray, set[int]]:
+    """Returns the edges and final states without moves that read nothing."""
     edges = np.concatenate(
         [*self._edges, np.zeros((0, 4), np.int64)]).astype(np.int64)
     edges = edges[np.argsort(edges[:, 0], kind="stable")]
     starts = np.searchsorted(edges[:, 0], np.arange(self.size + 1))
-    links, final = {}, set(self.final)
+    links = {}
     for source, target in self._links:
       links.setdefault(source, []).append(target)
-    parts, ends, closures = [edges], set(final), {}
-
-    def closure(state):
-      """The states that `state` leads to without reading."""
-      found, work = {state}, [state]
-      while work:
-        one = work.pop()
-        if one in closures:
-          found |= closures[one]
-          continue
-        for target in links.get(one, ()):
-          if target not in found:
-            found.add(target)
-            work.append(target)
-      return found
-
+    parts, ends, closures = [edges], set(self.final), {}
     for source in sorted(links, reverse=True):
-      closures[source] = closure(source)
-      for other in closures[source] - {source}:
-        if starts[other] < starts[other + 1]:
-          copied = edges[starts[other]:starts[other + 1]].copy()
+      closures[source] = _closure(source, links, closures)
+      if not closures[source].isdisjoint(self.final):
+        ends.add(source)
+      for state in closures[source] - {source}:
+        if starts[state] < starts[state + 1]:
+          copied = edges[starts[state]:starts[state + 1]].copy()
           copied[:, 0] = source
           parts.append(copied)
-        if other in final:
-          ends.add(source)
     return np.concatenate(parts), ends
+
+
+def _closure(state: int, links: dict[int, list[int]],
+             closures: dict[int, set[int]]) -> set[int]:
+  """Returns the states that `state` leads to without reading, and itself.
+
+  Args:
+    state: the state.
+    links: targets of the moves that read nothing, by source.
+    closures: known closures of other states.
+  """
+  reached, work = {state}, [state]
+  while work:
+    source = work.pop()
+    if source in closures:
+      reached |= closures[source]
+      continue
+    work += [x for x in links.get(source, ()) if x not in reached]
+    reached.update(links.get(source, ()))
+  return reached
 
 
 def joined(parts: list[Fragment | None]) -> Fragment | None:
@@ -275,7 +283,7 @@ def _trimmed(edges, final, anchors, groups):
   size = len(anchors)
   ends = np.zeros(size, bool)
   ends[list(final)] = True
-  kept = _spread(edges[:, 3], edges[:, 0], ends) & _spread(
+  kept = spread(edges[:, 3], edges[:, 0], ends) & spread(
       edges[:, 0], edges[:, 3], np.arange(size) == 0)
   if not kept[0]:
     return None
@@ -289,18 +297,36 @@ def _trimmed(edges, final, anchors, groups):
                   np.where(groups[kept] > 0, number[groups[kept]], 0))
 
 
-def _spread(source, target, reached):
-  """The states that some states lead to, and these."""
+def spread(source: np.ndarray, target: np.ndarray, reached: np.ndarray
+           ) -> np.ndarray:
+  """Returns a mask of the states in `reached` and all that they lead to.
+
+  Args:
+    source: `[E]`, the state before each move.
+    target: `[E]`, the state after each move.
+    reached: `[S]` bool.
+  """
   order = np.argsort(source, kind="stable")
   source, target = source[order], target[order]
   starts = np.searchsorted(source, np.arange(len(reached) + 1))
   reached = reached.copy()
   front = np.flatnonzero(reached)
   while front.size:
-    first, count = starts[front], starts[front + 1] - starts[front]
-    at = np.repeat(first - np.r_[0, np.cumsum(count)[:-1]], count) + np.arange(
-        count.sum())
+    at = ranges(starts[front], starts[front + 1] - starts[front])
     after = np.unique(target[at])
     front = after[~reached[after]]
     reached[front] = True
   return reached
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+  """Returns `counts[i]` integers from `starts[i]` on, for all i in a row.
+
+  >>> import numpy as np
+  >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+  [5, 6, 0, 1, 2]
+  """
+  ends = np.cumsum(counts, dtype=np.int32)
+  total = ends[-1] if len(ends) else 0
+  return np.repeat((starts - ends + counts).astype(np.int32), counts) + (
+      np.arange(total, dtype=np.int32))

@@ -3,6 +3,7 @@
 `Automaton.from_json_schema` says which of the valid texts are written.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -67,7 +68,7 @@ class Writer:
     if "array" in kinds:
       found.append(self._array(one, inner))
     if "object" in kinds:
-      found.append(self._object(one, inner))
+      found.append(_Object(self, one, inner).fragment())
     return found
 
   def _chosen(self, one):
@@ -117,6 +118,27 @@ class Writer:
     most = min((x for x in (most, longest) if x is not None), default=None)
     if most is not None and least > most:
       return None
+    count = max(least, len(prefix), 1) if most is None else most
+    what = f"'{'minItems' if most is None else 'maxItems'}' {count}"
+    if item is not None:  # the item, its comma and the space around it
+      fragments.check_size((item.size + 2 * self._space.size + 5) * (
+          count - len(prefix)), what)
+    items = (prefix + [item] * count)[:count]
+    return self._list(items, len(prefix), least, item if most is None else None,
+                      what)
+
+  def _list(self, items: Sequence[fragments.Fragment], fixed: int, least: int,
+            repeated: fragments.Fragment | None, what: str
+            ) -> fragments.Fragment:
+    """Returns the texts of an array.
+
+    Args:
+      items: texts of each item. From `fixed` on they are copies of one item.
+      fixed: number of items that are not copies.
+      least: smallest number of items.
+      repeated: the item that may follow any number of times, or None.
+      what: description of the array for errors.
+    """
     builder = fragments.Builder()
     end = builder.new()
     builder.final = [end]
@@ -124,34 +146,25 @@ class Writer:
     if not least:
       builder.edge(state, 0x5D, 0x5D, end)
     copies = []
-    count = max(least, len(prefix), 1) if most is None else most
-    what = f"'{'minItems' if most is None else 'maxItems'}' {count}"
-    if item is not None:  # the item, its comma and the space around it
-      fragments.check_size((item.size + 2 * self._space.size + 5) * (
-          count - len(prefix)), what)
-    for i in range(count):
-      if i >= len(prefix):
+    for i, item in enumerate(items):
+      if i >= fixed:
         copies.append(builder.size)
       before = builder.new()
       builder.link(state, before)
-      state = self.spaced(builder, builder.put(
-          before, prefix[i] if i < len(prefix) else item, what))
+      state = self.spaced(builder, builder.put(before, item, what))
       if i + 1 >= least:
         builder.edge(state, 0x5D, 0x5D, end)
-      if i + 1 < count:
+      if i + 1 < len(items):
         state = self.comma(builder, state)
-      elif most is None:  # the last copy is repeated
-        again = self.comma(builder, state)
-        if i < len(prefix):
-          last = self.spaced(builder, builder.put(again, item))
-          builder.edge(last, 0x5D, 0x5D, end)
-          builder.link(self.comma(builder, last), again)
-        else:
-          builder.link(again, before)
+    if repeated is not None:
+      again = self.comma(builder, state)
+      if len(items) > fixed:
+        builder.link(again, before)
+      else:
+        last = self.spaced(builder, builder.put(again, repeated))
+        builder.edge(last, 0x5D, 0x5D, end)
+        builder.link(self.comma(builder, last), again)
     return builder.build([*copies, builder.size] if copies else ())
-
-  def _object(self, one, free):
-    return _Object(self, one, free).fragment()
 
   def spaced(self, builder: fragments.Builder, state: int) -> int:
     """Adds the space between two parts."""

@@ -112,7 +112,7 @@ def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
   pick = pick[np.argsort(states[pick], kind="stable")]
   size = sizes[columns[pick]]
   order = np.argsort(column, kind="stable")[(column < 0).sum():]
-  at = token_walk.ranges((np.cumsum(sizes) - sizes)[columns[pick]], size)
+  at = fragments.ranges((np.cumsum(sizes) - sizes)[columns[pick]], size)
   token_walk.check_moves(len(at))
   lengths = np.bincount(np.repeat(states[pick], size), minlength=len(first))
   window = lengths.max(initial=0)
@@ -180,7 +180,7 @@ def _distances(row, anchors, moves, starts, listed_moves, final):
           for x in (left, count))):
       if not states.size:
         continue
-      at = token_walk.ranges(begins[row[states]], moves)
+      at = fragments.ranges(begins[row[states]], moves)
       target = _targets(anchors, np.repeat(states, moves), different[at])
       near = np.minimum.reduceat(
           distance[target], np.cumsum(moves) - moves) < tokens

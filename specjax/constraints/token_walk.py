@@ -59,7 +59,7 @@ class Walk:
     classes = np.searchsorted(cuts, np.arange(256), "right") - 1
     first, last = classes[edges[:, 1]], classes[edges[:, 2]]
     count = last - first + 1
-    column = ranges(first, count)
+    column = fragments.ranges(first, count)
     self._table = np.full((fragment.size, len(cuts) - 1), -1, np.int32)
     self._table[np.repeat(source, count), column] = np.repeat(target, count)
     self._levels = np.zeros(self._table.shape, np.int8)
@@ -140,7 +140,8 @@ class Walk:
       ended, number = np.unique(kinds[stops], return_inverse=True)
       column[ends[stops]] = count + number.reshape(-1)
       size = starts[ended + 1] - starts[ended]
-      origin, state, level = (x[ranges(starts[ended], size)] for x in places)
+      at = fragments.ranges(starts[ended], size)
+      origin, state, level = (x[at] for x in places)
       level = level.astype(np.int32)
       offset = state - anchors[states[origin], level]
       found.append(np.stack([
@@ -184,19 +185,11 @@ class Walk:
 
   def _moved(self, starts, places, above, step, size):
     """Returns the places after a byte class, state -1 if it is forbidden."""
-    at = ranges(starts[above], size)
+    at = fragments.ranges(starts[above], size)
     origin, state, level = (x[at] for x in places)
     step = np.repeat(step, size)
     return (origin, self._table[state, step],
             np.minimum(level, self._levels[state, step]))
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-  """Returns `counts[i]` integers from `starts[i]` on, for all i in a row."""
-  ends = np.cumsum(counts, dtype=np.int32)
-  total = ends[-1] if len(ends) else 0
-  return np.repeat((starts - ends + counts).astype(np.int32), counts) + (
-      np.arange(total, dtype=np.int32))
 
 
 def _trie(steps, lengths, names):
