@@ -148,7 +148,8 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
   return np.asarray(_fitted(terms, depth, weights / weights.sum()))
 
 
-def _maxima(terms, table, softness=None):
+def _maxima(terms: BoundTerms, table: jax.Array,
+            softness: jax.Array | None = None) -> jax.Array:
   """`[R]`, the maxima over nodes and columns; soft ones for the fit."""
   on_path = jax.vmap(topology.ancestors)(terms.parents)
   depths = topology.depths_of(on_path)
@@ -171,7 +172,7 @@ def _maxima(terms, table, softness=None):
 
 
 @jax.jit(static_argnames="depth")
-def _fitted(terms, depth, weights):
+def _fitted(terms: BoundTerms, depth: int, weights: jax.Array) -> jax.Array:
   cooled = lambda step: 0.5**(step * _HALVINGS / _STEPS)
   optimizer = optax.adam(lambda step: _RATE * cooled(step), b2=0.99)
 

@@ -88,7 +88,8 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
                       vocab_size=vocab)
 
 
-def _stopping(pair, n, values, token_cost):
+def _stopping(pair: Pair, n: int, values: list[np.ndarray], token_cost: float
+              ) -> tuple[np.ndarray, list[np.ndarray]]:
   """Optimal stopping in one round from every context of n tokens.
 
   Args:

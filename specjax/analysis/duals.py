@@ -155,7 +155,9 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
   return total - means[0][0]
 
 
-def _drawn(tokens, above, probs, best):
+def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,
+           best: list[list[Fraction | None]]
+           ) -> tuple[Fraction, list[Fraction]]:
   """A draft's exact probability, and depth + best Phi of its nodes."""
   chance = Fraction(1)
   at = [(0, 0)]  # depth and context of every node; None is padding
@@ -173,9 +175,10 @@ def _drawn(tokens, above, probs, best):
                   if best[depth][context] is not None]
 
 
-def _rational(tables, length):
+def _rational(tables: Sequence[np.ndarray], length: int
+              ) -> list[list[list[Fraction]]]:
   """Rows of the first tables as fractions that sum to 1 exactly."""
-  def row(numbers):
+  def row(numbers: np.ndarray) -> list[Fraction]:
     numbers = [Fraction(float(x)) for x in numbers]
     total = sum(numbers)
     return [x / total for x in numbers]

@@ -59,7 +59,7 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
       totals, counts, base_totals, base_counts, clusters=clusters)
 
 
-def _check_rounds(counts):
+def _check_rounds(counts: ArrayLike) -> None:
   total = np.sum(counts)
   if not total > 0:
     raise ValueError(f"counts sum to {total:g}; at least one round is needed")

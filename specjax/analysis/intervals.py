@@ -135,16 +135,17 @@ def clusters_needed(pilot: Estimate, half_width: float) -> int:
   return number
 
 
-def _unit_width(number):
+def _unit_width(number: int) -> float:
   """Half the length of an interval of unit scatter, without skewness."""
   return _quantile(number) / number**0.5
 
 
-def _quantile(number):
+def _quantile(number: int) -> float:
   return float(special.stdtrit(number - _LOST, (1 + _LEVEL) / 2))
 
 
-def _sums(columns, clusters):
+def _sums(columns: np.ndarray, clusters: Sequence[Hashable] | None
+          ) -> np.ndarray:
   """Sums by cluster, `[clusters, k]`, of `[prompts, k]`."""
   if clusters is not None:
     places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
@@ -154,7 +155,7 @@ def _sums(columns, clusters):
   return columns[columns.any(axis=1)]
 
 
-def _interval(value, influence):
+def _interval(value: float, influence: np.ndarray) -> tuple[float, float]:
   """Ends of the interval from the influence values `[n]` of the clusters."""
   number = len(influence)
   deviation = influence - influence.mean()
@@ -165,7 +166,7 @@ def _interval(value, influence):
   bend = skewness / number**0.5
   quantile = _quantile(number)
 
-  def untransformed(t):
+  def untransformed(t: float) -> float:
     if abs(bend) < 1e-6:
       return t
     return 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1)

@@ -273,7 +273,7 @@ def best_gamma(survival: ArrayLike, *, step: float,
   return best
 
 
-def _powers(a, count):
+def _powers(a: np.ndarray, count: np.ndarray) -> Numbers:
   """1 + a + ... + a^(count - 1), without cancellation near a = 1."""
   with np.errstate(divide="ignore", invalid="ignore"):
     total = -np.expm1(count * np.log(a)) / (1 - a)
@@ -281,21 +281,21 @@ def _powers(a, count):
   return np.where(count == 0, 0.0, np.where(a == 1, count, total))[()]
 
 
-def _require(name, values, ok, rule):
+def _require(name: str, values: ArrayLike, ok: ArrayLike, rule: str) -> None:
   """Raises with the first of `values` that is not ok."""
   if not np.all(ok):
     values, ok = np.broadcast_arrays(values, ok)
     raise ValueError(f"{name} is {values[~ok].flat[0]}; {rule}")
 
 
-def _acceptance(values):
+def _acceptance(values: ArrayLike) -> np.ndarray:
   values = np.asarray(values, np.float64)
   _require("acceptance", values, (values >= 0) & (values <= 1),
            "it is a probability and must lie in [0, 1]")
   return values
 
 
-def _gamma(values, name="gamma"):
+def _gamma(values: ArrayLike, name: str = 'gamma') -> np.ndarray:
   values = np.asarray(values)
   whole = (values == np.floor(values)) & np.isfinite(values)
   _require(name, values, (values >= 0) & whole,
@@ -303,7 +303,7 @@ def _gamma(values, name="gamma"):
   return values.astype(np.int64)
 
 
-def _cost(name, values):
+def _cost(name: str, values: ArrayLike) -> np.ndarray:
   values = np.asarray(values, np.float64)
   _require(name, values, (values >= 0) & np.isfinite(values),
            "it must be finite and at least 0")

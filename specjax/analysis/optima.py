@@ -5,11 +5,14 @@ chains of gamma drafted tokens; their program over all valid verifiers is
 extended to trees here. `analysis.several_rounds` uses it for several rounds.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from specjax.exact import schemes
+from specjax.exact.drafts import Drafts
 from specjax.exact.drafts import longer
 from specjax.exact.pairs import joint
 from specjax.exact.pairs import Pair
@@ -159,7 +162,8 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   return (*map(np.concatenate, (gains, rows, columns, entries)), totals, upper)
 
 
-def _nodes(q, vocab):
+def _nodes(q: Sequence[np.ndarray], vocab: int
+           ) -> tuple[list[np.ndarray], list[np.ndarray]]:
   """Prefixes of drafts that count, and the share of each that starts there.
 
   The leaves start with all of their mass, and a prefix with the mass of longer
@@ -233,7 +237,9 @@ def tree_prices(pair: Pair, parents: Sequence[int],
                    out=np.full((2, len(p)), mean + height))
 
 
-def _tree_program(pair, parents, scheme):
+def _tree_program(pair: Pair, parents: Sequence[int],
+                  scheme: str | schemes.Scheme
+                  ) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
   """The program of `tree_optimum`, the numbers of its texts, and p of all."""
   length = schemes.height(parents) + 1
   vocab = pair.vocab_size
@@ -282,7 +288,7 @@ def _tree_program(pair, parents, scheme):
   return found, texts - offsets[length], p[length]
 
 
-def _texts(drafts):
+def _texts(drafts: Drafts) -> Iterator[tuple[int, ...]]:
   """Of every draft, the contexts of its nodes as a sorted tuple."""
   real = drafts.probs.any(-1)
   real[:, 0] = True
@@ -311,11 +317,13 @@ def _maximum(*found):
   return -_solution(*found).fun / _GAIN_SCALE
 
 
-def _solution(gain, rows, columns, entries, totals, upper):
+def _solution(gain: np.ndarray, rows: np.ndarray, columns: np.ndarray,
+              entries: np.ndarray, totals: np.ndarray, upper: np.ndarray
+              ) -> Any:
   """The solver's result, with gains multiplied by -_GAIN_SCALE."""
-  import scipy.optimize  # pylint: disable=g-import-not-at-top
-  import scipy.sparse  # pylint: disable=g-import-not-at-top
-  matrix = scipy.sparse.csr_matrix(
+  from scipy import optimize  # pylint: disable=g-import-not-at-top
+  from scipy import sparse  # pylint: disable=g-import-not-at-top
+  matrix = sparse.csr_matrix(
       (entries, (rows, columns)), shape=(len(totals), len(gain)))
   # Some programs with probabilities below 1e-9 need the second or third way:
   # presolve takes such numbers for rounding, and the simplex method without it
@@ -326,7 +334,7 @@ def _solution(gain, rows, columns, entries, totals, upper):
   for method, presolve, options in (
       ("highs", False, tight), ("highs-ipm", False, {}),
       ("highs-ipm", True, {})):
-    found = scipy.optimize.linprog(
+    found = optimize.linprog(
         -_GAIN_SCALE * gain, A_ub=matrix[upper], b_ub=totals[upper],
         A_eq=equations, b_eq=totals[~upper], method=method,
         options=dict(presolve=presolve, **options))

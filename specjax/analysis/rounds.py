@@ -241,13 +241,16 @@ def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
   return np.stack(found)
 
 
-def _chains(q, contexts, gamma, ended):
+def _chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
+            ended: Ended | None) -> drafts_lib.Drafts:
   """All chains, ended early by `ended`, as N = gamma + 1 nodes."""
   chains = drafts_lib.chains(q, contexts, gamma)
   return (ended(chains) if ended else chains).padded(gamma + 1)
 
 
-def _round_ends(rule, pair, gamma, length, eos, ended):
+def _round_ends(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
+                eos: int | None, ended: Ended | None
+                ) -> tuple[np.ndarray, np.ndarray]:
   """Probabilities of the ends of rounds, and expected drafted tokens.
 
   Returns:
@@ -291,7 +294,7 @@ def _round_ends(rule, pair, gamma, length, eos, ended):
   return ends, drafted
 
 
-def complete_contexts(vocab, length, eos):
+def complete_contexts(vocab: int, length: int, eos: int | None) -> np.ndarray:
   """`[contexts]` bool: `length` tokens or an eos; for up to `length` tokens."""
   levels = [np.zeros(1, bool)]
   for _ in range(length):
@@ -300,7 +303,8 @@ def complete_contexts(vocab, length, eos):
   return np.concatenate(levels)
 
 
-def check(pair, gamma, length, eos, depth):
+def check(pair: Pair, gamma: int, length: int, eos: int | None, depth: int
+          ) -> None:
   """Refuses sizes that are too small, or tables that are not deep enough."""
   for name, value, least in (("gamma", gamma, 0), ("length", length, 1)):
     if value < least:

@@ -99,13 +99,14 @@ def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
   return np.array(found)
 
 
-def _maxima(programs):
+def _maxima(programs: list[tuple[np.ndarray, ...]]) -> np.ndarray:
   """The optima of many programs, a few at a time."""
   return np.concatenate([optima.maxima(programs[i:i + _PROGRAMS])
                          for i in range(0, len(programs), _PROGRAMS)])
 
 
-def _from_context(pair, values, offsets, gamma, n, context):
+def _from_context(pair: Pair, values: np.ndarray, offsets: np.ndarray,
+                  gamma: int, n: int, context: int) -> tuple[np.ndarray, ...]:
   """The program of one round from a context of n tokens.
 
   Args:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.constraints import fragments
 from specjax.constraints import grammars
 from specjax.constraints import token_tables
 from specjax.decoding import constraining
@@ -79,7 +80,7 @@ class Automaton(constraining.Constraint):
   tables: token_tables.TokenTables
   finish: bool = True
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if self.tables.distance[0] == token_tables.NEVER:
       raise ValueError("the automaton accepts no text of these tokens; give "
                        "another expression, or tokens that can spell it")
@@ -137,7 +138,9 @@ class Automaton(constraining.Constraint):
                             vocab_size, banned, finish)
 
   @classmethod
-  def _of_fragment(cls, fragment, tokenizer, vocab_size, banned, finish):
+  def _of_fragment(cls, fragment: fragments.Fragment, tokenizer: Any,
+                   vocab_size: int | None, banned: Sequence[int], finish: bool
+                   ) -> "Automaton":
     size = vocab_size or tokenizer.vocab_size
     texts = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size
              and i not in banned else b"" for i in range(size)]
@@ -289,7 +292,7 @@ class Automaton(constraining.Constraint):
     anything = (memory.state < 0) | ~tokens.any()
     return jnp.where(tokens | anything, logits, -jnp.inf)
 
-  def _listed(self, row):
+  def _listed(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The tokens of a row that is a list, and their moves, `[W]`."""
     tables = self.tables
     start, end = (jnp.asarray(tables.starts)[row + i] for i in (0, 1))
@@ -298,7 +301,7 @@ class Automaton(constraining.Constraint):
     return jnp.asarray(tables.listed)[places], jnp.where(
         places < end, moves, token_tables.FORBIDDEN)
 
-  def _target(self, state, moves):
+  def _target(self, state: jax.Array, moves: jax.Array) -> jax.Array:
     """The states after moves, anything where one is forbidden."""
     anchors = jnp.asarray(self.tables.anchors)[state]
     depth = anchors.shape[0]
@@ -306,6 +309,6 @@ class Automaton(constraining.Constraint):
     return jnp.where(moves == token_tables.FORBIDDEN, -1, place)
 
 
-def _row(moves, row):
+def _row(moves: np.ndarray, row: jax.Array) -> jax.Array:
   """The moves of a row by class of token; of a list, the last row."""
   return jnp.asarray(moves)[jnp.minimum(row, len(moves) - 1)]

@@ -5,6 +5,8 @@ a JSON string can spell a character in several ways: as itself, as `\\n`, as
 `\\u00e9` or as a pair of surrogates.
 """
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -13,6 +15,9 @@ import numpy as np
 
 from specjax.constraints import fragments
 from specjax.constraints import minimisation
+
+Range = tuple[int, int, int]  # first and last code point or byte, and a label
+Step = tuple[tuple[int, int], ...]  # ranges of one byte or digit
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -222,7 +227,8 @@ def spelled(automaton: Characters, *, json: bool, least: int = 0,
 
 
 @functools.lru_cache(maxsize=256)
-def _template(intervals, labels, json):
+def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
+              json: bool) -> tuple[np.ndarray, int]:
   """Spells one character, by the label of its class.
 
   Returns:
@@ -258,7 +264,8 @@ def _template(intervals, labels, json):
   return np.array(edges, np.int64).reshape(-1, 4), len(names)
 
 
-def _labelled(intervals, labels):
+def _labelled(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...]
+              ) -> list[Range]:
   """`(first, last, label)` of the code points with a label, joined."""
   found = []
   for i, (low, atom) in enumerate(intervals):
@@ -267,7 +274,7 @@ def _labelled(intervals, labels):
   return [x for x in _joined(found) if x[2] >= 0]
 
 
-def _joined(moves):
+def _joined(moves: Iterable[Range]) -> list[Range]:
   """Joins neighbouring ranges with equal third entries."""
   found = []
   for low, high, after in sorted(moves):
@@ -278,7 +285,7 @@ def _joined(moves):
   return found
 
 
-def _paths(low, high, json):
+def _paths(low: int, high: int, json: bool) -> Iterator[list[Step]]:
   """Paths that spell the code points of an interval.
 
   A step of a path is a tuple of byte ranges. Of two paths that part, the steps
@@ -290,7 +297,8 @@ def _paths(low, high, json):
       yield from _escaped(a, b)
 
 
-def _cut(low, high, holes):
+def _cut(low: int, high: int, holes: Sequence[tuple[int, int]]
+         ) -> Iterator[tuple[int, int]]:
   """An interval without some others, ascending."""
   for first, last in holes:
     if low < first:
@@ -301,7 +309,7 @@ def _cut(low, high, holes):
   yield low, high
 
 
-def _direct(low, high, json):
+def _direct(low: int, high: int, json: bool) -> Iterator[list[Step]]:
   holes = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)] if json else []
   for a, b in _cut(low, high, holes):
     for first, last, lead, sizes in _UTF8:
@@ -312,7 +320,7 @@ def _direct(low, high, json):
                  for base, (x, y) in zip(bases, digits)]
 
 
-def _escaped(low, high):
+def _escaped(low: int, high: int) -> Iterator[list[Step]]:
   slash, u, d = _byte(0x5C), _byte(0x75), _digit(13, 13)
   for point, letter in _SHORT.items():
     if low <= point <= high:
@@ -330,11 +338,11 @@ def _escaped(low, high):
       yield [slash, u, d, *one, slash, u, d, *other]
 
 
-def _byte(value):
+def _byte(value: int) -> Step:
   return ((value, value),)
 
 
-def _digit(low, high):
+def _digit(low: int, high: int) -> Step:
   """The byte ranges of a range of hexadecimal digits."""
   return tuple(
       (ord(zero) + max(low, least) - least, ord(zero) + min(high, most) - least)
@@ -342,7 +350,7 @@ def _digit(low, high):
       if low <= most and high >= least)
 
 
-def _split(low, high, sizes):
+def _split(low: int, high: int, sizes: tuple[int, ...]) -> list[Step]:
   """Splits a range of numbers into products of ranges of digits."""
   if len(sizes) == 1:
     return [((low, high),)]

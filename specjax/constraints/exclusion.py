@@ -5,43 +5,54 @@ is written for one part is valid under another. Parts may differ by a type, a
 value, a length, a bound, a pattern or a property.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 import functools
 import json
+from typing import Any
 
+from specjax.constraints import alternatives
 from specjax.constraints import characters
 from specjax.constraints import formats
+
+Alternative = alternatives.Alternative
+# Reads the alternatives of a node, see `schemas.Reader.alternatives`.
+Read = Callable[[alternatives.Node], list[Alternative]]
 
 _DEEPEST = 4  # levels of properties and items that are looked into
 
 
-def excluded(reader, some, others, depth=0):
+def excluded(read: Read, some: Iterable[Alternative],
+             others: Iterable[Alternative], depth: int = 0) -> bool:
   """Returns whether no value written for `some` is valid under `others`."""
-  return all(_excludes(reader, a, b, depth) for a in some for b in others)
+  return all(_excludes(read, a, b, depth) for a in some for b in others)
 
 
-def _excludes(reader, a, b, depth):
+def _excludes(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
   if a.values is not None:
-    return all(refuted(reader, json.loads(x), b) for x in a.values)
+    return all(refuted(read, json.loads(x), b) for x in a.values)
   if b.values is not None:
-    return all(refuted(reader, json.loads(x), a) for x in b.values)
+    return all(refuted(read, json.loads(x), a) for x in b.values)
   common = a.reachable_types & (
       a.reachable_types if b.types is None else b.types)
   checks = {"string": _strings, "array": _arrays, "object": _objects,
             "integer": _numbers, "fraction": _numbers}
   return depth < _DEEPEST and all(
-      kind in checks and checks[kind](reader, a, b, depth) for kind in common)
+      kind in checks and checks[kind](read, a, b, depth) for kind in common)
 
 
-def _nodes(reader, a, b, depth):
+def _nodes(read: Read, a: alternatives.Node, b: alternatives.Node, depth: int
+           ) -> bool:
   # A `$ref` that was followed often enough to write a value is still valid, so
   # the comparison follows every `$ref` from the beginning.
-  some, others = (reader.alternatives(tuple((part, ()) for part, _ in node))
+  some, others = (read(tuple((part, ()) for part, _ in node))
                   for node in (a, b))
-  return excluded(reader, some, others, depth + 1)
+  return excluded(read, some, others, depth + 1)
 
 
-def _strings(reader, a, b, depth):
-  del reader, depth
+def _strings(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
+  del read, depth
   both = formats.string_automaton(
       tuple(dict.fromkeys((*a.patterns, *b.patterns))),
       tuple(dict.fromkeys((*a.formats, *b.formats))))
@@ -51,8 +62,8 @@ def _strings(reader, a, b, depth):
       min(mosts, default=None))
 
 
-def _numbers(reader, a, b, depth):
-  del reader, depth
+def _numbers(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
+  del read, depth
   return any(
       low in x.limits and high in y.limits and (
           x.limits[low] > y.limits[high] or strict
@@ -63,25 +74,25 @@ def _numbers(reader, a, b, depth):
           ("exclusiveMinimum", "exclusiveMaximum", True)))
 
 
-def _arrays(reader, a, b, depth):
+def _arrays(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
   least = max(x.limits.get("minItems", 0) for x in (a, b))
   if any(x.limits.get("maxItems", least) < least for x in (a, b)):
     return True
-  return any(_nodes(reader, a.item(i), b.item(i), depth)
+  return any(_nodes(read, a.item(i), b.item(i), depth)
              for i in range(min(least, 1 + max(len(a.prefix), len(b.prefix)))))
 
 
-def _objects(reader, a, b, depth):
+def _objects(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
   """A property of each object of a that b refuses, or one that b misses."""
   has_extra = a.has_extra or not a.properties
   if not has_extra and any(name not in a.properties and name not in a.required
                            for name in b.required):
     return True
-  return any(_nodes(reader, a.named(name), b.named(name), depth)
+  return any(_nodes(read, a.named(name), b.named(name), depth)
              for name in a.required)
 
 
-def refuted(reader, value, b):
+def refuted(read: Read, value: Any, b: Alternative) -> bool:
   """Returns whether a value is not valid under an alternative."""
   if b.types is not None and not types_of(value) & b.types:
     return True
@@ -89,7 +100,7 @@ def refuted(reader, value, b):
       (json.dumps(value),), b.values):
     return True
   below = lambda x, node: all(
-      refuted(reader, x, one) for one in reader.alternatives(
+      refuted(read, x, one) for one in read(
           tuple((part, ()) for part, _ in node)))
   if isinstance(value, str):
     return not (formats.string_automaton(b.patterns, b.formats).accepts(value)
@@ -111,13 +122,13 @@ def refuted(reader, value, b):
   return False
 
 
-def _is_within(count, limits, noun):
+def _is_within(count: int, limits: Mapping[str, Any], noun: str) -> bool:
   return limits.get(f"min{noun}", 0) <= count <= limits.get(
       f"max{noun}", count)
 
 
-def types_of(value):
-  """Returns the types of a value of JSON, as of `schemas.EVERY_TYPE`."""
+def types_of(value: Any) -> set[str]:
+  """Returns the types of a value of JSON, as of `alternatives.EVERY_TYPE`."""
   if isinstance(value, bool):
     return {"boolean"}
   if isinstance(value, (int, float)):
@@ -137,11 +148,11 @@ def common(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _all_unordered(values):
+def _all_unordered(values: tuple[str, ...]) -> frozenset[str]:
   return frozenset(map(_unordered, values))
 
 
-def _unordered(text):
+def _unordered(text: str) -> str:
   """Returns one text for objects that differ in the order of their keys."""
   if text[0] not in "[{":
     return text

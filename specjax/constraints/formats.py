@@ -40,7 +40,7 @@ _WORD = f"{_HEX}{{1,4}}"
 _LAST = f"({_WORD}:{_WORD}|{_IPV4})"
 
 
-def _ipv6():
+def _ipv6() -> str:
   """The nine forms of RFC 3986: how many groups are before and after `::`."""
   forms = [f"({_WORD}:){{6}}{_LAST}", f"::({_WORD}:){{5}}{_LAST}"]
   for before, after in enumerate(range(4, -1, -1)):
@@ -94,7 +94,7 @@ def string_automaton(patterns: tuple[str, ...], formats: tuple[str, ...]
 
 
 @functools.cache
-def _format(name):
+def _format(name: str) -> characters.Characters:
   return functools.reduce(characters.intersected, (
       regexes.compiled(x, search=False) for x in _FORMATS[name]))
 
@@ -127,7 +127,7 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
   return found
 
 
-def _bounded(bound, is_least, strict):
+def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
   """Decimals on one side of a bound; other texts may match as well."""
   away = ">" if is_least else "<"
   if bound == 0:
@@ -147,7 +147,7 @@ def _bounded(bound, is_least, strict):
   return f"{sign}({magnitude})"
 
 
-def _beyond(bound, above, strict):
+def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
   """Decimals without a sign above (below) one that is not 0."""
   text = format(bound, "f")
   whole, _, part = text.partition(".")

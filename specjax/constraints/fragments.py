@@ -77,7 +77,7 @@ class Builder:
   merges the equal beginnings of two alternatives.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.size = 1
     self.final = []
     self._edges, self._links = [], []
@@ -239,7 +239,8 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
                   zeros, zeros)
 
 
-def _deterministic(edges, final, size):
+def _deterministic(edges: np.ndarray, final: set[int], size: int
+                   ) -> tuple[np.ndarray, set[int], int]:
   """Merges the beginnings that two alternatives share.
 
   Returns:
@@ -278,7 +279,8 @@ def _deterministic(edges, final, size):
   return (np.concatenate([kept, np.array(new, np.int64)]), final, len(names))
 
 
-def _trimmed(edges, final, anchors, groups):
+def _trimmed(edges: np.ndarray, final: set[int], anchors: np.ndarray,
+             groups: np.ndarray) -> Fragment | None:
   """Removes states that cannot be reached or lead to no end."""
   size = len(anchors)
   ends = np.zeros(size, bool)

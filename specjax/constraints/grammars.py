@@ -60,7 +60,8 @@ def schema_fragment(schema: str | Mapping[str, Any],
   return found
 
 
-def _written(root, space):
+def _written(root: bool | Mapping[str, Any], space: fragments.Fragment
+             ) -> tuple[fragments.Fragment | None, schemas.Reader]:
   """Returns the texts of a schema, and its reader."""
   for deepest in _DEEPEST:
     reader = schemas.Reader(root, deepest)
@@ -71,7 +72,7 @@ def _written(root, space):
         raise
 
 
-def _space(whitespace):
+def _space(whitespace: str | None) -> fragments.Fragment:
   found = regex_fragment(_SPACE if whitespace is None else whitespace)
   for _, low, high, _ in found.edges.tolist():
     if not _SPACES.issuperset(range(low, high + 1)):

@@ -3,11 +3,14 @@
 `Automaton.from_json_schema` says which of the valid texts are written.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+from typing import Any
 
+from specjax.constraints import alternatives
 from specjax.constraints import characters
 from specjax.constraints import exclusion
 from specjax.constraints import formats
@@ -22,11 +25,11 @@ _FREE = 4  # levels of arrays and objects within a value without keywords
 class Writer:
   """Writes the values of one schema."""
 
-  def __init__(self, reader, space):
+  def __init__(self, reader: schemas.Reader, space: fragments.Fragment) -> None:
     self._reader, self._space = reader, space
     self._known = {}
 
-  def value(self, node: schemas.Node, free: int = 0
+  def value(self, node: alternatives.Node, free: int = 0
             ) -> fragments.Fragment | None:
     """Returns the texts of a node, or None if there are none.
 
@@ -45,7 +48,8 @@ class Writer:
       self._known[key] = fragments.joined([*parts, *self._constants(values)])
     return self._known[key]
 
-  def _typed(self, one, free):
+  def _typed(self, one: alternatives.Alternative, free: int
+             ) -> list[fragments.Fragment | None]:
     """The texts of an alternative, by type."""
     kinds, inner = one.reachable_types, free + one.is_free
     untyped = [key for key in one.keywords if one.types is None]
@@ -71,13 +75,15 @@ class Writer:
       found.append(_Object(self, one, inner).fragment())
     return found
 
-  def _chosen(self, one):
+  def _chosen(self, one: alternatives.Alternative) -> list[str]:
     """The values of an alternative that its other keywords allow."""
     others = dataclasses.replace(one, values=None)
     return [x for x in one.values
-            if not exclusion.refuted(self._reader, json.loads(x), others)]
+            if not exclusion.refuted(
+                self._reader.alternatives, json.loads(x), others)]
 
-  def _constants(self, values):
+  def _constants(self, values: Iterable[str]
+                 ) -> list[fragments.Fragment | None]:
     """Constant values: scalars as one choice, the others one by one."""
     values = [json.loads(x) for x in values]
     scalars = [x for x in values if not isinstance(x, (list, dict))]
@@ -88,7 +94,7 @@ class Writer:
         found.append(self._constant(value))
     return found
 
-  def _constant(self, value):
+  def _constant(self, value: Any) -> fragments.Fragment | None:
     if not isinstance(value, (list, dict)):
       return fragments.of_texts(_scalar_texts(value))
     builder = fragments.Builder()
@@ -105,7 +111,8 @@ class Writer:
     builder.final = [builder.text(state, pair[1:])]
     return builder.build()
 
-  def _array(self, one, free):
+  def _array(self, one: alternatives.Alternative, free: int
+             ) -> fragments.Fragment | None:
     least = one.limits.get("minItems", 0)
     most = one.limits.get("maxItems")
     if one.limits.get("uniqueItems") and (most is None or most > 1):
@@ -187,7 +194,8 @@ class _Object:
   before it (up to the largest number that makes a difference).
   """
 
-  def __init__(self, writer, one, free):
+  def __init__(self, writer: Writer, one: alternatives.Alternative, free: int
+               ) -> None:
     self._writer, self._least = writer, one.limits.get("minProperties", 0)
     self._most = one.limits.get("maxProperties")
     required = set(one.required)
@@ -211,7 +219,7 @@ class _Object:
     if self._extra is None:
       self._cap = max(1, min(self._cap, len(self._names)))
 
-  def fragment(self):
+  def fragment(self) -> fragments.Fragment | None:
     """Returns the texts of the object, or None if there are none."""
     if self._missing:
       return None
@@ -233,17 +241,18 @@ class _Object:
     self._close(start, 0, 0)
     return builder.build()
 
-  def _after(self, count):
+  def _after(self, count: int) -> int | None:
     """The number of properties after one more, None if there are too many."""
     if self._most is not None and count + 1 > self._most:
       return None
     return min(count + 1, self._cap)
 
-  def _close(self, state, i, count):
+  def _close(self, state: int, i: int, count: int) -> None:
     if count >= self._least and self._required.isdisjoint(self._names[i:]):
       self._builder.edge(state, 0x7D, 0x7D, self._end)
 
-  def _value(self, state, value, i, count):
+  def _value(self, state: int, value: fragments.Fragment, i: int, count: int
+             ) -> None:
     """Adds a value after a key, and the end or the comma after it."""
     builder, writer = self._builder, self._writer
     state = writer.spaced(
@@ -251,7 +260,7 @@ class _Object:
     self._close(state, i, count)
     builder.link(writer.comma(builder, state), self._choose[i, count])
 
-  def _place(self, i, count):
+  def _place(self, i: int, count: int) -> None:
     """Adds the keys that may come at a place, after a comma or at first."""
     after = self._after(count)
     if after is None:
@@ -275,7 +284,7 @@ class _Object:
     if texts:
       builder.link(self._choose[i, count], self._node(frozenset(texts)))
 
-  def _node(self, texts):
+  def _node(self, texts: frozenset[tuple[bytes, int]]) -> int:
     """The state before some texts, each of which leads to a state."""
     if texts not in self._nodes:
       self._nodes[texts] = state = self._builder.new()
@@ -289,7 +298,7 @@ class _Object:
     return self._nodes[texts]
 
 
-def _scalar_texts(value):
+def _scalar_texts(value: str | float | None) -> list[bytes]:
   """The texts of a constant: escaped or not, a whole number as 1 or 1.0."""
   found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
   if type(value) is int and abs(value) < _LARGEST and float(value) == value:
@@ -298,13 +307,15 @@ def _scalar_texts(value):
 
 
 @functools.lru_cache(maxsize=64)
-def _number(limits, integer):
+def _number(limits: tuple[tuple[str, float], ...], integer: bool
+            ) -> fragments.Fragment | None:
   return characters.spelled(
       formats.number_automaton(dict(limits), integer), json=False)
 
 
 @functools.lru_cache(maxsize=64)
-def _string(patterns, names, least, most):
+def _string(patterns: tuple[str, ...], names: tuple[str, ...], least: int,
+            most: int | None) -> fragments.Fragment | None:
   try:
     return characters.spelled(formats.string_automaton(patterns, names),
                               json=True, least=least, most=most)

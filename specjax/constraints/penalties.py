@@ -24,7 +24,7 @@ class Repetition(constraining.Constraint):
 
   penalty: float
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not 1 / LARGEST <= self.penalty <= LARGEST:
       raise ValueError(f"the repetition penalty is {self.penalty}; it must be "
                        f"above 0, from {1 / LARGEST:g} to {LARGEST:g}: 1 "
@@ -62,7 +62,7 @@ class OutputPenalty(constraining.Constraint):
   frequency: float = 0.0
   presence: float = 0.0
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for name in ("frequency", "presence"):
       if not -LARGEST <= getattr(self, name) <= LARGEST:
         raise ValueError(f"the {name} penalty is {getattr(self, name)}; it "
@@ -95,7 +95,7 @@ class NoRepeatNGram(constraining.Constraint):
 
   size: int
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     fields.check_fields(self, "size", more=": of the n-grams, in tokens")
 
   def init(self, row: constraining.Row) -> Any:

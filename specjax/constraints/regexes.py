@@ -5,15 +5,22 @@ Back-references, look-around and word boundaries are refused. Anchors keep their
 meaning at any place, except that `$` does not match before a final line feed.
 """
 
+from collections.abc import Collection
+from collections.abc import Iterable
 import functools
 import re
 import re._constants as codes
 import re._parser as parser
+from typing import Any
+from typing import NoReturn
 
 import numpy as np
 
 from specjax.constraints import characters
 from specjax.constraints import fragments
+
+Code = codes._NamedIntConstant
+Ranges = tuple[tuple[int, int], ...]  # first and last code points
 
 _POINTS = 0x110000
 _SHOWN = 60  # characters of an expression that an error repeats
@@ -71,13 +78,13 @@ def shown(pattern: str) -> str:
 
 
 @functools.cache
-def _every():
+def _every() -> str:
   """All code points; surrogates are never spelled."""
   return "".join(map(chr, range(_POINTS)))
 
 
 @functools.lru_cache(maxsize=256)
-def _ranges(text, flags):
+def _ranges(text: str, flags: int) -> Ranges:
   """`(first, last)` of the characters that a class in brackets matches."""
   return tuple((x.start(), x.end() - 1) for x in re.finditer(
       f"{text}+", _every(), flags=flags | re.DOTALL))
@@ -89,12 +96,12 @@ _ALL = ((0, _POINTS - 1),)
 class _Machine:
   """A nondeterministic automaton, built from the end to the beginning."""
 
-  def __init__(self, pattern):
+  def __init__(self, pattern: str) -> None:
     self.pattern, self.accept = pattern, None
     self.reads, self.moves = [], []  # of every state
     self._sets = {}  # numbers of the sets of characters that are read
 
-  def new(self):
+  def new(self) -> int:
     """Returns a new state."""
     fragments.check_size(len(self.reads) + 1,
                          f"the expression {shown(self.pattern)}")
@@ -102,18 +109,19 @@ class _Machine:
     self.moves.append([])
     return len(self.reads) - 1
 
-  def read(self, state, ranges, after):
+  def read(self, state: int, ranges: Ranges, after: int) -> None:
     """Adds a move that reads a character of some ranges."""
     number = self._sets.setdefault(ranges, len(self._sets))
     self.reads[state].append((number, after))
 
-  def sequence(self, items, after, flags):
+  def sequence(self, items: Iterable[tuple[Code, Any]], after: int, flags: int
+               ) -> int:
     """Returns the state from which `items` lead to `after`."""
     for code, value in reversed(list(items)):
       after = self._item(code, value, after, flags)
     return after
 
-  def _item(self, code, value, after, flags):
+  def _item(self, code: Code, value: Any, after: int, flags: int) -> int:
     state = None
     if code in (codes.LITERAL, codes.NOT_LITERAL, codes.IN, codes.ANY):
       state = self.new()
@@ -141,12 +149,13 @@ class _Machine:
       self._refuse(str(code))
     return state
 
-  def _refuse(self, code):
+  def _refuse(self, code: str) -> NoReturn:
     raise ValueError(
         f"{_NAMES.get(code, code)} is not supported in the regular "
         f"expression {shown(self.pattern)}; leave it out")
 
-  def _repeat(self, least, most, items, after, flags):
+  def _repeat(self, least: int, most: int, items: Iterable[tuple[Code, Any]],
+              after: int, flags: int) -> int:
     state = after
     if most is codes.MAXREPEAT:
       state = self.new()
@@ -163,7 +172,7 @@ class _Machine:
       state = self.sequence(items, state, flags)
     return state
 
-  def _closure(self, states, holds):
+  def _closure(self, states: Iterable[int], holds: Collection[int]) -> set[int]:
     """The states reached without reading, where some conditions hold."""
     found, work = set(states), list(states)
     while work:
@@ -173,7 +182,8 @@ class _Machine:
           work.append(target)
     return found
 
-  def _set(self, states, holds, absorbing):
+  def _set(self, states: Iterable[int], holds: Collection[int], absorbing: bool
+           ) -> frozenset[int]:
     """Returns the states after some moves that determine the further text."""
     found = self._closure(states, holds)
     if absorbing and self.accept in found:
@@ -182,7 +192,7 @@ class _Machine:
         x for x in found if self.reads[x] or x == self.accept or any(
             condition is not None for condition, _ in self.moves[x]))
 
-  def deterministic(self, start, absorbing):
+  def deterministic(self, start: int, absorbing: bool) -> characters.Characters:
     """The minimised automaton of the texts from a state to `accept`."""
     lows, atoms, members = _atoms(list(self._sets))
     first = self._set([start], {_BEGIN}, absorbing)
@@ -213,7 +223,7 @@ class _Machine:
                                  np.array(final)).minimised()
 
 
-def _characters(code, value, flags):
+def _characters(code: Code, value: Any, flags: int) -> Ranges:
   """The ranges of code points of an item of an expression."""
   if code is codes.ANY:
     return _ALL if flags & re.DOTALL else _ranges(r"[^\n]", 0)
@@ -227,7 +237,7 @@ def _characters(code, value, flags):
   return _ranges(f"[{'^' * negated}\\U{value:08x}]", flags & _CASES)
 
 
-def _class_text(item):
+def _class_text(item: tuple[Code, Any]) -> str:
   code, value = item
   if code is codes.NEGATE:
     return ""
@@ -242,7 +252,7 @@ def _class_text(item):
                  letter.upper())
 
 
-def _atoms(sets):
+def _atoms(sets: list[Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns the classes of code points that are in the same sets.
 
   Returns:

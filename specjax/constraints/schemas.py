@@ -6,13 +6,17 @@ alternatives without `anyOf`, `oneOf`, `allOf` and `$ref`. A keyword that is not
 supported is refused by its name.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
-import dataclasses
+from collections.abc import Sequence
 import json
 from typing import Any
 import urllib.parse
 
 from specjax.constraints import exclusion
+from specjax.constraints.alternatives import Alternative
+from specjax.constraints.alternatives import Node
+from specjax.constraints.alternatives import TYPES
 
 # They describe a value and do not restrict it, or are looked up by $ref.
 _NOTES = frozenset((
@@ -25,10 +29,6 @@ _OF_OBJECTS = ("properties", "required", "additionalProperties",
                "minProperties", "maxProperties")
 _OF_ONE_TYPE = ("pattern", "format", "minLength", "maxLength", *_BOUNDS,
                 "items", "prefixItems", "minItems", "maxItems", "uniqueItems")
-_TYPES = {"null": ("null",), "boolean": ("boolean",), "string": ("string",),
-          "array": ("array",), "object": ("object",), "integer": ("integer",),
-          "number": ("integer", "fraction")}
-EVERY_TYPE = frozenset(sum(_TYPES.values(), ()))
 _LEAST = ("minLength", "minItems", "minProperties")
 _MOST = ("maxLength", "maxItems", "maxProperties")
 _MOST_ALTERNATIVES = 4096
@@ -43,8 +43,8 @@ _FORMS = (
         map(_is_schema, x.values())), ("properties",)),
     ("a text", lambda x: isinstance(x, str), ("$ref", "pattern", "format")),
     ("a list of texts", _is_texts, ("required",)),
-    (f"one or some of {', '.join(_TYPES)}", lambda x: x in list(_TYPES) or (
-        _is_texts(x) and x != [] and set(x) <= _TYPES.keys()), ("type",)),
+    (f"one or some of {', '.join(TYPES)}", lambda x: x in list(TYPES) or (
+        _is_texts(x) and x != [] and set(x) <= TYPES.keys()), ("type",)),
     ("a list of schemas that is not empty", lambda x: isinstance(
         x, list) and x != [] and all(map(_is_schema, x)),
      ("allOf", "anyOf", "oneOf", "prefixItems")),
@@ -58,70 +58,6 @@ _FORMS = (
 _FORM_OF = {key: (form, fits) for form, fits, keys in _FORMS for key in keys}
 _KNOWN = _FORM_OF.keys() | _NOTES | {"const"}
 
-# Parts that hold for one value, each with the `$ref`s that it is within.
-Node = tuple[tuple[Any, tuple[str, ...]], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alternative:
-  """Keywords that hold together for a value.
-
-  Attributes:
-    types: a subset of `EVERY_TYPE`, or None without `type`. A number is an
-      integer or a fraction.
-    values: JSON texts of the values to choose from, or None.
-    limits: keywords of lengths and bounds.
-    patterns: expressions that the string matches somewhere.
-    formats: the formats of the string.
-    prefix: nodes of the first items.
-    items: node of the other items.
-    properties: nodes by name, in order.
-    required: names.
-    extra: node of other properties.
-    has_extra: whether `additionalProperties` is given.
-    keywords: keywords about one type, except those about objects.
-    is_object: whether there are keywords about objects.
-  """
-
-  types: frozenset[str] | None = None
-  values: tuple[str, ...] | None = None
-  limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  patterns: tuple[str, ...] = ()
-  formats: tuple[str, ...] = ()
-  prefix: tuple[Node, ...] = ()
-  items: Node = ()
-  properties: Mapping[str, Node] = dataclasses.field(default_factory=dict)
-  required: tuple[str, ...] = ()
-  extra: Node = ()
-  has_extra: bool = False
-  keywords: tuple[str, ...] = ()
-  is_object: bool = False
-
-  @property
-  def reachable_types(self) -> frozenset[str]:
-    """The types of the values that are written.
-
-    What has properties but no type is an object.
-    """
-    if self.types is not None:
-      return self.types
-    return frozenset(["object"]) if self.is_object else EVERY_TYPE
-
-  @property
-  def is_free(self) -> bool:
-    """Whether there are no keywords."""
-    return not (self.types or self.keywords or self.is_object
-                or self.values is not None)
-
-  def item(self, i: int) -> Node:
-    """The node of one item."""
-    return self.prefix[i] if i < len(self.prefix) else self.items
-
-  def named(self, name: str) -> Node:
-    """The node of one property."""
-    return self.properties.get(name, self.extra)
-
-
 class Reader:
   """Reads the nodes of one schema.
 
@@ -131,7 +67,7 @@ class Reader:
     stopped: the `$ref`s that were not followed any deeper.
   """
 
-  def __init__(self, root: Any, deepest: int):
+  def __init__(self, root: Any, deepest: int) -> None:
     self.root, self.deepest, self.stopped = root, deepest, set()
 
   def alternatives(self, node: Node) -> list[Alternative]:
@@ -141,7 +77,8 @@ class Reader:
       found = _conjunctions(found, self._expanded(part, refs))
     return found
 
-  def _expanded(self, part, refs):
+  def _expanded(self, part: bool | Mapping[str, Any], refs: tuple[str, ...]
+                ) -> list[Alternative]:
     """The alternatives of one part."""
     if isinstance(part, bool):
       return [Alternative()] if part else []
@@ -164,7 +101,7 @@ class Reader:
         found = _conjunctions(found, sum(branches, []))
     return found
 
-  def _followed(self, path):
+  def _followed(self, path: str) -> bool | Mapping[str, Any]:
     found = self.root
     try:
       if not path.startswith("#"):
@@ -179,19 +116,20 @@ class Reader:
                        "as '#/$defs/name'") from None
     return found
 
-  def _check_one(self, parts, around):
+  def _check_one(self, parts: Sequence[bool | Mapping[str, Any]],
+                 around: list[Alternative]) -> None:
     """Checks that of the parts of `oneOf` two never hold together."""
     branches = [_conjunctions(around, self._expanded(one, ())) for one in parts]
     for i, one in enumerate(branches):
       for j, other in enumerate(branches):
-        if i != j and not exclusion.excluded(self, one, other):
+        if i != j and not exclusion.excluded(self.alternatives, one, other):
           raise ValueError(
               f"the JSON schema has 'oneOf', and its parts {min(i, j) + 1} and "
               f"{max(i, j) + 1} may both hold for a value; use 'anyOf', or "
               "require a property with different constants")
 
 
-def _check_keywords(part):
+def _check_keywords(part: Mapping[str, Any]) -> None:
   """Refuses unsupported keywords and values of a wrong form."""
   lost = part.keys() - _KNOWN
   if lost:
@@ -204,7 +142,8 @@ def _check_keywords(part):
                        f"be {form}")
 
 
-def _plain(part, refs):
+def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
+           ) -> Alternative:
   """Returns the keywords of one part, except its alternatives and `$ref`."""
   node = lambda x: ((x, refs),)
   values = None
@@ -218,7 +157,7 @@ def _plain(part, refs):
       *_LEAST, *_MOST, *_BOUNDS, "uniqueItems") if key in part}
   return Alternative(
       types=None if kinds is None else frozenset(sum(
-          (_TYPES[x] for x in ([kinds] if isinstance(kinds, str) else kinds)),
+          (TYPES[x] for x in ([kinds] if isinstance(kinds, str) else kinds)),
           ())),
       values=values, limits={key: int(x) if key in (*_LEAST, *_MOST) else x
                              for key, x in limits.items()},
@@ -236,7 +175,9 @@ def _plain(part, refs):
       is_object=not part.keys().isdisjoint(_OF_OBJECTS))
 
 
-def _conjunctions(some, others):
+def _conjunctions(some: list[Alternative],
+                  others: list[Alternative]
+                  ) -> list[Alternative]:
   """All pairs of alternatives that can hold together."""
   if len(some) * len(others) > _MOST_ALTERNATIVES:
     raise ValueError(f"the JSON schema has {len(some) * len(others)} "
@@ -246,7 +187,8 @@ def _conjunctions(some, others):
   return [x for x in found if x is not None]
 
 
-def _conjunction(a, b):
+def _conjunction(a: Alternative, b: Alternative
+                 ) -> Alternative | None:
   """Returns both alternatives as one, or None if their types differ."""
   types = (b.types if a.types is None else a.types if b.types is None else
            a.types & b.types)
@@ -274,12 +216,12 @@ def _conjunction(a, b):
       keywords=a.keywords + b.keywords, is_object=a.is_object or b.is_object)
 
 
-def _text(value):
+def _text(value: Any) -> str:
   """Returns JSON that is equal for equal values, such as 1 and 1.0."""
   return json.dumps(_whole(value), allow_nan=False)
 
 
-def _whole(value):
+def _whole(value: Any) -> Any:
   if isinstance(value, float) and value.is_integer():
     return int(value)
   if isinstance(value, list):
@@ -289,10 +231,10 @@ def _whole(value):
   return value
 
 
-def _short(value):
+def _short(value: Any) -> str:
   text = repr(value)
   return text if len(text) < 60 else text[:60] + "..."
 
 
-def _words(names):
+def _words(names: Iterable[str]) -> str:
   return ", ".join(repr(name) for name in sorted(map(str, names)))

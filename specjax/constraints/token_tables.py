@@ -126,7 +126,8 @@ def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
                           constant_values=FORBIDDEN), final=final)
 
 
-def _columns(rows, columns, moves, num_rows, num_columns):
+def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
+             num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the table of some rows, without equal columns.
 
   Returns:
@@ -154,13 +155,16 @@ def _with_distances(**tables):
       tables["listed_moves"], final))
 
 
-def _targets(anchors, state, move):
+def _targets(anchors: np.ndarray, state: np.ndarray, move: np.ndarray
+             ) -> np.ndarray:
   depth = anchors.shape[1]
   return np.where(move == FORBIDDEN, -1,
                   anchors[state, move % depth] + move // depth)
 
 
-def _distances(row, anchors, moves, starts, listed_moves, final):
+def _distances(row: np.ndarray, anchors: np.ndarray, moves: np.ndarray,
+               starts: np.ndarray, listed_moves: np.ndarray, final: np.ndarray
+               ) -> np.ndarray:
   """Returns `[S]` int32, the fewest tokens to an accepting state."""
   different = [np.unique(x[x != FORBIDDEN]) for x in moves[:-1]]
   different += [np.unique(listed_moves[starts[i]:starts[i + 1]])

@@ -43,7 +43,8 @@ class Walk:
     depth: the length of the longest string that is not in `long`.
   """
 
-  def __init__(self, fragment: fragments.Fragment, texts: Sequence[bytes]):
+  def __init__(self, fragment: fragments.Fragment, texts: Sequence[bytes]
+               ) -> None:
     edges = fragment.edges[np.argsort(fragment.edges[:, 0], kind="stable")]
     self.fragment, self.edges = fragment, edges
     source, target = edges[:, 0], edges[:, 3]
@@ -67,7 +68,7 @@ class Walk:
         self.level, count)
     self._spell(texts, classes)
 
-  def _spell(self, texts, classes):
+  def _spell(self, texts: Sequence[bytes], classes: np.ndarray) -> None:
     """Sets the strings and their tries."""
     read = bytes(classes.astype(np.uint8))
     spelled = [text.translate(read) for text in texts]
@@ -87,7 +88,7 @@ class Walk:
     self.trie, self.long = (
         _trie(steps[x], lengths[x], x) for x in (usable, long))
 
-  def _usable(self, steps, lengths):
+  def _usable(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the strings of which some path has every pair of neighbours."""
     classes = self._table.shape[1]
     after = np.packbits(self._table >= 0, axis=1)
@@ -152,7 +153,9 @@ class Walk:
       check_moves(total, 2 * MOST_MOVES)
     return (*np.concatenate(found, axis=1), column)
 
-  def _stepped(self, starts, places, pairs):
+  def _stepped(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
+               pairs: np.ndarray
+               ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
     """Returns the kinds after pairs of a kind and a byte class.
 
     Returns:
@@ -183,7 +186,9 @@ class Walk:
     starts = np.r_[0, np.cumsum(kept)][np.r_[0, ends]]
     return starts, tuple(x[kept] for x in places), kind.reshape(-1) - dead
 
-  def _moved(self, starts, places, above, step, size):
+  def _moved(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
+             above: np.ndarray, step: np.ndarray, size: np.ndarray
+             ) -> tuple[np.ndarray, ...]:
     """Returns the places after a byte class, state -1 if it is forbidden."""
     at = fragments.ranges(starts[above], size)
     origin, state, level = (x[at] for x in places)
@@ -192,7 +197,8 @@ class Walk:
             np.minimum(level, self._levels[state, step]))
 
 
-def _trie(steps, lengths, names):
+def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
+          ) -> list[tuple[np.ndarray, ...]]:
   """Returns the trie of some strings.
 
   Args:

@@ -25,7 +25,7 @@ class Banned(constraining.Constraint):
   tokens: tuple[int, ...]
   first: int | None = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     object.__setattr__(self, "tokens", tuple(self.tokens))
     if self.first is not None:
       fields.check_fields(self, "first", least=0, more=", or None for all")
@@ -67,7 +67,7 @@ class Forced(constraining.Constraint):
   at: tuple[tuple[int, int], ...] = ()
   after: tuple[tuple[int, int], ...] = ()
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for name in ("at", "after"):
       pairs = tuple(
           (int(one), int(token)) for one, token in getattr(self, name))

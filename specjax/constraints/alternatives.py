@@ -1,0 +1,73 @@
+"""Alternatives of a JSON schema: keywords that hold together for a value."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+TYPES = {"null": ("null",), "boolean": ("boolean",), "string": ("string",),
+         "array": ("array",), "object": ("object",), "integer": ("integer",),
+         "number": ("integer", "fraction")}
+EVERY_TYPE = frozenset(sum(TYPES.values(), ()))
+
+# Parts of a schema that hold for one value, each with its enclosing `$ref`s.
+Node = tuple[tuple[Any, tuple[str, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative:
+  """Keywords that hold together for a value.
+
+  Attributes:
+    types: a subset of `EVERY_TYPE`, or None without `type`. A number is an
+      integer or a fraction.
+    values: JSON texts of the values to choose from, or None.
+    limits: keywords of lengths and bounds.
+    patterns: expressions that the string matches somewhere.
+    formats: the formats of the string.
+    prefix: nodes of the first items.
+    items: node of the other items.
+    properties: nodes by name, in order.
+    required: names.
+    extra: node of other properties.
+    has_extra: whether `additionalProperties` is given.
+    keywords: keywords about one type, except those about objects.
+    is_object: whether there are keywords about objects.
+  """
+
+  types: frozenset[str] | None = None
+  values: tuple[str, ...] | None = None
+  limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  patterns: tuple[str, ...] = ()
+  formats: tuple[str, ...] = ()
+  prefix: tuple[Node, ...] = ()
+  items: Node = ()
+  properties: Mapping[str, Node] = dataclasses.field(default_factory=dict)
+  required: tuple[str, ...] = ()
+  extra: Node = ()
+  has_extra: bool = False
+  keywords: tuple[str, ...] = ()
+  is_object: bool = False
+
+  @property
+  def reachable_types(self) -> frozenset[str]:
+    """The types of the values that are written.
+
+    What has properties but no type is an object.
+    """
+    if self.types is not None:
+      return self.types
+    return frozenset(["object"]) if self.is_object else EVERY_TYPE
+
+  @property
+  def is_free(self) -> bool:
+    """Whether there are no keywords."""
+    return not (self.types or self.keywords or self.is_object
+                or self.values is not None)
+
+  def item(self, i: int) -> Node:
+    """The node of one item."""
+    return self.prefix[i] if i < len(self.prefix) else self.items
+
+  def named(self, name: str) -> Node:
+    """The node of one property."""
+    return self.properties.get(name, self.extra)
