@@ -96,7 +96,7 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
 def _byte_level() -> Callable[[str], bytes]:
   byte = alphabet()
 
-  def of(text):
+  def of(text: str) -> bytes:
     try:
       return bytes([byte[character] for character in text])
     except KeyError:  # no byte-level token: the library takes it as it is
@@ -108,8 +108,33 @@ def _byte_level() -> Callable[[str], bytes]:
 def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
   """Applies the steps of a decoder to a token in the middle of a text."""
   kinds = {step.get("type") for step in steps}
-  unknown = kinds - {None, "Replace", "ByteFallback", "Fuse", "Strip",
-                     "Metaspace", "WordPiece", "BPEDecoder"}
+  replaced = _replacements(steps)
+  prefixes = [step["prefix"] for step in steps
+              if step.get("type") == "WordPiece"]
+
+  def of(text: str) -> bytes:
+    byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+    if byte:
+      return bytes([int(byte[1], 16)])
+    for prefix in prefixes:
+      text = (text.removeprefix(prefix) if text.startswith(prefix)
+              else " " + text)
+    for old, new in replaced:
+      text = text.replace(old, new)
+    return text.encode()
+
+  return of
+
+
+def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+  """Returns the replacements of a decoder, `(old, new)`.
+
+  Raises:
+    ValueError: a step is unknown.
+  """
+  unknown = {step.get("type") for step in steps} - {
+      None, "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace",
+      "WordPiece", "BPEDecoder"}
   replaced = []
   for step in steps:
     match step:
@@ -125,18 +150,4 @@ def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
     raise ValueError(f"the tokenizer's decoder has {', '.join(unknown)}, of "
                      "which the bytes of a token are not known; use one of "
                      "byte-level BPE, SentencePiece or WordPiece")
-  prefixes = [step["prefix"] for step in steps
-              if step.get("type") == "WordPiece"]
-
-  def of(text):
-    byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
-    if byte:
-      return bytes([int(byte[1], 16)])
-    for prefix in prefixes:
-      text = (text.removeprefix(prefix) if text.startswith(prefix)
-              else " " + text)
-    for old, new in replaced:
-      text = text.replace(old, new)
-    return text.encode()
-
-  return of
+  return replaced

@@ -187,7 +187,8 @@ class PlainFunction(Model):
     logits = self._logits(params, past, ancestors)
     return _output(logits, None if cache is None else past)
 
-  def _logits(self, params, past, ancestors):
+  def _logits(self, params: Any, past: Slots, ancestors: jax.Array
+              ) -> jax.Array:
     """`[B, S, V]`: each path is read as a row of its own, deepest first.
 
     Parents stand before their children, so the last node that is left is a
@@ -230,7 +231,7 @@ class _Merged:
 
   graphdef: Any
 
-  def __call__(self, params, *args):
+  def __call__(self, params: Any, *args: Any) -> Any:
     from flax import nnx  # pylint: disable=g-import-not-at-top
     return nnx.merge(self.graphdef, params)(*args)
 
@@ -255,7 +256,7 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
   return _Merged(graphdef), nnx.to_pure_dict(state)
 
 
-def _output(logits, cache):
+def _output(logits: jax.Array, cache: Slots | None) -> ModelOutput:
   """Logits in float32 at least, and no hidden states."""
   wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   return ModelOutput(logits=wide, hidden=wide[..., :0], cache=cache)

@@ -201,7 +201,7 @@ class Recent:
     return _view(cache, source, jnp.minimum(cache.lengths, len(slot)))
 
 
-def _view(cache, source, used):
+def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
   """The slots `source [B, L or 1, H or 1, F]` of a cache."""
   if cache.held is not None:
     raise ValueError("the cache has a reserved block, whose tokens are in no "
@@ -213,7 +213,8 @@ def _view(cache, source, used):
               used=used, heads_axis=cache.heads_axis)
 
 
-def _queries(model, params, root, cache):
+def _queries(model: Transformer, params: Any, root: jax.Array, cache: KVCache
+             ) -> list[jax.Array]:
   """The queries `[B, H * G, D]` of a token, of each layer."""
   ones = jnp.ones((len(root), 1, 1), bool)
   _, seen = TransformerModule(model.config).apply(

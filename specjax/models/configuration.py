@@ -110,10 +110,17 @@ class TransformerConfig:
         self, *sizes, more=": correct the model's configuration")
     for name in sizes:
       object.__setattr__(self, name, int(getattr(self, name)))  # as JSON has it
+    self._check_choices()
+    self._check_features()
+    self._check_sizes()
+
+  def _check_choices(self) -> None:
     for name, choices in _CHOICES.items():
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
                          f"of {choices}")
+
+  def _check_features(self) -> None:
     for name in self.features:
       if name != FINAL and name not in range(self.layers + 1):
         raise ValueError(f"features holds {name!r}; it must be {FINAL!r} or a "
@@ -122,6 +129,8 @@ class TransformerConfig:
       raise ValueError(f"features is {self.features}; name each state once")
     fields.check_at_least("lookahead", self.lookahead, 0,
                           ": 0 is a plain decoder")
+
+  def _check_sizes(self) -> None:
     if self.heads % self.kv_heads:
       raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
                        "heads must be a multiple of kv_heads")

@@ -228,7 +228,7 @@ class Keys:
     """
     return whole_numbers(self.source, name, self(name))
 
-  def _needs(self, name, value, what):
+  def _needs(self, name: str, value: object, what: str) -> None:
     _needs(self.source, name, value, what)
 
   def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
@@ -291,7 +291,7 @@ def whole_numbers(source: str, name: str, value: Any
   return value and tuple(value)
 
 
-def _needs(source, name, value, what):
+def _needs(source: str, name: str, value: object, what: str) -> None:
   raise ValueError(f"{source} has {_short(value)} for {name}; {what} is needed")
 
 
@@ -301,6 +301,6 @@ def is_number(value: Any) -> bool:
           and math.isfinite(value))
 
 
-def _short(value):
+def _short(value: object) -> str:
   text = repr(value)
   return text if len(text) < 60 else text[:60] + "..."

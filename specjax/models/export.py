@@ -8,11 +8,13 @@ import pathlib
 from typing import Any
 
 import flax.traverse_util
+import jax
 import numpy as np
 
 from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
 from specjax.models import model_files
+from specjax.models.architectures import Architecture
 from specjax.models.architectures import ARCHITECTURES
 from specjax.models.architectures import without_idle_windows
 from specjax.models.configuration import TransformerConfig
@@ -118,8 +120,8 @@ def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
       f"specjax writes are {', '.join(ARCHITECTURES)}")
 
 
-def _keys(c):
-  """What the keys of all architectures would be."""
+def _keys(c: TransformerConfig) -> dict[str, Any]:
+  """Returns the keys of all architectures."""
   activation = next(name for name in ("silu", "gelu", "gelu_pytorch_tanh")
                     if ACTIVATIONS[name] == c.activation)
   scaling = write_rope(c)
@@ -154,7 +156,9 @@ def _keys(c):
   return keys
 
 
-def _write_weights(path, architecture, config, params, dtype):
+def _write_weights(path: pathlib.Path, architecture: Architecture,
+                   config: TransformerConfig, params: Mapping[str, jax.Array],
+                   dtype: np.dtype) -> None:
   [head] = architecture.names["head"].names
   stored, kinds = places(params, architecture.names), {}
   for place in stored:
@@ -167,7 +171,8 @@ def _write_weights(path, architecture, config, params, dtype):
           config, converted(np.asarray(params[place.path]), dtype))))
 
 
-def _write_tokenizer(directory, tokenizer, length):
+def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer,
+                     length: int) -> None:
   name = lambda token: (None if token is None
                         else tokenizer.backend.id_to_token(token))
   content = json.loads(tokenizer.backend.to_str())

@@ -111,7 +111,7 @@ class FeatureConfig(TransformerConfig):
     self._check_parts()
     self._check_widths()
 
-  def _check_parts(self):
+  def _check_parts(self) -> None:
     if (self.layers != 1 or self.windows or self.features or self.lookahead
         or self.learned_positions):
       raise ValueError(
@@ -146,7 +146,7 @@ class FeatureConfig(TransformerConfig):
                        "again reads its own output: set one of the two")
     check_ids(self.ids, self.vocab_size)
 
-  def _check_widths(self):
+  def _check_widths(self) -> None:
     joined = len(self.taps) * self.target_width
     if not self.entry and joined != self.width:
       raise ValueError(

@@ -1,8 +1,7 @@
 """Models in GGUF files, the format of llama.cpp.
 
-Its metadata are translated to the keys of a Hugging Face configuration, so
-that one description of each architecture serves both. What quantised tensors
-hold is computed by the package `gguf`.
+Metadata is translated to the keys of a Hugging Face configuration, so that
+both use one description of each architecture. The package `gguf` dequantises.
 """
 
 from collections.abc import Callable
@@ -57,7 +56,7 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# What is called otherwise in the configurations of an architecture.
+# Keys with another name in the configurations of an architecture.
 _RENAMED = {
     "gpt2": {
         "max_position_embeddings": "n_positions", "hidden_size": "n_embd",
@@ -65,10 +64,10 @@ _RENAMED = {
         "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"},
     "gpt_neox": {"rope_theta": "rotary_emb_base"},
 }
-# llama.cpp tells the models whose queries are scaled by the width by their
-# layers; the file does not say it.
+# llama.cpp recognises models that scale queries by the width by their number of
+# layers, because the file has no key for it.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
-# Control tokens that end a text in llama.cpp, whatever else the file says.
+# Control tokens that always end a sequence in llama.cpp.
 _ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|im_end|>",
          "<|endoftext|>", "<|end_of_text|>")
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight",
@@ -77,14 +76,14 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight",
 
 @dataclasses.dataclass(frozen=True)
 class GGUFFile:
-  """What a GGUF file holds.
+  """Header of a GGUF file.
 
   Attributes:
-    model_type: the architecture, as Hugging Face calls it.
-    table: the names of its tensors.
-    config: the keys of its configuration, as Hugging Face calls them.
-    metadata: as they stand in the file.
-    tensors: those of the parameters, by name.
+    model_type: Hugging Face's name of the architecture.
+    table: names of the tensors.
+    config: keys of the Hugging Face configuration.
+    metadata: metadata of the file.
+    tensors: tensors of the parameters, by name.
   """
 
   model_type: str
@@ -95,11 +94,11 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-  """Reads all but the numbers.
+  """Reads the header of a GGUF file.
 
   Raises:
-    ValueError: the package `gguf` is missing, the file is truncated, or it
-      says something that is not understood.
+    ValueError: the package `gguf` is missing, the file is truncated, or its
+      metadata has an unknown value.
   """
   try:
     import gguf
@@ -198,8 +197,10 @@ def _stored(path: pathlib.Path, header: gguf_headers.TensorHeader, kind: _Type
              np.dtype(np.uint8)), shape, kind))
 
 
-def _config(source, kind, model_type, metadata, tensors):
-  """The keys of a Hugging Face configuration."""
+def _config(source: str, kind: str, model_type: str,
+            metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+            ) -> dict[str, Any]:
+  """Returns the keys of a Hugging Face configuration."""
   given = {name.removeprefix(kind + "."): value
            for name, value in metadata.items() if name.startswith(kind + ".")}
   if metadata.get("split.count", 1) > 1:
@@ -220,41 +221,55 @@ def _config(source, kind, model_type, metadata, tensors):
         width // heads if layers == _SCALED_BY_WIDTH[model_type] else head_dim)
   if (model_type == "phi3" and layers in (32, 40)
       and keys.size("context_length") == 4096):
-    # Phi-3 mini and medium: their first files left it out, and llama.cpp has
-    # put it in since.
+    # The first files of Phi-3 mini and medium lack it; llama.cpp has added it
+    # since.
     config.setdefault("sliding_window", 2047)
-  pattern = keys("attention.sliding_window_pattern")
-  if pattern:
-    slides = (lambda i: pattern[i]) if isinstance(pattern, list) else (
-        lambda i: (i + 1) % pattern)
-    config["layer_types"] = [SLIDING if slides(i) else FULL
-                             for i in range(layers)]
+  config |= _layer_types(keys, layers)
   if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
     config["attention_bias"] = True
   if "blk.0.ffn_up.bias" in tensors and model_type == "llama":
     config["mlp_bias"] = True
-  fraction = keys("rope.dimension_count", head_dim) / head_dim
-  if model_type in ("phi3", "gpt_neox"):
-    config["rotary_pct" if model_type == "gpt_neox" else
-           "partial_rotary_factor"] = fraction
-  elif fraction != 1:
-    keys.refuse("rope.dimension_count", keys("rope.dimension_count"))
+  config |= _rotated_share(keys, model_type, head_dim)
   config |= _rope_scaling(keys, tensors)
   for name in ("rope.scaling.finetuned", "tensor_data_layout"):
-    keys(name)  # says how it was made
+    keys(name)  # describes the conversion
   keys.refuse_others()
   config["tie_word_embeddings"] = "output.weight" not in tensors
   renamed = _RENAMED.get(model_type, {})
   return {renamed.get(name, name): value for name, value in config.items()}
 
 
-def _rope_scaling(keys, tensors):
-  """The keys about it."""
+def _layer_types(keys: Keys, layers: int) -> dict[str, Any]:
+  """Returns the key of the layers that have a window."""
+  pattern = keys("attention.sliding_window_pattern")
+  if not pattern:
+    return {}
+  if not isinstance(pattern, list):
+    pattern = [(i + 1) % pattern for i in range(layers)]
+  return {"layer_types": [SLIDING if slides else FULL for slides in pattern[
+      :layers]]}
+
+
+def _rotated_share(keys: Keys, model_type: str, head_dim: int
+                   ) -> dict[str, Any]:
+  """Returns the key of the rotated share of a head."""
+  fraction = keys("rope.dimension_count", head_dim) / head_dim
+  names = {"gpt_neox": "rotary_pct", "phi3": "partial_rotary_factor"}
+  if model_type in names:
+    return {names[model_type]: fraction}
+  if fraction != 1:
+    keys.refuse("rope.dimension_count", keys("rope.dimension_count"))
+  return {}
+
+
+def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
+                  ) -> dict[str, Any]:
+  """Returns the keys of rope scaling."""
   kind = keys("rope.scaling.type", "linear")  # as in llama.cpp
   length = keys.size("context_length")
   numbers = [tensors[name].read().tolist() if name in tensors else None
              for name in _FACTORS]
-  # Each branch asks for what it uses, so that the rest is refused.
+  # Each branch reads only the keys that it uses; others are refused.
   if numbers[0]:  # frequencies are divided by them, at all lengths (Llama 3)
     if kind not in ("none", "linear"):
       keys.refuse("rope.scaling.type", kind)

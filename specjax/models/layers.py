@@ -196,7 +196,7 @@ class Attention(nn.Module):
                  name="out")(out.reshape(*x.shape[:2], -1))
     return out, cache
 
-  def _normed(self, name, x):
+  def _normed(self, name: str, x: jax.Array) -> jax.Array:
     norm = Norm(self.config, rms=True, name=name)
     if self.config.qk_norm == "head":
       return norm(x)
@@ -248,10 +248,10 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
   c, out, new = config, 0, 0  # what a part that is not run adds
   both = sublayers or Sublayers.between(i, i + 1)
 
-  def norm(wanted, name, x):
+  def norm(wanted: bool, name: str, x: jax.Array) -> jax.Array:
     return Norm(c, name=name)(x) if wanted else x
 
-  def kept(part, x):
+  def kept(part: int, x: jax.Array) -> jax.Array:
     if keep is None:
       return x
     return x * keep[part].astype(x.dtype).reshape(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""Where the files of a model are, and their tensors by name, not yet read."""
+"""Places of a model's files, and their tensors by name."""
 
 from collections.abc import Mapping
 import importlib.util
@@ -22,11 +22,11 @@ _WEIGHTS = ("*.safetensors",)
 
 
 def find(name: str, weights: bool = True) -> pathlib.Path:
-  """The directory or the GGUF file that a name stands for.
+  """Returns the directory or the GGUF file of a model.
 
   Args:
-    name: of the model.
-    weights: whether they are wanted; else nothing of them is downloaded.
+    name: path or name of the model.
+    weights: whether to download the weights, too.
   """
   path = pathlib.Path(name)
   if name in _PACKAGED and not path.exists():
@@ -50,7 +50,7 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
   return _from_hub(name, weights)
 
 
-def _from_hub(name, weights):
+def _from_hub(name: str, weights: bool) -> pathlib.Path:
   try:
     import huggingface_hub
   except ImportError:
@@ -68,7 +68,7 @@ def _from_hub(name, weights):
 
 
 def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
-  """The tensors of a directory: of one safetensors file, or of its shards.
+  """Returns the tensors of a safetensors file or of its shards.
 
   Raises:
     ValueError: there are none, a shard is missing, or a file is truncated.
@@ -77,28 +77,39 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
     return open_safetensors(directory / WEIGHTS)
   if not (directory / INDEX).is_file():
     raise ValueError(_no_weights(directory))
-  index = directory / INDEX
-  places = read_json(index, "download it again").get("weight_map")
-  if not isinstance(places, dict) or not all(
-      isinstance(file, str) for file in places.values()):
-    raise ValueError(f"{index} has no weight_map; download it again")
+  places = _weight_map(directory / INDEX)
   shards = {}
   for file in sorted(set(places.values())):
     if not (directory / file).is_file():
       raise ValueError(f"{directory / file} is missing, a shard that {INDEX} "
                        "names; download it")
     shards[file] = open_safetensors(directory / file)
+  _check_shards(directory, places, shards)
+  return {name: shards[file][name] for name, file in places.items()}
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+  """Returns the file of every tensor."""
+  places = read_json(index, "download it again").get("weight_map")
+  if not isinstance(places, dict) or not all(
+      isinstance(file, str) for file in places.values()):
+    raise ValueError(f"{index} has no weight_map; download it again")
+  return places
+
+
+def _check_shards(directory: pathlib.Path, places: Mapping[str, str],
+                  shards: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+  """Raises `ValueError` unless the shards contain the tensors of the index."""
   for file, tensors in shards.items():
     for name in tensors:
       if places.get(name) != file:
         raise ValueError(f"{directory / file} has a tensor {name}, of which "
-                         f"{INDEX} says nothing or that it lies elsewhere; "
-                         "download both again")
+                         f"{INDEX} names no or another file; download both "
+                         "again")
   for name, file in places.items():
     if name not in shards[file]:
       raise ValueError(f"{directory / file} has no tensor {name}, which "
-                       f"{INDEX} says it has; download both again")
-  return {name: shards[file][name] for name, file in places.items()}
+                       f"{INDEX} lists; download both again")
 
 
 def weights_file(directory: pathlib.Path) -> str:
@@ -111,7 +122,7 @@ def weights_file(directory: pathlib.Path) -> str:
           f"{INDEX} beside it; one of the two is left over)")
 
 
-def _no_weights(directory):
+def _no_weights(directory: pathlib.Path) -> str:
   for pattern in _PICKLES:
     for path in sorted(directory.glob(pattern)):
       return pickled(path)
@@ -120,7 +131,7 @@ def _no_weights(directory):
 
 
 def pickled(path: pathlib.Path) -> str:
-  """The error for weights in a format that can run code when it is read."""
+  """Returns the error for weights in a file that can run code when read."""
   return (f"{path} is a pickle, which can run code when it is read; write it "
           f"as safetensors: transformers.AutoModelForCausalLM.from_pretrained("
           f"{str(path.parent)!r}).save_pretrained(directory)")

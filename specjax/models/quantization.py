@@ -106,19 +106,21 @@ class QuantizedMatrix:
     return out.reshape(*x.shape[:2], *self.shape[1:])
 
 
-def _product(x, kernel, axis):
+def _product(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
   """`[n, D]` times a matrix whose inputs are its `axis`, `[n, outputs]`."""
   return jax.lax.dot_general(
       x, kernel.astype(x.dtype), (((1,), (axis,)), ((), ())),
       preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _whole(x, values, scales, axis):
+def _whole(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
+           ) -> jax.Array:
   """The product of many tokens, in which the matrix is made once."""
   return _product(x, _widened(values, scales, axis), axis)
 
 
-def _by_groups(x, values, scales, axis):
+def _by_groups(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
+               ) -> jax.Array:
   """Products with whole numbers, one for every group, times their scales."""
   groups = scales.shape[axis]
   if groups == 1:
@@ -134,7 +136,7 @@ def _by_groups(x, values, scales, axis):
   return jnp.sum(parts * (scales.T if axis else scales)[:, None], axis=0)
 
 
-def _widened(values, scales, axis):
+def _widened(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
   """Numbers times their scales, of which `axis` has one for each group."""
   groups, shape = scales.shape[axis], values.shape
   if groups == 1:
@@ -144,7 +146,8 @@ def _widened(values, scales, axis):
   return (wide * jnp.expand_dims(scales, axis + 1)).reshape(shape)
 
 
-def _over_inputs(x, values, scales, axis):
+def _over_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
+                 ) -> jax.Array:
   """A product on a CPU with `[D, outputs]`, some inputs at a time."""
   groups, (width, outputs) = len(scales), values.shape
   size = _divisor(width // groups, _SLICE // (4 * outputs))
@@ -169,7 +172,8 @@ def _over_inputs(x, values, scales, axis):
   return jnp.stack(totals, axis=-1).reshape(len(x), -1)
 
 
-def _over_outputs(x, values, scales, axis):
+def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
+                  ) -> jax.Array:
   """A product on a CPU with `[V, D]`, some outputs at a time."""
   outputs, groups = scales.shape
   size = max(_LEAST, _SLICE // (4 * values.shape[1]))
@@ -194,7 +198,7 @@ def _over_outputs(x, values, scales, axis):
                            jnp.zeros((outputs, len(x)), x.dtype)).T
 
 
-def _bytes(values, even=2):
+def _bytes(values: jax.Array, even: int = 2) -> jax.Array:
   """`[.., n]` as int8, two numbers of 4 bits in one where `even` divides n.
 
   XLA for CPUs takes numbers of 4 bits out of their bytes one by one.
@@ -205,14 +209,14 @@ def _bytes(values, even=2):
   return jax.lax.bitcast_convert_type(pairs, jnp.int8)
 
 
-def _numbers(values, split):
-  """What `_bytes` holds: all, or those at even places and those at odd ones."""
+def _numbers(values: jax.Array, split: int) -> list[jax.Array]:
+  """Returns the numbers of `_bytes`, or those at even and at odd places."""
   if split == 1:
     return [values]
   return [(values << 4) >> 4, values >> 4]  # shifts keep the sign
 
 
-def _divisor(number, most):
+def _divisor(number: int, most: int) -> int:
   """The largest divisor of a number that is at most another, or 1."""
   return next(n for n in range(max(1, min(number, most)), 0, -1)
               if number % n == 0)
@@ -280,7 +284,8 @@ _is_quantized = lambda node: isinstance(node, QuantizedMatrix)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "group", "axis"))
-def _quantized(x, *, bits, group, axis):
+def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
+               ) -> QuantizedMatrix:
   """Rounded to the nearest multiple of the scale, the largest to the last."""
   most = 2**(bits - 1) - 1
   size = x.shape[axis]

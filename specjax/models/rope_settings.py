@@ -5,6 +5,7 @@ frequencies. "dynamic" frequencies are plain ones up to the model's length, and
 longer texts are refused, so nothing is left of it.
 """
 
+from collections.abc import Mapping
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from specjax.models.configuration_keys import is_number
 from specjax.models.configuration_keys import Keys
 from specjax.models.rotary import RopeScaling
 
+Fields = dict[str, Any]
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -71,7 +73,8 @@ def read_two_ropes(keys: Keys) -> dict[str, Any]:
               rope_scaling=scaling, context_length=length)
 
 
-def _merged(keys, parts, *beside):
+def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
+            ) -> Fields:
   """One dict of rope scaling, if its values are of a kind."""
   given = keys.merged({place: _spelled(part) for place, part in parts.items()},
                       beside)
@@ -90,19 +93,19 @@ def _merged(keys, parts, *beside):
   return given
 
 
-def _spelled(part):
-  """With the name that the kind of Phi-3 has had since its first files."""
+def _spelled(part: Mapping[str, Any]) -> Fields:
+  """Returns the settings with today's name of Phi-3's kind of scaling."""
   old = ("su", "yarn") if "short_factor" in part else ("su",)
   return {name: "longrope" if name in ("type", "rope_type") and value in old
           else value for name, value in part.items()}
 
 
-def _kind(given):
+def _kind(given: Fields) -> str:
   return given.pop("rope_type", "default")
 
 
-def _scaling(keys, given):
-  """`(RopeScaling or None, context length)` of a dict, which it empties."""
+def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
+  """Returns the scaling and the context length; empties the dict."""
   kind = _kind(given)
   length = keys.size("max_position_embeddings")
   original = given.pop(_ORIGINAL, None) or keys.size(_ORIGINAL, length)
@@ -120,17 +123,20 @@ def _scaling(keys, given):
       length)
 
 
-def _none(given, ratio, original, long):
+def _none(given: Fields, ratio: float, original: int, long: bool
+          ) -> RopeScaling | None:
   del ratio, original, long
   given.pop("factor", None)
 
 
-def _linear(given, ratio, original, long):
+def _linear(given: Fields, ratio: float, original: int, long: bool
+            ) -> RopeScaling:
   del ratio, original, long
   return RopeScaling(kind="linear", factor=given.pop("factor"))
 
 
-def _llama3(given, ratio, original, long):
+def _llama3(given: Fields, ratio: float, original: int, long: bool
+            ) -> RopeScaling:
   del ratio, long
   return RopeScaling(
       kind="llama3", factor=given.pop("factor"), original_length=original,
@@ -138,7 +144,8 @@ def _llama3(given, ratio, original, long):
       high_frequency_factor=given.pop("high_freq_factor"))
 
 
-def _yarn(given, ratio, original, long):
+def _yarn(given: Fields, ratio: float, original: int, long: bool
+          ) -> RopeScaling:
   del long
   factor = given.pop("factor", None) or ratio
   grown = lambda scale: 1 + 0.1 * scale * math.log(max(factor, 1))
@@ -156,7 +163,8 @@ def _yarn(given, ratio, original, long):
                              else attention_factor))
 
 
-def _longrope(given, ratio, original, long):
+def _longrope(given: Fields, ratio: float, original: int, long: bool
+              ) -> RopeScaling:
   factor = given.pop("factor", None) or ratio
   by_formula = (1.0 if factor <= 1 else
                 math.sqrt(1 + math.log(factor) / math.log(original)))

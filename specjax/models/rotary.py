@@ -93,9 +93,9 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
   return kept * plain + (1 - kept) * plain / scaling.factor
 
 
-def _yarn_ramp(dims, theta, scaling):
+def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
   """1 - gamma of YaRN: 0 where a frequency stays, 1 where it is divided."""
-  def dimension(turns):  # that turns so often over the original length
+  def dimension(turns: float) -> float:  # turns over the original length
     return dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (
         2 * math.log(theta))
 

@@ -115,8 +115,8 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
   return tensors
 
 
-def _header(path, text):
-  """The entries of a safetensors header, by name."""
+def _header(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+  """Returns the entries of a safetensors header, by name."""
   try:
     entries = json.loads(text)
     entries.pop("__metadata__", None)

@@ -15,7 +15,8 @@ ACTIVATIONS = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _sizes(keys, epsilon="rms_norm_eps", activation="hidden_act"):
+def _sizes(keys: Keys, epsilon: str = "rms_norm_eps",
+           activation: str = "hidden_act") -> Fields:
   heads, width = keys.size("num_attention_heads"), keys.size("hidden_size")
   return dict(
       vocab_size=keys.size("vocab_size"), width=width,
@@ -27,11 +28,11 @@ def _sizes(keys, epsilon="rms_norm_eps", activation="hidden_act"):
       activation=keys.choice(activation, ACTIVATIONS))
 
 
-def _biases(keys):
+def _biases(keys: Keys) -> Fields:
   return dict.fromkeys(("qkv_bias", "out_bias"), bool(keys("attention_bias")))
 
 
-def _windows(keys, types):
+def _windows(keys: Keys, types: list[str]) -> Fields:
   """Windows of the layers whose type says so, by default `types`."""
   types = keys("layer_types", types)
   layers = keys.size("num_hidden_layers")
@@ -46,14 +47,14 @@ def _windows(keys, types):
       size if kind == SLIDING else 0 for kind in types))
 
 
-def _same_window(keys):
+def _same_window(keys: Keys) -> Fields:
   if not keys("sliding_window"):
     return {}
   return dict(windows=(keys.size("sliding_window"),)
               * keys.size("num_hidden_layers"))
 
 
-def _upper_windows(keys):
+def _upper_windows(keys: Keys) -> Fields:
   """Windows from a layer on, if they are switched on (Qwen)."""
   layers = range(keys.size("num_hidden_layers"))
   on = keys.switch("use_sliding_window", False)
@@ -100,7 +101,7 @@ def phi3(keys: Keys) -> Fields:
           | _same_window(keys))
 
 
-def _norms(keys):
+def _norms(keys: Keys) -> Fields:
   return dict(norm_plus_one=True,
               embedding_scale=float(keys.size("hidden_size") ** 0.5))
 
@@ -114,12 +115,12 @@ def gemma(keys: Keys) -> Fields:
   return fields | read_rope(keys) | _biases(keys) | _norms(keys)
 
 
-def _softcap(keys, name):
-  """A number above 0, or None."""
+def _softcap(keys: Keys, name: str) -> float | None:
+  """Returns a number above 0, or None."""
   return None if keys(name) is None else keys.number(name, positive=True)
 
 
-def _parts(keys):
+def _parts(keys: Keys) -> Fields:
   keys("hidden_act")  # is not used
   return (_sizes(keys, activation="hidden_activation") | _biases(keys)
           | _norms(keys) | dict(

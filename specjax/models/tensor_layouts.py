@@ -39,7 +39,8 @@ def turned(c: TransformerConfig, x: np.ndarray) -> Views:
   return [[x.T]]
 
 
-def _query_key_value(c, x):
+def _query_key_value(c: TransformerConfig, x: np.ndarray
+                     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """`[K, G or 1, H, D]` each, or `[K, G or 1, H]` of a bias."""
   if x.ndim == 1:
     x = x.reshape(c.kv_heads, c.group + 2, c.head_dim)
@@ -67,7 +68,7 @@ def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
 
 def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
   """Like `apart`, but rotated pairs stand side by side (GGUF of Llama)."""
-  def pairs(part):
+  def pairs(part: np.ndarray) -> np.ndarray:
     halves = part.reshape(*part.shape[:2], 2, c.head_dim // 2, *part.shape[3:])
     return halves.swapaxes(2, 3)
 
@@ -75,7 +76,8 @@ def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
   return [[pairs(query)], [pairs(key)], [value]]
 
 
-def _gate_and_up(c, x):
+def _gate_and_up(c: TransformerConfig, x: np.ndarray
+                 ) -> tuple[np.ndarray, np.ndarray]:
   x = x.reshape(2, c.mlp_width) if x.ndim == 1 else np.moveaxis(x, 0, -1)
   return x[0], x[1]
 
@@ -114,7 +116,7 @@ class Stored:
     return [self._shape(views, len(shape) > 1)
             for views in self.layout(config, stand_in)]
 
-  def _shape(self, views, matrix):
+  def _shape(self, views: list[np.ndarray], matrix: bool) -> tuple[int, ...]:
     if not matrix:
       return (sum(view.size for view in views),)
     columns = views[0].shape[-1]

@@ -75,7 +75,8 @@ class TransformerModule(nn.Module):
     return ModelOutput(
         logits=layers.logits(x, head, c), hidden=hidden, cache=cache)
 
-  def _embedded(self, table, tokens, positions):
+  def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
+                ) -> jax.Array:
     """`[B, S, D]`, the residual stream before the first layer."""
     c = self.config
     if c.lookahead:
