@@ -1,7 +1,7 @@
 """Draft trees: `topology` on the device, and shapes chosen on the host.
 
-A tree is its `parents`: N numbers, the index of every node's parent, -1 for
-the root. Parents come before their children.
+A tree is stored as `parents`: N numbers, the index of every node's parent. The
+root has -1. Parents come before their children.
 """
 
 from specjax.trees import topology

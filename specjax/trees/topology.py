@@ -1,4 +1,4 @@
-"""Shapes of drafts: parents of nodes, and what follows from them.
+"""Ancestors and depths of draft trees, on the device.
 
 Parents are data and N is static, so trees that are fixed and trees that are
 chosen at run time share one code path.
@@ -6,56 +6,98 @@ chosen at run time share one code path.
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
 
 def chain(gamma: int) -> jax.Array:
-  """Parents `[gamma + 1]` of a chain of gamma tokens below the root."""
+  """Returns the parents `[gamma + 1]` int32 of a chain of gamma tokens.
+
+  Example:
+    >>> from specjax.trees import topology
+    >>> topology.chain(2).tolist()
+    [-1, 0, 1]
+  """
   if gamma < 0:
-    raise ValueError(f"gamma is {gamma}; a draft has at least 0 tokens")
+    raise ValueError(f"gamma is {gamma}; it must be at least 0")
   return jnp.arange(-1, gamma, dtype=jnp.int32)
 
 
 def ancestors(parents: jax.Array) -> jax.Array:
-  """`[N, N]` bool: row i marks the path root..i, i included.
+  """Returns `[N, N]` bool: row i marks the path root..i, i included.
 
   Args:
     parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from specjax.trees import topology
+    >>> print(topology.ancestors(jnp.array([-1, 0, 0])).astype(int))
+    [[1 0 0]
+     [1 1 0]
+     [1 0 1]]
   """
+  chex.assert_rank(parents, 1)
+  chex.assert_type(parents, int)
   size = parents.shape[0]
   reach = jax.nn.one_hot(parents, size) + jnp.eye(size)
-  # Squaring doubles the reach, and no loop runs on the device.
+  # Squaring doubles the reach, without a loop on the device.
   for _ in range(math.ceil(math.log2(size))):
     reach = jnp.minimum(reach @ reach, 1.0)
   return reach > 0.5
 
 
 def depths(parents: jax.Array) -> jax.Array:
-  """`[N]` int32, the depth of every node; the root's is 0."""
+  """Returns `[N]` int32, the depth of every node; the root has depth 0.
+
+  Args:
+    parents: `[N]` int32, as for `ancestors`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from specjax.trees import topology
+    >>> topology.depths(jnp.array([-1, 0, 0, 2])).tolist()
+    [0, 1, 1, 2]
+  """
+  chex.assert_rank(parents, 1)
   return depths_of(ancestors(parents))
 
 
 def depths_of(ancestors: jax.Array) -> jax.Array:
-  """`[..., S]` int32, the depths that `ancestors [..., S, T]` say.
+  """Returns `[..., S]` int32, the depths of nodes with these ancestors.
 
-  Of all T nodes, or of the S last of them.
+  Args:
+    ancestors: `[..., S, T]` bool: the rows of the last S of T nodes.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from specjax.trees import topology
+    >>> topology.depths_of(jnp.tril(jnp.ones((3, 3), bool))).tolist()
+    [0, 1, 2]
   """
+  chex.assert_type(ancestors, bool)
   return jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
 
 
 def causal(batch: int, size: int) -> tuple[jax.Array, jax.Array]:
-  """What a pass over the next tokens of texts is told of them.
+  """Returns depths and ancestors of a pass over the next tokens of sequences.
 
-  Each token sees itself and those before it, as in a chain from the first of
-  them on, in every row.
+  In every row each token sees itself and the tokens before it, as in a chain
+  that starts at the first of them.
 
   Args:
-    batch: B, rows.
-    size: S, tokens of a row.
+    batch: B, number of rows.
+    size: S, number of tokens in a row.
 
   Returns:
     `(depths [B, S] int32, ancestors [B, S, S] bool)`.
+
+  Example:
+    >>> from specjax.trees import topology
+    >>> depths, ancestors = topology.causal(2, 3)
+    >>> depths.tolist(), ancestors.shape
+    ([[0, 1, 2], [0, 1, 2]], (2, 3, 3))
   """
   depths = jnp.arange(size, dtype=jnp.int32)
   ancestors = jnp.tril(jnp.ones((size, size), bool))
@@ -64,18 +106,27 @@ def causal(batch: int, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def prefix_tree(paths: jax.Array) -> jax.Array:
-  """Parents `[1 + L * K]` of K paths packed into one tree (SpecInfer).
+  """Returns the parents `[1 + L * K]` of K paths packed into one tree.
 
-  Miao et al. 2023 (arXiv:2305.09781). Every token of every path is a node:
-  token d of path k is node 1 + d * K + k. Paths visit the same node as long
-  as they agree, and a node that m of them visit has m children in the order
-  of the paths. The first child with a token owns what all paths that share
-  it drew next; later copies are leaves. Dropping those would be a bias: they
-  are rejected for sure, but the residual is the smaller for each of them.
+  Miao et al. 2023 (SpecInfer, arXiv:2305.09781). Token d of path k is node
+  1 + d * K + k. Paths share a node as long as their tokens agree. A node that m
+  paths visit has m children, in the order of the paths. The first child with a
+  token has the children of all paths with this token; later copies are leaves.
+  Dropping the copies would bias the output: they are always rejected, but each
+  of them makes the residual smaller.
 
   Args:
     paths: `[K, L]` int32 tokens.
+
+  Example: both paths start with token 7, so node 1 has both second tokens.
+
+    >>> import jax.numpy as jnp
+    >>> from specjax.trees import topology
+    >>> topology.prefix_tree(jnp.array([[7, 1], [7, 2]])).tolist()
+    [-1, 0, 0, 1, 1]
   """
+  chex.assert_rank(paths, 2)
+  chex.assert_type(paths, int)
   count, length = paths.shape
   same = jnp.cumprod(paths[:, None] == paths[None], axis=-1)
   owner = jnp.argmax(same, axis=1).T.astype(jnp.int32)  # [L, K], the first
