@@ -14,6 +14,7 @@ import itertools
 import os
 import pathlib
 from typing import Any
+import zipfile
 
 from flax import struct
 import jax
@@ -251,11 +252,15 @@ def _write(path: pathlib.Path, rollout: Rollout) -> None:
 
 
 def _read(path: pathlib.Path) -> Rollout:
-  with np.load(path) as arrays:
-    take = lambda kind: kind(**{f.name: arrays[f.name]
-                                for f in dataclasses.fields(kind)})
-    return Rollout(
-        trace=Trace(draft=take(Draft), verdict=take(Verdict),
-                    target_probs=arrays["target_probs"]),
-        expected=arrays["expected"], survival=arrays["survival"],
-        emitted=arrays["emitted"])
+  try:
+    with np.load(path) as arrays:
+      take = lambda kind: kind(**{f.name: arrays[f.name]
+                                  for f in dataclasses.fields(kind)})
+      return Rollout(
+          trace=Trace(draft=take(Draft), verdict=take(Verdict),
+                      target_probs=arrays["target_probs"]),
+          expected=arrays["expected"], survival=arrays["survival"],
+          emitted=arrays["emitted"])
+  except (zipfile.BadZipFile, KeyError) as e:
+    raise ValueError(f"{path} is damaged ({e}); delete it and record "
+                     "again, which writes this prompt alone") from e
