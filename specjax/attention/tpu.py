@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from specjax.attention import plain
 
@@ -141,8 +142,9 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
 
   def at(b, j, lengths, first):
     """The block that step j reads: one that was read is not fetched again."""
-    last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), block)
-    return jnp.minimum(jax.lax.div(first[b], block) + j, last)
+    size = np.int32(block)  # a Python number has 64 bits under jax_enable_x64
+    last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), size)
+    return jnp.minimum(jax.lax.div(first[b], size) + j, last)
 
   def slots_at(b, h, i, j, lengths, first, *tables):
     del i

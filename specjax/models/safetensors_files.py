@@ -59,7 +59,7 @@ class StoredTensor:
     """
     out, rows = np.empty(self.shape, dtype or self.dtype), self.load()
     if out.ndim < 2:
-      out[...] = rows[:]
+      out[...] = rows[...]
       return out
     step = rows_at_once(math.prod(self.shape[1:]))
     for start in range(0, len(out), step):

@@ -133,7 +133,11 @@ def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
     ValueError: another process holds the lock.
   """
   directory = pathlib.Path(directory)
-  directory.mkdir(parents=True, exist_ok=True)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+  except (FileExistsError, NotADirectoryError):
+    raise ValueError(f"{directory} is not a directory; name another one "
+                     "for the output") from None
   if not processes.is_first():
     yield
     return

@@ -58,7 +58,7 @@ def test_conversations_follow_each_other(tmp_path):
       {"from": who, "value": text} for who, text in zip(
           ("human", "gpt") * 2, texts)]}) + "\n"
   path.write_text(turns("ab", "c") + turns("d", "e"))
-  given = _CHATS.given(str(path))
+  given = _CHATS.read(str(path))
   assert given == [([1, 97, 98, 1, 99, 2], [0, 0, 0, 0, 1, 1]),
                    ([1, 100, 1, 101, 2], [0, 0, 0, 1, 1])]
   tokens, answers = _CHATS.rows(given)

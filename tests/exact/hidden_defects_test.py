@@ -8,7 +8,6 @@ on the state. The sound ones of the table must pass.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from specjax import exact
 from specjax.exact import audit
 from specjax.exact import trials
 from specjax.interfaces import Verifier
+from specjax.types import Law
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
@@ -41,7 +41,9 @@ class _Where(Verifier):
     law = self.base.law(draft, p)
     wrong = self.wrong(draft, p, law)
     here = self.where(draft, p)
-    return jax.tree.map(lambda a, b: jnp.where(here, a, b), wrong, law)
+    choose = lambda name: jnp.where(
+        here, getattr(wrong, name), getattr(law, name))
+    return Law(stop=choose("stop"), next_token=choose("next_token"))
 
 
 def _ties(rows):

@@ -521,7 +521,8 @@ class _Recorder:
 
 def test_compared_runs_compile_nothing(monkeypatch):
   # Broken: the first timed run compiles, for the warm-up had a smaller program.
-  monkeypatch.setattr(sj, "raise_if_not_finite", lambda stats: None)
+  monkeypatch.setattr(
+      sj.decoding, "raise_if_not_finite", lambda stats: None)
   decoder = _Recorder()
   writer = streaming.Writer(decoder, None, 0)
   said = streaming.compare((writer, writer), [1, 2], 90, _Words())
@@ -554,7 +555,8 @@ def test_rounds_that_nobody_reads_are_not_counted(monkeypatch):
 
   state = _State(jnp.zeros((1, 9), jnp.int32), jnp.array([4]),
                  jnp.array([False]))
-  monkeypatch.setattr(sj, "raise_if_not_finite", lambda stats: None)
+  monkeypatch.setattr(
+      sj.decoding, "raise_if_not_finite", lambda stats: None)
   decoder = types.SimpleNamespace(decode=lambda *_, rounds: (state, stats))
   answer = streaming.Answer()
   with pytest.raises(BrokenPipeError):
