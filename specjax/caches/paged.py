@@ -172,11 +172,6 @@ def is_paged(node: Any) -> bool:
   return isinstance(node, PagedCache)
 
 
-def is_pooled(state: DecodeState) -> bool:
-  """Whether a `Pool` gives out the pages of a state."""
-  return is_paged(state.target_cache) and state.target_cache.pooled
-
-
 def check_pages(state: DecodeState, tokens: int) -> None:
   """Checks that the rows of a pooled state have pages for their next tokens.
 
@@ -190,7 +185,8 @@ def check_pages(state: DecodeState, tokens: int) -> None:
   Raises:
     ValueError: a row has too few.
   """
-  if not is_pooled(state) or isinstance(state.lengths, jax.core.Tracer):
+  if not state.target_cache.pooled or isinstance(
+      state.lengths, jax.core.Tracer):
     return
   table, lengths, limits, done = jax.device_get((
       state.target_cache.table, state.lengths, state.limits, state.done))

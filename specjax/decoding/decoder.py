@@ -306,8 +306,8 @@ class Decoder:
         structure, shapes or dtypes, or the pages are those of a `Pool`.
     """
     for one in (state, fresh):
-      inputs.state(one, self._made_by)
-    if paged.is_pooled(state):
+      self._check_state(one)
+    if state.target_cache.pooled:
       raise ValueError("a Pool gives out the pages of the state; use "
                        "Pool.insert, which gives the new row its own")
     slots = np.atleast_1d(np.asarray(slot))
@@ -337,7 +337,7 @@ class Decoder:
     Raises:
       ValueError: the state has more slots already, or a part cannot grow.
     """
-    inputs.state(state, self._made_by)
+    self._check_state(state)
     return capacity_lib.grow(
         self.parts, params, state, capacity_lib.rounded(capacity))
 
@@ -346,9 +346,24 @@ class Decoder:
     """Slots for the longest text, the most that are ever needed."""
     return capacity_lib.rounded(self.context_length + self.num_nodes)
 
-  @property
-  def _made_by(self) -> str:
-    return type(self.parts.drafter).__name__
+  def _check_state(self, state: DecodeState) -> None:
+    """Raises `ValueError` if a state is deleted or of another drafter."""
+    if not isinstance(state, DecodeState):
+      advice = ("; decode returns (state, stats)"
+                if isinstance(state, tuple) else "")
+      raise ValueError(f"state is a {type(state).__name__}; give the "
+                       f"DecodeState of prefill or of the last call{advice}")
+    drafter = type(self.parts.drafter).__name__
+    if state.made_by not in (None, drafter):
+      raise ValueError(
+          f"the state was made for the drafter {state.made_by} and this "
+          f"decoder's is {drafter}; prefill with this decoder")
+    for x in jax.tree.leaves(state):
+      if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and (
+          x.is_deleted()):
+        raise ValueError(
+            "the state was donated to an earlier call and is gone; use the "
+            "state that the call returned, or prefill again")
 
   def decode_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
@@ -364,7 +379,7 @@ class Decoder:
   def decode_round_traced(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats, Trace]:
     """`decode_round`, and what the verifier saw and decided."""
-    inputs.state(state, self._made_by)
+    self._check_state(state)
     return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
 
   def decode(self, params: Any, state: DecodeState, rounds: int
@@ -384,7 +399,7 @@ class Decoder:
         returned bad numbers.
     """
     fields.check_at_least("rounds", rounds, 0)
-    inputs.state(state, self._made_by)
+    self._check_state(state)
     paged.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
@@ -398,7 +413,7 @@ class Decoder:
     take rounds * B * 2 * N * V floats.
     """
     fields.check_at_least("rounds", rounds, 0)
-    inputs.state(state, self._made_by)
+    self._check_state(state)
     paged.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
         self.parts, params, state, rounds=rounds, traced=True)
@@ -424,8 +439,15 @@ class Decoder:
     Raises:
       ValueError: with `debug=True`, a part returned bad numbers.
     """
-    inputs.state(state, self._made_by)
-    state, stats = capacity_lib.until(self.parts, params, state, self._whole)
+    self._check_state(state)
+    if state.target_cache.pooled:
+      raise ValueError(
+          "a Pool gives out the pages of the state, and rows would outgrow "
+          "them here; call Pool.extend and decode by turns")
+    state, stats, ended = rounds_lib.until(self.parts, params, state)
+    if not ended:
+      state, stats = capacity_lib.continued(
+          self.parts, params, state, stats, self._whole)
     checks.raise_if_bad(stats.checks)
     return state, stats
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
-from specjax.caches import paged
 from specjax.decoding import prefill
 from specjax.decoding import rounds
 from specjax.types import DecodeState
@@ -60,27 +59,23 @@ def first(one: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
   return min(power_of_two(longest + one.drafter.num_nodes), whole)
 
 
-def until(one: Any, params: Any, state: DecodeState, whole: int
-          ) -> tuple[DecodeState, RoundStats]:
-  """`rounds.until`, with twice as many slots whenever a row needs more.
+def continued(one: Any, params: Any, state: DecodeState, stats: RoundStats,
+              whole: int) -> tuple[DecodeState, RoundStats]:
+  """Continues `rounds.until` with twice as many slots, until all rows are done.
 
   Args:
-    one: a `Round` or a `RoundsByLength`.
-    params: its parameters.
-    state: it is donated.
-    whole: as in `first`.
-
-  Raises:
-    ValueError: a `Pool` gives out the pages of the state.
+    one: `Round` or `RoundsByLength`.
+    params: `{"target": ..., "drafter": ...}`.
+    state: state in which a row has no slots for another draft; it is donated.
+    stats: sum of the statistics so far.
+    whole: slots for the longest sequence.
   """
-  if paged.is_pooled(state):
-    raise ValueError("a Pool gives out the pages of the state, and rows would "
-                     "outgrow them here; call Pool.extend and decode by turns")
-  state, stats, ended = _until(one, params, state)
+  ended = False
   while not ended:
     slots = state.tokens.shape[1]
     more = min(2 * slots, whole) if slots < whole else 2 * slots
-    state, added, ended = _until(one, params, grow(one, params, state, more))
+    state, added, ended = rounds.until(
+        one, params, grow(one, params, state, more))
     stats = _added(stats, added)
   return state, stats
 
@@ -92,13 +87,6 @@ def _added(stats, more):
       for text in {**stats.checks, **more.checks}}
   return jax.tree.map(rounds.add, stats.replace(checks=None),
                       more.replace(checks=None)).replace(checks=checks)
-
-
-@functools.partial(jax.jit, static_argnames="one", donate_argnames="state")
-def _until(one, params, state):
-  """`rounds.until`, and whether all rows are done."""
-  state, stats = rounds.until(one, params, state)
-  return state, stats, jnp.all(state.done)
 
 
 def grow(one: Any, params: Any, state: DecodeState, capacity: int

@@ -15,7 +15,6 @@ import numpy as np
 from specjax import sampling
 from specjax.decoding import prefill
 from specjax.interfaces import Model
-from specjax.types import DecodeState
 from specjax.utils import fields
 
 _NO_TOKEN = -1  # fills up the list of a row's eos ids
@@ -115,30 +114,6 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
             f"{path or 'its top'}, where {type(model).__name__} of this "
             f"decoder has {describe(wanted.get(path))}; give the parameters of "
             "that model")
-
-
-def state(given: Any, drafter: str) -> None:
-  """Refuses a state that is gone, or that another drafter made.
-
-  Args:
-    given: what a loop is to continue.
-    drafter: class name of its drafter.
-  """
-  if not isinstance(given, DecodeState):
-    advice = ("; decode returns (state, stats)"
-              if isinstance(given, tuple) else "")
-    raise ValueError(f"state is a {type(given).__name__}; give the DecodeState "
-                     f"of prefill or of the last call{advice}")
-  if given.made_by not in (None, drafter):
-    raise ValueError(
-        f"the state was made for the drafter {given.made_by} and this "
-        f"decoder's is {drafter}; prefill with this decoder")
-  for x in jax.tree.leaves(given):
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and (
-        x.is_deleted()):
-      raise ValueError(
-          "the state was donated to an earlier call and is gone; use the state "
-          "that the call returned, or prefill again")
 
 
 def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str

@@ -1,6 +1,6 @@
 """Steps that rounds and drafters share."""
 
-
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +8,7 @@ from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import Verdict
 
 CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
 
@@ -24,6 +25,15 @@ def root_only(state: DecodeState, vocab_size: int) -> Draft:
   tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
   probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
   return jax.vmap(Draft.chain)(root, tokens, probs)
+
+
+def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
+  """Returns `[B, N]` int32, the token after each node of the path."""
+  chex.assert_equal_shape([draft.tokens, verdict.path])
+  below = jnp.roll(verdict.path, -1, axis=-1)
+  tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
+  ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]
+  return jnp.where(ends, verdict.next_token[:, None], tokens)
 
 
 def once(wanted: jax.Array, function, carry):

@@ -7,6 +7,7 @@ jit happens here, once; nothing inside talks to the host. `decoding.decoder` is
 the face for prompts, limits and keys.
 """
 
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ from specjax import interfaces
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import prefill
+from specjax.decoding import round_steps
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -125,7 +127,21 @@ class Round:
   def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
     """One round without its trace."""
-    return self(params, state, uniforms)[:2]
+    draft, drafter = self.propose(params, state, uniforms)
+    return self.judge(params, state, uniforms, draft, drafter)[:2]
+
+  def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
+                  play: Callable[..., Any], carry: Any) -> Any:
+    """Plays rounds while `is_going(carry)`.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      is_going: predicate of the carry, True if another round follows.
+      play: function `(carry, one_round=untraced) -> carry` of one round.
+      carry: carry of the loop; `carry[0][0]` is the state.
+    """
+    del params
+    return jax.lax.while_loop(is_going, play, carry)
 
   def judge(self, params: Any, state: DecodeState, uniforms: jax.Array,
             draft: Draft, drafter: Any
@@ -272,11 +288,8 @@ def _emitted(state, draft, verdict, usable, stuck):
     Tokens `[B, N]` of the verdict, how many count, whether one ends the row,
     and whether the row needs a token where none is allowed.
   """
-  tokens = jnp.take_along_axis(
-      draft.tokens, jnp.roll(verdict.path, -1, axis=-1), axis=-1)
+  tokens = round_steps.path_tokens(draft, verdict)
   slot = jnp.arange(tokens.shape[-1])
-  tokens = jnp.where(slot == verdict.num_accepted[:, None],
-                     verdict.next_token[:, None], tokens)
   left = state.limits - state.lengths
   count = wanted = jnp.minimum(verdict.num_accepted + 1, left)
   if stuck is not None:  # the text ends at the first such node on its path
@@ -308,54 +321,59 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
-def _until(parts: Round, params, state, rounds=None, done=None):
-  """Until `done` rows are done, default all, or `rounds` were decoded.
+def _until(parts, params, state, rounds=None, done=None):
+  """Plays rounds until `done` rows are done (default all).
 
-  Or until a row has no room for another draft, see `capacity`. A
-  `RoundsByLength` says itself which rounds come next, see
-  `RoundsByLength.stretch`.
+  It ends earlier after `rounds` rounds, and if a row has no slots for another
+  draft, see `growth`.
+
+  Args:
+    parts: `Round` or `RoundsByLength`.
+    params: `{"target": ..., "drafter": ...}`.
+    state: state of the loop.
+    rounds: `[]` int32, largest number of rounds, or None.
+    done: `[]` int32, number of rows, or None.
+
+  Returns:
+    The state, the sum of the statistics, and `[]` bool, True if all rows are
+    done.
   """
-  def totals(stats):
-    return stats.replace(active=stats.active.astype(jnp.int32))
-
-  def goes_on(carry):
-    state, _, played = carry
+  def is_going(carry):
+    (state, _, played), i = carry
     # Rows that are done write their drafts, too.
-    room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
+    has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
         state.tokens.shape[1])
-    going = (~jnp.all(state.done) if done is None else
-             jnp.sum(state.done) < done)
-    going &= room
-    return going if rounds is None else going & (played < rounds)
+    is_open = (~jnp.all(state.done) if done is None else
+               jnp.sum(state.done) < done) & has_room
+    if rounds is not None:
+      is_open &= played < rounds
+    return is_open & (i < _DRAWN_ROUNDS)
 
-  def some_rounds(carry):
+  def drawn_rounds(carry):
     uniforms = parts.draw_uniforms(carry[0], _DRAWN_ROUNDS)
 
-    def play(one, carry):
+    def play(carry, one_round=one_round):
       (state, total, played), i = carry
-      state, stats = one(params, state, uniforms[i])
-      total = jax.tree.map(add, total, totals(stats))
-      return (state, total, played + 1), i + 1
+      state, stats = one_round(params, state, uniforms[i])
+      stats = stats.replace(active=stats.active.astype(jnp.int32))
+      return (state, jax.tree.map(add, total, stats), played + 1), i + 1
 
-    going = lambda carry: goes_on(carry[0]) & (carry[1] < _DRAWN_ROUNDS)
-    step = functools.partial(play, one)
-    if hasattr(parts, "stretch"):
-      step = functools.partial(parts.stretch, params, going, play)
-    carry, _ = jax.lax.while_loop(
-        going, step, (carry, jnp.zeros((), jnp.int32)))
-    return carry
+    return parts.some_rounds(
+        params, is_going, play, (carry, jnp.zeros((), jnp.int32)))[0]
 
-  # Under jit of its own, so that the loop does not trace the round again.
-  one = jax.jit(lambda *arguments: parts.untraced(*arguments))
+  # It has its own jit, so that the loop does not trace the round again.
+  one_round = jax.jit(parts.untraced)
   uniforms = jax.eval_shape(
       lambda state: parts.draw_uniforms(state, 1)[0], state)
-  shapes = jax.eval_shape(one, params, state, uniforms)[1]
+  shapes = jax.eval_shape(one_round, params, state, uniforms)[1]
   zero = jax.tree.map(
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
           x.shape, x.dtype), shapes)
   zero = zero.replace(active=jnp.zeros_like(state.lengths))
-  return jax.lax.while_loop(goes_on, some_rounds, (
-      state, zero, jnp.zeros((), jnp.int32)))[:2]
+  state, stats, _ = jax.lax.while_loop(
+      lambda carry: is_going((carry, 0)), drawn_rounds,
+      (state, zero, jnp.zeros((), jnp.int32)))
+  return state, stats, jnp.all(state.done)
 
 
 # The state is donated in both loops: caches are updated in place, and the

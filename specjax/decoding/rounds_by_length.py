@@ -5,6 +5,7 @@ a round with a draft of another length; the lowest proposes nothing and verifies
 the root alone, which is decoding without drafts.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -104,17 +105,13 @@ class RoundsByLength:
     """As `Round.untraced`."""
     return _flat(*_round(self, params, state, uniforms, traced=False))
 
-  def stretch(self, params: Any, going: Any, play: Any, carry: Any) -> Any:
-    """Rounds without a draft, as many as are due, and then those with drafts.
+  def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
+                  play: Callable[..., Any], carry: Any) -> Any:
+    """Plays the rounds without drafts that are due, then those with drafts.
 
-    Each kind runs in a loop of its own, and in the first the controller has no
-    part: what is asked before every round costs a small model some percent.
-
-    Args:
-      params: as in a `Round`.
-      going: `carry -> [] bool`, whether there is another round.
-      play: `(round, carry) -> carry`, of a round that is called as `untraced`.
-      carry: of the loop; `carry[0][0]` is the state.
+    Rounds without drafts run in a separate loop that does not call the
+    controller. Calling it before every round costs a small model a few percent.
+    The arguments are those of `Round.some_rounds`.
     """
     untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
         self, *arguments, chosen, traced=False, only=only))
@@ -131,13 +128,13 @@ class RoundsByLength:
 
     def rested(loop):
       carry, rests = loop
-      return play(untraced("rests"), carry), rests - 1
+      return play(carry, untraced("rests")), rests - 1
 
     def drafted(loop):
       carry, chosen = loop
-      return asked(play(untraced("drafts", chosen), carry))
+      return asked(play(carry, untraced("drafts", chosen)))
 
-    wanted = lambda loop: going(loop[0]) & (loop[1] > 0)
+    wanted = lambda loop: is_going(loop[0]) & (loop[1] > 0)
     carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
     return jax.lax.while_loop(wanted, drafted, (carry, chosen))[0]
 

@@ -29,6 +29,7 @@ class Cache:
     has_rows_first: True if the first axis of every leaf is the batch. If not,
       implement `with_rows`, `take_rows` and `grow`.
     slack: number of tokens that can be taken back without loss.
+    pooled: True if a `Pool` gives out its pages.
     held: `[B]` int32, committed tokens outside of a reserved block; None if no
       block is reserved.
   """
@@ -37,6 +38,7 @@ class Cache:
   held: jax.Array | None = None
   has_rows_first = True
   slack = math.inf
+  pooled: bool = False
 
   @property
   def capacity(self) -> int:

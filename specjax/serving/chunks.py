@@ -46,7 +46,7 @@ def chunk(parts: rounds_lib.Round, params: Any, state: DecodeState,
     The state, and `(tokens [B, window], done [B], stats)`.
   """
   at = state.lengths[:, None] + jnp.arange(window, dtype=jnp.int32)
-  state, stats = rounds_lib.until(
+  state, stats, _ = rounds_lib.until(
       parts, params, state.replace(done=state.done | free), rounds, done)
   tokens = jnp.take_along_axis(
       state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)

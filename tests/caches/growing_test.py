@@ -13,6 +13,7 @@ import pytest
 import specjax as sj
 from specjax import testing
 from specjax.decoding import growth
+from specjax.decoding import rounds
 
 _PROMPTS = ([1, 3, 0, 2], [4] * 30, [2], [0, 1])
 # One is done near the end of the first slots, while the others go on.
@@ -77,11 +78,11 @@ def test_one_program_for_every_power_of_two():
       drafter=sj.drafters.LanguageModel(model=model, gamma=4))
 
   def programs(prompt, new):
-    before = growth._until._cache_size()
+    before = rounds.until._cache_size()
     text = decoder.generate(params, [[1] * prompt, [2]], jax.random.key(1),
                             max_new_tokens=new, grows=True)
     assert [len(row) for row in text.tokens] == [prompt + new, 1 + new]
-    return growth._until._cache_size() - before
+    return rounds.until._cache_size() - before
 
   assert programs(3, 400) == 3  # of 128, 256 and 512 slots
   assert programs(7, 333) == programs(170, 290) == 0

@@ -120,7 +120,7 @@ def test_what_is_timed():
     scanned, stats = decoder.decode(
         params, jax.tree.map(jnp.copy, state.replace(controller=script)), 8)
     assert stats.emitted[:, 0].tolist() == emitted
-    looped, _ = rounds_lib.until(
+    looped, *_ = rounds_lib.until(
         decoder.parts, params, state.replace(controller=script), 8)
     assert int(looped.lengths[0]) == int(scanned.lengths[0])
   nothing = jax.vmap(sj.Draft.chain)(

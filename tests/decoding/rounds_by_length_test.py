@@ -131,7 +131,7 @@ def test_parted_loops_choose_like_single_rounds():
   whole, _ = decoder.decode_until(params, start())
   parts = start()
   for _ in range(29):  # 7 rounds at a time
-    parts, _ = rounds_lib.until(decoder.parts, params, parts, 7)
+    parts, *_ = rounds_lib.until(decoder.parts, params, parts, 7)
   assert float(one.controller.reached[1, 0, 7]) > 0.5  # all lengths, and rests
   assert bool(one.done.all())
   for state in (whole, parts):

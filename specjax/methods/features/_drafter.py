@@ -8,13 +8,13 @@ read anew with the features that the target computed of it.
 
 from typing import Any
 
-import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.decoding import prefill
+from specjax.decoding import round_steps
 from specjax.interfaces import Drafter
 from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.features.network import FeatureHeads
@@ -136,15 +136,6 @@ def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def emitted(draft: Draft, verdict: Verdict) -> jax.Array:
-  """Returns `[B, N]` int32, the token after each node of the path."""
-  chex.assert_equal_shape([draft.tokens, verdict.path])
-  below = jnp.roll(verdict.path, -1, axis=-1)
-  tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
-  ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]
-  return jnp.where(ends, verdict.next_token[:, None], tokens)
-
-
 def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
                draft: Draft, verdict: Verdict, target_output: ModelOutput,
                count: jax.Array, depth: int) -> FeatureState:
@@ -165,7 +156,8 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
   taps = on_path(heads.taps_of(target_output.hidden), verdict, size)
   _, causal = topology.causal(len(count), size)
   out = heads.step(
-      own, target, heads.enter(own, taps), emitted(draft, verdict)[:, :size],
+      own, target, heads.enter(own, taps),
+      round_steps.path_tokens(draft, verdict)[:, :size],
       visible=causal, cache=state.cache)
   cache = out.cache.after(out.hidden).rollback(state.cache.lengths + count)
   last = jnp.maximum(count - 1, 0)[:, None, None]
