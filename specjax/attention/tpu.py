@@ -188,7 +188,7 @@ def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
   query, k, v, *positions = refs[scalars:-5]
   out, lse, top, total, acc = refs[-5:]
   b, j = pl.program_id(0), pl.program_id(3)
-  start = (jax.lax.div(first[b], block) + j) * block
+  start = (jax.lax.div(first[b], np.int32(block)) + j) * block
 
   @pl.when(j == 0)
   def _():

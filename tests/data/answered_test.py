@@ -74,7 +74,7 @@ def test_conversations_follow_each_other(tmp_path):
     _CHATS.rows(given[1:])
   path.write_text(turns("ab", "c") + turns("d", None))
   with pytest.raises(ValueError, match="line 2: turn 2: 'value' is None"):
-    _CHATS.given(str(path))
+    _CHATS.read(str(path))
   path.write_text('{"prompt": "ab", "answer": "c"}\n')
   with pytest.raises(ValueError, match="no conversations; .*'messages' or"):
-    _CHATS.given(str(path))
+    _CHATS.read(str(path))

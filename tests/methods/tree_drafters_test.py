@@ -223,7 +223,7 @@ def _decoder(drafter):
 
 @pytest.mark.parametrize("call,words", [
     (lambda: _tree("beam"), "'beam'.*one of iid"),
-    (lambda: _tree("iid", (-1, 1)), "node 1 is 1"),
+    (lambda: _tree("iid", (-1, 1)), r"parents\[1\] is 1"),
     (lambda: _decoder(_tree("top_k", sj.trees.full_tree((6,)))),
      "6 children.*5 tokens.*narrower"),
     (lambda: _decoder(_tree(vocab_size=16)), "16 tokens.*5"),
