@@ -273,7 +273,7 @@ _REFUSED = [
     (["--gamma=4,512"], ["--gamma holds 512", "at most 511, for a pass"]),
     (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
     (["--prompts=gpt_prompts=table.csv"], ["table.csv", "no prompt"]),
-    (["--output_dir=table.csv"], ["table.csv: File exists", "directory"]),
+    (["--output_dir=table.csv"], ["table.csv is not a directory"]),
     (["--output_dir=busy"], ["another study is at work in busy", "wait"]),
     (["--max_new_tokens=100000"], ["100", "context length"]),
 ]

@@ -267,7 +267,7 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
 
 @pytest.mark.parametrize("call,words", [
     (lambda: _medusa("beam"), "'beam'.*one of iid"),
-    (lambda: _medusa("iid", (-1, 1)), "node 1 is 1"),
+    (lambda: _medusa("iid", (-1, 1)), r"parents\[1\] is 1"),
     (lambda: _decoder(_medusa(), width=8), "width.* 16 .* 8"),
     (lambda: _decoder(_medusa(), vocab_size=9), "vocab_size.* 5 .* 9"),
     (lambda: _decoder(_medusa(), features=(0,)), "features"),
