@@ -278,7 +278,7 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
 
   Args:
     target: a model.
-    drafter: a `LanguageModel`.
+    drafter: a `DraftModel`.
     params: of both.
     rounds: `(drafter, verifier) -> Timed`, of rounds at one length.
     target_pass: `tokens -> Timed`, a pass at that length.
@@ -331,7 +331,7 @@ def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
 def _ratios(name: str, target: Transformer, drafter_model: Transformer,
             params: Any, progress: tqdm.tqdm, placement: Placement | None):
   """Every ratio of the module's docstring for one pair of models."""
-  drafter = sj.drafters.LanguageModel(model=drafter_model, gamma=_GAMMA.value)
+  drafter = sj.drafters.DraftModel(model=drafter_model, gamma=_GAMMA.value)
   if placement:
     params = placement.put(sj.Decoder(
         target=target, drafter=drafter, verifier=sj.verifiers.Block()), params)

@@ -206,7 +206,7 @@ def main() -> None:
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Token(),
       observers=(sj.verifiers.Block(),),
-      drafter=sj.drafters.LanguageModel(
+      drafter=sj.drafters.DraftModel(
           model=first.model, gamma=_GAMMA.value),
       transform=sj.LogitsTransform(temperature=1.0))
 

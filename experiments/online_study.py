@@ -261,7 +261,7 @@ def main() -> None:
           _GAMMA, _TEMPERATURE, _OPTIMIZER, _LEARNING_RATE, _RANK, _POSITIONS)
          }}, "study")
   drafters = {
-      f"{name}, fixed": sj.drafters.LanguageModel(
+      f"{name}, fixed": sj.drafters.DraftModel(
           model=small.model, gamma=_GAMMA.value),
       f"{name}, learning": sj.drafters.Online(
           model=small.model, gamma=_GAMMA.value, rank=_RANK.value,

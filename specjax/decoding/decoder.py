@@ -87,7 +87,7 @@ class Decoder:
     >>> table = model.init(jax.random.key(0))
     >>> decoder = sj.Decoder(
     ...     target=model, verifier=sj.verifiers.Block(),
-    ...     drafter=sj.drafters.LanguageModel(model=model, gamma=3),
+    ...     drafter=sj.drafters.DraftModel(model=model, gamma=3),
     ...     transform=sj.LogitsTransform(temperature=0))
     >>> generation = decoder.generate(
     ...     {"target": table, "drafter": table}, [[1, 2], [3]],

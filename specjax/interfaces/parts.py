@@ -73,7 +73,7 @@ def check_drafter(drafter: Any) -> None:
               isinstance(drafter, Model) else None)
     raise ValueError(f"the drafter is a {name}; " + (
         "it must be a specjax.interfaces.Drafter" if advice is None else
-        f"pass {advice} in sj.drafters.LanguageModel(model=..., gamma=4)"))
+        f"pass {advice} in sj.drafters.DraftModel(model=..., gamma=4)"))
   fields.check_hashable("drafter", drafter)
   model = getattr(drafter, "model", None)
   if model is not None:

@@ -34,7 +34,7 @@ class VocabularySubset(AroundModel):
   """A `Transformer` that predicts some of its tokens and reads them all.
 
   It takes the place of the model in any drafter, such as
-  `drafters.LanguageModel(model=VocabularySubset(model), gamma=4)`, with
+  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`, with
   `params["drafter"]` made by `parameters` of the model's own.
 
   Attributes:

@@ -58,7 +58,7 @@ table:
   >>> model = sj.testing.MarkovModel(vocab_size=4)
   >>> decoder = sj.Decoder(
   ...     target=model, verifier=sj.verifiers.Block(),
-  ...     drafter=sj.drafters.LanguageModel(model=model, gamma=3))
+  ...     drafter=sj.drafters.DraftModel(model=model, gamma=3))
   >>> table = model.init(jax.random.key(0))
   >>> queue = sj.serving.Queue(
   ...     decoder, {"target": table, "drafter": table}, slots=2, max_length=32)

@@ -102,7 +102,7 @@ def assert_drafter_exact(
     >>> import specjax as sj
     >>> pair = sj.testing.tiny_pair(5)
     >>> report = sj.testing.assert_drafter_exact(
-    ...     sj.drafters.LanguageModel(model=pair.drafter, gamma=2),
+    ...     sj.drafters.DraftModel(model=pair.drafter, gamma=2),
     ...     pair.params, pair.target, calls=2)
     >>> report.tokens > 1000
     True

@@ -27,7 +27,7 @@ def _pair():
 def _decoder(verifier, **kwargs):
   pair = _pair()
   return sj.Decoder(
-      target=pair.target, verifier=verifier, drafter=sj.drafters.LanguageModel(
+      target=pair.target, verifier=verifier, drafter=sj.drafters.DraftModel(
           model=pair.drafter, gamma=4), **kwargs), pair.params
 
 
@@ -101,7 +101,7 @@ def test_other_verifiers_are_judged_as_observers_are(tmp_path):
 _VOCAB = 7
 
 
-class _Hindsight(sj.drafters.LanguageModel):
+class _Hindsight(sj.drafters.DraftModel):
   """A drafter whose q depends on more than the context."""
 
   autoregressive = False

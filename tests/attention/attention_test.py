@@ -262,10 +262,10 @@ def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch, kind):
     target, model = (dataclasses.replace(one, cache=sj.caches.Paged(page=64))
                      for one in (target, model))
   parts = dict(verifier=sj.verifiers.Block(),
-               drafter=sj.drafters.LanguageModel(model=model, gamma=2))
+               drafter=sj.drafters.DraftModel(model=model, gamma=2))
   if kind == "tree":
     parts = dict(verifier=sj.verifiers.Recursive(),
-                 drafter=sj.drafters.TreeLanguageModel(
+                 drafter=sj.drafters.DraftModelTree(
                      model=model, parents=sj.trees.full_tree((2, 2))))
   decoder = sj.Decoder(target=target, **parts)
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.params)

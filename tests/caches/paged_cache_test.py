@@ -27,8 +27,8 @@ def _decoder(page, tree=False):
   pair = testing.tiny_pair(_VOCAB, seed=2)
   cache = sj.caches.KVCache if page is None else paged.Paged(page=page)
   model = sj.models.Transformer(pair.target.config, cache=cache)
-  drafter = (sj.drafters.TreeLanguageModel(model=model, parents=_TREE) if tree
-             else sj.drafters.LanguageModel(model=model, gamma=3))
+  drafter = (sj.drafters.DraftModelTree(model=model, parents=_TREE) if tree
+             else sj.drafters.DraftModel(model=model, gamma=3))
   rule = sj.verifiers.Traversal() if tree else sj.verifiers.Block()
   return sj.Decoder(target=model, verifier=rule, drafter=drafter), pair.params
 

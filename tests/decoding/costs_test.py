@@ -76,7 +76,7 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
   # that is not asked in them; a file forgets it.
   model, timed = controlled.pair().drafter, []
   ngram = sj.drafters.NGram(gamma=4)
-  lm = sj.drafters.LanguageModel(model=model, gamma=4)
+  lm = sj.drafters.DraftModel(model=model, gamma=4)
 
   def measure(decoder, params, *_):
     timed.append((type(decoder.drafter).__name__,
@@ -137,7 +137,7 @@ def test_lengths_and_rounds_that_fit():
   model = controlled.pair().drafter
   cascade = functools.partial(
       sj.drafters.Cascade, model=model, gamma=4,
-      drafter=sj.drafters.LanguageModel(model=model, gamma=2))
+      drafter=sj.drafters.DraftModel(model=model, gamma=2))
   fallback = lambda second: sj.drafters.Fallback(
       first=sj.drafters.NGram(gamma=4), second=second, min_tokens=2)
   for drafter, lengths in (

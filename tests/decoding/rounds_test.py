@@ -34,7 +34,7 @@ def _random_decoder(model=None, **kwargs):
   model = model or testing.MarkovModel(_VOCAB)
   return sj.Decoder(**{**dict(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.LanguageModel(model=model, gamma=3)), **kwargs})
+      drafter=sj.drafters.DraftModel(model=model, gamma=3)), **kwargs})
 
 
 def _random_params(drafter_scale=1.0):
@@ -151,7 +151,7 @@ def test_a_row_does_not_depend_on_its_batch():
   pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.GreedyBlock(),
-      drafter=sj.drafters.LanguageModel(model=pair.drafter, gamma=4))
+      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=4))
   prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10], [1]]
   ids = [7, 3, 70000, 1]
 
@@ -291,7 +291,7 @@ def test_a_verifier_with_state_is_committed_every_round():
 
 def test_gamma_0_is_autoregressive():
   # Broken: the smallest draft, with no token at all, is no draft.
-  decoder = _random_decoder(drafter=sj.drafters.LanguageModel(
+  decoder = _random_decoder(drafter=sj.drafters.DraftModel(
       model=testing.MarkovModel(_VOCAB), gamma=0))
   got = decoder.generate(_random_params(), _PROMPTS, jax.random.key(0),
                          max_new_tokens=9)
@@ -302,7 +302,7 @@ def test_gamma_0_is_autoregressive():
 
 @pytest.mark.parametrize("rule,drafter", [
     (sj.verifiers.GreedyBlock(), functools.partial(
-        sj.drafters.LanguageModel, gamma=3)),
+        sj.drafters.DraftModel, gamma=3)),
     (sj.verifiers.Traversal(), functools.partial(
         sj.drafters.DynamicTree, top_k=2, depth=2, num_nodes=4))])
 def test_the_loop_in_64_bits(rule, drafter):

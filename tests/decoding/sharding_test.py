@@ -46,7 +46,7 @@ def _decoder_and_state():
   pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.LanguageModel(model=pair.drafter, gamma=2))
+      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=2))
   state = decoder.prefill(pair.params, [[1, 2], [3]], jax.random.key(0),
                           limits=12)
   return decoder, pair.params, state
@@ -148,7 +148,7 @@ def test_few_key_value_heads_are_on_every_device():
   specs = model.param_specs("model", 4)
   assert specs["attention_0"]["qkv"]["kernel"] == P("model", None, None, None)
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
-  drafter = sj.drafters.LanguageModel(model=pair.drafter, gamma=2)
+  drafter = sj.drafters.DraftModel(model=pair.drafter, gamma=2)
   for size, axis in ((2, "model"), (4, None)):
     _, state = _placements(drafter, pair.params, sj.verifiers.Block(),
                            pair.target, size)
@@ -162,7 +162,7 @@ def test_a_drafter_is_replicated_where_that_is_asked_for():
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
   odd = testing.tiny_pair(8, heads=3)
   params = {**pair.params, "drafter": odd.params["drafter"]}
-  drafter = sj.drafters.LanguageModel(model=odd.drafter, gamma=2)
+  drafter = sj.drafters.DraftModel(model=odd.drafter, gamma=2)
   place = functools.partial(_placements, drafter, params, sj.verifiers.Block(),
                             pair.target, 2)
   with pytest.raises(ValueError, match="^heads is 3"):
@@ -197,7 +197,7 @@ def test_a_part_that_does_not_answer_is_refused():
   # Broken: what nobody splits is copied to every device and fills it.
   pair = testing.tiny_pair(8, kv_heads=2)
   params = {**pair.params, "drafter": jnp.zeros((8, 8))}
-  drafter = sj.drafters.LanguageModel(model=_Silent(vocab_size=8), gamma=2)
+  drafter = sj.drafters.DraftModel(model=_Silent(vocab_size=8), gamma=2)
   with pytest.raises(ValueError, match="_Silent.*param_specs.*2 devices"):
     _placements(drafter, params, sj.verifiers.Block())
 
@@ -208,7 +208,7 @@ def test_a_cache_that_does_not_answer_is_refused(monkeypatch):
   model = testing.MarkovModel(8)
   params = {"target": testing.tiny_pair(8, kv_heads=2).params["target"],
             "drafter": model.init(jax.random.key(0))}
-  drafter = sj.drafters.LanguageModel(model=model, gamma=2)
+  drafter = sj.drafters.DraftModel(model=model, gamma=2)
   with pytest.raises(ValueError, match="LengthCache.*specs.*'model'"):
     _placements(drafter, params, sj.verifiers.Block())
 

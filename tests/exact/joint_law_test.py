@@ -35,7 +35,7 @@ def _pair():
 def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
                      verifier=_BLOCK, gamma=2, rows=_ROWS):
   pair = _pair()
-  drafter = drafter or sj.drafters.LanguageModel
+  drafter = drafter or sj.drafters.DraftModel
   decoder = sj.Decoder(
       target=target or pair.target, verifier=verifier, transform=transform,
       drafter=drafter(model=pair.drafter, gamma=gamma))
@@ -103,7 +103,7 @@ def test_a_wrong_target_cache_is_caught(cache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ReportsSharperLaw(sj.drafters.LanguageModel):
+class _ReportsSharperLaw(sj.drafters.DraftModel):
   """Reports the q of temperature 0.5 for tokens drawn at temperature 1."""
 
   def propose(self, params, keys, state):
@@ -120,7 +120,7 @@ def test_a_wrong_q_is_caught():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Forgetful(sj.drafters.LanguageModel):
+class _Forgetful(sj.drafters.DraftModel):
   """Its cache loses a token in every round, and its law is its own.
 
   What it proposes is bad, but it reports the q that it drew from.

@@ -30,7 +30,7 @@ def _decoder(model=None, gamma=2, drafter=None, **kwargs):
   model = model or _NeverRuns(_VOCAB, context_length=20)
   return sj.Decoder(**{**dict(
       target=model, verifier=sj.verifiers.Block(),
-      drafter=drafter or sj.drafters.LanguageModel(model=model, gamma=gamma)),
+      drafter=drafter or sj.drafters.DraftModel(model=model, gamma=gamma)),
       **kwargs})
 
 
@@ -84,7 +84,7 @@ def test_decoder_settings():
   _raises_one_line(lambda: _decoder(gamma=1.5), "gamma", 1.5, "whole")
   other = testing.MarkovModel(_VOCAB + 1)
   _raises_one_line(
-      lambda: _decoder(drafter=sj.drafters.LanguageModel(
+      lambda: _decoder(drafter=sj.drafters.DraftModel(
           model=other, gamma=2)),
       _VOCAB, _VOCAB + 1, "same vocabulary", "tokenizer")
 
@@ -101,17 +101,17 @@ def test_parts_in_the_wrong_place():
   # program, by a name that the user never wrote.
   model = _NeverRuns(_VOCAB, context_length=20)
   record = _Record(model, None)
-  draft = sj.drafters.LanguageModel
+  draft = sj.drafters.DraftModel
   for change, words in (
       (dict(target=record), ["target is a _Record", "`.model`"]),
       (dict(target=testing.MarkovModel), ["class MarkovModel"]),
       (dict(target=None), ["target is a NoneType", "Model"]),
-      (dict(drafter=record), ["drafter is a _Record", "LanguageModel"]),
-      (dict(drafter=model), ["drafter is a _NeverRuns", "LanguageModel"]),
+      (dict(drafter=record), ["drafter is a _Record", "DraftModel"]),
+      (dict(drafter=model), ["drafter is a _NeverRuns", "DraftModel"]),
       (dict(drafter=draft(model=record, gamma=2)),
-       ["LanguageModel.model is a _Record", "`.model`"]),
+       ["DraftModel.model is a _Record", "`.model`"]),
       (dict(drafter=draft(model=testing.MarkovModel, gamma=2)),
-       ["LanguageModel.model is the class"]),
+       ["DraftModel.model is the class"]),
       (dict(observers=sj.verifiers.Token()), ["observers is a Token", "(Tok"]),
       (dict(observers=(sj.verifiers.Token,)), ["the class Token", "Token()"]),
       (dict(verifier=sj.verifiers.Block), ["the class Block", "Block()"]),
@@ -149,7 +149,7 @@ def test_states_that_cannot_go_on():
   for made, used in ((other, decoder), (decoder, other)):
     _raises_one_line(
         lambda made=made, used=used: used.decode_until(params, prefill(made)),
-        "NGram", "LanguageModel", "prefill with this decoder")
+        "NGram", "DraftModel", "prefill with this decoder")
   assert (decoder.decode_until(params, new)[0].lengths == 9).all()
 
 
@@ -239,7 +239,7 @@ def test_a_drafter_whose_parameters_are_missing_is_named():
   decoder, params = _healthy()
   lacking = {"target": params["target"]}
   prefill = lambda given: decoder.prefill(given, [[1]], jax.random.key(0))
-  words = "no 'drafter'", "LanguageModel reads it", '"drafter": ...'
+  words = "no 'drafter'", "DraftModel reads it", '"drafter": ...'
   _raises_one_line(lambda: prefill(lacking), *words)
   state = prefill(params)
   _raises_one_line(lambda: decoder.decode_until(lacking, state), *words)
@@ -337,7 +337,7 @@ def test_impossible_configuration(saved, change, words):
 @functools.cache
 def _healthy():
   pair = _pair()
-  decoder = _decoder(pair.target, drafter=sj.drafters.LanguageModel(
+  decoder = _decoder(pair.target, drafter=sj.drafters.DraftModel(
       model=pair.drafter, gamma=2), observers=(sj.verifiers.Token(),))
   return decoder, pair.params
 

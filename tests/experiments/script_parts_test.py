@@ -341,7 +341,7 @@ def test_how_a_chain_is_drafted(tmp_path, capsys):
   same, other = found(None, 330), found(_bundled(), 4096)
   drafter = lambda member, *how: models.chain(
       target, member, "mine", *how)[0](3).drafter
-  assert isinstance(drafter(same), sj.drafters.LanguageModel)
+  assert isinstance(drafter(same), sj.drafters.DraftModel)
   assert "mine has no tokenizer; its 330" in capsys.readouterr().err
   assert isinstance(drafter(other), sj.drafters.TokenIntersection)
   assert "mine has 4,096 tokens" in capsys.readouterr().err

@@ -9,9 +9,9 @@ import pytest
 
 import specjax as sj
 from specjax import testing
+from specjax.drafters import DraftModelTree
 from specjax.drafters import DynamicTree
 from specjax.drafters import Paths
-from specjax.drafters import TreeLanguageModel
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
@@ -42,8 +42,8 @@ def _params(drafter, pair):
 
 
 def _tree(proposal="without_replacement", parents=_UNEVEN, vocab_size=_VOCAB):
-  return TreeLanguageModel(model=_pair(vocab_size).drafter, parents=parents,
-                           proposal=proposal)
+  return DraftModelTree(model=_pair(vocab_size).drafter, parents=parents,
+                        proposal=proposal)
 
 
 def _paths(models, num_paths=3, length=3, vocab_size=_VOCAB, **kwargs):
@@ -91,7 +91,7 @@ def _p_value(tokens):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _NotRenormalised(TreeLanguageModel):
+class _NotRenormalised(DraftModelTree):
   """Reports the law of the first child for its sibling too."""
 
   def propose(self, params, keys, state):
@@ -168,7 +168,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("drafter,chain,iid,autoregressive", [
     (sj.drafters.Empty(), 1, 1, 1),
-    (sj.drafters.LanguageModel(model=_pair().drafter, gamma=2), 1, 1, 1),
+    (sj.drafters.DraftModel(model=_pair().drafter, gamma=2), 1, 1, 1),
     (testing.OracleDrafter(gamma=2), 1, 1, 1),
     (_tree("iid"), 0, 1, 1),
     (_tree("without_replacement"), 0, 0, 0),
@@ -191,7 +191,7 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Merges(TreeLanguageModel):
+class _Merges(DraftModelTree):
   conditional = False
 
 

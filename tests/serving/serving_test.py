@@ -24,7 +24,7 @@ def _decoder(cache=sj.caches.KVCache):
   target, drafter = (sj.models.Transformer(model.config, cache=cache)
                      for model in (_PAIR.target, _PAIR.drafter))
   return sj.Decoder(target=target, verifier=sj.verifiers.Block(), eos=4,
-                    drafter=sj.drafters.LanguageModel(model=drafter, gamma=3))
+                    drafter=sj.drafters.DraftModel(model=drafter, gamma=3))
 
 
 _DECODER = _decoder()
@@ -340,7 +340,7 @@ def test_each_size_has_its_controller():
   table = 9.0 * jnp.roll(jnp.eye(4), 1, axis=1)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.LanguageModel(model=model, gamma=1),
+      drafter=sj.drafters.DraftModel(model=model, gamma=1),
       transform=sj.LogitsTransform(temperature=0))
   costs = lambda second: Controller(
       lengths=(0, 4), seconds=(1.0, second), credit=0.0)

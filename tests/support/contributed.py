@@ -8,8 +8,8 @@ import untrained
 
 import specjax as sj
 from specjax import testing
+from specjax.drafters import DraftModelTree
 from specjax.drafters import Paths
-from specjax.drafters import TreeLanguageModel
 
 VOCAB = 5
 WIDTH, HEADS = 16, 3
@@ -72,7 +72,7 @@ def paths(models):
 
 def with_cache(cache):
   model = sj.models.Transformer(pair().target.config, cache=cache)
-  return Contributed(TreeLanguageModel(model=model, parents=UNEVEN),
+  return Contributed(DraftModelTree(model=model, parents=UNEVEN),
                      sj.verifiers.Traversal(), model)
 
 

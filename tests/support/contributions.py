@@ -23,6 +23,8 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax.drafters import Blockwise
+from specjax.drafters import DraftModel
+from specjax.drafters import DraftModelTree
 from specjax.drafters import DynamicEagle
 from specjax.drafters import DynamicTree
 from specjax.drafters import Eagle
@@ -30,7 +32,6 @@ from specjax.drafters import EagleChain
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
 from specjax.drafters import Hydra
-from specjax.drafters import LanguageModel
 from specjax.drafters import Medusa
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
@@ -43,29 +44,28 @@ from specjax.drafters import Retrieval
 from specjax.drafters import SampledEagle
 from specjax.drafters import Suffix
 from specjax.drafters import Swift
-from specjax.drafters import TreeLanguageModel
 from specjax.methods import stop_rules
 
 DRAFTERS = {
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
-    "LanguageModel": lambda: Contributed(
-        with_model(LanguageModel, gamma=3), sj.verifiers.GreedyBlock()),
-    "LanguageModel with a stop rule": lambda: Contributed(
-        with_model(LanguageModel, gamma=3,
+    "DraftModel": lambda: Contributed(
+        with_model(DraftModel, gamma=3), sj.verifiers.GreedyBlock()),
+    "DraftModel with a stop rule": lambda: Contributed(
+        with_model(DraftModel, gamma=3,
                    stop=stop_rules.Adaptive(threshold=0.7)),
         sj.verifiers.Block()),
-    "LanguageModel with a controller": lambda: Contributed(
-        with_model(LanguageModel, gamma=3), sj.verifiers.Block(),
+    "DraftModel with a controller": lambda: Contributed(
+        with_model(DraftModel, gamma=3), sj.verifiers.Block(),
         controller=sj.decoding.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
-    "TreeLanguageModel iid": lambda: Contributed(
-        with_model(TreeLanguageModel, parents=UNEVEN, proposal="iid"),
+    "DraftModelTree iid": lambda: Contributed(
+        with_model(DraftModelTree, parents=UNEVEN, proposal="iid"),
         sj.verifiers.KSeq()),
-    "TreeLanguageModel without_replacement": lambda: Contributed(
-        with_model(TreeLanguageModel, parents=UNEVEN),
+    "DraftModelTree without_replacement": lambda: Contributed(
+        with_model(DraftModelTree, parents=UNEVEN),
         sj.verifiers.Traversal()),
-    "TreeLanguageModel hybrid": lambda: Contributed(
-        with_model(TreeLanguageModel, parents=UNEVEN, proposal="hybrid"),
+    "DraftModelTree hybrid": lambda: Contributed(
+        with_model(DraftModelTree, parents=UNEVEN, proposal="hybrid"),
         sj.verifiers.Recursive()),
     "Paths of one model": lambda: Contributed(
         rule=sj.verifiers.Recursive(), **paths(1)),
@@ -195,9 +195,9 @@ DRAFTERS = {
 
 # Each of these takes a code path that no other one takes; the others are slow.
 QUICK = {
-    "Empty", "LanguageModel", "LanguageModel with a stop rule",
-    "LanguageModel with a controller", "TreeLanguageModel iid",
-    "TreeLanguageModel hybrid", "Paths of one model", "DynamicTree",
+    "Empty", "DraftModel", "DraftModel with a stop rule",
+    "DraftModel with a controller", "DraftModelTree iid",
+    "DraftModelTree hybrid", "Paths of one model", "DynamicTree",
     "Medusa top_k", "Hydra without_replacement",
     "EAGLE-3 chain with a stop rule", "EAGLE tree expanded by score",
     "MTP modules", "PaSS folded",
@@ -208,7 +208,7 @@ QUICK = {
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
-CROSSED = {"LanguageModel", "TreeLanguageModel iid", "Paths of one model"}
+CROSSED = {"DraftModel", "DraftModelTree iid", "Paths of one model"}
 
 RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),

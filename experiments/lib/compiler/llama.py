@@ -50,11 +50,11 @@ class Setting:
     if self.parents:
       return sj.Decoder(
           target=target, verifier=sj.verifiers.Traversal(),
-          drafter=sj.drafters.TreeLanguageModel(
+          drafter=sj.drafters.DraftModelTree(
               model=drafter, parents=self.parents))
     return sj.Decoder(
         target=target, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.LanguageModel(model=drafter, gamma=self.gamma))
+        drafter=sj.drafters.DraftModel(model=drafter, gamma=self.gamma))
 
 
 def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,

@@ -180,7 +180,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     heads: heads of the target.
     parents: the tree, at most K deep, see `specjax.trees`; it is put in
       breadth-first order. `range(-1, K)` is a chain of K tokens.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
     stop: stop rule for chains; None: all have K tokens.

@@ -311,7 +311,7 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
   >>> import specjax as sj
   >>> from specjax import drafters
   >>> small = sj.testing.MarkovModel(7)
-  >>> tiny = drafters.LanguageModel(model=small, gamma=3)
+  >>> tiny = drafters.DraftModel(model=small, gamma=3)
   >>> table = small.init(jax.random.key(0))
   >>> decoder = cascade(small, tiny, gamma=8).decoder(small)
   >>> params = {"target": table,

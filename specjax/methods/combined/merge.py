@@ -125,8 +125,8 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
-  >>> short = drafters.LanguageModel(model=MarkovModel(7), gamma=2)
-  >>> long = drafters.LanguageModel(model=MarkovModel(7), gamma=5)
+  >>> short = drafters.DraftModel(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.DraftModel(model=MarkovModel(7), gamma=5)
   >>> merged((long, short)).drafter.num_nodes
   8
 

@@ -30,7 +30,7 @@ from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.draft_models.draft_model import DraftModel
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.around import AroundModel
@@ -104,7 +104,7 @@ class _Corrected(AroundModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online(_common.DrawnChain):
-  """`LanguageModel` with a correction of the logits that is learned online.
+  """`DraftModel` with a correction of the logits that is learned online.
 
   After a round the model reads its draft again in one pass, for its hidden
   states. The correction takes a gradient step on the mean cross-entropy
@@ -123,7 +123,7 @@ class Online(_common.DrawnChain):
       replaced (OSD); "path", also the accepted tokens; "all", every drafted
       token and the next one.
     every: number of rounds whose gradients are averaged for a step.
-    transform: transform of the draft logits, see `LanguageModel`.
+    transform: transform of the draft logits, see `DraftModel`.
   """
 
   model: Model
@@ -147,9 +147,9 @@ class Online(_common.DrawnChain):
                        f"{POSITIONS}")
 
   @property
-  def _drafter(self) -> LanguageModel:
-    return LanguageModel(model=_Corrected(self.model), gamma=self.gamma,
-                         transform=self.transform)
+  def _drafter(self) -> DraftModel:
+    return DraftModel(model=_Corrected(self.model), gamma=self.gamma,
+                      transform=self.transform)
 
   @property
   def _steps(self) -> optax.GradientTransformation:

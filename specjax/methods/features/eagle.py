@@ -209,7 +209,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
     heads: feature layer with one module.
     parents: the tree, see `specjax.trees`; `range(-1, gamma)` is a chain. It is
       put in breadth-first order.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """
@@ -279,7 +279,7 @@ class SampledEagle(FeatureDrafter):
     depth: number of levels below the root.
     expanded: nodes of a level that get children, those with the best scores.
     children: number of children of each, and of the root.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the layer's logits; None: the decoder's.
     confidence: transform of logits to the probabilities whose product along the
       path is the score of a node.
@@ -353,7 +353,7 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   Args:
     heads: feature layer with one module.
     parents: draft tree of N nodes; None: a sampled chain.
-    proposal: sampling method of children, see `drafters.TreeLanguageModel`;
+    proposal: sampling method of children, see `drafters.DraftModelTree`;
       EAGLE's own trees are "top_k".
     verifier: rule; None: block verification of a chain, traversal of a sampled
       tree, the target's walk through a deterministic tree.

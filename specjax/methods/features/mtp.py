@@ -176,7 +176,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   Attributes:
     heads: with a module for every depth.
     parents: the tree, see `specjax.trees`. It is put in breadth-first order.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """
@@ -290,7 +290,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     verifier: rule; None: block verification of a chain, traversal of a sampled
       tree, the target's walk through a deterministic tree.
     parents: draft tree of N nodes; None: a sampled chain.
-    proposal: sampling method of children, see `drafters.TreeLanguageModel`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
 
   Raises:
     ValueError: both a tree and the length of a chain are given.

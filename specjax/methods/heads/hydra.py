@@ -148,7 +148,7 @@ class Hydra(_forecasts.HeadsDrafter):
     heads: heads of the target.
     parents: draft tree, at most K deep, see `specjax.trees`; stored
       breadth-first.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """

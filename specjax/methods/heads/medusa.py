@@ -172,7 +172,7 @@ class Medusa(_forecasts.HeadsDrafter):
     heads: `MedusaHeads` of the target, or heads of that form.
     parents: draft tree, at most K deep, see `specjax.trees`; stored
       breadth-first.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any is
       lossless because q is reported.
   """

@@ -67,7 +67,7 @@ class EarlyExitTree(_trees.StaticTree):
   Attributes:
     exit: number E of layers that draft, at least 1 and less than all.
     parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
-    proposal: sampling method of children, see `TreeLanguageModel`.
+    proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the exit's logits; None: the decoder's.
     shares_pass: True if the verifying pass continues, see `EarlyExit`.
     model: target model; `bind` sets it.

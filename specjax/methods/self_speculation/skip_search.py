@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 
 from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
-from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.draft_models.draft_model import DraftModel
 from specjax.methods.self_speculation.skipping import survival
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
@@ -331,5 +331,5 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
     verifier: rule for chains, see `early_exit`.
   """
   model = Shortened(target, sublayers)
-  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
+  return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),
                   verifier)

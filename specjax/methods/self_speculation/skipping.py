@@ -25,7 +25,7 @@ from specjax.decoding import round_steps
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods.draft_models.language_model import LanguageModel
+from specjax.methods.draft_models.draft_model import DraftModel
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.shortened import check_whole
@@ -149,8 +149,8 @@ class Swift(_common.DrawnChain):
     skipped = round_steps.once(
         jnp.any(due), lambda old: self._searched(params, state, old, due),
         before)
-    drafter = LanguageModel(model=Masked(self.model), gamma=self.gamma,
-                            transform=self.transform)
+    drafter = DraftModel(model=Masked(self.model), gamma=self.gamma,
+                         transform=self.transform)
     draft, _ = drafter.propose(
         {"drafter": {"model": params["target"], "keep": _last(skipped.keep)}},
         uniforms, state.replace(drafter=state.target_cache))

@@ -38,7 +38,7 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Stopping:
-  """State of a `LanguageModel` with a stop rule.
+  """State of a `DraftModel` with a stop rule.
 
   Attributes:
     cache: cache of the model.
@@ -50,7 +50,7 @@ class Stopping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModel(_common.DrawnChain):
+class DraftModel(_common.DrawnChain):
   """Samples gamma tokens from a model with a cache of its own.
 
   The cache is rolled back to the committed tokens at the start of a round. The
@@ -95,7 +95,7 @@ class LanguageModel(_common.DrawnChain):
     return self.model.context_length
 
   def bind(self, target: Model, transform: LogitsTransform
-           ) -> "LanguageModel":
+           ) -> "DraftModel":
     """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     round_steps.check_slack(self.model, self.gamma + 2)
@@ -225,7 +225,7 @@ def speculative_sampling(model: Model, gamma: int) -> Strategy:
     model: draft model over the target's vocabulary.
     gamma: draft length; 0 drafts nothing.
   """
-  return Strategy(LanguageModel(model=model, gamma=gamma),
+  return Strategy(DraftModel(model=model, gamma=gamma),
                   verifiers.Token())
 
 
@@ -265,7 +265,7 @@ def early_stopping(model: Model, gamma: int,
     stop: stop rule.
     verifier: rule for chains of drafters that are not autoregressive.
   """
-  return Strategy(LanguageModel(model=model, gamma=gamma, stop=stop),
+  return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),
                   verifier)
 
 

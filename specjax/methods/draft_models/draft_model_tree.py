@@ -32,7 +32,7 @@ from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeLanguageModel(_trees.StaticTree):
+class DraftModelTree(_trees.StaticTree):
   """Samples the children of every node from a draft model.
 
   A round costs one pass over the last two committed tokens and one over each
@@ -68,7 +68,7 @@ class TreeLanguageModel(_trees.StaticTree):
     return self.model.context_length
 
   def bind(self, target: Model, transform: LogitsTransform
-           ) -> "TreeLanguageModel":
+           ) -> "DraftModelTree":
     """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
     return super().bind(target, transform)
@@ -230,6 +230,6 @@ def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
 
 def _tree(model: Model, parents: Sequence[int], proposal: str,
           verifier: Verifier) -> Strategy:
-  drafter = TreeLanguageModel(
+  drafter = DraftModelTree(
       model=model, parents=tuple(parents), proposal=proposal)
   return Strategy(drafter, verifier)
