@@ -1,23 +1,28 @@
-"""A proof, or the model that refutes it, in one line."""
+"""`certify`: a proof that a rule is lossless, or a counterexample."""
 
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import itertools
 import math
 from typing import Any
-
-import numpy as np
+from typing import NamedTuple
 
 from specjax.exact import enumeration
 from specjax.exact import schemes as schemes_lib
 from specjax.exact import trials
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
+from specjax.exact.drafts import Drafts
 from specjax.exact.drafts import ended_by
+from specjax.exact.drafts import Kept
 from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
 from specjax.interfaces import Verifier
+from specjax.utils import fields
 
 _TWO_ROUNDS = 1 << 15  # chains and contexts, V**(2 gamma + 1), at most
 _ENUMERATED = 1 << 14  # drafts of a size of `at`, roots included, at most
@@ -28,37 +33,39 @@ _AUDITED = 1 << 23  # numbers of one law of a size of `at`, at most
 class Certificate:
   """Result of `certify`: a statement about the models and drafts it tried.
 
-  On each enumerated model every draft from every root is summed over, so
-  nothing is left to chance. A rule without state that is exact for one round
-  from every context is exact for all rounds. But the models are some of those
-  that exist. A defect that needs a draft length, a tree, a vocabulary or
-  numbers unlike the tried ones, or a state after more rounds, is not excluded.
-  At production sizes an audit draws drafts; see `exact.audit` for its
-  false-alarm probability, below 1e-9.
+  On each enumerated model the result is a sum over every draft from every root,
+  so it does not depend on random numbers. A rule without state that is exact
+  for one round from every context is exact for all rounds.
+
+  The models are a selection. A certificate does not exclude a defect that needs
+  another draft length, tree, vocabulary or kind of numbers, or a state after
+  more rounds. Audits at production sizes draw their drafts; their false-alarm
+  probability is below 1e-9, see `exact.audit`.
 
   Attributes:
-    lossless: every law was a probability law, no total variation exceeded the
-      tolerance (1e-9 in float64, 1e-5 in float32, 1e-4 in float32 at production
-      sizes), `survival` agreed with the law, and no audit failed.
-    total_variation: the largest one over the small models, with chains and with
-      trees; or over the other trials, if only there one failed.
-    witness: the model that shows it: `random_pair`'s arguments, gamma, rounds,
-      and how it was drafted if that was special.
+    lossless: True if every law was a probability law, `survival` agreed with
+      it, no audit failed, and no total variation exceeded the tolerance: 1e-9
+      in float64, 1e-5 in float32, 1e-4 in float32 at production sizes.
+    total_variation: the largest one over the small models. If only another
+      trial failed, the largest one over the other trials.
+    witness: the model with this total variation: arguments of `random_pair`,
+      gamma, rounds, and the kind of drafting if it was special.
     expected_tokens: tokens of one round, averaged over the small models with
       chains.
-    bound: the average of the most tokens that a lossless rule can have on those
-      models, with full information about both of them (1 + Lemma 8). A lossy
-      rule can exceed it.
-    defects: ways in which a law was not a probability law, or an audit failed.
-    models: pairs of small models enumerated with chains.
-    laws: laws evaluated.
-    dtype: of the numbers handed to the law, where `tried` names no other.
-    declared_lossy: the rule itself declares `lossless = False`.
-    trees: enumerations with trees: a tree, a scheme and a pair of models each.
-    tried: a line for every kind of trial beyond those, see `thorough`.
-    sizes: the largest sizes that were enumerated and audited, in words.
+    bound: the largest average that a lossless rule can have on these models,
+      with full information about both of them (1 + Lemma 8). A lossy rule can
+      exceed it.
+    defects: reasons why a law was not a probability law, or an audit failed.
+    models: number of pairs of small models enumerated with chains.
+    laws: number of laws evaluated.
+    dtype: dtype of the numbers passed to the law, unless `tried` names another.
+    declared_lossy: True if the rule declares `lossless = False`.
+    trees: number of enumerations with trees: a tree, a scheme and a pair of
+      models each.
+    tried: one line for every other kind of trial, see `thorough`.
+    sizes: the largest enumerated and audited sizes, in words.
     cause: a guess at the cause of a failure, or empty.
-    example: a draft that shows the failure, or None; `show` prints it.
+    example: a draft that shows the failure, or None. `show` prints it.
   """
 
   lossless: bool
@@ -96,7 +103,7 @@ class Certificate:
     ]
     return "\n".join(lines)
 
-  def _verdict(self):
+  def _verdict(self) -> str:
     if self.lossless:
       return f"lossless on everything tried: {self.sizes}"
     verdict = "NOT LOSSLESS"
@@ -106,17 +113,17 @@ class Certificate:
     return f"{verdict}: {'; '.join(reasons)}" if reasons else verdict
 
   def show(self) -> None:
-    """Prints the certificate and, of a failure, the draft that shows it.
+    """Prints the certificate and, after a failure, a draft that shows it.
 
-    It lists the draft's tokens with the two distributions at every node, the
-    rule's law, and the next token's distribution: the target's, and the one
-    that decoding with the rule has.
+    The draft is printed with both distributions at every node and the rule's
+    law. The next token's distribution follows: the target's, and the one that
+    decoding with the rule has.
     """
     print(self)
     if self.example is not None:
       print(self.example)
     elif not self.lossless:
-      print("no single draft shows it: the failure is a mean over many")
+      print("no single draft shows the failure: it is a mean over many drafts")
 
 
 def certify(verifier: Verifier | Compiled, *,
@@ -127,52 +134,47 @@ def certify(verifier: Verifier | Compiled, *,
             trees: Sequence[Sequence[int]] | None = None,
             schemes: Sequence[str | schemes_lib.Scheme] | None = None,
             thorough: bool = True, at: Sequence[tuple[int, int]] = (),
-            stop: Any = None) -> Certificate:
-  """Proves a verifier lossless on small models, or shows where it is not.
+            stop: Kept | None = None) -> Certificate:
+  """Proves a verifier lossless on small models, or shows a counterexample.
 
-  Try at least two sizes of the vocabulary, of 3 or more: with V = 2, or with
-  models that ignore their context, most bugs do not show. A rule on chains
-  takes about 20 seconds on two cores, one on trees 40.
+  Use at least two vocabularies of 3 or more tokens. With V = 2, or with models
+  that ignore their context, most bugs do not show. A rule on chains takes about
+  20 seconds on two cores, a rule on trees 40.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`, and with `init` and
-      `commit` if it remembers earlier rounds; or a `Compiled`.
-    vocab_sizes: V, each at least 2; default (3, 4), and (3,) for a rule with
-      state, whose histories multiply.
+    verifier: the rule, or a `Compiled` rule.
+    vocab_sizes: vocabulary sizes V, each at least 2. Default: (3, 4), and (3,)
+      for a rule with state, because its number of histories is larger.
     gammas: draft lengths of chains, each at least 1.
-    rounds: rounds of the loop, see `enumerate_chains`. One is a proof for a
-      rule without state, by induction. Default: 2, but 1 where V^(2 gamma + 1)
-      is more than 2^15; and 3 for a rule with state. Trees with more than 27
-      drafts take one round.
-    seeds: one set of random models for each.
-    kinds: see `random_pair`.
+    rounds: rounds of the loop, see `enumerate_chains`. For a rule without state
+      one round is a proof, by induction. Default: 2, but 1 if V^(2 gamma + 1)
+      is above 2^15; 3 for a rule with state. Trees with more than 27 drafts
+      take one round.
+    seeds: seeds of the random models; each gives one set.
+    kinds: kinds of models, see `random_pair`.
     dtype: "float64" or "float32".
-    drafting: see `enumerate_chains`; default: "autoregressive", and what else
-      the rule, by its `requires`, is exact for. With "product" there are no
+    drafting: kind of drafting, see `enumerate_chains`. Default: every kind for
+      which the rule, by its `requires`, is exact. With "product" there are no
       trees.
-    trees: the `parents` of the trees to enumerate besides. Default: none for a
-      rule that requires a chain, as one does that states no `requires`; else
-      all trees of up to 5 nodes, in every order of nodes, and some of up to 7
-      (fewer for larger V).
-    schemes: how the tokens of trees are drawn, see `enumerate_trees`; default:
-      all of `exact.schemes` for which the rule, by its `requires`, is exact.
-    thorough: also try what small models in one precision cannot show: chains
-      whose end is padding, as the loop makes them where a drafter has little to
-      propose; padding before real nodes of a tree; drafts from position laws
-      ("product") unless the rule requires an autoregressive drafter; float32;
-      gamma up to 15 and V up to 300, and trees of up to 17 nodes; many rounds
-      of a rule with state; and audits in float32 at two production sizes
-      (gamma 16 with V = 32,000, and V = 128,259), see `exact.audit`.
-      The first failure ends them.
-    at: `(gamma, V)` of further sizes, with chains. A size with at most 2^14
-      drafts is enumerated, a larger one is audited; `tried` tells which.
-    stop: the rule that ends the drafted chains: a `methods.stop_rules.
-      StopRule`, as it is before its first round and with the rows of q as
-      hidden states; or any function `(probs [gamma, V], tokens [gamma]) ->
-      length []` in jax that returns how many tokens of a chain are submitted.
-      One that looks at tokens and then drops them is found. It is tried on the
-      small models. Everything that `thorough` adds, padding, float32 and larger
-      models, is tried without it, and there are no trees.
+    trees: the `parents` of the trees to enumerate. Default: none for a rule
+      that requires a chain. For other rules all trees of up to 5 nodes, in
+      every order of nodes, and some of up to 7 (fewer for larger V).
+    schemes: methods that draw the tokens of trees, see `enumerate_trees`.
+      Default: all of `exact.schemes` for which the rule is exact.
+    thorough: if True, also run trials that small models in one precision cannot
+      replace, until one fails. They are: chains that end in padding; padding
+      before real nodes of a tree; product drafts, unless the rule requires an
+      autoregressive drafter; float32; gamma up to 15, V up to 300 and trees of
+      up to 17 nodes; many rounds of a rule with state; audits in float32 at two
+      production sizes (gamma 16 with V = 32,000, and V = 128,259), see
+      `exact.audit`.
+    at: further sizes `(gamma, V)`, with chains. A size with at most 2^14 drafts
+      is enumerated and a larger one is audited, see `tried`.
+    stop: rule that ends the drafted chains, tried on the small models only. It
+      is a `methods.stop_rules.StopRule` (in its first round, with the rows of q
+      as hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
+      length []` in jax that returns the number of submitted tokens. A function
+      that reads tokens and then drops them is refuted.
 
   Returns:
     A `Certificate`; print it.
@@ -181,7 +183,7 @@ def certify(verifier: Verifier | Compiled, *,
     ValueError: a size is not a whole number of at least its minimum, or has too
       many drafts to enumerate; `kinds` or `dtype` is unknown; trees are given
       with `stop`, or with a drafting other than autoregressive; schemes are
-      given where there are no trees.
+      given without trees.
 
   Example:
     >>> import specjax as sj
@@ -194,167 +196,242 @@ def certify(verifier: Verifier | Compiled, *,
   rule = compiled.rule
   if vocab_sizes is None:
     vocab_sizes = (3,) if rule.remembers else (3, 4)
-  some_rounds = rounds
-  if rounds is None:
-    some_rounds = 3 if rule.remembers else 2
-  _check_sizes(vocab_sizes=(vocab_sizes, 2), gammas=(gammas, 1),
-               rounds=((some_rounds,), 1), seeds=(seeds, 0))
-  _check_settings(kinds, dtype, drafting, trees, stop)
-  _check_at(at)
-  ended = None if stop is None else ended_by(stop)
-  if trees is None and ("chain" in rule.requires or stop is not None
-                        or drafting not in (None, "autoregressive")):
+  if trees is None and _is_chain_only(rule, drafting, stop):
     trees = ()
-  by_default = trees is None
-  for vocab_size, drafted in itertools.product(vocab_sizes, {
-      *gammas, *(len(tree) - 1 for tree in trees or ())}):
-    enumeration.check_size(vocab_size, drafted, drafted + 1)
+  _check_settings(kinds, dtype, drafting, trees, stop)
+  settings = _Settings(
+      compiled, vocab_sizes, gammas, rounds, seeds, kinds, dtype, drafting,
+      trees, _schemes(rule, schemes, trees),
+      None if stop is None else ended_by(stop))
+  settings.check()
+  _check_at(at)
+  chains, small_trees = settings.chains(), settings.small_trees()
+  groups = [*(settings.thorough_groups() if thorough else ()),
+            *(settings.at_size(*size) for size in at)]
+  others = []
+  for trial in itertools.chain(*groups):  # until the rule is refuted
+    others.append(trial)
+    if trial.fails:
+      break
+  return _certificate(chains, small_trees, others, dtype, rule)
+
+
+def _is_chain_only(rule: Verifier, drafting: str | None,
+                   stop: Kept | None) -> bool:
+  """Returns True if no trees are enumerated by default."""
+  return ("chain" in rule.requires or stop is not None
+          or drafting not in (None, "autoregressive"))
+
+
+def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
+             trees: Sequence[Sequence[int]] | None
+             ) -> Sequence[str | schemes_lib.Scheme]:
+  """Returns the schemes that draw the trees, checked."""
   if schemes is None:
-    schemes = schemes_lib.sound_for(rule)
-  elif bool(schemes) != (trees is None or bool(trees)):
+    return schemes_lib.sound_for(rule)
+  if bool(schemes) != (trees is None or bool(trees)):
     raise ValueError(f"schemes is {schemes} and trees {trees}; trees are drawn "
                      "by schemes: give both, or leave the schemes out")
-  small = []
-  # A rule for trees takes padding anywhere: chains share compiled code.
-  padded_to = 0 if "chain" in rule.requires else max(gammas) + 1
-  for vocab_size in vocab_sizes:
-    for gamma in gammas:
-      once = (rounds is None and not rule.remembers
+  return schemes
+
+
+class _Settings(NamedTuple):
+  """The arguments of `certify` with their defaults, and its trials.
+
+  `trees` is None for the default trees, `ended` is from `exact.ended_by`.
+  """
+
+  compiled: Compiled
+  vocab_sizes: Sequence[int]
+  gammas: Sequence[int]
+  rounds: int | None
+  seeds: Sequence[int]
+  kinds: Sequence[str]
+  dtype: str
+  drafting: str | None
+  trees: Sequence[Sequence[int]] | None
+  schemes: Sequence[str | schemes_lib.Scheme]
+  ended: Callable[[Drafts], Drafts] | None
+
+  @property
+  def several_rounds(self) -> int:
+    """Rounds of a trial that is small enough for more than one."""
+    if self.rounds is not None:
+      return self.rounds
+    return 3 if self.compiled.rule.remembers else 2
+
+  @property
+  def padded_to(self) -> int:
+    """Nodes of a chain: a rule on trees takes padding, which shares code."""
+    is_chain = "chain" in self.compiled.rule.requires
+    return 0 if is_chain else max(self.gammas) + 1
+
+  def check(self) -> None:
+    """Raises `ValueError` unless all sizes are valid and small enough."""
+    _check_sizes(
+        vocab_sizes=(self.vocab_sizes, 2), gammas=(self.gammas, 1),
+        rounds=((self.several_rounds,), 1), seeds=(self.seeds, 0))
+    lengths = {*self.gammas, *(len(tree) - 1 for tree in self.trees or ())}
+    for vocab_size, drafted in itertools.product(self.vocab_sizes, lengths):
+      enumeration.check_size(vocab_size, drafted, drafted + 1)
+
+  def chains(self) -> list[trials.Found]:
+    """Enumerates small models with chains."""
+    several = []
+    for vocab_size, gamma in itertools.product(self.vocab_sizes, self.gammas):
+      once = (self.rounds is None and not self.compiled.rule.remembers
               and vocab_size**(2 * gamma + 1) > _TWO_ROUNDS)
-      small += trials.on_chains(
-          compiled, vocab_size, (gamma,), kinds, seeds,
-          1 if once else some_rounds, dtype, drafting or "autoregressive",
-          padded_to, ended)
-  expected = [1 + one.outcome.expected_accepted for one in small]
-  bounds = [1 + full_information_optimum(
-      random_pair(one.witness["kind"], one.witness["vocab_size"],
-                  one.witness["gamma"] + 1, one.witness["seed"]),
-      one.witness["gamma"]) for one in small]
-  for vocab_size in vocab_sizes:
-    small += trials.on_trees(compiled, vocab_size, trees, schemes, kinds, seeds,
-                             some_rounds, dtype)
-  groups = []
-  if thorough:
-    most = dict(vocab_size=max(vocab_sizes), gammas=gammas, seeds=seeds)
-    telling = trials.telling(kinds)
-    if drafting is None and "autoregressive" not in rule.requires:
-      groups.append(trials.on_chains(
-          compiled, **most, kinds=telling, dtype=dtype, drafting="product",
-          rounds=some_rounds if rule.remembers else 1, padded_to=padded_to,
-          ended=ended))
-    groups.append(trials.padded(compiled, **most, kinds=telling, dtype=dtype))
-    if dtype == "float64":
-      groups.append(trials.in_float32(
-          compiled, **most, kinds=telling, trees=trees, schemes=schemes))
-    if by_default:
-      groups.append(trials.on_special_trees(
-          compiled, most["vocab_size"], schemes, telling, seeds, dtype))
-    groups += [trials.on_larger_models(
-        compiled, seeds, dtype, schemes if by_default else ()),
-               trials.unbatched(compiled, dtype),
-               trials.audits(compiled, by_default, seeds)]
-  groups += [_at(compiled, gamma, vocab_size, kinds, seeds, dtype)
-             for gamma, vocab_size in at]
-  more = []
-  for found in itertools.chain(*groups):  # until the rule is refuted
-    more.append(found)
-    if found.fails:
-      break
-  return _certificate(small, more, expected, bounds, dtype, rule)
+      several += trials.on_chains(
+          self.compiled, vocab_size, (gamma,), self.kinds, self.seeds,
+          1 if once else self.several_rounds, self.dtype,
+          self.drafting or "autoregressive", self.padded_to, self.ended)
+    return several
+
+  def small_trees(self) -> list[trials.Found]:
+    """Enumerates small models with trees."""
+    return [trial for vocab_size in self.vocab_sizes
+            for trial in trials.on_trees(
+                self.compiled, vocab_size, self.trees, self.schemes, self.kinds,
+                self.seeds, self.several_rounds, self.dtype)]
+
+  def thorough_groups(self) -> Iterator[Iterator[trials.Found]]:
+    """Yields the further trials, see `thorough` of `certify`."""
+    rule, default_trees = self.compiled.rule, self.trees is None
+    largest = max(self.vocab_sizes)
+    telling = trials.telling(self.kinds)
+    if self.drafting is None and "autoregressive" not in rule.requires:
+      yield trials.on_chains(
+          self.compiled, largest, self.gammas, telling, self.seeds,
+          self.several_rounds if rule.remembers else 1, self.dtype, "product",
+          self.padded_to, self.ended)
+    yield trials.padded(self.compiled, largest, self.gammas, self.seeds,
+                        telling, self.dtype)
+    if self.dtype == "float64":
+      yield trials.in_float32(self.compiled, largest, self.gammas, self.seeds,
+                              telling, self.trees, self.schemes)
+    if default_trees:
+      yield trials.on_special_trees(self.compiled, largest, self.schemes,
+                                    telling, self.seeds, self.dtype)
+    yield trials.on_larger_models(self.compiled, self.seeds, self.dtype,
+                                  self.schemes if default_trees else ())
+    yield trials.unbatched(self.compiled, self.dtype)
+    yield trials.audits(self.compiled, default_trees, self.seeds)
+
+  def at_size(self, gamma: int, vocab_size: int) -> Iterator[trials.Found]:
+    """Enumerates a size of the argument `at`, or audits it if it is large."""
+    if vocab_size**(gamma + 1) <= _ENUMERATED:
+      return trials.on_chains(
+          self.compiled, vocab_size, (gamma,), trials.telling(self.kinds),
+          self.seeds, 1, self.dtype, "autoregressive")
+    return (trial for seed in self.seeds for trial in trials.audited(
+        self.compiled, tuple(range(-1, gamma)), vocab_size, seed))
 
 
-def _at(compiled, gamma, vocab_size, kinds, seeds, dtype):
-  """One size of the user's: enumerated if it is small enough, else audited."""
-  if vocab_size**(gamma + 1) <= _ENUMERATED:
-    return trials.on_chains(
-        compiled, vocab_size, (gamma,), trials.telling(kinds), seeds, 1, dtype,
-        "autoregressive")
-  return (found for seed in seeds for found in trials.audited(
-      compiled, tuple(range(-1, gamma)), vocab_size, seed))
-
-
-def _check_sizes(**sizes):
-  """Refuses settings that are no list of whole numbers, or an empty one.
+def _check_sizes(**sizes: tuple[Sequence[int], int]) -> None:
+  """Raises `ValueError` unless each setting is a list of large enough numbers.
 
   Args:
-    **sizes: `(numbers, the least that each may be)` by name.
+    **sizes: `(numbers, least)` by the name of the setting.
   """
   for name, (values, least) in sizes.items():
     if not (isinstance(values, Sequence) and values and all(
-        isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-        and x >= least for x in values)):
+        fields.is_whole(x) and x >= least for x in values)):
       raise ValueError(f"{name} is {values}; give whole numbers of at least "
                        f"{least}, one or more, such as ({least},)")
 
 
-def _check_settings(kinds, dtype, drafting, trees, stop):
+def _check_settings(kinds: Sequence[str], dtype: str, drafting: str | None,
+                    trees: Sequence[Sequence[int]] | None,
+                    stop: Kept | None) -> None:
+  """Raises `ValueError` if a word is unknown or two settings conflict."""
   if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
     raise ValueError(f"kinds is {kinds!r}; give one or more of "
                      f"{', '.join(KINDS)}")
   if dtype not in enumeration.TOLERANCE:
     raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'")
   if trees and stop is not None:
-    raise ValueError("stop ends chains, and trees are given; leave one of the "
-                     "two out")
+    raise ValueError("stop and trees cannot be combined, because stop ends "
+                     "chains; leave one of them out")
   if trees and drafting not in (None, "autoregressive"):
-    raise ValueError(f"drafting is {drafting!r}; trees are drafted by schemes: "
-                     "leave one of the two out")
+    raise ValueError(f"drafting is {drafting!r} and trees are given; trees are "
+                     "drafted by schemes: leave one of them out")
 
 
-def _check_at(at):
+def _check_at(at: Sequence[tuple[int, int]]) -> None:
+  """Raises `ValueError` unless all sizes `(gamma, V)` can be audited."""
   for size in at:
-    whole = (isinstance(size, Sequence) and len(size) == 2 and all(
-        isinstance(x, (int, np.integer)) for x in size))
-    if not whole or size[0] < 1 or size[1] < 2:
-      raise ValueError(f"at holds {size!r}; give pairs (gamma, V) of at least "
-                       "(1, 2), such as at=[(8, 32000)]")
+    is_pair = isinstance(size, Sequence) and len(size) == 2
+    if not is_pair or not all(fields.is_whole(x) for x in size) or (
+        size[0] < 1 or size[1] < 2):
+      raise ValueError(f"at contains {size!r}; give pairs (gamma, V) of at "
+                       "least (1, 2), such as at=[(8, 32000)]")
     gamma, vocab_size = size
     if (gamma + 1) * vocab_size > _AUDITED:
       raise ValueError(
-          f"at holds gamma {gamma} with V = {vocab_size:,}; its law has "
-          f"(gamma + 1) V = {(gamma + 1) * vocab_size:,} numbers, and at most "
-          f"{_AUDITED:,} can be audited: make one of the two smaller")
+          f"at contains gamma {gamma} with V = {vocab_size:,}; its law has "
+          f"(gamma + 1) V = {(gamma + 1) * vocab_size:,} numbers, and the "
+          f"limit is {_AUDITED:,}: make gamma or V smaller")
 
 
-def _certificate(small, more, expected, bounds, dtype, rule) -> Certificate:
+def _certificate(chains: list[trials.Found], trees: list[trials.Found],
+                 others: list[trials.Found], dtype: str, rule: Verifier
+                 ) -> Certificate:
   """Returns the certificate of all trials.
 
   Args:
-    small: the trials on small models, chains before trees.
-    more: all others.
-    expected: tokens per round of every chain of `small`.
-    bounds: the most that any lossless rule has there.
-    dtype: the dtype that was asked for.
-    rule: the `Rule`.
+    chains: trials on small models with chains.
+    trees: trials on small models with trees.
+    others: all other trials.
+    dtype: the dtype that the user chose.
+    rule: the rule.
   """
-  found, failed = small + more, lambda some: [x for x in some if x.fails]
-  # A small model is the better witness.
-  worst = max(failed(small) or failed(more) or small, key=lambda one: (
-      one.outcome.total_variation, len(one.outcome.defects)))
-  defects = frozenset().union(*(one.outcome.defects for one in found))
+  found = [*chains, *trees, *others]
+  worst = _worst(chains + trees, others)
+  defects = frozenset().union(*(trial.outcome.defects for trial in found))
+  tried = itertools.groupby(trial.trial for trial in others)
   return Certificate(
       lossless=not worst.fails, total_variation=worst.outcome.total_variation,
       witness=worst.witness | (
           {} if worst.dtype == dtype else {"dtype": worst.dtype}),
-      expected_tokens=math.fsum(expected) / len(expected),
-      bound=math.fsum(bounds) / len(bounds), defects=_sorted(defects),
-      models=len(expected), laws=sum(one.outcome.laws for one in found),
-      dtype=dtype, declared_lossy=not rule.lossless,
-      trees=len(small) - len(expected),
-      tried=tuple(f"{len(list(same)):,} x {trial}" for trial, same
-                  in itertools.groupby(one.trial for one in more)),
+      expected_tokens=_mean(
+          1 + trial.outcome.expected_accepted for trial in chains),
+      bound=_mean(map(_bound, chains)), defects=_sorted(defects),
+      models=len(chains), laws=sum(trial.outcome.laws for trial in found),
+      dtype=dtype, declared_lossy=not rule.lossless, trees=len(trees),
+      tried=tuple(f"{len(list(same)):,} x {trial}" for trial, same in tried),
       sizes=_sizes(found), cause=_cause(found),
       example=worst.example() if worst.fails else None)
 
 
-def _sorted(defects):
-  """Defects, those first that explain others."""
+def _worst(small: list[trials.Found], others: list[trials.Found]
+           ) -> trials.Found:
+  """Returns the trial with the largest error, a small failing one first."""
+  failed = lambda trials_: [trial for trial in trials_ if trial.fails]
+  return max(failed(small) or failed(others) or small, key=lambda trial: (
+      trial.outcome.total_variation, len(trial.outcome.defects)))
+
+
+def _mean(values: Iterable[float]) -> float:
+  values = [*values]
+  return math.fsum(values) / len(values)
+
+
+def _bound(trial: trials.Found) -> float:
+  """Returns the most tokens that a lossless rule has on a trial's models."""
+  kind, vocab_size, gamma, seed = (
+      trial.witness[x] for x in ("kind", "vocab_size", "gamma", "seed"))
+  return 1 + full_information_optimum(
+      random_pair(kind, vocab_size, gamma + 1, seed), gamma)
+
+
+def _sorted(defects: Iterable[str]) -> tuple[str, ...]:
+  """Returns the defects, starting with those that can cause others."""
   first = ("a law is not finite", "a law is negative")
   return tuple(sorted(defects, key=lambda x: (x not in first, x)))
 
 
-def _sizes(found):
-  """The largest sizes that were enumerated, and those audited, in words."""
+def _sizes(found: list[trials.Found]) -> str:
+  """Returns the largest enumerated sizes and all audited ones, in words."""
   gamma, vocab_size, nodes = map(max, zip(*(
       x.sizes for x in found if x.plan is not None)))
   text = f"gamma <= {gamma}, V <= {vocab_size:,}"
@@ -366,8 +443,8 @@ def _sizes(found):
   return text + ("; audited at " + " and ".join(audited) if audited else "")
 
 
-def _cause(found):
-  """A guess: only rounding tells some rules from the target in float64."""
+def _cause(found: list[trials.Found]) -> str:
+  """Returns a guess: the law of some rules is not computed in float64."""
   failed = [x for x in found if x.fails]
   if failed and all(
       x.dtype == "float64" and not x.outcome.defects
