@@ -13,6 +13,7 @@ Beside this file `paged_cache` and `attention` alone index `k` and `v`.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -283,7 +284,7 @@ class KVCache(Cache):
 
   def _put(self, slots, block):
     """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
-    return _write_rows(slots, block, self.lengths)
+    return put_rows(slots, block, self.lengths, axis=1)
 
   def undivided(self) -> "KVCache":
     """The same cache, of which every device has all heads."""
@@ -305,13 +306,24 @@ class KVCache(Cache):
     return jax.tree.map(split, self)
 
 
-def _write_rows(buffer, block, starts):
-  """Writes `block [B, H, S, D]` into `buffer [B, H, C, D]` from starts[b]."""
+def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0
+             ) -> jax.Array:
+  """Writes a block into every row, each at its own position.
 
-  def write(row, new, start):
-    return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=1)
+  >>> import jax.numpy as jnp
+  >>> put_rows(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.array([0, 2])).tolist()
+  [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
 
-  return jax.vmap(write)(buffer, block, starts)
+  Args:
+    rows: `[B, ...]` rows with C slots along `axis`.
+    new: `[B, ...]` blocks of the same dtype, with S <= C slots.
+    at: `[B]` int32 positions of the first slots. XLA shifts a block back if it
+      would exceed the row.
+    axis: axis of the slots in a row.
+  """
+  chex.assert_equal_shape_prefix([rows, new, at], 1)
+  return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+      row, new, at, axis))(rows, new, at)
 
 
 def _placed(block, new, starts):

@@ -13,14 +13,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax import sampling
+from specjax.caches import dense
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import prefill
-from specjax.decoding import round_steps
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -32,11 +33,65 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
-from specjax.utils import rows
+from specjax.types import Verdict
 
 # Rounds whose uniforms are drawn together where the number of rounds varies.
 _DRAWN_ROUNDS = 32
+CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
 _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
+
+
+def roots(state: DecodeState) -> jax.Array:
+  """`[B]`, the last committed token of every row of a `DecodeState`."""
+  return jnp.take_along_axis(
+      state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+
+def root_only(state: DecodeState, vocab_size: int) -> Draft:
+  """The batch of drafts that propose nothing."""
+  root = roots(state)
+  tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
+  probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
+  return jax.vmap(Draft.chain)(root, tokens, probs)
+
+
+def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
+  """Returns `[B, N]` int32, the token after each node of the path."""
+  chex.assert_equal_shape([draft.tokens, verdict.path])
+  below = jnp.roll(verdict.path, -1, axis=-1)
+  tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
+  ends = jnp.arange(tokens.shape[-1]) == verdict.num_accepted[:, None]
+  return jnp.where(ends, verdict.next_token[:, None], tokens)
+
+
+def once(wanted: jax.Array, function, carry):
+  """`function(carry)` if it is wanted, a `[]` bool, and else `carry`.
+
+  A loop of at most one step: `lax.cond` copies what it passes through, and
+  would do so with every cache.
+  """
+  return jax.lax.while_loop(
+      lambda loop: loop[0],
+      lambda loop: (jnp.zeros((), bool), function(loop[1])), (wanted, carry))[1]
+
+
+def check_slack(part: Model | Drafter, tokens: int) -> None:
+  """Checks that a ring of last tokens holds on while some are taken back.
+
+  It would read less of a text after some drafts than after others, so that the
+  law of a token depended on where its draft began.
+
+  Args:
+    part: the model, or the drafter that has it.
+    tokens: the most that a drafter takes back of its cache.
+
+  Raises:
+    ValueError: its cache, a `Streaming`, has less slack.
+  """
+  if part.slack < tokens:
+    raise ValueError(
+        f"the cache of the draft model has slack={part.slack}, and up to "
+        f"{tokens} tokens are taken back; use Streaming(slack={tokens})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +239,8 @@ class Round:
     checks.check_same(f"the state that {self._drafter_name}.commit returned",
                       new_drafter, state.drafter)
     new_state = state.replace(
-        tokens=rows.put(state.tokens, tokens, state.lengths), lengths=lengths,
+        tokens=dense.put_rows(state.tokens, tokens, state.lengths),
+        lengths=lengths,
         done=state.done | ended | (lengths >= state.limits) | ~usable,
         rounds=state.rounds + 1,
         target_cache=self._committed(state, output.cache, verdict, count),
@@ -288,7 +344,7 @@ def _emitted(state, draft, verdict, usable, stuck):
     Tokens `[B, N]` of the verdict, how many count, whether one ends the row,
     and whether the row needs a token where none is allowed.
   """
-  tokens = round_steps.path_tokens(draft, verdict)
+  tokens = path_tokens(draft, verdict)
   slot = jnp.arange(tokens.shape[-1])
   left = state.limits - state.lengths
   count = wanted = jnp.minimum(verdict.num_accepted + 1, left)

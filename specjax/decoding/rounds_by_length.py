@@ -12,60 +12,78 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax import interfaces
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.controller import Controller
 from specjax.decoding.rounds import Round
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
+from specjax.interfaces import Model
+from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
-from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resting(Drafter):
-  """A drafter in a round in which it drafts nothing.
+class Empty(Drafter):
+  """Proposes the root alone, so that every round emits one token.
 
   Attributes:
-    drafter: whose state it keeps up.
-    vocab_size: V.
+    vocab_size: V; `bind` sets it.
+    drafter: drafter whose state is updated in the meantime, or None.
   """
 
-  drafter: Drafter
-  vocab_size: int
+  vocab_size: int | None = None
+  drafter: Drafter | None = None
 
   num_nodes = 1
   num_uniforms = 0
   iid = True
   conditional = True
   autoregressive = True
+  proposal = "deterministic"
 
   @property
   def chain(self) -> bool:
-    return "chain" in interfaces.capabilities(self.drafter)
+    return self.drafter is None or self.drafter.chain
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
-    """The drafter's."""
-    return self.drafter.init(params, prompt, prefill_output)
+  @property
+  def deterministic(self) -> bool:
+    return self.drafter is None or self.drafter.deterministic
+
+  @property
+  def full(self) -> bool:
+    return self.drafter is not None and self.drafter.full
+
+  def bind(self, target: Model, transform: LogitsTransform) -> "Empty":
+    """Returns the drafter specialised to a target."""
+    del transform
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """The root alone."""
+    """Returns the root alone."""
     del params, uniforms
-    return round_steps.root_only(state, self.vocab_size), state.drafter
+    return rounds.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """The drafter's."""
+    """Returns the updated state of `drafter`."""
+    if self.drafter is None:
+      return drafter
     return self.drafter.commit(
         params, drafter, draft, verdict, target_output, count)
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Returns an empty specification."""
+    del axis, size
+    return PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +182,7 @@ class RoundsByLength:
     carry = state, attempt.nothing_found()
     if only is not None:
       return attempt.rests(carry) if only == "rests" else drafts(carry)
-    return round_steps.once(chosen > 0, drafts, round_steps.once(
+    return rounds.once(chosen > 0, drafts, rounds.once(
         chosen == 0, attempt.rests, carry))
 
   def _told(self, params, state):
@@ -230,7 +248,7 @@ class _Attempt:
     before, found = carry
     carry = self._caught_up(before), found
     for i in range(1, len(self._rounds.rungs)):
-      carry = round_steps.once(
+      carry = rounds.once(
           self._chosen == i, lambda carry, i=i: self._judged(
               i, carry[0], *self._propose(i, carry[0])), carry)
     return self._learned(before, *carry, self._chosen)
@@ -245,7 +263,7 @@ class _Attempt:
       # Cut where it is verified, or each round would write all lengths.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
-      carry = round_steps.once(
+      carry = rounds.once(
           size == i, lambda carry, i=i, short=short: self._judged(
               i, carry[0], short(), carry[0].drafter), carry)
     return self._learned(before, *carry, size)
@@ -261,7 +279,7 @@ class _Attempt:
 
     carry = _blank(self._draft_form), state.drafter, jnp.zeros((), jnp.int32)
     for i in range(1, len(self._rounds.rungs)):
-      carry = round_steps.once(
+      carry = rounds.once(
           self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
     return carry
 
@@ -354,9 +372,9 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
     raise ValueError(
         f"the controller has seconds of a first drafter, and {name} cannot "
         "tell which rounds are its own; leave `first` out")
-  round_steps.check_slack(
-      one.drafter, one.drafter.num_nodes + round_steps.CATCH_UP)
-  rungs = [dataclasses.replace(one, drafter=Resting(
+  rounds.check_slack(
+      one.drafter, one.drafter.num_nodes + rounds.CATCH_UP)
+  rungs = [dataclasses.replace(one, drafter=Empty(
       drafter=one.drafter, vocab_size=one.target.vocab_size))]
   for length in controller.lengths[1:]:
     drafter = _of_length(one, length)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.sampling import LogitsTransform
@@ -29,7 +29,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   """
   parents = jnp.array(parents, jnp.int32)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
-  return jax.vmap(tree)(round_steps.roots(state), tokens, probs)
+  return jax.vmap(tree)(rounds.roots(state), tokens, probs)
 
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -152,7 +152,7 @@ def read_last(model: Model, params, state: DecodeState, cache, size: int,
 
 
 def catch_up(model: Model, params, state: DecodeState, cache,
-             since: jax.Array, size: int = round_steps.CATCH_UP):
+             since: jax.Array, size: int = rounds.CATCH_UP):
   """Reads the tokens of rounds without drafts, a block at a time.
 
   Args:

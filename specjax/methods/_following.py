@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
+from specjax.caches import dense
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -27,7 +28,6 @@ from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
-from specjax.utils import rows
 
 PASS = 4  # tokens of a pass that catches up
 
@@ -169,7 +169,7 @@ class Following(Drafter):
     draft, drafter = self.drafter.propose(params, uniforms, own)
     drafted = jnp.sum(draft.drafted, axis=1, dtype=jnp.int32)
     return draft, Followed(
-        tokens=rows.put(state.tokens, draft.tokens[:, 1:], state.lengths),
+        tokens=dense.put_rows(state.tokens, draft.tokens[:, 1:], state.lengths),
         fed=state.lengths + jnp.maximum(drafted - 1, 0), drafter=drafter)
 
   def commit(self, params: Any, drafter: Followed, draft: Draft,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -616,7 +616,7 @@ def draw_until(rule: StopRule, params: Any, transform: LogitsTransform,
     forecast, carry = read(last, carry)
     return node + 1, carry, *draw(node, forecast, tokens, *drawn)
 
-  tokens = jnp.pad(round_steps.roots(state)[:, None], ((0, 0), (0, gamma)))
+  tokens = jnp.pad(rounds.roots(state)[:, None], ((0, 0), (0, gamma)))
   probs = jnp.zeros((rows, gamma + 1, first[0].shape[-1]))
   drawn = draw(1, first, tokens, probs, state.constraints,
                *start_round(rule, rule_state, ~state.done))

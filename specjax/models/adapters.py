@@ -26,7 +26,6 @@ from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.utils import fields
-from specjax.utils import rows as rows_lib
 
 
 @struct.dataclass
@@ -182,7 +181,7 @@ class PlainFunction(Model):
     if ancestors is None:
       _, ancestors = topology.causal(*tokens.shape)
     before = ancestors.shape[2] - tokens.shape[1]
-    past = past.replace(arrays=rows_lib.put(
+    past = past.replace(arrays=dense.put_rows(
         past.arrays, tokens.astype(jnp.int32), past.lengths + before))
     logits = self._logits(params, past, ancestors)
     return _output(logits, None if cache is None else past)

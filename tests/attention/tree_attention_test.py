@@ -9,7 +9,7 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.trees import topology
 
 _NODES = 20
@@ -116,7 +116,7 @@ class _HiddenTruth(testing.OracleDrafter):
 
     positions = state.lengths[:, None] + jnp.arange(self.num_nodes)
     truth = jnp.take_along_axis(params["drafter"], positions, axis=1)
-    return jax.vmap(tree)(keys, round_steps.roots(state), truth), state.drafter
+    return jax.vmap(tree)(keys, rounds.roots(state), truth), state.drafter
 
 
 def test_trees_of_the_moment_in_the_loop():

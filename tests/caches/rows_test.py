@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax.utils import rows
+from specjax.caches import dense
 
 
 def test_put():
@@ -10,7 +10,7 @@ def test_put():
   # is cut.
   old = np.zeros((3, 5, 2), np.float32)
   new = 1 + np.arange(18, dtype=np.float32).reshape(3, 3, 2)
-  found = rows.put(old, new, np.array([0, 2, 4], np.int32))
+  found = dense.put_rows(old, new, np.array([0, 2, 4], np.int32))
   assert found.dtype == np.float32
   for row, block, start in zip(found, new, (0, 2, 2)):
     np.testing.assert_array_equal(row[start:start + 3], block)

@@ -18,7 +18,7 @@ from scripts import ROOT
 
 import specjax as sj
 from specjax import testing
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.drafters import Cascade
 from specjax.drafters import DraftModel
 from specjax.drafters import Empty
@@ -42,7 +42,7 @@ class _Sometimes(sj.interfaces.Drafter):
   chain = iid = conditional = True  # it takes keys and does not use them
 
   def propose(self, params, keys, state):
-    root = round_steps.roots(state)
+    root = rounds.roots(state)
     tokens = (root[:, None] + jnp.arange(1, 3)) % self.vocab_size
     none = state.lengths[:, None] % 3 == 0
     probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)
@@ -199,7 +199,7 @@ def _decoder(drafter, rule=None):
 def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
   # Broken: a round costs more passes of the small model than it must; rows that
   # are done, or nearly so, are waited for.
-  def rounds(drafter, own, limits):
+  def run(drafter, own, limits):
     params = {"target": _table(0),
               "drafter": {"target": _table(0), "drafter": own}}
     decoder = _decoder(Cascade(model=_MARKOV, drafter=drafter, gamma=5))
@@ -210,12 +210,12 @@ def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
     real = (np.asarray(traces.draft.probs)[0, :, 1:].sum(-1) > 0).sum(-1)
     return int(state.drafter.rounds[0]), real.tolist()
 
-  assert rounds(Empty(), None, [40, 40]) == (5, [5, 5])
-  assert rounds(Empty(), None, [4, 2]) == (3, [3, 0])
-  assert rounds(Empty(), None, [1, 2]) == (0, [0, 0])
+  assert run(Empty(), None, [40, 40]) == (5, [5, 5])
+  assert run(Empty(), None, [4, 2]) == (3, [3, 0])
+  assert run(Empty(), None, [1, 2]) == (0, [0, 0])
   # A perfect drafter: 3 tokens a round.
   perfect = DraftModel(model=_MARKOV, gamma=2)
-  assert rounds(perfect, _table(0), [40, 40]) == (2, [5, 5])
+  assert run(perfect, _table(0), [40, 40]) == (2, [5, 5])
 
 
 def test_the_second_drafter_is_asked_only_where_the_first_has_nothing():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import specjax as sj
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.methods import _dynamic_trees
 from specjax.methods import _trees
 from specjax.methods.heads import _forecasts
@@ -38,7 +38,7 @@ class FeatureTree(_trees.StaticTree):
     return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
   def propose(self, params, uniforms, state):
-    own, roots = params["drafter"], round_steps.roots(state)
+    own, roots = params["drafter"], rounds.roots(state)
 
     def step(tokens, depths, ancestors, above, features):
       parents = jnp.take_along_axis(features, above[..., None], axis=1)
@@ -80,7 +80,7 @@ class Reference(sj.interfaces.Drafter):
     return None
 
   def propose(self, params, uniforms, state):
-    text, roots = state.context["reference"], round_steps.roots(state)
+    text, roots = state.context["reference"], rounds.roots(state)
     found = text == roots[:, None]
     start = jnp.argmax(found, axis=1)[:, None] + 1 + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(text, start, axis=1, mode="fill",
@@ -135,7 +135,7 @@ class Stage(sj.interfaces.Drafter):
     at = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1)
     return jax.vmap(sj.Draft.chain)(
-        round_steps.roots(state), tokens, laws[:, :self.gamma]), inner
+        rounds.roots(state), tokens, laws[:, :self.gamma]), inner
 
   def commit(self, params, drafter, draft, verdict, target_output, count):
     return drafter

@@ -29,7 +29,7 @@ from specjax import drafters
 from specjax import strategies
 from specjax import verifiers
 from specjax.data import datastores
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
@@ -89,7 +89,7 @@ class Noise(sj.interfaces.Drafter):
     shares = numbers // size + (np.arange(size) < numbers % size)
     probs = jnp.broadcast_to(
         (shares / numbers).astype(np.float32), (*tokens.shape, size))
-    root = round_steps.roots(state)
+    root = rounds.roots(state)
     return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from specjax import verifiers
 from specjax.caches.dense import KVCache
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -103,7 +103,7 @@ class BlockDrafter(Drafter):
     """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of every
     block."""
     hidden = self.heads.block(params["drafter"], params["target"],
-                              round_steps.roots(state), state.drafter.cache)
+                              rounds.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
     return hidden, self.heads.logits(params["target"], hidden)
 
@@ -114,7 +114,7 @@ class BlockDrafter(Drafter):
 
     The carry are the states of the Markov head at the nodes of a level.
     """
-    heads, own, roots = self.heads, params["drafter"], round_steps.roots(state)
+    heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
 
     def step(tokens, depths, ancestors, above, carry):
       del ancestors
@@ -242,7 +242,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
               ) -> tuple[Draft, ParallelState]:
     """Drafts the tree per row."""
     if self.num_nodes == 1:
-      return (round_steps.root_only(state, self.heads.vocab_size),
+      return (rounds.root_only(state, self.heads.vocab_size),
               state.drafter)
     hidden, logits = self.forecast(params, state)
     step, carry, first = self.steps(params, state, hidden, logits)
@@ -256,7 +256,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def _ended(self, params, state, hidden, tokens, probs):
     """Returns the distributions `[B, K, V]` of chains, 0 after a rule's
     stop."""
-    own, roots = params["drafter"], round_steps.roots(state)
+    own, roots = params["drafter"], rounds.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
     confidence = own["confidence"] if self.stop.has_params else None
@@ -333,11 +333,11 @@ class ParallelTree(BlockDrafter):
     hidden, logits = self.forecast(params, state)
     if not self._expands:
       draft = jax.vmap(self._best)(
-          round_steps.roots(state), self.heads.whole(logits))
+          rounds.roots(state), self.heads.whole(logits))
       return draft, state.drafter
     step, carry, first = self.steps(params, state, hidden, logits)
     draft, _, _ = _dynamic_trees.expand(
-        step, carry, first, round_steps.roots(state), transform=self.transform,
+        step, carry, first, rounds.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, state.drafter
 

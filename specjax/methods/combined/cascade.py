@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from specjax import interfaces
 from specjax import sampling
 from specjax import verifiers
-from specjax.decoding import round_steps
+from specjax.caches import dense
 from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Drafter
@@ -45,7 +45,6 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Trace
 from specjax.utils import fields
-from specjax.utils import rows
 
 _NO_TOKEN = -1  # no id ends the inner sequence: the target decides
 
@@ -133,7 +132,7 @@ class Cascade(Drafter):
           "cache after its rounds; make the cascade the drafter of the "
           f"{type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
-    round_steps.check_slack(self.model, self.gamma + _following.PASS)
+    rounds.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
     drafter = interfaces.bind(
         self.drafter, self.model, bound.transform).follow()
@@ -197,7 +196,7 @@ class Cascade(Drafter):
       probs = jnp.concatenate(
           [probs, tail.probs[:, 1:].astype(probs.dtype)], axis=1)
       inner = inner.replace(drafter=drafter)
-    draft = jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(rounds.roots(state), tokens, probs)
     return draft, inner.replace(
         keys=None, context=None, verifier=before.verifier,
         constraints=before.constraints)
@@ -237,7 +236,7 @@ class Cascade(Drafter):
           own, inner, self._round_uniforms(inner, uniforms, i))
       # The next round overwrites the rows after the emitted tokens. A finished
       # row writes after its gamma rows.
-      laws = rows.put(laws, self._on_path(trace).astype(laws.dtype),
+      laws = dense.put_rows(laws, self._on_path(trace).astype(laws.dtype),
                       inner.lengths - start)
       return i + 1, new, laws
 

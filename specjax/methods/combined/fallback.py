@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -133,14 +133,14 @@ class Fallback(_parts.Parts):
         f"the state that {type(self.second).__name__}.propose returned",
         new_state, state.drafter[1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    other, second = round_steps.once(
+    other, second = rounds.once(
         jnp.any(lacking & ~state.done), ask, (nothing, state.drafter[1]))
     pick = lambda x, y: jnp.where(
         lacking.reshape(-1, *[1] * (x.ndim - 1)), y, x)
     draft = jax.tree.map(
         pick, self._padded(draft), self._padded(other))
     return draft.replace(
-        tokens=draft.tokens.at[:, 0].set(round_steps.roots(state)),
+        tokens=draft.tokens.at[:, 0].set(rounds.roots(state)),
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
   def _padded(self, draft: Draft) -> Draft:

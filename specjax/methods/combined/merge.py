@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -93,7 +93,7 @@ class Merge(_parts.Parts):
             (draft.parents[:, 1:] for draft in drafts), before)], axis=1)
     root = jnp.full_like(parents[:, :1], -1)
     draft = jax.vmap(Draft.tree)(
-        round_steps.roots(state), jnp.concatenate([root, parents], axis=1),
+        rounds.roots(state), jnp.concatenate([root, parents], axis=1),
         join([draft.tokens for draft in drafts]),
         join([draft.probs for draft in drafts]))
     return jax.vmap(_merged)(draft), states

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -98,7 +98,7 @@ class DraftModel(_common.DrawnChain):
            ) -> "DraftModel":
     """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
-    round_steps.check_slack(self.model, self.gamma + 2)
+    rounds.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def follow(self) -> _following.Following:
@@ -123,7 +123,7 @@ class DraftModel(_common.DrawnChain):
               ) -> tuple[Draft, Any]:
     """Drafts a chain per row."""
     if self.gamma == 0:
-      return round_steps.root_only(state, self.model.vocab_size), state.drafter
+      return rounds.root_only(state, self.model.vocab_size), state.drafter
     if self.stop is not None:
       return self._propose_until(params, uniforms, state)
     params = params["drafter"]
@@ -154,7 +154,7 @@ class DraftModel(_common.DrawnChain):
       cache = out.cache.rollback(cache.lengths + 1)
       return (cache, out.logits[:, 0], *drawn), None
 
-    root = round_steps.roots(state)[:, None]
+    root = rounds.roots(state)[:, None]
     tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
                       jnp.promote_types(logits.dtype, jnp.float32))

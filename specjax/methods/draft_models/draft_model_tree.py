@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -83,7 +83,7 @@ class DraftModelTree(_trees.StaticTree):
               ) -> tuple[Draft, Any]:
     """Drafts the tree per row."""
     if self.num_nodes == 1:
-      return round_steps.root_only(state, self.model.vocab_size), state.drafter
+      return rounds.root_only(state, self.model.vocab_size), state.drafter
 
     params = params["drafter"]
     logits, cache = _common.feed_last(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -106,7 +106,7 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
         self.transform.constraints, state.constraints,
         _common.model_step(self.model, params), cache, logits)
     draft, slots, (cache, _) = _dynamic_trees.expand(
-        step, carry, logits, round_steps.roots(state), transform=self.transform,
+        step, carry, logits, rounds.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 

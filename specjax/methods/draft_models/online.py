@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -165,7 +165,7 @@ class Online(_common.DrawnChain):
   def bind(self, target: Model, transform: LogitsTransform) -> "Online":
     """Returns the drafter specialised to a target."""
     _common.check_vocabulary(self.model, target)
-    round_steps.check_slack(self.model, self.gamma + 2)
+    rounds.check_slack(self.model, self.gamma + 2)
     return _common.with_transform(self, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -147,7 +147,7 @@ class Paths(Drafter):
 
     parents = jax.vmap(topology.prefix_tree)(tokens.swapaxes(1, 2))
     draft = jax.vmap(Draft.tree)(
-        round_steps.roots(state), parents, tokens.reshape(batch, -1),
+        rounds.roots(state), parents, tokens.reshape(batch, -1),
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.decoding import prefill
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.features.network import FeatureHeads
@@ -157,7 +157,7 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
   _, causal = topology.causal(len(count), size)
   out = heads.step(
       own, target, heads.enter(own, taps),
-      round_steps.path_tokens(draft, verdict)[:, :size],
+      rounds.path_tokens(draft, verdict)[:, :size],
       visible=causal, cache=state.cache)
   cache = out.cache.after(out.hidden).rollback(state.cache.lengths + count)
   last = jnp.maximum(count - 1, 0)[:, None, None]

@@ -11,7 +11,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.methods.features import _drafter
 from specjax.trees import topology
 from specjax.types import Draft
@@ -148,7 +148,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
     new = heads.enter(params["drafter"], _drafter.on_path(
         heads.taps_of(target_output.hidden), verdict, self.depth + 1))
     last = new.shape[1] - 1
-    after = round_steps.path_tokens(draft, verdict)[:, :last + 1]
+    after = rounds.path_tokens(draft, verdict)[:, :last + 1]
     order, kept = jnp.arange(size, dtype=jnp.int32), drafter.held[:, None]
     source = jnp.where(order < kept, order,
                        size + jnp.clip(order - kept, 0, last))

@@ -15,7 +15,7 @@ import jax
 from specjax import sampling
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
@@ -108,7 +108,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
               ) -> tuple[Draft, Any]:
     """Drafts a chain or tree per row."""
     if self.num_nodes == 1:
-      return round_steps.root_only(state, self.heads.vocab_size), state.drafter
+      return rounds.root_only(state, self.heads.vocab_size), state.drafter
     step, carry, logits = _drafter.growing(self.heads, params, state.drafter)
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints, step, carry, logits)
@@ -198,7 +198,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     tokens, probs, _ = _trees.grow(
         step, carry, logits, uniforms, parents,
         _trees.drawer("iid", self.transform, state.temperature))
-    return jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
+    return jax.vmap(Draft.chain)(rounds.roots(state), tokens, probs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
     """Returns the batch of drafts; arguments as in `_dynamic_trees.expand`."""
     del uniforms
     return _dynamic_trees.expand(
-        step, carry, logits, round_steps.roots(state), transform=self.transform,
+        step, carry, logits, rounds.roots(state), transform=self.transform,
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)[0]
 
 
@@ -322,7 +322,7 @@ class SampledEagle(FeatureDrafter):
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
     """Returns the batch of drafts; arguments as in `_dynamic_trees.grow`."""
     return _dynamic_trees.grow(
-        step, carry, logits, uniforms, round_steps.roots(state),
+        step, carry, logits, uniforms, rounds.roots(state),
         _trees.drawer(self.proposal, self.transform, state.temperature),
         confidence=self.confidence, depth=self.depth, expanded=self.expanded,
         children=self.children)[0]

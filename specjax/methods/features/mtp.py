@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
@@ -145,7 +145,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
     new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
-        round_steps.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
+        rounds.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
     return _drafter.known_only(draft, own.held > 0), new
 
 

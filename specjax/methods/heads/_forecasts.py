@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
@@ -130,7 +130,7 @@ class HeadsDrafter(_trees.StaticTree):
     """Drafts the tree per row."""
     forecast = state.drafter
     if self.num_nodes == 1:
-      return round_steps.root_only(state, self.heads.vocab_size), forecast
+      return rounds.root_only(state, self.heads.vocab_size), forecast
     used = jax.tree.map(lambda x: x[:self.depth], params["drafter"])
     logits = self.heads(used, forecast.values, lm_head(params["target"]))
     if self.transform.constraints:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Verifier
 from specjax.methods import networks
 from specjax.methods.heads import _forecasts
@@ -161,9 +161,9 @@ class Hydra(_forecasts.HeadsDrafter):
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree per row."""
-    forecast, roots = state.drafter, round_steps.roots(state)
+    forecast, roots = state.drafter, rounds.roots(state)
     if self.num_nodes == 1:
-      return round_steps.root_only(state, self.heads.vocab_size), forecast
+      return rounds.root_only(state, self.heads.vocab_size), forecast
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.caches.dense import BlockCache
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -308,7 +308,7 @@ class PaSS(Drafter):
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a chain per row."""
-    roots = round_steps.roots(state)
+    roots = rounds.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
@@ -327,7 +327,7 @@ class PaSS(Drafter):
     # same committed tokens.
     return self.target(
         params["target"],
-        jnp.concatenate([round_steps.roots(state)[:, None], ids], axis=1),
+        jnp.concatenate([rounds.roots(state)[:, None], ids], axis=1),
         *topology.causal(batch, size), state.target_cache).logits
 
   @property

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.data.datastores import Datastore
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -154,7 +154,7 @@ class CountDrafter(Drafter):
     """Returns chains of `tokens [B, S]`, padding unless `real [B, S]`."""
     probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
     return jax.vmap(Draft.chain)(
-        round_steps.roots(state), jnp.where(real, tokens, 0), probs)
+        rounds.roots(state), jnp.where(real, tokens, 0), probs)
 
   def _drawn(self, state: DecodeState, uniforms: jax.Array,
              following: jax.Array, alive: jax.Array,
@@ -178,7 +178,7 @@ class CountDrafter(Drafter):
           self.vocab_size)
       return Draft.chain(root, tokens, probs)
 
-    return jax.vmap(one)(round_steps.roots(state), uniforms, state.temperature,
+    return jax.vmap(one)(rounds.roots(state), uniforms, state.temperature,
                          following, alive, ended, steps)
 
 

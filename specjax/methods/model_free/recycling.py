@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import verifiers
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -152,7 +152,7 @@ class Recycling(Drafter):
     """Drafts the tree per row."""
     del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
-    tokens = round_steps.roots(state)[:, None]
+    tokens = rounds.roots(state)[:, None]
     for level in _trees.levels(self.parents):
       parent = np.repeat(level.nodes, level.counts)
       rank = np.concatenate([np.arange(count) for count in level.counts])

@@ -19,7 +19,7 @@ import numpy as np
 from specjax import verifiers
 from specjax.data.datastores import Datastore
 from specjax.data.datastores import DEEPEST
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.methods.model_free import _continuations
 from specjax.methods.model_free import _matches as matches_lib
 from specjax.methods.strategy import Strategy
@@ -149,7 +149,7 @@ class Retrieval(_continuations.CountDrafter):
       probs = jax.nn.one_hot(jnp.where(real, tokens, -1), self.vocab_size)
       return Draft.tree(root, parents, tokens, probs)
 
-    return jax.vmap(one)(round_steps.roots(state), following, alive)
+    return jax.vmap(one)(rounds.roots(state), following, alive)
 
 
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:

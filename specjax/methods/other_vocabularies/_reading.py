@@ -21,13 +21,13 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from specjax.caches import dense
 from specjax.decoding.prefill import padded_length
 from specjax.decoding.prefill import read_prompt
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import Prompt
-from specjax.utils import rows
 
 _PASS = 2  # tokens of a pass that catches up; one pass is usually enough
 _LOST = 2**30  # length of a lost row, larger than any room
@@ -84,7 +84,7 @@ class Reading:
       ids: `[B, gamma]` int32; all except the last were read.
       cache: cache of the model.
     """
-    return self.replace(tokens=rows.put(self.tokens, ids, length),
+    return self.replace(tokens=dense.put_rows(self.tokens, ids, length),
                         fed=length + ids.shape[1] - 1, cache=cache)
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.data.retokenization import Retokenizer
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods.other_vocabularies import _reading as reading_lib
@@ -131,7 +131,7 @@ class StringMatch(reading_lib.Reader):
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
-        round_steps.roots(state), jnp.maximum(chain, 0), probs)
+        rounds.roots(state), jnp.maximum(chain, 0), probs)
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state: DecodeState, room: int) -> reading_lib.Reading:

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.data.vocabularies import VocabularyMap
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
@@ -164,7 +164,7 @@ class TokenIntersection(reading_lib.Reader):
                  probs, state.constraints),
         (jnp.arange(self.gamma - 1), u[:-1]))
     tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
-    draft = jax.vmap(Draft.chain)(round_steps.roots(state), tokens, probs)
+    draft = jax.vmap(Draft.chain)(rounds.roots(state), tokens, probs)
     return draft, reading.drafted(length, fed, cache.settle())
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array

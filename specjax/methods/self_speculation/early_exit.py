@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
@@ -187,7 +187,7 @@ class Exit(_common.DrawnChain):
     if self.stop is not None:
       going, memory = stop_rules.start_round(
           self.stop, before.rule, ~state.done)
-    root = round_steps.roots(state)[:, None]
+    root = rounds.roots(state)[:, None]
     tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
     probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
     node, begun, own, tokens, probs, *_ = jax.lax.while_loop(

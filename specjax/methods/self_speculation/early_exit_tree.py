@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -143,7 +143,7 @@ class EarlyExitTree(_trees.StaticTree):
       out = read(tokens, depths + 1, ancestors, cache)
       return out.logits, (out.cache, (*states, out.hidden))
 
-    roots = round_steps.roots(state)
+    roots = rounds.roots(state)
     first = read(roots[:, None], jnp.zeros((rows, 1), jnp.int32),
                  jnp.ones((1, 1), bool), state.target_cache)
     step, carry, logits = constraints_lib.steered(

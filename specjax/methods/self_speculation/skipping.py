@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.decoding import round_steps
+from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
@@ -119,7 +119,7 @@ class Swift(_common.DrawnChain):
           f"count is {self.count}; a target of {target.config.layers} layers "
           f"allows at most {most}, because the first and the last layer and "
           "one sublayer to swap with stay")
-    round_steps.check_slack(target, self.window + self.gamma + 1)
+    rounds.check_slack(target, self.window + self.gamma + 1)
     return _common.with_transform(
         self, transform, model=target, law=transform)
 
@@ -146,7 +146,7 @@ class Swift(_common.DrawnChain):
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
-    skipped = round_steps.once(
+    skipped = rounds.once(
         jnp.any(due), lambda old: self._searched(params, state, old, due),
         before)
     drafter = DraftModel(model=Masked(self.model), gamma=self.gamma,
