@@ -1,4 +1,4 @@
-"""Reference models, published ones, their files, and a trained pair."""
+"""Transformers, published models and their files, and models around a model."""
 
 from specjax.models import adapters
 from specjax.models import cache_views

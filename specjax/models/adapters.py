@@ -1,13 +1,12 @@
-"""Other people's models as a `Model`: JAX functions and Flax NNX modules.
+"""Models of other projects as a `Model`: JAX functions and Flax NNX modules.
 
-  CachedFunction   a function that reads new tokens and a cache of its own
-  PlainFunction    a function from tokens to logits that remembers nothing
-  split            an NNX module as such a function, and its parameters
+  CachedFunction   a function with its own cache
+  PlainFunction    a function from tokens to logits, without a cache
+  split            an NNX module as a function and its parameters
 
-Both hash by the value of their fields. Functions hash by identity: define each
-once, for a new lambda is a new program. What `split` returns hashes by the
-structure of the module, so that modules that are built alike share their
-compiled code, whatever their weights.
+Adapters hash by their fields, functions by identity. Define each function
+once, because a new lambda is compiled again. Functions of `split` hash by the
+structure of the module, so modules of equal structure share compiled code.
 """
 
 from collections.abc import Callable
@@ -30,12 +29,12 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Slots(Cache):
-  """A cache of any arrays that have a slot for each token of a row.
+  """Cache of arrays with one slot per token of a row.
 
   Attributes:
-    arrays: a tree of arrays `[B, C, ...]`.
-    lengths: `[B]` int32, committed tokens of each row. Slots after it are
-      scratch.
+    arrays: tree of arrays `[B, C, ...]`.
+    lengths: `[B]` int32, number of committed tokens of each row. Later slots
+      are scratch space.
   """
 
   arrays: Any
@@ -43,17 +42,17 @@ class Slots(Cache):
 
   @property
   def capacity(self) -> int:
-    """C, the slots of a row."""
+    """Returns C, the number of slots of a row."""
     return jax.tree.leaves(self.arrays)[0].shape[1]
 
   def commit(self, path: jax.Array, count: jax.Array) -> "Slots":
-    """Keeps the first `count [B]` nodes of `path [B, T]` of the block."""
-    def kept(row, start, path):
+    """Commits the first `count [B]` nodes of `path [B, T]` of the block."""
+    def move(row: jax.Array, start: jax.Array, path: jax.Array) -> jax.Array:
       return jax.lax.dynamic_update_slice_in_dim(
           row, row[start + path], start, axis=0)
 
     moved = jax.tree.map(
-        lambda x: jax.vmap(kept)(x, self.lengths, path), self.arrays)
+        lambda x: jax.vmap(move)(x, self.lengths, path), self.arrays)
     return Slots(arrays=moved, lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "Slots":
@@ -61,30 +60,30 @@ class Slots(Cache):
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "Slots":
-    """A `PartitionSpec` of every array: a mesh splits the rows alone."""
+    """Returns a `PartitionSpec` per array; only the rows are split."""
     del axis
     return jax.tree.map(lambda _: PartitionSpec(rows), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedFunction(Model):
-  """A function with a cache as a `Model`.
+  """Model from a function with a cache.
 
-  The function writes what it remembers of S new tokens to the slots that it is
-  told, and attends over those that it is told. Rows of several lengths, trees
-  and what is kept of a draft are the adapter's business.
+  The function writes the state of S new tokens to the slots in `slots` and
+  attends to the slots in `mask`. The adapter handles rows of different lengths,
+  trees, and the commit of accepted tokens.
 
   Attributes:
     apply: `apply(params, tokens [B, S], positions [B, S], slots [B, S],
-      mask [B, S, C], cache) -> (logits [B, S, V], cache)`. What belongs to
-      token `[b, i]` is written to slot `slots[b, i]` of row b; then the token
-      attends to every slot c with `mask[b, i, c]`, its own among them. In a
-      tree a token's slot is not its position.
-    empty_cache: `empty_cache(params, batch, capacity)`, a tree of arrays
-      `[B, C, ...]` with C = capacity.
+      mask [B, S, C], cache) -> (logits [B, S, V], cache)`. The state of token
+      `[b, i]` is written to slot `slots[b, i]` of row b. The token then attends
+      to every slot c with `mask[b, i, c]`, including its own. In a tree, the
+      slot of a token differs from its position.
+    empty_cache: `empty_cache(params, batch, capacity)`, returns a tree of
+      arrays `[B, C, ...]` with C = capacity.
     vocab_size: V.
-    context_length: longest sequence that the model reads, in tokens; positions
-      stay below it.
+    context_length: longest sequence of the model, in tokens. Positions are
+      smaller.
   """
 
   apply: Callable[..., tuple[jax.Array, Any]]
@@ -96,16 +95,16 @@ class CachedFunction(Model):
     fields.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
-    """The cache of `batch` empty rows.
+    """Returns the cache of `batch` empty rows.
 
     Raises:
-      ValueError: an array does not begin with `[B, C]`.
+      ValueError: an array of `empty_cache` does not begin with `[B, C]`.
     """
     arrays = self.empty_cache(params, batch, capacity)
     for path, x in jax.tree.leaves_with_path(arrays):
       if jnp.shape(x)[:2] != (batch, capacity):
         raise ValueError(
-            f"empty_cache made an array of shape {jnp.shape(x)} at "
+            f"empty_cache returned an array of shape {jnp.shape(x)} at "
             f"{jax.tree_util.keystr(path) or 'its top'}; the first axes must "
             f"be the {batch} rows and their {capacity} slots")
     return Slots(arrays=arrays, lengths=jnp.zeros((batch,), jnp.int32))
@@ -114,10 +113,10 @@ class CachedFunction(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Slots | None = None) -> ModelOutput:
-    """One pass, as in `Model`; `hidden` is empty, `[B, S, 0]`.
+    """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`.
 
     Raises:
-      ValueError: `apply` does not return logits and a cache like that given.
+      ValueError: `apply` does not return logits and a cache of equal structure.
     """
     size = tokens.shape[1]
     past = self.init_cache(params, *tokens.shape) if cache is None else cache
@@ -125,7 +124,7 @@ class CachedFunction(Model):
       depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
     if ancestors is None:
       _, ancestors = topology.causal(*tokens.shape)
-    # Nodes beyond the context are drafted at times and never committed.
+    # Nodes beyond the context may be drafted, but are never committed.
     positions = jnp.minimum(past.lengths[:, None] + depths,
                             self.context_length - 1)
     first = past.lengths[:, None] + ancestors.shape[2] - size
@@ -143,18 +142,16 @@ class CachedFunction(Model):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainFunction(Model):
-  """A function from tokens to logits as a `Model`.
+  """Model from a function of the whole sequence.
 
-  Nothing is remembered but the tokens: a pass reads the whole row again, and a
-  tree once for each of its leaves. That is slow; it is for small models, for
-  proofs, and to check a cache against.
+  Only the tokens are cached: a pass computes the row again, and a tree once per
+  leaf. This is slow. Use it for small models and to test a cache.
 
   Attributes:
-    apply: `apply(params, tokens [B, S]) -> logits [B, S, V]`, where row i of
-      the logits depends on the first i + 1 tokens alone.
+    apply: `apply(params, tokens [B, S]) -> logits [B, S, V]`. Row i of the
+      logits depends only on the first i + 1 tokens.
     vocab_size: V.
-    context_length: longest sequence that the model reads, in tokens; S stays
-      within it.
+    context_length: longest sequence of the model, in tokens; S is at most this.
   """
 
   apply: Callable[[Any, jax.Array], jax.Array]
@@ -165,7 +162,7 @@ class PlainFunction(Model):
     fields.check_fields(self, "vocab_size", "context_length")
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
-    """The cache of `batch` empty rows: their tokens."""
+    """Returns the cache of `batch` empty rows, which contains tokens."""
     del params
     return Slots(arrays=jnp.zeros((batch, capacity), jnp.int32),
                  lengths=jnp.zeros((batch,), jnp.int32))
@@ -174,7 +171,7 @@ class PlainFunction(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Slots | None = None) -> ModelOutput:
-    """One pass, as in `Model`; `hidden` is empty, `[B, S, 0]`."""
+    """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`."""
     if cache is None and ancestors is None:
       return _output(self.apply(params, tokens), None)
     past = self.init_cache(params, *tokens.shape) if cache is None else cache
@@ -188,14 +185,13 @@ class PlainFunction(Model):
 
   def _logits(self, params: Any, past: Slots, ancestors: jax.Array
               ) -> jax.Array:
-    """`[B, S, V]`: each path is read as a row of its own, deepest first.
+    """Returns `[B, S, V]`: each path is computed as a row, the deepest first.
 
-    Parents stand before their children, so the last node that is left is a
-    leaf, and the nodes above it are done with it: a chain takes one pass.
+    Parents precede their children, so the last remaining node is a leaf, and
+    the pass of this leaf also covers its ancestors. A chain takes one pass.
     """
     batch, size, block = ancestors.shape
-    # Depths follow from the ancestors for those nodes too that earlier passes
-    # wrote.
+    # The ancestors also give the depths of the nodes of earlier passes.
     places = past.lengths[:, None, None] + jnp.cumsum(
         ancestors, axis=2, dtype=jnp.int32) - 1
     slots = past.lengths[:, None] + jnp.arange(block)
@@ -203,30 +199,32 @@ class PlainFunction(Model):
     columns = min(past.capacity, self.context_length)
     rows = jnp.arange(batch)
 
-    def one_path(carry):
+    def add_path(carry: tuple[jax.Array, jax.Array]
+                 ) -> tuple[jax.Array, jax.Array]:
       logits, left = carry
       leaf = size - 1 - jnp.argmax(left[:, ::-1], axis=1)
       on_path, place = ancestors[rows, leaf], places[rows, leaf]
-      put = jnp.where(on_path, place, past.capacity)  # the others are dropped
-      text = past.arrays.at[rows[:, None], put].set(tokens, mode="drop")
-      found = self.apply(params, text[:, :columns])
-      # Nodes beyond the context are drafted at times and never committed.
+      put = jnp.where(on_path, place, past.capacity)  # others are dropped
+      sequence = past.arrays.at[rows[:, None], put].set(tokens, mode="drop")
+      path_logits = self.apply(params, sequence[:, :columns])
+      # Nodes beyond the context may be drafted, but are never committed.
       here = jnp.minimum(place[:, block - size:], columns - 1)
-      found = jnp.take_along_axis(found, here[..., None], axis=1)
+      path_logits = jnp.take_along_axis(path_logits, here[..., None], axis=1)
       new = on_path[:, block - size:] & left
-      return (jnp.where(new[..., None], found.astype(logits.dtype), logits),
+      return (jnp.where(
+          new[..., None], path_logits.astype(logits.dtype), logits),
               (left & ~new).at[rows, leaf].set(False))
 
     form = jax.eval_shape(self.apply, params, past.arrays[:, :columns])
     logits = jnp.zeros((batch, size, form.shape[-1]), form.dtype)
     return jax.lax.while_loop(
-        lambda carry: carry[1].any(), one_path,
+        lambda carry: carry[1].any(), add_path,
         (logits, jnp.ones((batch, size), bool)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Merged:
-  """Calls an NNX module of this structure with other parameters."""
+  """Calls an NNX module of one structure with other parameters."""
 
   graphdef: Any
 
@@ -236,26 +234,26 @@ class _Merged:
 
 
 def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
-  """An NNX module as a function for the adapters, and its parameters.
+  """Splits an NNX module into a function for an adapter and its parameters.
 
-  What the module changes in itself during a call is lost. One that drops out
-  or counts must be told to stop, by `module.eval()`.
+  State changes of the module during a call are lost. Call `module.eval()` first
+  if the module has dropout or counters.
 
   Args:
-    module: an `nnx.Module` whose `__call__` takes and returns what `apply` of
-      an adapter does, but for the parameters.
+    module: `nnx.Module` whose `__call__` has the arguments of `apply` without
+      the parameters.
 
   Returns:
-    `(apply, params)`: `apply(params, *args)` is `module(*args)`, and `params` a
-    dictionary of arrays.
+    `(apply, params)`: `apply(params, *args)` equals `module(*args)`; `params`
+    is a dictionary of arrays.
   """
-  # Who has no such module need not wait for its import.
+  # Imported here because the import is slow and few callers need it.
   from flax import nnx  # pylint: disable=g-import-not-at-top
   graphdef, state = nnx.split(module)
   return _Merged(graphdef), nnx.to_pure_dict(state)
 
 
 def _output(logits: jax.Array, cache: Slots | None) -> ModelOutput:
-  """Logits in float32 at least, and no hidden states."""
+  """Returns an output with float32 (or wider) logits and no hidden states."""
   wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   return ModelOutput(logits=wide, hidden=wide[..., :0], cache=cache)

@@ -1,13 +1,13 @@
-"""Parts of a whole cache, for drafts by the model that the cache is of.
+"""Views: parts of the target's cache, for drafts of the target itself.
 
-A model drafts for itself when it reads less of the past than when it verifies.
-What it reads here are slots of the target's own cache, copied together at the
-start of a round: nothing is read twice, no second cache is kept, and the
-target's passes see the whole one, so that its law is as ever.
+A model can draft for itself if its drafting passes read a shorter past than
+its verification. The view copies some slots of the target's cache at the start
+of a round. No second cache is needed, and the output distribution does not
+change because verification reads the full cache.
 
-  Retrieved   chunks of the prompt that its last token attends to, and the last
+  Retrieved   chunks of the prompt with the highest attention, and the last
               tokens: TriForce's middle cache
-  Recent      the first tokens and the last: StreamingLLM's cache
+  Recent      the first and the last tokens: StreamingLLM's cache
 """
 
 import dataclasses
@@ -26,43 +26,42 @@ from specjax.utils import fields
 
 
 class CacheView(Protocol):
-  """Which part of a cache is read: what the classes of this file have."""
+  """Choice of the slots that a drafting pass reads."""
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> Any:
-    """What is remembered of the prompt; every leaf has the rows B first."""
+    """Returns the choice of slots; every leaf begins with B rows."""
     ...
 
   def open(self, chosen: Any, cache: KVCache) -> Any:
-    """A cache with `reserve` and `settle` of a part of what another holds."""
+    """Returns a `View` of the slots in `chosen`."""
     ...
 
 
 @struct.dataclass
 class View(KVCache):
-  """Some slots of a cache, to which a reserved block of drafts is added.
+  """Copies of some slots of a cache, plus a reserved block of drafts.
 
   `k` and `v` are L arrays `[B, H, F, D]`, copies of F slots. `lengths` counts
-  the whole text, so that positions are those of the text. What is drafted stays
-  in the block, and goes with it.
+  all committed tokens, so positions are those of the sequence. `settle` drops
+  the block and its drafts.
 
   Attributes:
-    used: `[B]` int32, slots in use, from the first.
+    used: `[B]` int32, number of slots in use, from the first.
   """
 
   used: jax.Array | None = None
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """As `KVCache.attend`, over the slots in use.
+    """Attends over the slots in use and the block, see `KVCache.attend`.
 
     Raises:
-      ValueError: the layer has a window; the slots' positions are not known.
+      ValueError: the layer has a window; positions of the slots are unknown.
     """
     if window:
-      raise ValueError(f"layer {layer} has a window of {window} tokens, and "
-                       "slots of a view are in no order; draft with another "
-                       "cache")
+      raise ValueError(f"layer {layer} has a window of {window} tokens; slots "
+                       "of a view are not ordered: draft with another cache")
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.used, self.block_k[layer],
         self.block_v[layer], self.in_block(ancestors), softcap=softcap,
@@ -70,18 +69,18 @@ class View(KVCache):
     return out.astype(self.v[layer].dtype)
 
   def settle(self) -> "View":
-    """The view as it was, without the block."""
+    """Returns the view without the block."""
     return self.replace(lengths=self.held, held=None, block_k=(), block_v=())
 
 
 @struct.dataclass
 class Chosen:
-  """Which chunks of the text a view has.
+  """Chunks of the sequence that a view contains.
 
   Attributes:
-    chunks: `[B, L, H, K]` int32, of each layer and head; the best ones first.
-    count: `[B]` int32, how many of the K count.
-    end: `[B]` int32, tokens of the text that they were chosen from.
+    chunks: `[B, L, H, K]` int32, chunks of each layer and head; best first.
+    count: `[B]` int32, number of valid entries among the K.
+    end: `[B]` int32, number of tokens from which the chunks were chosen.
   """
 
   chunks: jax.Array
@@ -91,21 +90,20 @@ class Chosen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieved:
-  """The chunks that a query attends to, and the tokens since.
+  """View of the chunks with the highest attention and the tokens after them.
 
-  Sun et al. 2024 (TriForce, arXiv:2404.11912, section 4.1): the text is cut
-  into chunks, of which each layer and head keeps those whose mean key has the
-  largest product with its query of the prompt's last token, the mean over the
-  heads that share keys. The first chunk, which holds the attention sinks, is
-  always kept. They are chosen once, for what is read changes slowly; what comes
-  later is seen while it is among the last `recent` tokens. (TriForce lets new
-  tokens overwrite the last of the budget, which is the same with a share of the
-  budget set apart.)
+  Sun et al. 2024 (TriForce, arXiv:2404.11912, section 4.1). The prompt is cut
+  into chunks. Each layer and head selects the chunks whose mean key has the
+  largest product with the query of the last prompt token, averaged over heads
+  with shared keys. The first chunk contains the attention sinks and is always
+  selected. The selection is made once per prompt. (TriForce overwrites the end
+  of the budget with new tokens, which equals a reserved share of `recent`
+  tokens.)
 
   Attributes:
-    budget: tokens of the chunks that are kept.
-    chunk: tokens of a chunk.
-    recent: last tokens after the chunks that are seen, at most.
+    budget: number of tokens in the selected chunks.
+    chunk: tokens per chunk.
+    recent: maximum number of last tokens after the chunks.
   """
 
   budget: int = 1024
@@ -115,32 +113,32 @@ class Retrieved:
   def __post_init__(self):
     fields.check_fields(self, "budget", "chunk", "recent")
     if self.budget % self.chunk:
-      raise ValueError(f"budget is {self.budget} and chunk {self.chunk}; whole "
-                       "chunks are kept: make the budget a multiple of them")
+      raise ValueError(f"budget is {self.budget}; it must be a multiple of "
+                       f"chunk, {self.chunk}")
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> Chosen:
-    """The chunks that the last token of a text attends to.
+    """Returns the chunks with the highest attention of the last token.
 
     Args:
-      model: whose cache it is.
-      params: its parameters.
+      model: model of the cache.
+      params: parameters of the model.
       root: `[B]` int32, the last token.
-      cache: of the tokens before it.
+      cache: cache of the tokens before it.
 
     Raises:
-      ValueError: it has fewer slots than a chunk.
+      ValueError: the cache has fewer slots than a chunk.
     """
     count, slots = cache.lengths // self.chunk, cache.capacity // self.chunk
     if not slots:
-      raise ValueError(f"chunk is {self.chunk} and the cache has "
-                       f"{cache.capacity} slots; give smaller chunks, or a "
+      raise ValueError(f"chunk is {self.chunk}; the cache has only "
+                       f"{cache.capacity} slots: give smaller chunks or a "
                        "larger capacity")
     queries = _queries(model, params, root, cache)
     most = min(self.budget // self.chunk, slots)
     order = jnp.arange(slots, dtype=jnp.int32)
 
-    def best(query, k):
+    def best(query: jax.Array, k: jax.Array) -> jax.Array:
       batch, heads, _, dim = k.shape
       query = query.reshape(batch, heads, -1, dim).mean(2)
       chunks = k[:, :, :slots * self.chunk].reshape(
@@ -155,28 +153,28 @@ class Retrieved:
         count=jnp.minimum(count, most), end=count * self.chunk)
 
   def open(self, chosen: Chosen, cache: KVCache) -> View:
-    """The view of the tokens that a cache holds now."""
-    kept = (chosen.count * self.chunk)[:, None, None, None]
+    """Returns the view of the current tokens of a cache."""
+    in_chunks = (chosen.count * self.chunk)[:, None, None, None]
     start = jnp.maximum(chosen.end, cache.lengths - self.recent)
     size = chosen.chunks.shape[3] * self.chunk
     slot = jnp.arange(size + self.recent, dtype=jnp.int32)
     within = jnp.take(chosen.chunks, jnp.minimum(slot, size - 1) // self.chunk,
                       axis=3) * self.chunk + slot % self.chunk
-    since = start[:, None, None, None] + slot - kept
-    source = jnp.clip(jnp.where(slot < kept, within, since), 0,
+    since = start[:, None, None, None] + slot - in_chunks
+    source = jnp.clip(jnp.where(slot < in_chunks, within, since), 0,
                       cache.capacity - 1)
-    return _view(cache, source, kept[:, 0, 0, 0] + cache.lengths - start)
+    return _view(cache, source, in_chunks[:, 0, 0, 0] + cache.lengths - start)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recent:
-  """The first tokens of a text and the last ones, see `streaming_cache`.
+  """View of the first and the last tokens, see `caches.streaming`.
 
-  The window is cut at the start of a round and grows by what is drafted.
+  The view is cut at the start of a round and grows by the drafted tokens.
 
   Attributes:
-    sinks: first tokens.
-    window: last tokens.
+    sinks: number of first tokens.
+    window: number of last tokens.
   """
 
   sinks: int = 4
@@ -187,12 +185,12 @@ class Recent:
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> tuple[()]:
-    """Nothing: there is nothing to choose."""
+    """Returns `()`: the view depends only on the lengths."""
     del model, params, root, cache
     return ()
 
   def open(self, chosen: tuple[()], cache: KVCache) -> View:
-    """The view of the tokens that a cache holds now."""
+    """Returns the view of the current tokens of a cache."""
     del chosen
     slot = jnp.arange(self.sinks + self.window, dtype=jnp.int32)
     skipped = jnp.maximum(cache.lengths - len(slot), 0)[:, None]
@@ -202,10 +200,10 @@ class Recent:
 
 
 def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
-  """The slots `source [B, L or 1, H or 1, F]` of a cache."""
+  """Returns the slots `source [B, L or 1, H or 1, F]` of a cache."""
   if cache.held is not None:
-    raise ValueError("the cache has a reserved block, whose tokens are in no "
-                     "slot; settle it before a part of it is viewed")
+    raise ValueError("the cache has a reserved block, whose tokens have no "
+                     "slots; call settle before opening a view")
   take = lambda arrays: tuple(
       jnp.take_along_axis(x, source[:, i % source.shape[1], :, :, None], axis=2)
       for i, x in enumerate(arrays))
@@ -215,7 +213,7 @@ def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
 
 def _queries(model: Transformer, params: Any, root: jax.Array, cache: KVCache
              ) -> list[jax.Array]:
-  """The queries `[B, H * G, D]` of a token, of each layer."""
+  """Returns the queries `[B, H * G, D]` of a token in each layer."""
   ones = jnp.ones((len(root), 1, 1), bool)
   _, seen = TransformerModule(model.config).apply(
       {"params": params}, root[:, None], jnp.zeros_like(root)[:, None], ones,

@@ -1,6 +1,6 @@
-"""Contrastive decoding: what a strong model says and a weak one does not.
+"""Contrastive decoding with a strong and a weak model.
 
-Li et al. 2022 (arXiv:2210.15097); as logits O'Brien and Lewis 2023
+Li et al. 2022 (arXiv:2210.15097); on logits, O'Brien and Lewis 2023
 (arXiv:2309.09117, section 2).
 """
 
@@ -16,16 +16,16 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.types import ModelOutput
 
-_FAR = 1e4  # whose exponential is 0, and which leaves digits of a logit
+_FAR = 1e4  # exp(-1e4) is 0, and a logit keeps digits after the subtraction
 
 
 @struct.dataclass
 class ContrastiveCache(Cache):
-  """The caches of both models, which hold the same tokens.
+  """Caches of both models, for the same tokens.
 
   Attributes:
-    expert: of the strong model.
-    amateur: of the weak one.
+    expert: cache of the strong model.
+    amateur: cache of the weak model.
   """
 
   expert: Any
@@ -33,36 +33,34 @@ class ContrastiveCache(Cache):
 
   @property
   def lengths(self) -> jax.Array:
-    """`[B]` int32, committed tokens of each row."""
+    """Returns `[B]` int32, committed tokens of each row."""
     return self.expert.lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(Model):
-  """Two models as one, a `Model` with a law that neither of them has.
+  """Model that combines the logits of a strong and a weak model.
 
-  With logits e of the expert and a of the amateur the logits are
+  With logits e of the expert and a of the amateur, the logits are
 
     (1 + beta) e - beta a   where e >= log(alpha) + max e,
 
-  and far below, in the expert's order, elsewhere: such tokens come only where
-  constraints leave no others. What the amateur excludes, -inf, counts as far
-  below for it, so that no logit is infinite.
+  and e - 1e4 elsewhere, so that these tokens are sampled only if constraints
+  exclude all others. Logits of -inf of the amateur are replaced by -1e4 to keep
+  the result finite.
 
-  It is a target like any other: rules and drafters need not know, and the
-  output has this law exactly. The amateur is a good drafter as well
-  (speculative contrastive decoding, Yuan et al. 2023, arXiv:2311.08981); it
-  then reads the text twice, with a cache for each purpose.
+  Verification is unchanged and the output follows this distribution exactly.
+  The amateur can also be the draft model (speculative contrastive decoding,
+  Yuan et al. 2023, arXiv:2311.08981), with a separate cache.
 
-  Its parameters are `{"expert": ..., "amateur": ...}`; `hidden` is the
-  expert's.
+  Parameters are `{"expert": ..., "amateur": ...}`; `hidden` is the expert's.
 
   Attributes:
     expert: the strong model.
-    amateur: the weak one, of the same vocabulary.
-    alpha: tokens that the expert finds less than alpha times as likely as its
-      likeliest are never drawn; in (0, 1].
-    beta: strength, at least 0; 0 is the expert, cut off by alpha.
+    amateur: the weak model, with the same vocabulary.
+    alpha: plausibility threshold in (0, 1]. Tokens below alpha times the
+      expert's largest probability are excluded.
+    beta: strength, at least 0. 0 is the expert with the threshold.
 
   Example:
     >>> import jax
@@ -90,12 +88,9 @@ class Contrastive(Model):
 
   def __post_init__(self):
     if not 0 < self.alpha <= 1:
-      raise ValueError(f"alpha is {self.alpha}; it must lie in (0, 1]: tokens "
-                       "less than alpha times as likely as the expert's "
-                       "likeliest are left out")
+      raise ValueError(f"alpha is {self.alpha}; it must be in (0, 1]")
     if not 0 <= self.beta < math.inf:
-      raise ValueError(f"beta is {self.beta}; it must be at least 0: 0 is the "
-                       "expert alone")
+      raise ValueError(f"beta is {self.beta}; it must be at least 0 and finite")
     if self.expert.vocab_size != self.amateur.vocab_size:
       raise ValueError(
           f"the amateur has {self.amateur.vocab_size} tokens and the expert "
@@ -111,7 +106,7 @@ class Contrastive(Model):
 
   def init_cache(self, params: Any, batch: int, capacity: int
                  ) -> ContrastiveCache:
-    """The caches of `batch` empty rows."""
+    """Returns the caches of `batch` empty rows."""
     return ContrastiveCache(
         expert=self.expert.init_cache(params["expert"], batch, capacity),
         amateur=self.amateur.init_cache(params["amateur"], batch, capacity))
@@ -120,12 +115,12 @@ class Contrastive(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Any = None
                ) -> ModelOutput:
-    """Logits `[B, S, V]` after `tokens [B, S]`, a pass of both models."""
-    mine = (None, None) if cache is None else (cache.expert, cache.amateur)
-    expert, amateur = (
-        model(params[name], tokens, depths, ancestors, own)
-        for name, model, own in (("expert", self.expert, mine[0]),
-                                 ("amateur", self.amateur, mine[1])))
+    """Returns logits `[B, S, V]` after `tokens [B, S]`, from both models."""
+    both = cache or ContrastiveCache(expert=None, amateur=None)
+    expert = self.expert(
+        params["expert"], tokens, depths, ancestors, both.expert)
+    amateur = self.amateur(
+        params["amateur"], tokens, depths, ancestors, both.amateur)
     least = math.log(self.alpha) + jnp.max(
         expert.logits, axis=-1, keepdims=True)
     logits = jnp.where(
@@ -138,7 +133,6 @@ class Contrastive(Model):
     return ModelOutput(logits=logits, hidden=expert.hidden, cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Those of both models, see `specjax.interfaces`."""
-    return {name: model.param_specs(axis, size)
-            for name, model in (("expert", self.expert),
-                                ("amateur", self.amateur))}
+    """Returns the specs of both models, see `specjax.interfaces`."""
+    return {"expert": self.expert.param_specs(axis, size),
+            "amateur": self.amateur.param_specs(axis, size)}

@@ -1,4 +1,4 @@
-"""Which parts of a decoder a pass goes through."""
+"""Selection of the attentions and MLPs that a pass runs."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -7,15 +7,15 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sublayers:
-  """The attentions and the MLPs of a decoder that a pass runs.
+  """Attentions and MLPs of a decoder that a pass runs.
 
-  The residual stream goes past the others, which cost nothing.
+  Other sublayers are skipped and cost nothing.
 
   Attributes:
-    attention: numbers of the layers whose attention is run, in order.
-    mlp: of those whose MLP is run.
-    packed: whether the cache of such a pass has the keys and values of these
-      attentions alone, in their order; else it has those of all layers.
+    attention: layers whose attention runs, in order.
+    mlp: layers whose MLP runs.
+    packed: whether the cache contains only these attentions, in this order.
+      Otherwise it contains all layers.
   """
 
   attention: tuple[int, ...]
@@ -29,35 +29,40 @@ class Sublayers:
 
   @classmethod
   def between(cls, first: int, last: int) -> Self:
-    """The whole layers `first` to `last - 1`."""
+    """Returns both sublayers of layers `first` to `last - 1`."""
     layers = tuple(range(first, last))
     return cls(attention=layers, mlp=layers)
 
   @classmethod
   def without(cls, layers: int, attention: Iterable[int] = (),
               mlp: Iterable[int] = ()) -> Self:
-    """All of `layers` layers but these attentions and these MLPs.
+    """Returns all sublayers of `layers` layers except some.
+
+    Args:
+      layers: number of layers.
+      attention: layers whose attention is skipped.
+      mlp: layers whose MLP is skipped.
+
+    Raises:
+      ValueError: a number is not a layer.
 
     >>> Sublayers.without(3, attention=[1])
     Sublayers(attention=(0, 2), mlp=(0, 1, 2), packed=False)
-
-    Raises:
-      ValueError: one of them is no layer.
     """
     left_out = {"attention": set(attention), "mlp": set(mlp)}
     for name, numbers in left_out.items():
       for number in numbers:
         if number not in range(layers):
-          raise ValueError(f"{name} {number} is to be left out; layers are "
-                           f"numbered from 0 to {layers - 1}")
+          raise ValueError(f"{name} has layer {number}; layers of the model "
+                           f"are 0 to {layers - 1}")
     return cls(**{name: tuple(i for i in range(layers) if i not in numbers)
                   for name, numbers in left_out.items()})
 
   @property
   def layers(self) -> tuple[int, ...]:
-    """The layers of which something is run, in order."""
+    """Returns the layers with at least one running sublayer, in order."""
     return tuple(sorted({*self.attention, *self.mlp}))
 
   def slot(self, layer: int) -> int:
-    """Where the cache has the keys and values of a layer."""
+    """Returns the index of a layer in the cache."""
     return self.attention.index(layer) if self.packed else layer

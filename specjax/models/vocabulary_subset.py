@@ -1,13 +1,10 @@
-"""A smaller head for a drafter: logits of frequent tokens alone.
+"""LM head of a draft model with a subset of the vocabulary.
 
-FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). A model that drafts spends much of
-its time in the product with an LM head of V columns, most of which are hardly
-ever the answer. Here the product has r columns, those of the tokens that texts
-have most often, and the other tokens' logits are so low that their q is 0. That
-is what the drafter reports, so that every rule stays exact; a token without a
-column is only never drafted. Where a transform bans all tokens that have one,
-the others are equally likely: a draft is not worth much there, but it has a
-law.
+FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). A draft model spends much of its
+time in the LM head of V columns. This head has r columns, for the most frequent
+tokens. Logits of other tokens are so low that their q is 0, and the drafter
+reports this q, so decoding remains lossless. If a transform bans all r tokens,
+the distribution over the other tokens is uniform.
 """
 
 from collections.abc import Sequence
@@ -26,86 +23,84 @@ from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
 
-_NEVER = -1e30  # exp of it is 0, and what is left where all others are banned
+_NEVER = -1e30  # exp is 0; finite, so tokens remain if all others are banned
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabularySubset(AroundModel):
-  """A `Transformer` that predicts some of its tokens and reads them all.
+  """`Transformer` that reads all tokens and predicts a subset.
 
-  It takes the place of the model in any drafter, such as
-  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`, with
-  `params["drafter"]` made by `parameters` of the model's own.
+  It replaces the model in any drafter, such as
+  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`. Its
+  parameters are made by `parameters`.
 
   Attributes:
-    model: the whole model, which returns its final hidden state.
+    model: the full model; it must return its final hidden state.
   """
 
   model: Transformer
 
   def __post_init__(self):
     if not isinstance(self.model, Transformer):
-      raise ValueError(f"the model is a {type(self.model).__name__}; only the "
-                       "head of a Transformer is known, so that part of it can "
-                       "be taken")
+      raise ValueError(f"the model is a {type(self.model).__name__}; a "
+                       "Transformer is required")
     features = self.model.config.features
     if features and FINAL not in features:
-      raise ValueError(f"the model returns the hidden states {features}; its "
-                       f"head reads {FINAL!r}: name it in "
-                       "TransformerConfig.features")
+      raise ValueError(f"features is {features}; the head reads {FINAL!r}: add "
+                       "it to TransformerConfig.features")
 
   def parameters(self, params: Any, ids: ArrayLike) -> dict[str, Any]:
-    """The parameters with a head of these tokens.
+    """Returns the parameters with a head for some tokens.
 
     Args:
-      params: of the model; they are shared, and the head of r columns comes
-        on top.
-      ids: `[r]`, the tokens that can be predicted, each once.
+      params: parameters of the model. They are shared; only the head of r
+        columns is copied.
+      ids: `[r]`, the tokens that can be predicted, without duplicates.
 
     Raises:
-      ValueError: there are none, one is named twice, or one is no token.
+      ValueError: `ids` is empty, has a duplicate, or exceeds the vocabulary.
     """
     ids = np.asarray(ids)
     if ids.ndim != 1 or not ids.size or not np.issubdtype(
         ids.dtype, np.integer):
       raise ValueError(f"ids has shape {ids.shape} and dtype {ids.dtype}; it "
-                       "must be a list of one token id at least")
+                       "must be a list of at least one token id")
     ids = np.sort(ids)
     for token in (ids[0], ids[-1]):
       if not 0 <= token < self.vocab_size:
-        raise ValueError(f"ids holds {token}; token ids lie in "
+        raise ValueError(f"ids has {token}; token ids must be in "
                          f"[0, {self.vocab_size})")
     twice = ids[1:][np.diff(ids) == 0]
     if twice.size:
-      raise ValueError(f"ids holds {twice[0]} twice; name each token once")
+      raise ValueError(f"ids has {twice[0]} twice; give each token once")
     ids = jnp.asarray(ids, jnp.int32)
     whole = params[self._head]
     head = whole[ids] if self.model.config.tie_embeddings else whole[:, ids]
     return {"model": params, "head": head, "ids": ids}
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
-    """The model's."""
+    """Returns an empty cache of the model."""
     return self.model.init_cache(params["model"], batch, capacity)
 
   def __call__(self, params: Any, tokens: jax.Array,
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `Model`; other tokens' logits are all the same."""
+    """Runs one pass, see `Model`; logits outside of the subset are -1e30."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # The model's own logits are not used, and so not computed.
+    # The full logits are not used, so XLA does not compute them.
     return out.replace(logits=self.logits_at(params, out, at))
 
   def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
-    """`[B, K, V]`, the rows `at [B, K]` of the logits of a pass."""
+    """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass."""
     small = {**params["model"], self._head: params["head"]}
     some = self.model.logits_at(small, output, at)
     return placed(some, params["ids"], self.vocab_size)
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """The model's; the small head is on every device."""
+    """Returns the specs of the model; the small head is replicated."""
     return {"model": self.model.param_specs(axis, size),
             "head": PartitionSpec(), "ids": PartitionSpec()}
 
@@ -115,12 +110,12 @@ class VocabularySubset(AroundModel):
 
 
 def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
-  """`[..., V]` of `some [..., r]`, logits of some tokens; others: q = 0.
+  """Returns logits `[..., V]` from logits `some [..., r]` of a few tokens.
 
   Args:
-    some: the logits.
-    ids: `[r]`, their tokens, ascending and no two alike.
-    vocab_size: V.
+    some: logits of the tokens.
+    ids: `[r]`, the tokens, strictly increasing.
+    vocab_size: V. Other tokens have the logit -1e30.
   """
   none = jnp.full((*some.shape[:-1], vocab_size), _NEVER, some.dtype)
   return none.at[..., ids].set(
@@ -129,11 +124,11 @@ def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
 
 def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
                     ) -> np.ndarray:
-  """The ids of the tokens that texts have most often.
+  """Returns the ids of the most frequent tokens.
 
-  Zhao et al. 2025 (arXiv:2502.14856, section 3.2). Of tokens that are equally
-  frequent those with lower ids are taken: byte-pair encoding learns the more
-  frequent ones first.
+  Zhao et al. 2025 (arXiv:2502.14856, section 3.2). Among equally frequent
+  tokens, lower ids are chosen because byte-pair encoding learns frequent tokens
+  first.
 
     >>> texts = [[3, 1, 3, 0], [3, 2, 0]]
     >>> counts = np.bincount(np.concatenate(texts), minlength=5)
@@ -141,16 +136,16 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
     [0 3 4]
 
   Args:
-    counts: `[V]`, how often each token was seen; shares do as well.
-    size: r, tokens to choose.
-    always: ids that are among them in any case, such as the end of a text.
+    counts: `[V]`, counts or shares of the tokens.
+    size: r, number of tokens to choose.
+    always: ids that are always chosen, such as the end of a sequence.
 
   Returns:
     `[r]` int32, sorted.
 
   Raises:
-    ValueError: the counts are none, an id is no token, or `size` is less than
-      `always` has or more than V.
+    ValueError: `counts` is not a vector of counts, an id is not a token, or
+      `size` is below the length of `always` or above V.
   """
   counts, always = np.asarray(counts), sorted(set(map(int, always)))
   if counts.ndim != 1 or not counts.size or not (counts >= 0).all():
@@ -158,12 +153,12 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
                      "below 0")
   for token in always:
     if not 0 <= token < counts.size:
-      raise ValueError(f"always holds {token}; token ids lie in "
+      raise ValueError(f"always has {token}; token ids must be in "
                        f"[0, {counts.size})")
   if not max(1, len(always)) <= size <= counts.size:
     raise ValueError(f"size is {size}; it must be from {max(1, len(always))}, "
-                     "the tokens that are always there, to the "
-                     f"{counts.size} of the vocabulary")
+                     "the length of always, to the vocabulary size "
+                     f"{counts.size}")
   order = np.argsort(-counts.astype(np.float64), kind="stable")
   rest = order[~np.isin(order, always)][:size - len(always)]
   return np.sort(np.concatenate([np.array(always, np.int64), rest])).astype(

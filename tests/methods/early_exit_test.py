@@ -346,7 +346,7 @@ def test_bad_exits_are_refused():
        "AcceptanceHead has parameters; give"),
       (lambda: Shortened(model, Sublayers(attention=(), mlp=(0,))),
        "no attention"),
-      (lambda: Shortened(model, Sublayers.between(0, 4)), "layer 3.*has 3"),
+      (lambda: Shortened(model, Sublayers.between(0, 4)), "layer 3.*0 to 2"),
       (lambda: Sublayers.without(3, mlp=[3]), "mlp 3.*0 to 2"),
       (lambda: Kangaroo(adapter=_ADAPTER, gamma=2,
                         stop=stop_rules.AcceptanceHead()), "AcceptanceHead"),

@@ -198,7 +198,7 @@ def test_a_cascade_refuses_what_reads_its_cache(inner):
     (lambda: cache_views.Retrieved(budget=256, chunk=256).choose(
         _PAIR.target, _PARAMS["target"], jnp.zeros((1,), jnp.int32),
         _PAIR.target.init_cache(_PARAMS["target"], 1, 128)),
-     "chunk is 256 and the cache has 128 slots"),
+     "chunk is 256; the cache has only 128 slots"),
     (lambda: sj.Decoder(
         target=testing.MarkovModel(5), verifier=sj.verifiers.Block(),
         drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),

@@ -90,7 +90,7 @@ def test_a_draft_is_scored_by_the_law_of_the_target():
     (dict(of=dataclasses.replace(
         _TARGET.target, cache=sj.caches.Streaming(slack=50)), window=48),
      "slack=50, and up to 51"),
-    (dict(of=testing.MarkovModel(VOCAB)), "needs a models.Transformer"),
+    (dict(of=testing.MarkovModel(VOCAB)), "models.Transformer"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_settings_are_refused(options, message):
   # Broken: a slip is found while it decodes, or there is nothing to swap.

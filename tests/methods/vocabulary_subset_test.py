@@ -49,8 +49,8 @@ def test_a_ban_of_all_its_tokens_leaves_a_law(temperature):
 
 
 @pytest.mark.parametrize("ids,words", [
-    ([], "one token id at least"), ([0.5], "float64"), ([1, 5], "holds 5"),
-    ([-1, 2], "holds -1"), ([2, 1, 2], "holds 2 twice")])
+    ([], "at least one token id"), ([0.5], "float64"), ([1, 5], "has 5"),
+    ([-1, 2], "has -1"), ([2, 1, 2], "has 2 twice")])
 def test_a_head_of_no_tokens(ids, words):
   # Broken: an id is wrapped or clamped, and another token is drafted.
   pair = testing.tiny_pair(5)
@@ -78,9 +78,9 @@ def test_frequent_tokens():
 
 @pytest.mark.parametrize("make,words", [
     (lambda: VocabularySubset(testing.MarkovModel(3)), "is a MarkovModel"),
-    (lambda: frequent_tokens([1, 2], 3), "size is 3.*2 of the vocab"),
+    (lambda: frequent_tokens([1, 2], 3), "size is 3.*size 2"),
     (lambda: frequent_tokens([1, 2, 3], 1, always=(0, 1)), "size is 1.*from 2"),
-    (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always holds 5"),
+    (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always has 5"),
     (lambda: frequent_tokens([0.5, np.nan], 1), "none below 0"),
     (lambda: frequent_tokens([[1, 2]], 1), r"shape \(1, 2\)")])
 def test_settings_that_make_no_sense(make, words):
