@@ -1,4 +1,4 @@
-"""The face of the loop: prompts, limits and keys in, tokens out."""
+"""`Decoder`: prompts, limits and keys in, tokens out."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -33,10 +33,10 @@ from specjax.utils import processes
 
 
 class Generation(NamedTuple):
-  """What `generate` returns.
+  """Result of `Decoder.generate`.
 
   Attributes:
-    tokens: a list of int32 arrays, each row's prompt and continuation.
+    tokens: list of int32 arrays, prompt and continuation of each row.
     stats: `RoundStats` summed over the rounds; `active` counts them.
   """
 
@@ -48,37 +48,37 @@ class Generation(NamedTuple):
 class Decoder:
   """A target, a drafter and a verifier as one compiled program.
 
-  It holds static parts only and hashes by value: equal decoders share their
-  compiled code, and so do decoders that differ in temperature or eos alone.
-  Weights and state are arguments: `params = {"target": ..., "drafter": ...}`.
+  A decoder has only static configuration and hashes by value. Equal decoders
+  share their compiled code, as do decoders that differ only in temperature or
+  eos. Parameters and state are arguments: `params = {"target": ...,
+  "drafter": ...}`.
 
   Attributes:
-    target: the `Model` whose law the output follows.
-    drafter: the `Drafter`.
-    verifier: the `Verifier` whose verdicts are committed.
-    transform: from logits to the law that is sampled from; shared with the
-      drafter unless that has its own. Its temperature is that of every row
-      unless `prefill` is given others.
-    observers: verifiers whose laws are evaluated on the same drafts and
-      reported in `RoundStats`, never acted on.
-    eos: the token id that ends a row, or several of them, or None; for every
-      row unless `prefill` is given others.
-    controller: chooses the length of the drafts before every round, down to
-      none, see `decoding.controller`; None: it is the drafter's. With one, the
-      text of a row at a temperature above 0 depends on the rows beside it; its
-      law does not.
-    debug: whether the numbers of every round are checked: that laws sum to 1,
-      that the rows of q are laws, that a chain is one, that commits stay
-      within the capacity. It costs time; a `ValueError` names the part. (A
-      single `decode_round` reports in `RoundStats.checks`.)
-    parts: no argument, but what is made of them: the `rounds.Round` that is
-      repeated, with the drafter bound, or a `RoundsByLength` of rounds where
-      there is a controller.
+    target: target model; the output follows its distribution.
+    drafter: drafter.
+    verifier: rule whose verdicts are committed.
+    transform: transform from logits to probabilities, shared with a drafter
+      that has none. Its temperature is the default of `prefill`.
+    observers: rules that are evaluated on the same drafts and reported in
+      `RoundStats`. They have no effect on the output.
+    eos: token id that ends a row, or several, or None. It is the default of
+      `prefill`.
+    controller: chooses the draft length before every round, see
+      `decoding.controller`. None: the length of the drafter. With a controller,
+      the sequence of a row at a temperature above 0 depends on the other rows
+      of the batch; its distribution does not.
+    debug: True to check the values of every round: laws and the rows of q sum
+      to 1, chains are chains, and commits fit the capacity. It costs time. A
+      `ValueError` names the component. A single `decode_round` reports in
+      `RoundStats.checks` instead.
+    parts: not an argument: the `rounds.Round` with the drafter bound, or with a
+      controller a `RoundsByLength`.
 
   Raises:
-    ValueError: the drafter does not declare what the verifier requires, or does
-      not fit the target; a banned id or `eos` is out of range; the transform's
-      temperature is None; the controller does not fit the drafter.
+    ValueError: the drafter does not declare a capability that the verifier
+      requires, or does not fit the target; a banned id or `eos` is out of
+      range; the transform's temperature is None; the controller does not fit
+      the drafter.
 
   Example:
     >>> import jax
@@ -112,20 +112,14 @@ class Decoder:
   controller: Controller | None = None
 
   def __post_init__(self):
-    named = lambda x: (f"the class {x.__name__}" if isinstance(x, type) else
-                       f"a {type(x).__name__}")
     if not isinstance(self.observers, tuple | list):
-      raise ValueError(f"observers is {named(self.observers)}; give a "
+      raise ValueError(f"observers is {_described(self.observers)}; give a "
                        "tuple of verifiers, such as (Token(),)")
     object.__setattr__(self, "observers", tuple(self.observers))
     interfaces.check_model("target", self.target)
-    for name, kind in (("transform", LogitsTransform),
-                       ("controller", Controller)):
-      value = getattr(self, name)
-      if not isinstance(value, kind) and (
-          name == "transform" or value is not None):
-        raise ValueError(
-            f"{name} is {named(value)}; give a {kind.__name__}(...)")
+    _check_kind("transform", self.transform, LogitsTransform)
+    if self.controller is not None:
+      _check_kind("controller", self.controller, Controller)
     self._check_target()
     ids = inputs.eos_ids("eos", self.eos, self.target.vocab_size)
     object.__setattr__(self, "eos", None if self.eos is None else (
@@ -136,7 +130,7 @@ class Decoder:
     drafter = interfaces.bind(self.drafter, self.target, shared)
     for rule in (self.verifier, *self.observers):
       interfaces.check_pair(rule, drafter)
-    # No field: two decoders are equal if what they were made of is.
+    # Not a field, so that decoders with equal arguments are equal.
     one = rounds_lib.Round(
         target=self.target, drafter=drafter, rule=self.verifier,
         transform=shared, observers=self.observers, debug=self.debug)
@@ -154,7 +148,7 @@ class Decoder:
                          f"vocabulary has {vocab_size} tokens")
     if self.transform.temperature is None:
       raise ValueError("the decoder's transform has temperature None; give the "
-                       "temperature of rows that name none")
+                       "default temperature of the rows")
     constraints_lib.check_target(
         self.transform.constraints, vocab_size, self.transform.banned)
 
@@ -165,23 +159,23 @@ class Decoder:
 
   @property
   def context_length(self) -> int:
-    """Longest sequence that both models were made for, in tokens."""
+    """Longest sequence in tokens that both models can read."""
     return min(self.target.context_length,
                self.parts.drafter.context_length)
 
   @property
   def context_owner(self) -> str:
-    """The model that `context_length` is of: "target" or "drafter"."""
+    """The model with the shorter context: "target" or "drafter"."""
     return ("target" if self.context_length == self.target.context_length
             else "drafter")
 
   @property
   def changes_law(self) -> tuple[str, ...]:
-    """Class names of the parts that change the law of the output.
+    """Class names of the components that change the output distribution.
 
-    They are the target if it says `changes_law = True`, as `Contrastive` does,
-    and every constraint. The output follows autoregressive decoding with these
-    parts, and not the plain model.
+    They are the target if `changes_law` is True, as for `Contrastive`, and
+    every constraint. The output then follows autoregressive decoding with these
+    components, not that of the plain model.
     """
     parts = [self.target] if self.target.changes_law else []
     return tuple(type(part).__name__
@@ -192,43 +186,36 @@ class Decoder:
               capacity: int = 0, temperature: Any = None, eos: Any = None,
               context: Any = None, grows: bool = False,
               placement: sharding.Placement | None = None) -> DecodeState:
-    """Reads the prompts and prepares the loop.
+    """Reads the prompts and returns the state of the loop.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompts: B sequences of token ids, each of at least one token; lengths
-        may differ.
-      key: a PRNG key of `jax.random.key`, threefry.
+      prompts: B sequences of token ids, none empty; lengths may differ.
+      key: threefry PRNG key of `jax.random.key`.
       limits: `[B]` or one number, the length of prompt and output together at
-        which a row is done; default: the context length.
-      request_ids: `[B]` whole numbers from 0 to 2^32 - 1; a row's randomness is
-        a function of (key, its request id) alone. Default: 0..B-1.
-      capacity: least number of slots of a row, rounded up to a multiple of
-        128; default: what the limits and a draft need. More slots take memory,
-        and time in drafters that scan them (`NGram`); on a CPU attention costs
-        only those in use.
-      temperature: one number for all rows, or `[B]`; at least 0. Default: the
-        transform's.
-      eos: a token id, or several in one flat sequence, for all rows; or B
-        lists of ids, one for each row, such as `[[1, 2], []]`. Default: the
-        decoder's.
-      context: a tree of arrays `[B, ...]` that the drafter may read, as
-        `Prompt.context` and `DecodeState.context`.
-      grows: whether to begin with few slots. `decode_until` adds more as rows
-        grow; for any other loop call `grow` in time, or rows overwrite
+        which a row is done. Default: the context length.
+      request_ids: `[B]` whole numbers from 0 to 2^32 - 1. The random numbers of
+        a row depend only on the key and its request id. Default: 0..B-1.
+      capacity: minimum number of slots per row, rounded up to a multiple of
+        128. Default: the slots that the limits and a draft need. More slots
+        take memory, and time in drafters that scan them (`NGram`). On a CPU,
+        the cost of attention follows the used slots.
+      temperature: one number or `[B]`, at least 0. Default: the transform's.
+      eos: token ids for all rows, or B lists of ids, such as `[[1, 2], []]`.
+        Default: the decoder's.
+      context: tree of arrays `[B, ...]` that the drafter may read, see
+        `Prompt.context`.
+      grows: True to begin with few slots. `decode_until` adds slots as rows
+        grow. Any other loop must call `grow` in time, or rows overwrite
         themselves.
-      placement: where the state is to lie on a mesh; the parameters lie there
+      placement: placement of the state on a mesh. The parameters must be there
         already (`Placement.put`).
 
-    Returns:
-      The state of the loop.
-
     Raises:
-      ValueError: a prompt is empty, or longer than its limit; a limit exceeds
-        the context length; a token id, a request id or a temperature is out of
-        range; a leaf of the context has another number of rows; `params` lack
-        the target's; a constraint cannot be fulfilled; a part cannot grow that
-        should; a mesh does not divide the rows or a cache.
+      ValueError: an argument is out of range or has the wrong shape; a prompt
+        is empty or longer than its limit; a limit exceeds the context length; a
+        constraint cannot be fulfilled; with `grows`, a component cannot grow;
+        the mesh does not divide the rows or a cache.
     """
     tokens, lengths = inputs.prompts(prompts, self.target.vocab_size)
     limits = inputs.limits(limits, lengths, self.context_length,
@@ -255,28 +242,29 @@ class Decoder:
         return placement.start(self, *arguments)
       return rounds_lib.start(*arguments)
     except Exception:
-      # Most often because of parameters that are not the model's.
+      # The most frequent cause: parameters of another model.
       inputs.explain_parameters(params, {
           "target": self.target,
-          "drafter": getattr(self.drafter, "model", None)})
+          "drafter": interfaces.model_of(self.drafter)})
       raise
 
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,
             eos: jax.Array | None = None) -> DecodeState:
-    """`prefill` without its checks: pure, for use inside a program.
+    """Returns the state after the prompts, without the checks of `prefill`.
 
-    A drafter can so be a decoder itself. Outside of a program, give copies of
-    arrays that are needed later: the loops donate the state.
+    It is pure and works inside a compiled program, so a drafter can be a
+    decoder itself. Outside of a program, pass copies of arrays that are needed
+    later: the loops donate the state.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompt: B rows, padded to `prefill.padded_length` columns; its capacity
-        must hold every limit and the nodes of a draft.
+      prompt: B rows of `prefill.padded_length` columns. Its capacity must fit
+        every limit and the nodes of a draft.
       limits: `[B]` int32.
       keys: `[B]` PRNG keys.
-      temperature: `[B]` float32; default: the transform's.
-      eos: `[B, E]` int32, filled up with -1; default: the decoder's.
+      temperature: `[B]` float32. Default: the transform's.
+      eos: `[B, E]` int32, padded with -1. Default: the decoder's.
     """
     rows = prompt.lengths.shape[0]
     if temperature is None:
@@ -289,21 +277,21 @@ class Decoder:
 
   def insert(self, state: DecodeState, slot: int | Sequence[int],
              fresh: DecodeState) -> DecodeState:
-    """Puts the rows of another state of this decoder in the place of some.
+    """Replaces rows of a batch by the rows of a fresh state.
 
-    So a batch stays full: a row that is done gives its slot to a new prompt,
-    and the other rows do not notice.
+    A row that is done can give its slot to a new prompt. The other rows are
+    unaffected.
 
     Args:
       state: B rows; it is donated.
-      slot: the row to replace, or as many rows as `fresh` has.
-      fresh: of `prefill` with the same capacity, and as many eos ids. Give
-        it `request_ids` that no other row had, or the rows would draw the same
-        numbers.
+      slot: index of the row to replace, or as many indices as `fresh` has rows.
+      fresh: state from `prefill` with the same capacity and number of eos ids.
+        Its `request_ids` must differ from those of all other rows, or rows draw
+        the same numbers.
 
     Raises:
-      ValueError: a slot is out of range, the two states are of different
-        structure, shapes or dtypes, or the pages are those of a `Pool`.
+      ValueError: a slot is out of range; the states differ in structure, shapes
+        or dtypes; the state has the pages of a `Pool`.
     """
     for one in (state, fresh):
       self._check_state(one)
@@ -325,17 +313,17 @@ class Decoder:
 
   def grow(self, params: Any, state: DecodeState, capacity: int
            ) -> DecodeState:
-    """The same state with more slots in every row.
+    """Returns the state with more slots in every row.
 
-    Decoding goes on as if they had been there from the start.
+    Decoding continues as if the slots had been there from the start.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: it is donated.
-      capacity: least number of slots, as in `prefill`.
+      state: state of the loop; it is donated.
+      capacity: minimum number of slots, as in `prefill`.
 
     Raises:
-      ValueError: the state has more slots already, or a part cannot grow.
+      ValueError: the state already has more slots, or a component cannot grow.
     """
     self._check_state(state)
     return capacity_lib.grow(
@@ -343,7 +331,7 @@ class Decoder:
 
   @property
   def _whole(self) -> int:
-    """Slots for the longest text, the most that are ever needed."""
+    """Slots for the longest sequence of the models."""
     return capacity_lib.rounded(self.context_length + self.num_nodes)
 
   def _check_state(self, state: DecodeState) -> None:
@@ -367,18 +355,19 @@ class Decoder:
 
   def decode_round(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
-    """One round for every row; rows that are done stay as they are.
+    """Runs one round; rows that are done do not change.
 
-    A row whose numbers broke down has stopped, and is not reported: call
-    `raise_if_not_finite` with the stats. So it is with all that decodes and is
-    not `generate`.
+    A row with non-finite numbers stops without an error. Call
+    `raise_if_not_finite` with the stats after this and every other decoding
+    method except `generate`.
     """
     state, stats, _ = self.decode_round_traced(params, state)
     return state, stats
 
   def decode_round_traced(self, params: Any, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats, Trace]:
-    """`decode_round`, and what the verifier saw and decided."""
+    """Runs `decode_round`; the trace has the drafts, target_probs and verdicts.
+    """
     self._check_state(state)
     return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
 
@@ -388,15 +377,15 @@ class Decoder:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: it is donated and must not be used again.
-      rounds: how many.
+      state: state of the loop; it is donated and must not be used again.
+      rounds: number of rounds.
 
     Returns:
-      `(state, stats)` with every field of the stats stacked, `[rounds, ...]`.
+      `(state, stats)`; the fields of the stats are stacked, `[rounds, ...]`.
 
     Raises:
-      ValueError: a row has too few pages of a `Pool`; with `debug=True`, a part
-        returned bad numbers.
+      ValueError: a row has too few pages of a `Pool`; with `debug=True`, a
+        component returned wrong values.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
@@ -407,10 +396,9 @@ class Decoder:
 
   def decode_traced(self, params: Any, state: DecodeState, rounds: int
                     ) -> tuple[DecodeState, RoundStats, Trace]:
-    """`decode` for records: `(state, stats, traces)`.
+    """Runs `decode` and also returns the traces: `(state, stats, traces)`.
 
-    Arguments and errors are its. The traces are stacked like the stats; they
-    take rounds * B * 2 * N * V floats.
+    Traces are stacked like the stats. They have rounds * B * 2 * N * V floats.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
@@ -424,26 +412,26 @@ class Decoder:
                    ) -> tuple[DecodeState, RoundStats]:
     """Runs until every row is done, compiled.
 
-    Whenever a row comes near the end of its slots, all rows get twice as many:
-    one program for every capacity.
+    When a row comes near the end of its slots, the slots of all rows are
+    doubled. Each capacity is a compiled program.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: it is donated and must not be used again.
+      state: state of the loop; it is donated and must not be used again.
 
     Returns:
-      `(state, stats)` with the stats summed over the rounds: `active` counts
-      a row's rounds; `finite`, `draft_finite` and `law_finite` say whether all
+      `(state, stats)` with sums over the rounds. `active` counts the rounds of
+      a row; `finite`, `draft_finite` and `law_finite` are True if all rounds
       were.
 
     Raises:
-      ValueError: with `debug=True`, a part returned bad numbers.
+      ValueError: with `debug=True`, a component returned wrong values.
     """
     self._check_state(state)
     if state.target_cache.pooled:
       raise ValueError(
-          "a Pool gives out the pages of the state, and rows would outgrow "
-          "them here; call Pool.extend and decode by turns")
+          "a Pool gives out the pages of the state, and rows would exceed "
+          "them here; call Pool.extend and decode in turn")
     state, stats, ended = rounds_lib.until(self.parts, params, state)
     if not ended:
       state, stats = capacity_lib.continued(
@@ -460,23 +448,20 @@ class Decoder:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompts: B sequences of token ids, of any lengths, none empty.
-      key: a threefry PRNG key.
-      max_new_tokens: of every row, at least 0.
-      request_ids: `[B]`, numbers that seed the rows; default: 0 to B - 1.
-      temperature: a number or `[B]`; default: the transform's.
-      eos: one token id or several for all rows, or a list of them for each
-        row; default: the decoder's.
-      context: per-row arrays for a drafter that reads them.
-      grows: whether slots are added as texts grow; default: True, except on a
-        CPU, whose attention costs what is used and not what is allocated, and
-        where a part cannot grow.
-      placement: where everything lives on a mesh. In several processes each
-        gets all texts. `prefill` says more of every argument.
+      prompts: B sequences of token ids, none empty; lengths may differ.
+      key: threefry PRNG key.
+      max_new_tokens: maximum number of new tokens per row, at least 0.
+      request_ids: `[B]` seeds of the rows. Default: 0..B-1.
+      temperature: one number or `[B]`. Default: the transform's.
+      eos: token ids for all rows, or one list per row. Default: the decoder's.
+      context: arrays per row that the drafter may read.
+      grows: True to add slots as rows grow. Default: True, except on a CPU,
+        where attention follows the used slots, and if a component cannot grow.
+      placement: placement on a mesh. Every process gets all sequences.
 
     Raises:
-      ValueError: bad arguments, as in `prefill`.
-      FloatingPointError: a model's logits were not finite.
+      ValueError: an argument is invalid, see `prefill`.
+      FloatingPointError: the logits of a model were not finite.
     """
     fields.check_at_least("max_new_tokens", max_new_tokens, 0)
     prompts = inputs.as_rows(prompts)
@@ -496,19 +481,30 @@ class Decoder:
         stats)
 
 
-# Fields of `RoundStats`, and what was not finite where they are False.
+def _described(x: Any) -> str:
+  return (f"the class {x.__name__}" if isinstance(x, type) else
+          f"a {type(x).__name__}")
+
+
+def _check_kind(name: str, value: Any, kind: type) -> None:
+  if not isinstance(value, kind):
+    raise ValueError(
+        f"{name} is {_described(value)}; give a {kind.__name__}(...)")
+
+
+# Fields of `RoundStats`, and the numbers that are not finite if one is False.
 FINITE = {"finite": "target's logits",
           "draft_finite": "drafter's probabilities",
           "law_finite": "verifier's laws"}
 
 
 def raise_if_not_finite(stats: RoundStats) -> None:
-  """Raises where numbers broke down, naming the part and the row.
+  """Raises an error that names the component and row of non-finite numbers.
 
-  Such a row has stopped by itself and emitted nothing from bad numbers.
+  Such a row has stopped and has emitted no token from them.
 
   Raises:
-    FloatingPointError: some logits, or a verifier's law, were not finite.
+    FloatingPointError: logits, drafter probabilities or laws were not finite.
   """
   for field, part in FINITE.items():
     ok = np.asarray(processes.gathered(getattr(stats, field)))

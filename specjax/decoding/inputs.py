@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import interfaces
 from specjax import sampling
 from specjax.decoding import prefill
 from specjax.interfaces import Model
@@ -72,7 +73,7 @@ def parameters(given: Any) -> None:
     raise ValueError(f"params {has}; give "
                      '{"target": ..., "drafter": ...}, the parameters of both')
   for name, one in given.items():
-    if hasattr(one, "params"):
+    if interfaces.is_bundle(one):
       raise ValueError(
           f"params[{name!r}] is a {type(one).__name__}, a model with its "
           "parameters; give the parameters alone: its `.params`")
@@ -221,7 +222,9 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
     vocab_size: V, of the target.
   """
   given = default if given is None else given
-  given = np.asarray(given).tolist() if hasattr(given, "shape") else given
+  given = (
+      np.asarray(given).tolist()
+      if isinstance(given, jax.Array | np.ndarray | np.generic) else given)
   is_id = lambda x: x is not None and _is_single(x)
   entries = [] if given is None else [given] if is_id(given) else list(given)
   ids = [*map(is_id, entries)]

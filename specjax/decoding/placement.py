@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a model does not need the loop
 
 # Gate and up, `[D, 2, F]`, lie on a TPU as two matrices. As they come they
 # share the rows of a tile, and every loop over passes first copies them apart.
-_ON_TPUS = {("gate_up", "kernel"): (1, 0, 2)}
+_ON_TPUS = {"['gate_up']['kernel']": (1, 0, 2)}
 
 
 def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
@@ -197,7 +197,7 @@ def _param_shardings(decoder, params, mesh, axis, drafter):
 
 def _laid_out(path, sharding, x):
   """The sharding, or with it the order in which a TPU reads the axes."""
-  order = _ON_TPUS.get(tuple(getattr(key, "key", None) for key in path[-2:]))
+  order = _ON_TPUS.get(jax.tree_util.keystr(path[-2:]))
   if order is None or len(order) != x.ndim:
     return sharding
   return Format(Layout(order), sharding)

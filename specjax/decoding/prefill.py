@@ -1,9 +1,13 @@
 """Reading prompts into a cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces import Cache
 from specjax.interfaces import checks
+from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -12,10 +16,10 @@ _CHUNK = 256  # tokens of a pass: bounds the [S, S] mask and the attention
 
 
 def padded_length(longest: int) -> int:
-  """Columns that prompts are padded to, so that few shapes are compiled.
+  """Returns the number of columns that prompts are padded to.
 
-  At most a quarter more than the longest prompt of more than 128 tokens: a
-  model spends as long on padding as on text.
+  Few shapes are compiled. For prompts of more than 128 tokens, at most a
+  quarter is padding, which costs a model as much as text.
   """
   step = 32
   while step < _CHUNK and longest > 8 * step:
@@ -24,35 +28,37 @@ def padded_length(longest: int) -> int:
 
 
 def chunk_size(columns: int) -> int:
-  """Columns of a pass: the largest divisor of `columns` up to 256."""
+  """Returns the columns of a pass: the largest divisor of `columns` up to 256.
+  """
   count = -(-columns // _CHUNK)
   while columns % count:
     count += 1
   return columns // count
 
 
-def empty_cache(model, params, lengths: jax.Array, capacity: int):
-  """A cache for texts of `lengths [B]`, of which it holds nothing yet.
+def empty_cache(model: Model, params: Any, lengths: jax.Array, capacity: int
+                ) -> Cache:
+  """Returns an empty cache for sequences of `lengths [B]`.
 
-  That nothing is there is not told to XLA, which would compute attention over
-  empty slots while it compiles, and takes minutes for it.
+  The lengths 0 are computed from data. With a constant, XLA would evaluate
+  attention over empty slots at compile time, which takes minutes.
   """
   cache = model.init_cache(params, lengths.shape[0], capacity)
   cache = cache.rollback(jnp.minimum(lengths, 0))
   return cache.until(lengths)
 
 
-def read_prompt(model, params, prompt: Prompt) -> ModelOutput:
+def read_prompt(model: Model, params: Any, prompt: Prompt) -> ModelOutput:
   """Runs a model over right-padded prompts, a chunk of columns at a time.
 
   Args:
-    model: a `Model`.
+    model: model.
     params: its parameters.
-    prompt: `padded_length` columns.
+    prompt: prompts of `padded_length` columns.
 
   Returns:
-    `hidden [B, P, D]` and a cache that holds all but the last token of every
-    row: the root of the first draft is not in it. `logits` is None.
+    `hidden [B, P, D]` and a cache with all but the last token of every row,
+    because that is the root of the first draft. `logits` is None.
   """
   batch, columns = prompt.tokens.shape
   size = chunk_size(columns)

@@ -1,13 +1,14 @@
-"""One round of drafting and verifying, and the loops that chain rounds.
+"""One round of drafting and verifying, and the loops that run rounds.
 
   drafter.propose -> target pass -> transform -> law -> verdict -> commit
 
-A round is pure and knows no algorithm: the parts that it calls are arguments.
-jit happens here, once; nothing inside talks to the host. `decoding.decoder` is
-the face for prompts, limits and keys.
+A round is pure. Its components are arguments, and it does not depend on any
+method. The loops are compiled here, without host calls inside.
+`decoding.decoder` has the public interface.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ from specjax import sampling
 from specjax.caches import dense
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import prefill
+from specjax.interfaces import Cache
 from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -29,6 +31,7 @@ from specjax.sampling import LogitsTransform
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import Law
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import RoundStats
@@ -42,13 +45,13 @@ _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
 
 
 def roots(state: DecodeState) -> jax.Array:
-  """`[B]`, the last committed token of every row of a `DecodeState`."""
+  """Returns `[B]`, the last committed token of every row."""
   return jnp.take_along_axis(
       state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
 
 def root_only(state: DecodeState, vocab_size: int) -> Draft:
-  """The batch of drafts that propose nothing."""
+  """Returns a batch of drafts that propose nothing."""
   root = roots(state)
   tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
   probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
@@ -64,11 +67,12 @@ def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
   return jnp.where(ends, verdict.next_token[:, None], tokens)
 
 
-def once(wanted: jax.Array, function, carry):
-  """`function(carry)` if it is wanted, a `[]` bool, and else `carry`.
+def once(wanted: jax.Array, function: Callable[[Any], Any], carry: Any
+         ) -> Any:
+  """Returns `function(carry)` if `wanted`, a `[]` bool, is True, else `carry`.
 
-  A loop of at most one step: `lax.cond` copies what it passes through, and
-  would do so with every cache.
+  It is a loop of at most one step, because `lax.cond` copies its operands, all
+  caches included.
   """
   return jax.lax.while_loop(
       lambda loop: loop[0],
@@ -76,17 +80,17 @@ def once(wanted: jax.Array, function, carry):
 
 
 def check_slack(part: Model | Drafter, tokens: int) -> None:
-  """Checks that a ring of last tokens holds on while some are taken back.
+  """Checks that a ring of last tokens is complete after tokens are taken back.
 
-  It would read less of a text after some drafts than after others, so that the
-  law of a token depended on where its draft began.
+  Otherwise the visible context, and so the distribution of a token, would
+  depend on the position where its draft began.
 
   Args:
     part: the model, or the drafter that has it.
-    tokens: the most that a drafter takes back of its cache.
+    tokens: maximum number of tokens that a drafter takes back.
 
   Raises:
-    ValueError: its cache, a `Streaming`, has less slack.
+    ValueError: the cache, a `Streaming`, has less slack.
   """
   if part.slack < tokens:
     raise ValueError(
@@ -96,19 +100,20 @@ def check_slack(part: Model | Drafter, tokens: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """The static parts of a round; equal ones share their compiled programs.
+  """Static configuration of a round; equal rounds share compiled programs.
 
-  What differs between rows is data: temperature and eos are in the state.
+  Temperature and eos differ between rows, so they are in the state.
 
   Attributes:
-    target: the model whose law the output follows.
-    drafter: bound to the target.
-    rule: whose verdicts are committed.
-    transform: from logits and the rows' temperature to laws.
+    target: target model; the output follows its distribution.
+    drafter: drafter, bound to the target.
+    rule: verifier whose verdicts are committed.
+    transform: transform from logits and temperatures to probabilities.
     observers: rules that are evaluated on the same drafts.
-    debug: whether values are checked as well, see `checks.check_values`.
-    drafts: whether what is decoded is a draft for another target, so that its
-      own may know no token that a constraint allows, see `constraining`.
+    debug: True to check values, see `checks.check_values`.
+    drafts: True if the decoded sequence is itself a draft for another target.
+      Its own target may then assign no mass to the tokens that a constraint
+      allows, see `constraining`.
   """
 
   target: Model
@@ -122,23 +127,23 @@ class Round:
   def start(self, params: Any, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array, eos: jax.Array
             ) -> DecodeState:
-    """The state after reading the prompts; arguments as in the state."""
+    """Returns the state after reading the prompts, see `begun`."""
     output = prefill.read_prompt(self.target, params["target"], prompt)
     return self.begun(params, prompt, output, limits, keys, temperature, eos)
 
   def begun(self, params: Any, prompt: Prompt, output: ModelOutput,
             limits: jax.Array, keys: jax.Array, temperature: jax.Array,
             eos: jax.Array) -> DecodeState:
-    """`start`, of prompts that the target has read.
+    """Returns the state for prompts that the target has read.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompt: the prompts.
-      output: what `prefill.read_prompt` returned.
-      limits: as in the state, and so are the others.
-      keys: likewise.
-      temperature: likewise.
-      eos: likewise.
+      prompt: prompts of B rows.
+      output: result of `prefill.read_prompt`.
+      limits: `[B]` int32, see `DecodeState`.
+      keys: `[B]` PRNG keys.
+      temperature: `[B]` float32.
+      eos: `[B, E]` int32.
     """
     with _that_reads_params(self._drafter_name):
       drafter = self.drafter.init(params, prompt, output)
@@ -161,7 +166,7 @@ class Round:
         made_by=self._drafter_name)
 
   def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
-    """`[rounds, B, count]`, the uniforms of the next rounds, see `uniforms`."""
+    """Returns the uniforms `[rounds, B, count]` of the next rounds."""
     numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
     count = sampling.VERDICT_UNIFORMS + (
         self.drafter.num_uniforms or 0)
@@ -169,25 +174,25 @@ class Round:
 
   def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
-    """One round for every row; rows that are done stay as they are.
+    """Runs one round; rows that are done do not change.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: of the loop.
-      uniforms: `[B, count]` of this round, the verdict's first.
+      state: state of the loop.
+      uniforms: `[B, count]` of this round; those of the verdict are first.
     """
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)
 
   def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
-    """One round without its trace."""
+    """Runs one round without returning its trace."""
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)[:2]
 
   def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
                   play: Callable[..., Any], carry: Any) -> Any:
-    """Plays rounds while `is_going(carry)`.
+    """Runs rounds while `is_going(carry)`.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
@@ -201,7 +206,7 @@ class Round:
   def judge(self, params: Any, state: DecodeState, uniforms: jax.Array,
             draft: Draft, drafter: Any
             ) -> tuple[DecodeState, RoundStats, Trace]:
-    """The part of a round that comes after `propose`, whose results it gets."""
+    """Verifies and commits the result of `propose`."""
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = topology.depths_of(ancestors)
@@ -218,14 +223,14 @@ class Round:
     verdict, expected, survival, summed, law = self._judged(
         state, draft, probs, depths, uniforms)
 
-    # One bad logit, NaN or +inf, makes NaNs of its law; -inf is a model's own
-    # ban. A sum is the cheapest search for them.
+    # A logit of NaN or +inf makes the sum of its probabilities NaN; -inf is a
+    # ban by the model. The sum is the cheapest test.
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
     read = finite & draft_finite
     law_finite = ~read | jnp.isfinite(summed)
     usable = read & law_finite
-    # What comes of bad numbers is not the fault of the part that read them.
+    # Values computed from non-finite inputs are not reported again.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
         type(self.rule).__name__, state, draft, law, usable
@@ -270,9 +275,9 @@ class Round:
 
   def propose(self, params: Any, state: DecodeState, uniforms: jax.Array
               ) -> tuple[Draft, Any]:
-    """The drafts and the drafter's state, from uniforms or from keys.
+    """Returns the drafts and the drafter's state, from uniforms or from keys.
 
-    Of the uniforms of a round those that it needs are taken, see `__call__`.
+    Of the uniforms, see `__call__`, it uses those after the verdict's.
     """
     count = self.drafter.num_uniforms
     uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]
@@ -287,19 +292,22 @@ class Round:
         self.drafter.num_nodes, self.target.vocab_size)
     return draft, drafter
 
-  def _committed(self, state, cache, verdict, count):
-    """The target's cache with the accepted path."""
-    if self._is_chain:  # the path's nodes lie in order already
+  def _committed(self, state: DecodeState, cache: Cache, verdict: Verdict,
+                 count: jax.Array) -> Cache:
+    """Returns the target's cache with the accepted path."""
+    if self._is_chain:  # the nodes of the path are in order
       return cache.rollback(state.target_cache.lengths + count)
     return cache.commit(verdict.path, count)
 
-  def _judged(self, state, draft, probs, depths, uniforms):
-    """The verdicts, and what is reported of the laws.
+  def _judged(self, state: DecodeState, draft: Draft, probs: jax.Array,
+              depths: jax.Array, uniforms: jax.Array
+              ) -> tuple[Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
+    """Returns the verdicts and the statistics of the laws.
 
     Returns:
-      The verdicts; two figures `[B, J]` and `[B, J, N]` of the rule's law and
-      of every observer's; `[B]`, finite where all that was drawn from is; the
-      laws with all of their rows, None without `debug`.
+      The verdicts; E[tau | draft] `[B, J]` and survival `[B, J, N]` of the rule
+      and of every observer; `[B]`, finite if the sampled distributions are; the
+      laws with `debug`, else None.
     """
     def one(memory, draft, probs, depths, uniforms):
       law = self.rule.evaluate(draft, probs, memory)
@@ -318,8 +326,8 @@ class Round:
 
 
 @contextlib.contextmanager
-def _that_reads_params(drafter):
-  """Names a drafter whose parameters are missing; not every one has any."""
+def _that_reads_params(drafter: str) -> Iterator[None]:
+  """Names a drafter whose parameters are missing; some drafters have none."""
   try:
     yield
   except KeyError as error:
@@ -330,25 +338,28 @@ def _that_reads_params(drafter):
         '{"target": ..., "drafter": ...}, the parameters of both') from None
 
 
-def _emitted(state, draft, verdict, usable, stuck):
-  """What a round adds to every row.
+def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
+             usable: jax.Array, stuck: jax.Array | None
+             ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Returns the tokens that a round adds to every row.
 
   Args:
-    state: before the round.
-    draft: batched.
-    verdict: batched.
-    usable: `[B]` bool, all numbers are finite.
-    stuck: `[B, N]` bool, nodes after which no token is allowed; or None.
+    state: state before the round.
+    draft: drafts.
+    verdict: verdicts.
+    usable: `[B]` bool, True if all numbers are finite.
+    stuck: `[B, N]` bool, nodes after which no token is allowed, or None.
 
   Returns:
-    Tokens `[B, N]` of the verdict, how many count, whether one ends the row,
-    and whether the row needs a token where none is allowed.
+    Tokens `[B, N]` of the verdict, how many are committed `[B]`, and two `[B]`
+    bools: an end token is among them; the row needs a token where none is
+    allowed.
   """
   tokens = path_tokens(draft, verdict)
   slot = jnp.arange(tokens.shape[-1])
   left = state.limits - state.lengths
   count = wanted = jnp.minimum(verdict.num_accepted + 1, left)
-  if stuck is not None:  # the text ends at the first such node on its path
+  if stuck is not None:  # the row ends at the first such node of its path
     on_path = jnp.take_along_axis(stuck, verdict.path, axis=-1)
     on_path &= slot <= verdict.num_accepted[:, None]
     count = jnp.where(jnp.any(on_path, axis=-1), jnp.minimum(
@@ -362,7 +373,8 @@ def _emitted(state, draft, verdict, usable, stuck):
   return tokens, count.astype(jnp.int32), ended & ~state.done, failed
 
 
-def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
+def _scan(parts: Round, params: Any, state: DecodeState, rounds: int,
+          traced: bool = False) -> tuple[DecodeState, Any]:
   def step(state, uniforms):
     if not traced:
       return parts.untraced(params, state, uniforms)
@@ -373,21 +385,23 @@ def _scan(parts: Round, params, state, rounds: int, traced: bool = False):
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-  """A statistic of all rounds: both must hold, or the sum."""
+  """Returns the statistic of both: the conjunction of bools, else the sum."""
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
-def _until(parts, params, state, rounds=None, done=None):
-  """Plays rounds until `done` rows are done (default all).
+def _until(parts: Round, params: Any, state: DecodeState,
+           rounds: jax.Array | None = None, done: jax.Array | None = None
+           ) -> tuple[DecodeState, RoundStats, jax.Array]:
+  """Runs rounds until `done` rows are done (default: all).
 
-  It ends earlier after `rounds` rounds, and if a row has no slots for another
+  It ends earlier after `rounds` rounds, or if a row has no slots for another
   draft, see `growth`.
 
   Args:
     parts: `Round` or `RoundsByLength`.
     params: `{"target": ..., "drafter": ...}`.
     state: state of the loop.
-    rounds: `[]` int32, largest number of rounds, or None.
+    rounds: `[]` int32, maximum number of rounds, or None.
     done: `[]` int32, number of rows, or None.
 
   Returns:
@@ -396,7 +410,7 @@ def _until(parts, params, state, rounds=None, done=None):
   """
   def is_going(carry):
     (state, _, played), i = carry
-    # Rows that are done write their drafts, too.
+    # Rows that are done also write their drafts.
     has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
         state.tokens.shape[1])
     is_open = (~jnp.all(state.done) if done is None else
@@ -440,14 +454,17 @@ until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames="parts")
-def start(parts: Round, params, prompt, limits, keys, temperature, eos):
-  """`Round.start`, compiled."""
+def start(parts: Round, params: Any, prompt: Prompt, limits: jax.Array,
+          keys: jax.Array, temperature: jax.Array, eos: jax.Array
+          ) -> DecodeState:
+  """Compiled `Round.start`."""
   return parts.start(params, prompt, limits, keys, temperature, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def insert(state, slots, fresh):
-  """`Decoder.insert`, compiled."""
+def insert(state: DecodeState, slots: jax.Array, fresh: DecodeState
+           ) -> DecodeState:
+  """Compiled `Decoder.insert`."""
   return interfaces.map_caches(
       lambda cache, new: cache.with_rows(slots, new),
       lambda all, new: all.at[slots].set(new), state, fresh)

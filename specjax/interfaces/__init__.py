@@ -17,6 +17,8 @@ from specjax.interfaces.parts import cannot_grow
 from specjax.interfaces.parts import check_drafter
 from specjax.interfaces.parts import check_model
 from specjax.interfaces.parts import has_model
+from specjax.interfaces.parts import is_bundle
+from specjax.interfaces.parts import model_of
 from specjax.interfaces.verifier import check_pair
 from specjax.interfaces.verifier import check_verifier
 from specjax.interfaces.verifier import Verifier
@@ -36,5 +38,7 @@ __all__ = [
     "check_pair",
     "check_verifier",
     "has_model",
+    "is_bundle",
     "map_caches",
+    "model_of",
 ]

@@ -51,7 +51,7 @@ def check_model(name: str, model: Any) -> None:
   if isinstance(model, type):
     raise ValueError(f"{name} is the class {model.__name__}; pass an object: "
                      f"{model.__name__}(...)")
-  if hasattr(model, "model") and hasattr(model, "params"):
+  if is_bundle(model) and model_of(model) is not None:
     raise ValueError(
         f"{name} is a {kind}, a model with its parameters; pass its `.model` "
         "here and its `.params` with every call")
@@ -69,18 +69,28 @@ def check_drafter(drafter: Any) -> None:
     raise ValueError(f"the drafter is the class {drafter.__name__}; pass an "
                      f"object: {drafter.__name__}(...)")
   if not isinstance(drafter, Drafter):
-    advice = ("its `.model`" if hasattr(drafter, "params") else "it" if
+    advice = ("its `.model`" if is_bundle(drafter) else "it" if
               isinstance(drafter, Model) else None)
     raise ValueError(f"the drafter is a {name}; " + (
         "it must be a specjax.interfaces.Drafter" if advice is None else
         f"pass {advice} in sj.drafters.DraftModel(model=..., gamma=4)"))
   fields.check_hashable("drafter", drafter)
-  model = getattr(drafter, "model", None)
+  model = model_of(drafter)
   if model is not None:
     check_model(f"{name}.model", model)
   fields.check_at_least(f"{name}.num_nodes", drafter.num_nodes, 1)
   fields.check_at_least(f"{name}.num_uniforms", drafter.num_uniforms or 0, 0)
   capabilities(drafter)
+
+
+def model_of(part: Any) -> Any:
+  """Returns the field `model` of a drafter, or None."""
+  return getattr(part, "model", None)
+
+
+def is_bundle(part: Any) -> bool:
+  """Returns True for an object with parameters, such as `zoo.Member`."""
+  return hasattr(part, "params")
 
 
 def has_model(part: Any) -> bool:

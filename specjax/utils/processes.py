@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import jax
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -198,7 +199,7 @@ def placed(tree: Any, shardings: Any) -> Any:
     shardings: tree of `NamedSharding` or `Format` with the same structure.
   """
   def place(x: Any, sharding: Any) -> jax.Array:
-    devices = getattr(sharding, "sharding", sharding)  # of a `Format`
+    devices = sharding.sharding if isinstance(sharding, Format) else sharding
     if devices.is_fully_addressable or (
         isinstance(x, jax.Array) and not x.is_fully_addressable):
       return jax.device_put(x, sharding)
