@@ -1,20 +1,91 @@
-"""Helpers of all drafters: drafts, checks, and passes of a drafting model."""
+"""Bases and helpers of drafters of several families."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelOutput
+
+_T = TypeVar("_T")
+
+
+class Replicated(Drafter):
+  """Base of drafters whose parameters are copied to every device."""
+
+  def param_specs(self, axis: str, size: int) -> PartitionSpec:
+    """Returns an empty specification."""
+    del axis, size
+    return PartitionSpec()
+
+
+class ModelFree(Replicated):
+  """Base of drafters without a model; `bind` sets the field `vocab_size`."""
+
+  vocab_size: int | None
+
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
+    """Returns the drafter specialised to a target."""
+    del transform
+    if self.vocab_size is not None:
+      check_target_size(self.vocab_size, target)
+    return dataclasses.replace(self, vocab_size=target.vocab_size)
+
+
+class OneModel(Drafter):
+  """Base of drafters with one `model` over the target's vocabulary."""
+
+  model: Model
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
+    """Returns the drafter specialised to a target."""
+    check_vocabulary(self.model, target)
+    return super().bind(target, transform)
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """Returns the specifications of the model."""
+    return self.model.param_specs(axis, size)
+
+
+class DrawnChain(Drafter):
+  """Base of drafters that sample a chain of `gamma` tokens in order."""
+
+  gamma: int
+  transform: LogitsTransform | None
+
+  chain = True
+  iid = True
+  conditional = True
+  proposal = "iid"
+
+  @property
+  def num_uniforms(self) -> int:
+    return UNIFORMS_A_DRAW * self.gamma
+
+  def bind(self, target: Model, transform: LogitsTransform) -> Any:
+    """Returns the drafter specialised to a target."""
+    del target
+    return with_transform(self, transform)
 
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
@@ -33,12 +104,12 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
-            vocab_size: int) -> Draft:
-  """Returns deterministic drafts of given tokens.
+                  vocab_size: int) -> Draft:
+  """Returns deterministic drafts of one static tree.
 
   Args:
     state: decoding state.
-    parents: N entries, of every row's tree.
+    parents: N entries of the tree.
     tokens: `[B, N - 1]` int32 of the nodes below the root; an id outside of
       [0, V) is padding.
     vocab_size: vocabulary size V.
@@ -48,39 +119,71 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return tree_drafts(state, parents, jnp.where(known, tokens, 0), probs)
 
 
-class DrawnChain(Drafter):
-  """Base of drafters that sample a chain of `gamma` tokens in order."""
+def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
+               read: Callable[[jax.Array, _T], tuple[jax.Array, _T]], carry: _T,
+               logits: jax.Array, uniforms: jax.Array, state: DecodeState,
+               transform: LogitsTransform, vocab_size: int
+               ) -> tuple[Draft, _T]:
+  """Samples a chain of gamma tokens per row and reads all except the last.
 
-  gamma: int
+  Args:
+    law: function `(logits, memory of the constraints, k)` to the distribution
+      `[B, V]` of token k = 1..gamma.
+    read: function `(tokens [B, 1], carry) -> (logits, carry)`.
+    carry: initial carry of `read`.
+    logits: logits of the first token.
+    uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    state: decoding state.
+    transform: transform whose constraints the tokens advance.
+    vocab_size: vocabulary size V.
 
-  chain = True
-  iid = True
-  conditional = True
-  proposal = "iid"
+  Returns:
+    The drafts and the last carry.
+  """
+  rows = uniforms.shape[0]
+  u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW).swapaxes(0, 1)
+  gamma = u.shape[0]
 
-  @property
-  def num_uniforms(self) -> int:
-    return UNIFORMS_A_DRAW * self.gamma
+  def draw(tokens, probs, memory, logits, node, u):
+    put = functools.partial(
+        jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
+    q = law(logits, memory, node)
+    token = jax.vmap(inverse_cdf)(q, u)
+    return token, put(tokens, token), put(probs, q), constraints_lib.advanced(
+        transform.constraints, memory, token)
+
+  def extend(loop, step):
+    carry, logits, *drawn = loop
+    token, *drawn = draw(*drawn, logits, *step)
+    logits, carry = read(token[:, None], carry)
+    return (carry, logits, *drawn), None
+
+  tokens = jnp.pad(rounds.roots(state)[:, None], ((0, 0), (0, gamma)))
+  probs = jnp.zeros((rows, gamma + 1, vocab_size),
+                    jnp.promote_types(logits.dtype, jnp.float32))
+  (carry, logits, *drawn), _ = jax.lax.scan(
+      extend, (carry, logits, tokens, probs, state.constraints),
+      (jnp.arange(1, gamma), u[:-1]))
+  _, tokens, probs, _ = draw(*drawn, logits, gamma, u[-1])
+  parents = jnp.tile(topology.chain(gamma), (rows, 1))
+  return Draft(tokens=tokens, parents=parents, probs=probs), carry
 
 
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
   """Returns the drafter with the transform for its draft distributions.
 
-  A drafter keeps a transform of its own, with its temperature, truncation and
-  bans; one that has None takes the target's. Either way its constraints are the
-  target's, in place of its own: the state remembers no others. The target's
-  bans come with them, for a decoder puts them first among its constraints where
-  it has any; without any, a transform of its own knows only its own bans.
+  A drafter keeps its own transform; None takes the target's. The constraints
+  are always the target's, because the decoding state has the memory of no
+  others. They include the target's banned tokens if it has constraints.
 
   Args:
     drafter: a frozen dataclass that has `transform`.
     transform: transform of the target.
-    **changes: other fields that `bind` fills in.
+    **changes: other fields that `bind` sets.
   """
-  own = drafter.transform or transform
-  return dataclasses.replace(
-      drafter, transform=own.under(transform), **changes)
+  transform = (drafter.transform or transform).under(transform)
+  return dataclasses.replace(drafter, transform=transform, **changes)
 
 
 def check_vocabulary(model: Model, target: Model) -> None:
@@ -101,7 +204,24 @@ def check_target_size(size: int, target: Model) -> None:
         f"{target.vocab_size}; make it with this target's tokenizer and size")
 
 
-def model_step(model: Model, params):
+def check_siblings(children: int, target: Model) -> None:
+  """Raises `ValueError` if a node has more children than there are tokens."""
+  if children > target.vocab_size:
+    raise ValueError(
+        f"a node has {children} children and the vocabulary "
+        f"{target.vocab_size} tokens; siblings must differ: use a narrower "
+        "tree")
+
+
+def read_token(model: Model, params: Any, token: jax.Array, cache: Any
+               ) -> tuple[ModelOutput, Any]:
+  """Feeds one token `[B, 1]` per row; returns the output and the cache."""
+  out = model(params, token, jnp.zeros_like(token),
+              jnp.ones((len(token), 1, 1), bool), cache)
+  return out, out.cache.rollback(cache.lengths + 1)
+
+
+def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
   """Returns a language model as a step of `_trees`; it carries its cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
@@ -111,22 +231,21 @@ def model_step(model: Model, params):
   return step
 
 
-def feed_last(model: Model, params, state: DecodeState, cache, size: int,
-              more: int = 0):
+def feed_last(model: Model, params: Any, state: DecodeState, cache: Any,
+              size: int, more: int = 0) -> tuple[jax.Array, Any]:
   """Catches up with the committed tokens by feeding the last `size` again.
 
-  Feeding a token that the cache holds already changes nothing, so one pass of
-  a fixed size serves every row, wherever its last round stopped.
+  Feeding a cached token changes nothing, so one pass of a fixed size serves
+  every row.
 
   Args:
-    model: a `Model`.
+    model: draft model.
     params: parameters of the model.
     state: decoding state.
-    cache: the model's; it may lack up to `size` of the committed tokens.
-    size: tokens to feed.
-    more: tokens that are fed after them in this round. If there are any, the
-      cache that is returned may not have written what it was fed: give
-      the settled cache back.
+    cache: cache of the model; it may lack up to `size` committed tokens.
+    size: number of tokens to feed.
+    more: number of tokens that are fed after them in this round. If it is not
+      0, return the settled cache from `propose`.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -136,8 +255,8 @@ def feed_last(model: Model, params, state: DecodeState, cache, size: int,
   return logits, cache
 
 
-def read_last(model: Model, params, state: DecodeState, cache, size: int,
-              more: int = 0):
+def read_last(model: Model, params: Any, state: DecodeState, cache: Any,
+              size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
   """Returns `feed_last` with the hidden state `[B, F]` of the root."""
   start = jnp.maximum(state.lengths - size, 0)
   # A row with fewer committed tokens feeds stale ones after them, which the
@@ -151,27 +270,27 @@ def read_last(model: Model, params, state: DecodeState, cache, size: int,
   return logits[:, 0], hidden[:, 0], out.cache.rollback(state.lengths)
 
 
-def catch_up(model: Model, params, state: DecodeState, cache,
-             since: jax.Array, size: int = rounds.CATCH_UP):
+def catch_up(model: Model, params: Any, state: DecodeState, cache: Any,
+             since: jax.Array, size: int = rounds.CATCH_UP) -> Any:
   """Reads the tokens of rounds without drafts, a block at a time.
 
   Args:
-    model: a `Model`.
+    model: draft model.
     params: parameters of the model.
-    state: decoding state; rows that are done are ignored.
-    cache: the model's, which holds the first `since [B]` committed tokens.
+    state: decoding state; finished rows are ignored.
+    cache: cache of the model with the first `since` committed tokens.
     since: number `[B]` int32 of cached tokens.
-    size: tokens of a block.
+    size: number of tokens of a block.
 
   Returns:
-    The cache, which lacks the last two committed tokens at most: what
-    `feed_last` of two tokens makes up for.
+    The cache. It lacks at most the last two committed tokens, which
+    `feed_last` with `size=2` feeds.
   """
   missing = jnp.where(state.done, 0, state.lengths - 2 - since)
 
   def read(carry):
     i, cache = carry
-    # The last block ends with the text, and so stays within the capacity.
+    # The last block ends with the sequence, so it stays within the capacity.
     start = jnp.minimum(since + i * size, state.lengths - size)
     start = jnp.maximum(start, 0)
     out = _feed(model, params, state, cache.rollback(start), start, size)
@@ -182,7 +301,8 @@ def catch_up(model: Model, params, state: DecodeState, cache,
       lambda carry: carry[0] * size < jnp.max(missing), read, carry)[1]
 
 
-def _feed(model, params, state, cache, start, size):
+def _feed(model: Model, params: Any, state: DecodeState, cache: Any,
+          start: jax.Array, size: int) -> ModelOutput:
   """Runs the model on `size` committed tokens from `start [B]`."""
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
@@ -190,21 +310,21 @@ def _feed(model, params, state, cache, start, size):
   return model(params, tokens, *topology.causal(batch, size), cache)
 
 
-def keep_path(cache, slots, path, size: int, count):
+def keep_path(cache: Any, slots: jax.Array, path: jax.Array, size: int,
+              count: jax.Array) -> Any:
   """Keeps the keys and values of the accepted path.
 
-  The deepest accepted token may never have been fed; `feed_last` of two
-  tokens makes up for it and for the extra token.
+  The deepest accepted token and the bonus token may not have been fed.
+  `feed_last` with `size=2` feeds them in the next round.
 
   Args:
-    cache: with a block of `size` drafted tokens after the committed ones.
-    slots: `[B, N]` int32, where each node of the draft lies in that block;
-      anything for the root and for nodes that were not fed.
-    path: `[B, N]` int32, of the verdict.
-    size: tokens of the block.
+    cache: cache with a block of `size` drafted tokens after the committed ones.
+    slots: `[B, N]` int32, slot of each node in that block; any value for the
+      root and for nodes that were not fed.
+    path: `[B, N]` int32, path of the verdict.
+    size: number of tokens of the block.
     count: number `[B]` int32 of committed tokens.
   """
-  below = path[:, 1:size + 1]
-  kept = jnp.take_along_axis(slots, below, axis=1)
-  kept = jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])))
-  return cache.commit(kept, count).settle()
+  accepted = jnp.take_along_axis(slots, path[:, 1:size + 1], axis=1)
+  accepted = jnp.pad(accepted, ((0, 0), (0, size - accepted.shape[1])))
+  return cache.commit(accepted, count).settle()

@@ -121,11 +121,8 @@ class StaticTree(Drafter):
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
     """Returns the drafter specialised to a target."""
-    if not self.iid and self._most_children > target.vocab_size:
-      raise ValueError(
-          f"a node has {self._most_children} children and the vocabulary "
-          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
-          "tree")
+    if not self.iid:
+      _common.check_siblings(self._most_children, target)
     return _common.with_transform(self, transform)
 
   def draw(self, step, carry, logits, uniforms, state: DecodeState):

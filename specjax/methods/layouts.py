@@ -97,11 +97,7 @@ class Found:
       self.fail(f"is made of layers of the architecture {model_type!r}; "
                 f"specjax reads drafters of {', '.join(_LAYERS)}")
     if layers is not None:
-      keys.trust("num_hidden_layers", layers)
-      types = keys("layer_types")
-      if isinstance(types, list) and len(types) != layers and (
-          types[1:] == types[:-1]):
-        keys.trust("layer_types", types[:1] * layers)
+      _trust_layers(keys, layers)
     if not keys("use_sliding_window"):
       keys("sliding_window")  # copied from the target and not used
     fields = ARCHITECTURES[model_type].read(keys)
@@ -210,6 +206,15 @@ class Found:
     self.used.add(name)
 
 
+def _trust_layers(keys: Keys, layers: int) -> None:
+  """Replaces the number of layers, and a list of equal types of layers."""
+  keys.trust("num_hidden_layers", layers)
+  types = keys("layer_types")
+  if isinstance(types, list) and len(types) != layers and (
+      types[1:] == types[:-1]):
+    keys.trust("layer_types", types[:1] * layers)
+
+
 def _same(heads: Heads) -> Heads:
   return heads
 
@@ -307,46 +312,51 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
                        ) -> tuple[int, ...]:
   """Returns the target's ids of a vocabulary of `size`; () if it is complete.
   """
-  whole = found.target.vocab_size
+  complete = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
     found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
                "rows in lm_head.weight; the two do not belong together")
   found.used.update({"d2t", "t2d"})
-  if size == whole:
-    _check_whole(found)
+  if size == complete:
+    _check_complete(found)
     return ()
   if "d2t" not in found.tensors:
-    found.fail(f"has no tensor d2t; without it nobody knows which {size} of "
-               f"the target's {whole} tokens it drafts: download it again")
-  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
-  ids = np.arange(len(offsets)) + offsets
-  if "t2d" in found.tensors:
-    known = found.tensors["t2d"].read()
-    # One project stores row numbers, and -1 for other tokens.
-    known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
-    if not np.array_equal(known, ids):
-      # Some tools store the ids themselves.
-      if not np.array_equal(known, offsets):
-        found.fail("has tensors d2t and t2d that name different tokens; the "
-                   "two do not belong together")
-      ids = known
+    found.fail(f"has no tensor d2t, which maps its {size} tokens to the "
+               f"target's {complete}: download it again")
+  ids = _stored_ids(found)
   if len(ids) != size or (np.diff(ids) < 1).any() or not (
-      0 <= ids[0] and ids[-1] < whole):
+      0 <= ids[0] and ids[-1] < complete):
     found.fail(f"has in d2t the ids from {ids.min()} to {ids.max()} once row "
-               f"numbers are added; {size} of 0 to {whole - 1} in order are "
-               "needed: if it holds the ids themselves, subtract the row "
+               f"numbers are added; {size} of 0 to {complete - 1} in order are "
+               "needed: if it contains the ids themselves, subtract the row "
                "numbers")
   return tuple(ids.tolist())
 
 
-def _check_whole(found: Found) -> None:
-  """Raises a `ValueError` if a map of a complete vocabulary changes tokens."""
+def _stored_ids(found: Found) -> np.ndarray:
+  """Returns the ids of `d2t`, which must agree with `t2d` if it exists."""
+  offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
+  ids = np.arange(len(offsets)) + offsets
+  if "t2d" not in found.tensors:
+    return ids
+  known = found.tensors["t2d"].read()
+  # One project stores row numbers, and -1 for other tokens.
+  known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
+  # Some tools store the ids themselves in `d2t`.
+  if not (np.array_equal(known, ids) or np.array_equal(known, offsets)):
+    found.fail("has tensors d2t and t2d with different tokens; the two do not "
+               "belong together")
+  return known
+
+
+def _check_complete(found: Found) -> None:
+  """Raises `ValueError` if a map of a complete vocabulary changes tokens."""
   if "d2t" not in found.tensors:
     return
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
   if offsets.any() and not np.array_equal(offsets, np.arange(len(offsets))):
-    found.fail("has a tensor d2t that gives the tokens of a whole vocabulary "
-               "other numbers; specjax reads those in the target's order")
+    found.fail("has a tensor d2t that renumbers a complete vocabulary; "
+               "specjax reads only the target's order")
 
 
 def num_steps(keys: Keys) -> int:

@@ -261,25 +261,35 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 def _chosen(layout: str | None, heads: Heads, target: Transformer
             ) -> tuple[str, _Plan]:
   """Returns the name of the layout to write, and its plan."""
-  asked = [name for name in WRITTEN
-           if layout in (None, name, name.partition(" of ")[2])]
-  if not asked:
-    raise ValueError(f"layout is {layout!r}; it must be one of "
-                     f"{', '.join(WRITTEN)}, or the name after 'of'")
-  of_kind = [name for name in WRITTEN if LAYOUTS[name].kind == heads.kind]
-  if not of_kind:
-    raise ValueError(
-        f"{type(heads).__name__} cannot be exported: no layout of a server "
-        "holds heads of this kind; specjax reads their directory as it is")
-  reason = (f"it is not a layout of such heads; choose among "
-            f"{', '.join(of_kind)}")
-  for name in [name for name in asked if name in of_kind]:
+  candidates = _candidates(layout, heads)
+  reason = ""
+  for name in candidates:
     plan = _planned(name, heads, target)
     if not isinstance(plan, str):
       return name, plan
     reason = plan
   raise ValueError(f"these {type(heads).__name__} cannot be written in the "
-                   f"layout {layout or reason and of_kind[0]!r}: {reason}")
+                   f"layout {layout or candidates[0]!r}: {reason}")
+
+
+def _candidates(layout: str | None, heads: Heads) -> list[str]:
+  """Returns the layouts of this kind of heads that `layout` selects."""
+  selected = [name for name in WRITTEN
+              if layout in (None, name, name.partition(" of ")[2])]
+  if not selected:
+    raise ValueError(f"layout is {layout!r}; it must be one of "
+                     f"{', '.join(WRITTEN)}, or the name after 'of'")
+  kind = type(heads).__name__
+  of_kind = [name for name in WRITTEN if LAYOUTS[name].kind == heads.kind]
+  if not of_kind:
+    raise ValueError(
+        f"{kind} cannot be exported: no layout of a server holds heads of this "
+        "kind; specjax reads their directory as it is")
+  candidates = [name for name in selected if name in of_kind]
+  if not candidates:
+    raise ValueError(f"these {kind} cannot be written in the layout "
+                     f"{layout!r}; choose among {', '.join(of_kind)}")
+  return candidates
 
 
 def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:

@@ -265,14 +265,7 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     lm_head = jax.tree.map(lambda x: x[None], score(0, logits, every))
     sums = jax.tree.map(lambda *x: jnp.concatenate(x),
                         _sums(lm_head, top), _sums(heads, top))
-    counts = heads["counts"][0]
-    by_row = {name: jnp.sum(
-        counts * jnp.sum(jnp.cumprod(accepted, axis=0), axis=0), axis=1)
-              for name, accepted in (
-                  ("greedy_block_efficiency", heads["target_rank"] == 0),
-                  ("sampled_block_efficiency", heads["overlap"]),
-                  ("data_block_efficiency", heads["data_rank"] == 0))}
-    return sums, {**by_row, "positions": jnp.sum(counts, axis=1)}
+    return sums, _accepted_by_row(heads)
 
   def evaluate(params: Mapping[str, Any], by_row: bool = False
                ) -> dict[str, Any]:
@@ -283,24 +276,41 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                         *(part for part, _ in parts))
     rows = jax.tree.map(lambda *x: np.concatenate(x).astype(np.float64),
                         *(part for _, part in parts))
-    counts = sums["counts"]
-    if not counts.all():
+    if not sums["counts"].all():
       raise ValueError(f"first is {first}, and rows of {tokens.shape[1]} "
                        "tokens have no later position that is measured; give "
                        "a smaller value")
-    values = {}
-    for name, accepted in rows.items():
-      if name != "positions":
-        values |= _with_interval(name, accepted, rows["positions"])
-    for k, count in enumerate(counts):
-      values[f"head_{k}/loss"] = sums["loss"][k] / count
-      for reference in ("", "data_"):
-        for j, right in enumerate(sums[f"{reference}top"][k], 1):
-          values[f"head_{k}/{reference}top_{j}"] = right / count
-    values = {name: float(value) for name, value in values.items()}
+    values = _means(sums, rows)
     return {**values, "by_row": rows} if by_row else values
 
   return evaluate
+
+
+def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the accepted tokens `[B]` by efficiency, and the positions."""
+  counts = heads["counts"][0]
+  accepted = {"greedy_block_efficiency": heads["target_rank"] == 0,
+              "sampled_block_efficiency": heads["overlap"],
+              "data_block_efficiency": heads["data_rank"] == 0}
+  lengths = {name: jnp.sum(jnp.cumprod(x, axis=0), axis=0)
+             for name, x in accepted.items()}
+  return {**{name: jnp.sum(counts * x, axis=1) for name, x in lengths.items()},
+          "positions": jnp.sum(counts, axis=1)}
+
+
+def _means(sums: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]
+           ) -> dict[str, float]:
+  """Returns the values of `head_accuracy`."""
+  values = {}
+  for name, accepted in rows.items():
+    if name != "positions":
+      values |= _with_interval(name, accepted, rows["positions"])
+  for k, count in enumerate(sums["counts"]):
+    values[f"head_{k}/loss"] = sums["loss"][k] / count
+    for reference in ("", "data_"):
+      for j, right in enumerate(sums[f"{reference}top"][k], 1):
+        values[f"head_{k}/{reference}top_{j}"] = right / count
+  return {name: float(value) for name, value in values.items()}
 
 
 def by_head(measured: Mapping[str, float], name: str

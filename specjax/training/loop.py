@@ -220,26 +220,20 @@ class Trainer:
     for step in range(int(state.step), self.steps):
       state, aux = step_once(state, frozen, put(self.batch(step)))
       done = step + 1
-      evaluates = self.evaluate is not None and (
-          done == self.steps or
-          self.evaluate_every > 0 and done % self.evaluate_every == 0)
+      evaluates = self.evaluate is not None and self._is_due(
+          done, self.evaluate_every)
       progress.stepped(done, *aux, evaluates)
       stops = processes.told_to_stop()
-      saves = (done % self.checkpoint_every == 0 or done == self.steps
-               or stops)
-      if first_loss is None:
-        first_loss = float(aux[0])
+      saves = stops or self._is_due(done, self.checkpoint_every)
+      first_loss = float(aux[0]) if first_loss is None else first_loss
       if saves or done % _CHECK_EVERY == 0:
         _check_loss(float(aux[0]), first_loss, done)
       if saves:
         _check_finite(state.params, done)
       if evaluates:
-        saved = cast(state.params, self.saved_dtype or dtype)
-        values = self.evaluate({**frozen, **cast(saved, dtype)})
-        progress.evaluated(done, values)
-      progress.write(done)
-      if evaluates and self.evaluated:
-        self.evaluated(done, state.params, values)
+        self._evaluate(done, state.params, frozen, dtype, progress)
+      else:
+        progress.write(done)
       if saves:
         checkpoints.save(manager, done, state, progress.pending_losses)
       if stops:
@@ -247,6 +241,21 @@ class Trainer:
             f"after step {done}, which is saved: the same command continues "
             f"from there, and with --steps={done} it ends the run there")
     return state.params
+
+  def _is_due(self, done: int, every: int) -> bool:
+    """Returns True every `every` steps, if that is not 0, and at the end."""
+    return done == self.steps or every > 0 and done % every == 0
+
+  def _evaluate(self, done: int, params: dict[str, _Tree],
+                frozen: dict[str, _Tree], dtype: jnp.dtype,
+                progress: Progress) -> None:
+    """Evaluates the parameters as they will be saved, and logs the values."""
+    saved = cast(params, self.saved_dtype or dtype)
+    values = self.evaluate({**frozen, **cast(saved, dtype)})
+    progress.evaluated(done, values)
+    progress.write(done)
+    if self.evaluated:
+      self.evaluated(done, params, values)
 
   def _check_names(self, params: Mapping[str, _Tree]) -> None:
     for name in self.param_shardings or {}:

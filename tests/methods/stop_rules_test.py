@@ -359,7 +359,7 @@ def test_parameters_of_rules():
       (lambda: exact.certify(sj.verifiers.Token(), stop=_LEARNED[0]),
        "has parameters"),
       (lambda: exact.certify(sj.verifiers.TargetWalk(), stop=_RULES[0],
-                             trees=[(-1, 0)]), "leave one of the two out")):
+                             trees=[(-1, 0)]), "stop and trees")):
     with pytest.raises(ValueError, match=words):
       make()
   model = testing.MarkovModel(_V)

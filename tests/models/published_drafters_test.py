@@ -299,11 +299,11 @@ def test_reduced_vocabularies(changed):
   every = {"d2t": np.zeros(48, np.int64), "t2d": np.ones(48, bool)}
   assert changed("eagle3_specforge", every)[0].ids == ()
   for name in ("eagle3_specforge", "eagle3_deepspec"):
-    with pytest.raises(ValueError, match="d2t that gives the tokens of a whol"):
+    with pytest.raises(ValueError, match="d2t that renumbers"):
       changed(name, {"d2t": every["d2t"] + (np.arange(48) == 3)})
   for message, tensors, drop in (
       ("has in d2t the ids from", {"d2t": known}, ("t2d",)),
-      ("d2t and t2d that name different", {"d2t": held["d2t"] + 1}, ()),
+      ("d2t and t2d with different", {"d2t": held["d2t"] + 1}, ()),
       ("has no tensor d2t", None, ("d2t",))):
     with pytest.raises(ValueError, match=message):
       changed("eagle3", tensors, drop=drop)

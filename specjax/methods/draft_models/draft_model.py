@@ -4,12 +4,10 @@ Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from flax import struct
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import verifiers
@@ -24,10 +22,7 @@ from specjax.methods import stop_rules
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
 from specjax.methods.strategy import Strategy
-from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
-from specjax.sampling import UNIFORMS_A_DRAW
-from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -50,7 +45,7 @@ class Stopping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel(_common.DrawnChain):
+class DraftModel(_common.OneModel, _common.DrawnChain):
   """Samples gamma tokens from a model with a cache of its own.
 
   The cache is rolled back to the committed tokens at the start of a round. The
@@ -90,16 +85,10 @@ class DraftModel(_common.DrawnChain):
     return self.stop is None and not (
         self.transform and self.transform.constraints)
 
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
-  def bind(self, target: Model, transform: LogitsTransform
-           ) -> "DraftModel":
+  def bind(self, target: Model, transform: LogitsTransform) -> "DraftModel":
     """Returns the drafter specialised to a target."""
-    _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + 2)
-    return _common.with_transform(self, transform)
+    return super().bind(target, transform)
 
   def follow(self) -> _following.Following:
     """Returns a drafter that follows any sequence."""
@@ -127,43 +116,22 @@ class DraftModel(_common.DrawnChain):
     if self.stop is not None:
       return self._propose_until(params, uniforms, state)
     params = params["drafter"]
-    batch = state.lengths.shape[0]
-
     logits, cache = _common.feed_last(
         self.model, params, state, state.drafter, size=2, more=self.gamma - 1)
-    depth = jnp.zeros((batch, 1), jnp.int32)
-    self_only = jnp.ones((batch, 1, 1), bool)
-    u = uniforms.reshape(batch, self.gamma, UNIFORMS_A_DRAW).swapaxes(0, 1)
 
-    constraints = self.transform.constraints
+    def law(logits, memory, place):
+      del place
+      return self.transform(constraints_lib.constrained(
+          self.transform.constraints, memory, logits, drafted=True),
+                            state.temperature)
 
-    def draw(tokens, probs, memory, logits, node, u):
-      put = functools.partial(
-          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
-      logits = constraints_lib.constrained(
-          constraints, memory, logits, drafted=True)
-      law = self.transform(logits, state.temperature)
-      token = jax.vmap(inverse_cdf)(law, u)
-      return (token, put(tokens, token), put(probs, law),
-              constraints_lib.advanced(constraints, memory, token))
+    def read(token, cache):
+      out, cache = _common.read_token(self.model, params, token, cache)
+      return out.logits[:, 0], cache
 
-    def extend(carry, step):
-      cache, logits, *drawn = carry
-      token, *drawn = draw(*drawn, logits, *step)
-      out = self.model(params, token[:, None], depth, self_only, cache)
-      cache = out.cache.rollback(cache.lengths + 1)
-      return (cache, out.logits[:, 0], *drawn), None
-
-    root = rounds.roots(state)[:, None]
-    tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
-    probs = jnp.zeros((batch, self.num_nodes, self.model.vocab_size),
-                      jnp.promote_types(logits.dtype, jnp.float32))
-    (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (cache, logits, tokens, probs, state.constraints),
-        (jnp.arange(1, self.gamma), u[:-1]))
-    _, tokens, probs, _ = draw(*drawn, logits, self.gamma, u[-1])
-    parents = jnp.tile(topology.chain(self.gamma), (batch, 1))
-    draft = Draft(tokens=tokens, parents=parents, probs=probs)
+    draft, cache = _common.draw_chain(
+        law, read, cache, logits, uniforms, state, self.transform,
+        self.model.vocab_size)
     return draft, cache.settle()
 
   def _propose_until(self, params: Any, uniforms: jax.Array, state: DecodeState
@@ -175,10 +143,8 @@ class DraftModel(_common.DrawnChain):
         more=self.gamma - 1)
 
     def read(token, cache):
-      out = self.model(params, token, jnp.zeros_like(token),
-                       jnp.ones((len(token), 1, 1), bool), cache)
-      return (out.logits[:, 0], out.hidden[:, 0]), out.cache.rollback(
-          cache.lengths + 1)
+      out, cache = _common.read_token(self.model, params, token, cache)
+      return (out.logits[:, 0], out.hidden[:, 0]), cache
 
     draft, cache, rule = stop_rules.draw_until(
         self.stop, rule_params, self.transform, uniforms, state,
@@ -205,7 +171,7 @@ class DraftModel(_common.DrawnChain):
 
   def param_specs(self, axis: str, size: int) -> Any:
     """Returns the model's specifications and replicates a stop rule."""
-    specs = self.model.param_specs(axis, size)
+    specs = super().param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs
     return {"model": specs, "stop": PartitionSpec()}

@@ -32,7 +32,7 @@ from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModelTree(_trees.StaticTree):
+class DraftModelTree(_common.OneModel, _trees.StaticTree):
   """Samples the children of every node from a draft model.
 
   A round costs one pass over the last two committed tokens and one over each
@@ -63,16 +63,6 @@ class DraftModelTree(_trees.StaticTree):
     # Otherwise a row also depends on the earlier siblings.
     return self.iid
 
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
-  def bind(self, target: Model, transform: LogitsTransform
-           ) -> "DraftModelTree":
-    """Returns the drafter specialised to a target."""
-    _common.check_vocabulary(self.model, target)
-    return super().bind(target, transform)
-
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Returns the cache after the prompt."""
@@ -102,10 +92,6 @@ class DraftModelTree(_trees.StaticTree):
     slots, size = _trees.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
     return _common.keep_path(drafter, slots, verdict.path, size, count)
-
-  def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the model."""
-    return self.model.param_specs(axis, size)
 
 
 def specinfer(model: Model, parents: Sequence[int]) -> Strategy:

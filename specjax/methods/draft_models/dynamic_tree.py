@@ -40,7 +40,7 @@ class DynamicTreeState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicTree(_dynamic_trees.ExpandedTree):
+class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
   """Expands the likeliest nodes of every level and drafts the likeliest of all.
 
   The value of a node is the product of the model's probabilities on its path.
@@ -68,10 +68,6 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
   def autoregressive(self) -> bool:
     # All candidates decide together which nodes are drafted.
     return self.chain
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
 
   @property
   def _fed(self) -> int:
@@ -117,10 +113,6 @@ class DynamicTree(_dynamic_trees.ExpandedTree):
     cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,
                               self._fed, count)
     return drafter.replace(cache=cache)
-
-  def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the model."""
-    return self.model.param_specs(axis, size)
 
 
 def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,

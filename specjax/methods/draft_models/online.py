@@ -103,7 +103,7 @@ class _Corrected(AroundModel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online(_common.DrawnChain):
+class Online(_common.OneModel, _common.DrawnChain):
   """`DraftModel` with a correction of the logits that is learned online.
 
   After a round the model reads its draft again in one pass, for its hidden
@@ -158,15 +158,10 @@ class Online(_common.DrawnChain):
       return steps
     return optax.MultiSteps(steps, self.every).gradient_transformation()
 
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
   def bind(self, target: Model, transform: LogitsTransform) -> "Online":
     """Returns the drafter specialised to a target."""
-    _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + 2)
-    return _common.with_transform(self, transform)
+    return super().bind(target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Learner:
@@ -251,10 +246,6 @@ class Online(_common.DrawnChain):
     updates, optimizer = self._steps.update(
         jax.grad(loss)(correction), optimizer, correction)
     return optax.apply_updates(correction, updates), optimizer
-
-  def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the model."""
-    return self.model.param_specs(axis, size)
 
 
 def _check_alike(learned: Learner, own: Learner) -> None:

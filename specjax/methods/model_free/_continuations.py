@@ -21,12 +21,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.data.datastores import Datastore
 from specjax.decoding import rounds
-from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
@@ -36,8 +34,6 @@ from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.types import ModelOutput
-from specjax.types import Verdict
 from specjax.utils import fields
 
 _NO_TOKEN = -1
@@ -46,7 +42,7 @@ _MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CountDrafter(Drafter):
+class CountDrafter(_common.ModelFree):
   """Base of drafters that count continuations of the last tokens.
 
   Subclasses implement `propose`. They have no state: a draft is a function of
@@ -122,25 +118,10 @@ class CountDrafter(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """Returns the drafter specialised to a target."""
-    if self.vocab_size is not None:
-      _common.check_target_size(self.vocab_size, target)
-    if self.parents is not None and self._most_children > target.vocab_size:
-      raise ValueError(
-          f"a node has {self._most_children} children and the vocabulary "
-          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
-          "tree")
-    return dataclasses.replace(self, vocab_size=target.vocab_size,
+    if self.parents is not None:
+      _common.check_siblings(self._most_children, target)
+    return dataclasses.replace(super().bind(target, transform),
                                transform=self.transform or transform)
-
-  def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> None:
-    """Does nothing: there is no state."""
-    del params, drafter, draft, verdict, target_output, count
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the datastore."""
-    del axis, size
-    return PartitionSpec()
 
   def _check(self, store: Datastore) -> None:
     """Raises a `ValueError` if a datastore has ids beyond the vocabulary."""
@@ -152,9 +133,9 @@ class CountDrafter(Drafter):
   def _deterministic(self, state: DecodeState, tokens: jax.Array,
                      real: jax.Array) -> Draft:
     """Returns chains of `tokens [B, S]`, padding unless `real [B, S]`."""
-    probs = jax.nn.one_hot(jnp.where(real, tokens, _NO_TOKEN), self.vocab_size)
-    return jax.vmap(Draft.chain)(
-        rounds.roots(state), jnp.where(real, tokens, 0), probs)
+    return _common.deterministic(
+        state, range(-1, self.gamma), jnp.where(real, tokens, _NO_TOKEN),
+        self.vocab_size)
 
   def _drawn(self, state: DecodeState, uniforms: jax.Array,
              following: jax.Array, alive: jax.Array,

@@ -18,22 +18,17 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
-from specjax.interfaces import Drafter
-from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.model_free._matches import NOWHERE
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
-from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
@@ -41,7 +36,7 @@ _STEP = 128  # columns are a multiple of it, so that few shapes are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Lookup(Drafter):
+class _Lookup(_common.ModelFree):
   """Base of drafters that copy tokens, with the fields of `NGram`.
 
   Subclasses implement `_copied(state)`, which returns tokens `[B, gamma]`, -1
@@ -73,13 +68,6 @@ class _Lookup(Drafter):
       raise ValueError(f"prefer is {self.prefer!r}; it must be one of "
                        f"{', '.join(_PREFERENCES)}")
 
-  def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
-    del transform
-    if self.vocab_size is not None:
-      _common.check_target_size(self.vocab_size, target)
-    return dataclasses.replace(self, vocab_size=target.vocab_size)
-
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts a chain per row, padding in rows without a match."""
@@ -87,16 +75,6 @@ class _Lookup(Drafter):
     tokens, _ = self._copied(state)
     return _common.deterministic(
         state, range(-1, self.gamma), tokens, self.vocab_size), None
-
-  def commit(self, params: Any, drafter: None, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> None:
-    """Does nothing: there is no state."""
-    del params, drafter, draft, verdict, target_output, count
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification."""
-    del axis, size
-    return PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

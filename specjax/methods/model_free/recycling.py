@@ -19,12 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax import verifiers
 from specjax.decoding import rounds
-from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
@@ -58,7 +56,7 @@ def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recycling(Drafter):
+class Recycling(_common.ModelFree):
   """Drafts a tree of likely successors of each token.
 
   The table is the drafter's state, `[B, V, K]` int32, where K is the maximal
@@ -116,15 +114,8 @@ class Recycling(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
     """Returns the drafter specialised to a target."""
-    del transform
-    if self.vocab_size is not None:
-      _common.check_target_size(self.vocab_size, target)
-    if self.num_successors > target.vocab_size:
-      raise ValueError(
-          f"a node has {self.num_successors} children and the vocabulary "
-          f"{target.vocab_size} tokens; siblings must differ: use a narrower "
-          "tree")
-    return dataclasses.replace(self, vocab_size=target.vocab_size)
+    _common.check_siblings(self.num_successors, target)
+    return super().bind(target, transform)
 
   def follow(self) -> "Recycling":
     """Returns itself: it learns from any draft."""
@@ -186,11 +177,6 @@ class Recycling(Drafter):
     row = jnp.arange(count.shape[0])[:, None]
     return drafter.at[row, place].set(
         likeliest.astype(drafter.dtype), mode="drop")
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the first table."""
-    del axis, size
-    return PartitionSpec()
 
 
 def _check_table(table: jax.Array, shape: tuple[int, int]) -> None:

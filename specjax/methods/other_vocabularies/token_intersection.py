@@ -39,7 +39,6 @@ from jax.sharding import PartitionSpec
 
 from specjax.data.vocabularies import VocabularyMap
 from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
@@ -48,9 +47,7 @@ from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.other_vocabularies import _translation
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
-from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
-from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -59,7 +56,7 @@ from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenIntersection(reading_lib.Reader):
+class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
   """Samples gamma common tokens from a model with another vocabulary.
 
   `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
@@ -85,24 +82,16 @@ class TokenIntersection(reading_lib.Reader):
   transform: LogitsTransform | None = None
   expansion: int = 2
 
-  chain = True
-  iid = True
-  conditional = True
   autoregressive = True
-  proposal = "iid"
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "expansion")
-
-  @property
-  def num_uniforms(self) -> int:
-    return UNIFORMS_A_DRAW * self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "TokenIntersection":
     """Returns the drafter specialised to a target."""
     _common.check_target_size(self.target_size, target)
-    return _common.with_transform(self, transform)
+    return super().bind(target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
@@ -127,45 +116,28 @@ class TokenIntersection(reading_lib.Reader):
     length, logits, cache = reading_lib.caught_up(
         self.model, model, reading,
         ~state.done & (reading.lengths > 0) & (reading.lengths <= room))
-    batch = length.shape[0]
-    depth = jnp.zeros((batch, 1), jnp.int32)
-    self_only = jnp.ones((batch, 1, 1), bool)
-    u = uniforms.reshape(batch, self.gamma, UNIFORMS_A_DRAW).swapaxes(0, 1)
 
-    constraints = self.transform.constraints
-
-    def draw(tokens, fed, probs, memory, logits, node, u):
-      put = functools.partial(
-          jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
-      law = _translation.common_law(
+    def law(logits, memory, place):
+      probs = _translation.common_law(
           logits, vocabulary, self.transform, state.temperature)
-      if constraints:
-        law = _constrained(constraints, memory, law)
-      fits = (length > 0) & (length + node <= room)
-      law = jnp.where(fits[:, None], law, 0)
-      token = jax.vmap(inverse_cdf)(law, u)
-      # Padding has token 0, which need not have a twin.
-      twin = jnp.minimum(vocabulary.twins[token], vocabulary.draft_size - 1)
-      return (put(tokens, token), put(fed, twin), put(probs, law),
-              constraints_lib.advanced(constraints, memory, token), twin)
+      if self.transform.constraints:
+        probs = _constrained(self.transform.constraints, memory, probs)
+      fits = (length > 0) & (length + place <= room + 1)
+      return jnp.where(fits[:, None], probs, 0)
 
-    def extend(carry, step):
-      cache, logits, *drawn = carry
-      *drawn, twin = draw(*drawn, logits, *step)
-      out = self.model(model, twin[:, None], depth, self_only, cache)
-      cache = out.cache.rollback(cache.lengths + 1)
-      return (cache, out.logits[:, 0], *drawn), None
+    # Padding has token 0, which need not have a twin.
+    twin = lambda token: jnp.minimum(
+        vocabulary.twins[token], vocabulary.draft_size - 1)
 
-    tokens = jnp.zeros((batch, self.gamma), jnp.int32)
-    probs = jnp.zeros((batch, self.gamma, self.target_size),
-                      jnp.promote_types(logits.dtype, jnp.float32))
-    (cache, logits, *drawn), _ = jax.lax.scan(
-        extend, (cache.reserve(self.gamma), logits, tokens, tokens,
-                 probs, state.constraints),
-        (jnp.arange(self.gamma - 1), u[:-1]))
-    tokens, fed, probs, _, _ = draw(*drawn, logits, self.gamma - 1, u[-1])
-    draft = jax.vmap(Draft.chain)(rounds.roots(state), tokens, probs)
-    return draft, reading.drafted(length, fed, cache.settle())
+    def read(token, cache):
+      out, cache = _common.read_token(self.model, model, twin(token), cache)
+      return out.logits[:, 0], cache
+
+    draft, cache = _common.draw_chain(
+        law, read, cache.reserve(self.gamma), logits, uniforms, state,
+        self.transform, self.target_size)
+    return draft, reading.drafted(
+        length, twin(draft.tokens[:, 1:]), cache.settle())
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
