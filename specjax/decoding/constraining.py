@@ -1,21 +1,20 @@
-"""What a constraint is, and how its memory goes through a round.
+"""Constraints, and their memory in a round.
 
-  start       after the prompt           one memory a row
-  along       down the draft             one memory a node, for the target
-  steered     down a growing tree        the same, for a drafter's step
-  committed   after the round            one memory a row
+  start       after the prompt             one memory per row
+  along       along the draft              one memory per node, for the target
+  steered     along a growing tree         the same, for the step of a drafter
+  committed   after the round              one memory per row
 
-A constraint is written for one row, and everything here maps it over rows and
-nodes. Its memory is a function of the row's text, whoever wrote the text: so
-the target's law after a node is what autoregressive decoding would draw from
-there, and every rule that is exact stays so. Without constraints nothing here
-adds an operation to a program.
+A constraint is written for one row; this module maps it over rows and nodes.
+Its memory is a function of the row's sequence only. So the target's
+distribution after a node is that of autoregressive decoding, and every exact
+rule remains exact. Without constraints, no operation is added to a program.
 
-The first constraint always holds for the target. One after it that would leave
-no token is passed over for that token, so that of two that contradict each
-other the earlier one wins; what the transform bans is left out before them all.
-For a drafter, whose model may give the tokens that are left no chance, any is
-passed over: what comes of it is rejected.
+The first constraint always applies to the target. A later one is ignored for a
+token if it would leave no token, so of two contradictory constraints the
+earlier one applies. Bans of the transform come before all constraints. For a
+drafter, any constraint may be ignored, because its model may assign no mass to
+the allowed tokens; such drafts are rejected.
 """
 
 from collections.abc import Callable
@@ -39,8 +38,8 @@ class Row(NamedTuple):
   Attributes:
     tokens: `[C]` int32, the prompt; slots from `length` on are scratch.
     length: `[]` int32, tokens of the prompt.
-    limit: `[]` int32, the length at which the row is done.
-    eos: `[E]` int32, the ids that end the row, filled up with -1.
+    limit: `[]` int32, length at which the row is done.
+    eos: `[E]` int32, end tokens, padded with -1.
     vocab_size: V.
   """
 
@@ -101,7 +100,7 @@ Constraints = tuple[Constraint, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Without(Constraint):
-  """The ban of a transform, as a constraint before the others.
+  """Bans of a transform, as a constraint before the others.
 
   Attributes:
     tokens: ids that are never drawn.
@@ -110,23 +109,24 @@ class Without(Constraint):
   tokens: tuple[int, ...]
 
   def init(self, row: Row) -> None:
-    """Nothing."""
+    """Returns None."""
     del row
 
   def advance(self, memory: None, token: jax.Array) -> None:
-    """Nothing."""
+    """Returns None."""
     del memory, token
 
   def apply(self, memory: None, logits: jax.Array) -> jax.Array:
-    """-inf for the tokens."""
+    """Sets the logits of the tokens to -inf."""
     del memory
     return logits.at[jnp.array(self.tokens)].set(-jnp.inf)
 
 
 def after_ban(constraints: Constraints, banned: tuple[int, ...]) -> Constraints:
-  """Puts the ban of the transform first, so that no constraint counts on it.
+  """Puts the bans of the transform before the constraints.
 
-  A constraint such as an automaton chooses among what those before it allow.
+  A constraint such as an automaton chooses among the tokens that earlier ones
+  allow, so it must know the bans.
   """
   return (Without(banned), *constraints) if constraints and banned else (
       constraints)
@@ -137,14 +137,13 @@ def check_target(constraints: Constraints, vocab_size: int,
   """Checks constraints against a target, before anything is compiled.
 
   Args:
-    constraints: in order.
+    constraints: constraints in order.
     vocab_size: V.
-    banned: ids that are never drawn; a constraint may say in `must_come` which
-      ids it needs.
+    banned: ids that are never drawn, see `Constraint.must_come`.
 
   Raises:
-    ValueError: one lacks a method, cannot be hashed, does not fit, or needs a
-      token that is banned.
+    ValueError: a constraint is not a `Constraint`, cannot be hashed, does not
+      fit the vocabulary, or needs a banned token.
   """
   for one in constraints:
     name = type(one).__name__
@@ -164,19 +163,19 @@ def check_rows(constraints: Constraints, new_tokens: np.ndarray,
   """Checks a batch against constraints, on the host.
 
   Args:
-    constraints: those of the decoder.
-    new_tokens: `[B]`, how many tokens each row may get.
-    eos: `[B, E]`, filled up with -1.
+    constraints: constraints of the decoder.
+    new_tokens: `[B]`, number of tokens that each row may get.
+    eos: `[B, E]`, end tokens, padded with -1.
 
   Raises:
-    ValueError: a row cannot fulfil one of them.
+    ValueError: a row cannot fulfil a constraint.
   """
   for one in constraints:
     one.check_rows(new_tokens, eos)
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-  """Raises a `ValueError` where one of the token ids does not exist."""
+  """Raises `ValueError` unless all ids are in the vocabulary."""
   for token in ids:
     if not (fields.is_whole(token) and 0 <= token < vocab_size):
       raise ValueError(f"{name} holds token {token}; it must be a token id in "
@@ -185,14 +184,14 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
           limits: jax.Array, eos: jax.Array, vocab_size: int) -> Any:
-  """The memories of B rows after their prompts, None without constraints.
+  """Returns the memories of B rows after their prompts, or None.
 
   Args:
-    constraints: in order.
-    tokens: `[B, C]`.
-    lengths: `[B]`.
-    limits: `[B]`.
-    eos: `[B, E]`, filled up with -1.
+    constraints: constraints in order.
+    tokens: `[B, C]`, prompts.
+    lengths: `[B]`, tokens of the prompts.
+    limits: `[B]`, lengths at which rows are done.
+    eos: `[B, E]`, end tokens, padded with -1.
     vocab_size: V.
   """
   if not constraints:
@@ -204,25 +203,25 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
 
 def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
                 drafted: bool = False) -> jax.Array:
-  """`logits [..., V]` under the constraints, in order.
+  """Returns `logits [..., V]` under the constraints, in order.
 
   Args:
-    constraints: those whose memory it is.
-    memory: leaves `[..., ...]`, with the axes of the logits but V in front.
-    logits: of a model.
-    drafted: whether it is a drafter's.
+    constraints: constraints of the memory.
+    memory: leaves `[..., ...]`, with the leading axes of the logits.
+    logits: logits of a model.
+    drafted: True for the model of a drafter.
   """
   if not constraints:
     return logits
 
   def apply(memory, logits):
-    holds = not drafted
+    is_first = not drafted
     for one, own in zip(constraints, memory):
       new = one.apply(own, logits)
-      # NaN is passed on: the loop reports it.
-      if not holds:
+      # NaN is passed on, and the loop reports it.
+      if not is_first:
         new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
-      holds = holds and isinstance(one, Without)
+      is_first = is_first and isinstance(one, Without)
       logits = new
     return logits
 
@@ -231,22 +230,22 @@ def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
 
 def read(constraints: Constraints, memory: Any, logits: jax.Array,
          drafted: bool = False) -> tuple[jax.Array, jax.Array | None]:
-  """`constrained`, for a target that reads more nodes than it may need.
+  """Applies `constrained` to the target's logits at the nodes of a draft.
 
-  A node may be one that no text reaches: it lies after the row's limit or an
-  eos, or will be rejected. That no token is allowed after it is then no error.
-  Its logits are those of a uniform law, with which every exact rule stays so,
-  and the loop fails where a text does need a token there.
+  A node may be unreachable: after the limit or an end token, or rejected later.
+  It is not an error if no token is allowed there. Its logits are those of a
+  uniform distribution, which keeps every exact rule exact. The loop fails only
+  if the sequence needs a token there.
 
   Args:
-    constraints: those whose memory it is.
-    memory: `[B, N, ...]`, of `along`.
+    constraints: constraints of the memory.
+    memory: `[B, N, ...]`, result of `along`.
     logits: `[B, N, V]`.
-    drafted: as in `constrained`.
+    drafted: True for the model of a drafter.
 
   Returns:
-    The logits, and `[B, N]` bool, the nodes after which no token is allowed;
-    None without constraints.
+    The logits, and `[B, N]` bool, nodes after which no token is allowed; None
+    without constraints.
   """
   if not constraints:
     return logits, None
@@ -256,7 +255,7 @@ def read(constraints: Constraints, memory: Any, logits: jax.Array,
 
 
 def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
-  """The memories after one more token each, `tokens [...]`."""
+  """Returns the memories after one more token each, `tokens [...]`."""
   if not constraints:
     return None
   return _mapped(lambda memory, token: _advance(constraints, memory, token),
@@ -264,14 +263,14 @@ def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
 
 
 def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
-  """The memories `[B, N, ...]` after every node of batched drafts.
+  """Returns the memories `[B, N, ...]` after every node of the drafts.
 
-  A node's memory is its parent's, advanced by its own token.
+  The memory of a node is its parent's, advanced by the node's token.
 
   Args:
-    constraints: those whose memory it is.
+    constraints: constraints of the memory.
     memory: `[B, ...]`, after the root.
-    draft: batched.
+    draft: drafts.
   """
   if not constraints:
     return None
@@ -292,21 +291,21 @@ def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
 
 def committed(constraints: Constraints, memory: Any, nodes: Any,
               verdict: Verdict, tokens: jax.Array, count: jax.Array) -> Any:
-  """The memories `[B, ...]` after a round.
+  """Returns the memories `[B, ...]` after a round.
 
   Args:
-    constraints: those whose memory it is.
+    constraints: constraints of the memory.
     memory: `[B, ...]`, before the round.
-    nodes: `[B, N, ...]`, of `along`.
-    verdict: batched.
-    tokens: `[B, N]`, those that the round may emit, in order.
-    count: `[B]`, how many of them it did.
+    nodes: `[B, N, ...]`, result of `along`.
+    verdict: verdicts.
+    tokens: `[B, N]`, tokens that the round may emit, in order.
+    count: `[B]`, number of tokens that it emitted.
   """
   if not constraints:
     return None
 
   def one(old, nodes, path, tokens, count):
-    last = jnp.maximum(count - 1, 0)  # the node above the last token
+    last = jnp.maximum(count - 1, 0)  # parent of the last token
     above = jax.tree.map(lambda x: x[path[last]], nodes)
     new = _advance(constraints, above, tokens[last])
     return jax.tree.map(lambda x, y: jnp.where(count > 0, x, y), new, old)
@@ -317,18 +316,18 @@ def committed(constraints: Constraints, memory: Any, nodes: Any,
 def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
             carry: Any, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
-  """A `methods._trees` step under the constraints, along every path.
+  """Returns a `methods._trees` step under the constraints.
 
   Args:
-    constraints: those whose memory it is.
+    constraints: constraints of the memory.
     memory: `[B, ...]`, after the root.
-    step: see `methods._trees`.
-    carry: of the step.
-    logits: `[B, V]` of the token after the root.
+    step: step of a growing tree, see `methods._trees`.
+    carry: carry of the step.
+    logits: `[B, V]`, logits of the token after the root.
 
   Returns:
-    The step, its carry, which is a pair of the given one and memories, and
-    the logits of the token after the root.
+    The step, its carry (a pair of the given carry and memories), and the logits
+    of the token after the root.
   """
   def constrained_step(tokens, depths, ancestors, above, carry):
     carry, memory = carry
@@ -344,8 +343,9 @@ def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
       constraints, memory, logits, drafted=True)
 
 
-def _advance(constraints, memory, token):
-  """The memory of one row after a token `[]`."""
+def _advance(constraints: Constraints, memory: Any, token: jax.Array
+             ) -> tuple[Any, ...]:
+  """Returns the memory of one row after a token `[]`."""
   new = []
   for one, own in zip(constraints, memory):
     new.append(one.advance(own, token))
@@ -354,7 +354,7 @@ def _advance(constraints, memory, token):
   return tuple(new)
 
 
-def _mapped(function, axes):
+def _mapped(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
   for _ in range(axes):
     function = jax.vmap(function)
   return function

@@ -1,10 +1,11 @@
-"""What rounds with drafts of several lengths cost on this machine.
+"""Measured costs of rounds with drafts of several lengths.
 
-The seconds that a `Controller` compares are measured once for a machine, a
-pair of models, a batch size and the slots of a row, in the loops in which it
-will choose, and kept in the user's cache directory.
+The seconds for a `Controller` are measured once per machine, pair of models,
+batch size and capacity, in the loops that the controller will run. They are
+stored in the user's cache directory.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -27,24 +28,27 @@ from specjax.decoding import rounds as rounds_lib
 from specjax.decoding.controller import Controller
 from specjax.decoding.controller import ControllerState
 from specjax.decoding.decoder import Decoder
+from specjax.interfaces import Drafter
+from specjax.types import DecodeState
+from specjax.types import RoundStats
 from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 from specjax.version import __version__
 
-_ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and calls of each kind
-_READ = 32  # tokens that a drafter reads to find what a missed one costs
-_PERIOD = 4  # rounds from one draft to the next, to find what changing costs
-_FORM = 2  # of the files; another one is for costs that mean something else
+_ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and number of calls
+_READ = 32  # missed tokens that a drafter reads when `reading` is timed
+_PERIOD = 4  # rounds from draft to draft when `switching` is timed
+_FORM = 2  # version of the file format
 
 
 @struct.dataclass
 class _Script(ControllerState):
-  """In which rounds a `_Scripted` controller drafts, and how much.
+  """State of a `_Scripted` controller.
 
   Attributes:
-    index: `[B]` int32, equal: of the length that is drafted.
-    period: `[B]` int32, equal: rounds, in the last of which it is, over and
-      over.
+    index: `[B]` int32, all equal: index of the drafted length.
+    period: `[B]` int32, all equal: number of rounds, of which the last one has
+      a draft.
   """
 
   index: jax.Array
@@ -55,38 +59,40 @@ class _Script(ControllerState):
 class _Scripted(Controller):
   """Drafts in the rounds that its state names: one program for every timing.
 
-  All that may be drafted is verified.
+  All drafted tokens are verified.
   """
 
   cuts = False
 
-  def init(self, lengths):
+  def init(self, lengths: jax.Array) -> _Script:
     own = super().init(lengths)
     zeros = jnp.zeros_like(lengths)
     return _Script(**vars(own), index=zeros, period=zeros + 1)
 
-  def choose(self, state):
+  def choose(self, state: DecodeState) -> jax.Array:
     drafts = self._rest_of_period(state) == 0
     return jnp.where(drafts, state.controller.index[0], 0)
 
-  def rests(self, state, chosen):
+  def rests(self, state: DecodeState, chosen: jax.Array
+            ) -> tuple[ControllerState, jax.Array]:
     rests = jnp.maximum(self._rest_of_period(state), 1)
     return state.controller, jnp.where(chosen > 0, 0, rests)
 
-  def learned(self, state, stats, lengths, chosen, verified):
+  def learned(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
+              chosen: jax.Array, verified: jax.Array) -> ControllerState:
     return state.controller.replace(known=lengths - 2)
 
-  def _rest_of_period(self, state):
+  def _rest_of_period(self, state: DecodeState) -> jax.Array:
     period = state.controller.period[0]
     return period - 1 - state.rounds[0] % period
 
 
 def lengths_for(drafter: Any) -> tuple[int, ...]:
-  """Lengths to choose from: none, one, two fifths and all of a drafter's own.
+  """Returns draft lengths for a drafter: none, one, two fifths and all of its
+  own.
 
-  One token costs little to try, so that a few tries tell whether drafts pay. A
-  drafter whose drafts are not as long as its field `gamma` says, or that has
-  none, drafts all or nothing.
+  One token costs little, so a few attempts show whether drafts pay. A drafter
+  whose chains do not have `gamma` tokens has its own length only.
   """
   longest = drafter.num_nodes - 1
   some = 1, -(-2 * longest // 5)
@@ -94,8 +100,8 @@ def lengths_for(drafter: Any) -> tuple[int, ...]:
   return tuple(sorted({0, *(some if fit else ()), longest}))
 
 
-def _has_chain_of(drafter, length):
-  """Whether with that gamma the drafts have `length` tokens."""
+def _has_chain_of(drafter: Drafter, length: int) -> bool:
+  """Returns True if drafts with this gamma have `length` tokens."""
   try:
     chain = drafter.with_gamma(length)
   except ValueError:
@@ -108,38 +114,35 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
              capacity: int = 0, context: Any = None,
              directory: str | os.PathLike[str] | None = None,
              again: bool = False, **options: Any) -> Controller:
-  """A controller for a decoder, with what its rounds cost on this machine.
+  """Returns a controller with the measured costs of a decoder's rounds.
 
-  The first call takes some seconds, most of them for compiling; later ones
-  read a file. `dataclasses.replace(decoder, controller=...)` makes use of it.
+  The first call takes some seconds, mostly for compilation; later calls read a
+  file. Use the result in `dataclasses.replace(decoder, controller=...)`.
 
-  Of a `Fallback` whose first drafter draws nothing the rounds of that one alone
-  are timed as well.
-
-  `reading` is timed for drafters whose `catch_up` reads. It is 0 for those that
-  find out in `propose` what they have missed, which are cascades, fallbacks,
-  merges and drafters with a vocabulary of their own: for these the controller
-  takes the first draft after a rest for cheaper than it is.
+  If the first drafter of a `Fallback` draws no random numbers, its rounds are
+  also timed alone. `reading` is timed for drafters with `catch_up`. It is 0 for
+  drafters that read missed tokens in `propose` (cascades, fallbacks, merges and
+  drafters with another vocabulary), so the controller underestimates their
+  first draft after a pause.
 
   Args:
-    decoder: what is to be controlled.
+    decoder: decoder to be controlled.
     params: `{"target": ..., "drafter": ...}`.
-    batch: rows, B: a batch of another size has other costs.
-    lengths: of drafts, from 0; default: `lengths_for` the decoder's drafter.
-    used: tokens of each row at which the rounds are timed, such as those of a
-      prompt and half of what follows; fewer where there is no room for them.
-    capacity: least number of slots of a row, as in `Decoder.prefill`: what will
-      be decoded in. Default: what `used` and the rounds that are timed take.
-    context: of the rows, as in `Decoder.prefill`.
-    directory: of the files; default: `specjax/costs` in the user's cache
-      directory. A directory that cannot be written to is done without.
-    again: whether to measure anew what a file says.
-    **options: of the `Controller`.
+    batch: B; the costs depend on it.
+    lengths: draft lengths, from 0. Default: `lengths_for` the drafter.
+    used: tokens per row at which rounds are timed, such as a prompt and half of
+      its continuation; fewer if there is no room.
+    capacity: minimum number of slots per row, as in `Decoder.prefill`. Default:
+      the slots for `used` and the timed rounds.
+    context: context of the rows, as in `Decoder.prefill`.
+    directory: directory of the files. Default: `specjax/costs` in the user's
+      cache directory. A directory without write permission is not used.
+    again: True to measure even if a file exists.
+    **options: options of the `Controller`.
 
   Raises:
-    ValueError: a controller does not fit the decoder, the context length has
-      no room for a draft, drafts are too dear to be made, or an option is what
-      is measured.
+    ValueError: a controller does not fit the decoder; the context length has no
+      room for a draft; drafts are too expensive; an option is a measured value.
   """
   measured_here = {"seconds", "first", "reading", "switching"} & set(options)
   if measured_here:
@@ -148,7 +151,7 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
         "or set it by dataclasses.replace in the controller that is returned")
   lengths = tuple(
       lengths_for(decoder.drafter) if lengths is None else lengths)
-  # A constraint may have no text as random as those that are decoded here.
+  # Constraints may not allow the random tokens that are decoded here.
   trial = dataclasses.replace(
       decoder, observers=(), debug=False, eos=None,
       transform=dataclasses.replace(decoder.transform, constraints=()),
@@ -156,13 +159,13 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
           lengths=lengths, seconds=(1.0,) * len(lengths), **options))
   capacity = capacity and capacity_lib.rounded(capacity)
   path = _path(directory, trial, params, batch, (used, capacity), context)
-  found = None if again else _kept(path, len(lengths))
+  found = None if again else _stored(path, len(lengths))
   if found is None:
     found = _measure(trial, params, batch, used, capacity, context)
     first, own = _first(trial, params)
     found["first"] = _measure(
         first, own, batch, used, capacity, context)["seconds"] if first else []
-    # What is refused as too dear may be a disturbance: no file keeps it.
+    # Costs that the controller refuses may be a disturbance: not stored.
     Controller(lengths=lengths, **found)
     if path is not None:
       with contextlib.suppress(OSError):
@@ -171,11 +174,11 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   return Controller(lengths=lengths, **found, **options)
 
 
-def _first(decoder, params):
-  """The decoder with the first drafter alone, and its parameters.
+def _first(decoder: Decoder, params: Any) -> tuple[Decoder | None, Any]:
+  """Returns the decoder with the first drafter of a `Fallback`, and its params.
 
-  `(None, None)` for a drafter that is no `Fallback`, or cannot tell whose turn
-  it is, or whose first drafter has no drafts of the lengths.
+  `(None, None)` if rounds are of one kind, or the first drafter has no drafts
+  of the lengths.
   """
   drafter = decoder.drafter
   if not drafter.tells:
@@ -187,8 +190,10 @@ def _first(decoder, params):
           drafter.params_of_parts(params)[0])
 
 
-def _path(directory, decoder, params, batch, slots, context):
-  """The file of these costs; None where a part does not say what it is."""
+def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
+          params: Any, batch: int, slots: tuple[int, int], context: Any
+          ) -> pathlib.Path | None:
+  """Returns the file of these costs; None if a component has no stable repr."""
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     directory = pathlib.Path(home, "specjax", "costs")
@@ -209,26 +214,33 @@ def _path(directory, decoder, params, batch, slots, context):
   return pathlib.Path(directory, f"{name}.json")
 
 
-def _kept(path, count):
-  """What the file holds, or None."""
+def _stored(path: pathlib.Path | None, count: int) -> dict[str, Any] | None:
+  """Returns the costs of a file, or None if it is missing or invalid."""
   if path is None or not path.is_file():
     return None
   with contextlib.suppress(ValueError, OSError):
-    found = files.read_json(path, "delete it")
-    seconds = found.get("seconds")
-    others = {name: found.get(name, 0.0) for name in ("reading", "switching")}
-    first = found.get("first") or []
-    if isinstance(seconds, list) and len(seconds) == count and isinstance(
-        first, list) and len(first) in (0, count) and all(
-            isinstance(x, float) and 0 <= x < math.inf
-            for x in (*seconds, *first, *others.values())) and all(
-                seconds + first):
-      return {"seconds": seconds, "first": first, **others}
+    costs = files.read_json(path, "delete it")
+    costs = {"seconds": costs.get("seconds"), "first": costs.get("first") or [],
+             "reading": costs.get("reading", 0.0),
+             "switching": costs.get("switching", 0.0)}
+    return costs if _is_valid(count, **costs) else None
   return None
 
 
-def _measure(decoder, params, batch, used, capacity, context):
-  """`seconds` of a round of each length, of `reading` and of `switching`."""
+def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
+              switching: Any) -> bool:
+  """Returns True for costs of `count` lengths in finite numbers."""
+  if not (isinstance(seconds, list) and isinstance(first, list)):
+    return False
+  numbers = [*seconds, *first, reading, switching]
+  return len(seconds) == count and len(first) in (0, count) and all(
+      isinstance(x, float) and 0 <= x < math.inf for x in numbers) and all(
+          seconds + first)
+
+
+def _measure(decoder: Decoder, params: Any, batch: int, used: int,
+             capacity: int, context: Any) -> dict[str, Any]:
+  """Returns `seconds` per round of each length, `reading` and `switching`."""
   by_length, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length
   used, rounds = _room(
@@ -247,14 +259,14 @@ def _measure(decoder, params, batch, used, capacity, context):
         by_length, params, state.replace(controller=jax.tree.map(
             jnp.copy, script)), rounds)
 
-  # What a call costs, and its first rounds more than others, is left out.
+  # Differences exclude the cost of a call and of its slower first rounds.
   few = rounds // 4
   kinds = [(i, n) for i in range(len(by_length.rungs)) for n in (few, rounds)]
   kinds = [one for one in kinds if one[1]]
   calls = [of(*one) for one in kinds] + [of(1, rounds, _PERIOD)]
   *times, changing = _timed(calls, state)
   took = dict(zip(kinds, times))
-  # Where calls take longer than rounds the difference may be any number.
+  # If calls take longer than rounds, the difference is unreliable.
   seconds = [max((took[i, rounds] - took.get((i, few), 0.0)) / (rounds - few),
                  took[i, rounds] / (2 * rounds))
              for i in range(len(by_length.rungs))]
@@ -273,8 +285,8 @@ def _measure(decoder, params, batch, used, capacity, context):
           "switching": float(max(switching, 0.0))}
 
 
-def _room(used, context_length, nodes):
-  """Tokens of a prompt, and rounds after it, that a context has room for."""
+def _room(used: int, context_length: int, nodes: int) -> tuple[int, int]:
+  """Returns the tokens of a prompt and the rounds that fit a context."""
   if context_length <= nodes:
     raise ValueError(
         f"drafts of {nodes - 1} tokens leave no room for a prompt in a context "
@@ -284,10 +296,11 @@ def _room(used, context_length, nodes):
   return min(used, context_length - rounds * nodes), rounds
 
 
-def _timed(calls, state):
-  """Median seconds of each of the calls, which may donate the state.
+def _timed(calls: Sequence[Callable[[DecodeState], Any]], state: DecodeState
+           ) -> list[float]:
+  """Returns the median seconds of each call, which may donate the state.
 
-  They take turns, so that what disturbs the machine disturbs all of them.
+  The calls alternate, so that a disturbance of the machine affects all of them.
   """
   found = [[] for _ in calls]
   for _ in range(1 + _TIMES):  # the first time compiles

@@ -1,11 +1,11 @@
-"""How many slots the rows of a state have, and how they get more.
+"""Number of slots of the rows of a state, and its growth.
 
-A state is allocated whole, for the longest that a row may become, or with few
-slots, which double whenever a row comes near their end. Programs are compiled
-for a capacity. So capacities are multiples of 128 and, while a state grows,
-powers of two, up to that of the longest text. On a CPU, whose attention costs
-what is used, a state is allocated whole; elsewhere what scans all slots, and
-the memory, follow the rows.
+A state is allocated completely, for the longest possible row, or with few slots
+that are doubled when a row comes near their end. Each capacity is a compiled
+program. So capacities are multiples of 128, and powers of two while a state
+grows, up to the capacity of the longest sequence. On a CPU, attention follows
+the used slots, so a state is allocated completely. Elsewhere memory and scans
+of all slots follow the rows.
 """
 
 import functools
@@ -22,49 +22,49 @@ from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
 
-STEP = 128  # slots; rounding up lets runs of similar size share code
-_AHEAD = 64  # tokens that a row may get before the slots double
+STEP = 128  # slots; batches of similar size then share a program
+_AHEAD = 64  # tokens that a row may get before the slots are doubled
 
 
 def rounded(slots: int) -> int:
-  """The next multiple of the step."""
+  """Rounds up to a multiple of `STEP`."""
   return -(-slots // STEP) * STEP
 
 
 def power_of_two(slots: int) -> int:
-  """The least power of two that is no less, and no less than the step."""
+  """Rounds up to a power of two of at least `STEP`."""
   return max(STEP, 1 << (slots - 1).bit_length())
 
 
-def grows(one: Any) -> bool:
-  """Whether it is worth while to begin with few slots, and possible."""
-  return jax.default_backend() != "cpu" and not interfaces.cannot_grow(one)
+def grows(parts: Any) -> bool:
+  """Returns True if a state should begin with few slots and can grow."""
+  return jax.default_backend() != "cpu" and not interfaces.cannot_grow(parts)
 
 
-def first(one: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
+def first(parts: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
           ) -> int:
-  """Slots that hold the prompts and what comes next: a power of two.
+  """Returns the initial capacity for prompts: a power of two.
 
   Args:
-    one: a `Round` or a `RoundsByLength`.
-    lengths: `[B]`, of the prompts.
-    limits: `[B]`, the length at which each row is done.
-    whole: slots for the longest text that the models read, the most there are.
+    parts: `Round` or `RoundsByLength`.
+    lengths: `[B]`, tokens of the prompts.
+    limits: `[B]`, lengths at which rows are done.
+    whole: slots for the longest sequence, an upper bound.
 
   Raises:
-    ValueError: a part cannot grow.
+    ValueError: a component cannot grow.
   """
-  _check_grows(one)
+  _check_grows(parts)
   longest = int(np.minimum(lengths + _AHEAD, limits).max())
-  return min(power_of_two(longest + one.drafter.num_nodes), whole)
+  return min(power_of_two(longest + parts.drafter.num_nodes), whole)
 
 
-def continued(one: Any, params: Any, state: DecodeState, stats: RoundStats,
+def continued(parts: Any, params: Any, state: DecodeState, stats: RoundStats,
               whole: int) -> tuple[DecodeState, RoundStats]:
-  """Continues `rounds.until` with twice as many slots, until all rows are done.
+  """Continues `rounds.until` with more slots, until all rows are done.
 
   Args:
-    one: `Round` or `RoundsByLength`.
+    parts: `Round` or `RoundsByLength`.
     params: `{"target": ..., "drafter": ...}`.
     state: state in which a row has no slots for another draft; it is donated.
     stats: sum of the statistics so far.
@@ -75,13 +75,13 @@ def continued(one: Any, params: Any, state: DecodeState, stats: RoundStats,
     slots = state.tokens.shape[1]
     more = min(2 * slots, whole) if slots < whole else 2 * slots
     state, added, ended = rounds.until(
-        one, params, grow(one, params, state, more))
+        parts, params, grow(parts, params, state, more))
     stats = _added(stats, added)
   return state, stats
 
 
-def _added(stats, more):
-  """Both together; some texts of the checks name the slots, which differ."""
+def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
+  """Returns the sum; texts of the checks may differ in the number of slots."""
   checks = stats.checks and {
       text: stats.checks.get(text, True) & more.checks.get(text, True)
       for text in {**stats.checks, **more.checks}}
@@ -89,53 +89,53 @@ def _added(stats, more):
                       more.replace(checks=None)).replace(checks=checks)
 
 
-def grow(one: Any, params: Any, state: DecodeState, capacity: int
+def grow(parts: Any, params: Any, state: DecodeState, capacity: int
          ) -> DecodeState:
-  """The state with zeros after the end of what has a slot for each token.
+  """Appends zeros to all arrays that have a slot for each token.
 
-  The axes to extend are found by comparing shapes with those of the state that
-  `one.start` would make at this capacity.
+  The axes are found by comparing shapes with those of the state that
+  `parts.start` would create at this capacity.
 
   Args:
-    one: the `Round` or `RoundsByLength` that the state is for.
-    params: its parameters.
-    state: it is donated, an array at a time, so that there are never two whole
-      caches.
+    parts: `Round` or `RoundsByLength` of the state.
+    params: `{"target": ..., "drafter": ...}`.
+    state: state of the loop. It is donated array by array, so that two complete
+      caches never exist at the same time.
     capacity: C.
 
   Raises:
-    ValueError: the state has more slots, or a part cannot grow.
+    ValueError: the state has more slots, or a component cannot grow.
   """
   have = state.tokens.shape[1]
   if capacity < have:
     raise ValueError(f"capacity is {capacity} and the state has {have} slots "
                      "already; give more, or leave it as it is")
-  _check_grows(one)
+  _check_grows(parts)
   rows = state.lengths.shape[0]
   prompt = Prompt(
       tokens=jax.ShapeDtypeStruct((rows, prefill.padded_length(1)), jnp.int32),
       lengths=state.lengths, capacity=capacity, context=state.context)
   form = jax.eval_shape(
-      functools.partial(rounds.start, one), params, prompt, state.limits,
+      functools.partial(rounds.start, parts), params, prompt, state.limits,
       state.keys, state.temperature, state.eos)
-  # What a cache says of itself, such as `heads_axis`, is that of the state.
+  # Static fields of caches, such as `heads_axis`, are those of the state.
   form = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(form))
   return interfaces.map_caches(
       lambda cache, like: cache.grow(like, _longer), _longer, state, form)
 
 
-def _check_grows(one):
-  stuck = interfaces.cannot_grow(one)
+def _check_grows(parts: Any) -> None:
+  stuck = interfaces.cannot_grow(parts)
   if stuck:
     raise ValueError(f"{stuck} says `grows = False`: its state cannot get more "
                      "slots; leave out grows=True, and all of them are "
                      "allocated at once")
 
 
-def _longer(x, form):
-  """An array with zeros after the end of every axis that is longer in `form`.
+def _longer(x: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+  """Appends zeros along every axis that is longer in `form`.
 
-  An axis that is shorter there follows the prompts, and stays.
+  A shorter axis depends on the prompts and does not change.
   """
   more = tuple(max(0, new - old) for old, new in zip(x.shape, form.shape))
   if not any(more):
@@ -147,7 +147,8 @@ def _longer(x, form):
 
 
 @functools.partial(jax.jit, static_argnames=("more", "sharding"))
-def _padded(x, more, sharding):
+def _padded(x: jax.Array, more: tuple[int, ...],
+            sharding: jax.sharding.NamedSharding | None) -> jax.Array:
   new = jnp.pad(x, [(0, count) for count in more])
   return new if sharding is None else jax.lax.with_sharding_constraint(
       new, sharding)

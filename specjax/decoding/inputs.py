@@ -1,7 +1,7 @@
-"""What a user gives to a decoder, checked and in arrays.
+"""Checks of a decoder's inputs, and their conversion to arrays.
 
-Every function raises a `ValueError` of one line that names the value, what it
-must be and how to mend it, before anything is compiled.
+Every function raises a one-line `ValueError` with the argument, its value, its
+limit and a fix, before anything is compiled.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from specjax.decoding import prefill
 from specjax.interfaces import Model
 from specjax.utils import fields
 
-_NO_TOKEN = -1  # fills up the list of a row's eos ids
+_NO_TOKEN = -1  # pads the end tokens of a row
 
 
 def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """The prompts as arrays, not looked at yet."""
+  """Returns the prompts as arrays, without checking them."""
   if not np.iterable(given):
     raise ValueError(f"prompts is {given!r}; give a list of token ids for each "
                      "prompt, such as [tokenizer.encode(text)]")
@@ -31,11 +31,11 @@ def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 def prompts(rows: Sequence[Sequence[int]], vocab_size: int
             ) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens `[B, P]` int32, padded as a prefill reads them, and lengths `[B]`.
+  """Returns padded tokens `[B, P]` int32 and lengths `[B]`.
 
   Args:
-    rows: B sequences of token ids, each of at least one token.
-    vocab_size: V, of the target.
+    rows: B sequences of token ids, none empty.
+    vocab_size: V of the target.
   """
   rows = as_rows(rows)
   if not rows:
@@ -66,7 +66,7 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
 
 
 def parameters(given: Any) -> None:
-  """Refuses what is no `{"target": ..., "drafter": ...}` of arrays."""
+  """Raises `ValueError` unless it is a dict with the target's parameters."""
   if not isinstance(given, Mapping) or "target" not in given:
     has = (f"has the keys {', '.join(map(str, given))}"
            if isinstance(given, Mapping) else f"is a {type(given).__name__}")
@@ -81,51 +81,57 @@ def parameters(given: Any) -> None:
 
 def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
                        ) -> None:
-  """Refuses parameters that have not the form that their model gives them.
+  """Raises `ValueError` if parameters have another form than their model's.
 
-  It traces `init` of the models, so it is only called where a program failed.
+  It traces `init` of the models, so it is called only after a program failed.
 
   Args:
     given: `{"target": ..., "drafter": ...}`.
-    models: by the same names; those without `init(key)` are not looked at.
+    models: models of the same names; those without `init(key)` are not checked.
 
   Raises:
     ValueError: a leaf is missing, superfluous or of another shape.
   """
-  def form(tree):
-    return {jax.tree_util.keystr(path): tuple(np.shape(x))
-            for path, x in jax.tree.leaves_with_path(tree)}
-
   for name, model in models.items():
     if name not in given or not isinstance(model, Model):
       continue
     try:
-      wanted = form(jax.eval_shape(model.init, jax.random.key(0)))
+      wanted = _shapes(jax.eval_shape(model.init, jax.random.key(0)))
     except (TypeError, NotImplementedError):  # no `init(key)`
       continue
-    has = form(given[name])
-    if name == "drafter" and not {*wanted} & {*has}:
-      continue  # a drafter whose parameters are not those of its model alone
-    for path in sorted({*wanted, *has}):
-      if wanted.get(path) != has.get(path):
-        describe = lambda shape: "nothing" if shape is None else (
-            f"an array of shape {shape}")
-        raise ValueError(
-            f"params[{name!r}] has {describe(has.get(path))} at "
-            f"{path or 'its top'}, where {type(model).__name__} of this "
-            f"decoder has {describe(wanted.get(path))}; give the parameters of "
-            "that model")
+    has = _shapes(given[name])
+    # A drafter may have other parameters than those of its model.
+    if name != "drafter" or {*wanted} & {*has}:
+      _check_shapes(name, type(model).__name__, wanted, has)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """Returns the shape of every leaf by its path."""
+  return {jax.tree_util.keystr(path): tuple(np.shape(x))
+          for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def _check_shapes(name: str, model: str, wanted: dict[str, tuple[int, ...]],
+                  has: dict[str, tuple[int, ...]]) -> None:
+  describe = lambda shape: (
+      "nothing" if shape is None else f"an array of shape {shape}")
+  for path in sorted({*wanted, *has}):
+    if wanted.get(path) != has.get(path):
+      raise ValueError(
+          f"params[{name!r}] has {describe(has.get(path))} at "
+          f"{path or 'its top'}, where {model} of this decoder has "
+          f"{describe(wanted.get(path))}; give the parameters of that model")
 
 
 def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
            ) -> np.ndarray:
-  """`[B]` int32, the lengths at which rows are done.
+  """Returns `[B]` int32, the lengths at which rows are done.
 
   Args:
-    given: `[B]` or one number; None: the context length.
-    lengths: `[B]` of the prompts.
-    context_length: the smaller context length of the two models.
-    owner: the model with that context length, for errors.
+    given: `[B]` or one number; None is the context length.
+    lengths: `[B]`, tokens of the prompts.
+    context_length: upper bound of the limits.
+    owner: model with that context length, for the error.
   """
   found = np.asarray(context_length if given is None else given)
   if found.shape not in ((), lengths.shape):
@@ -148,10 +154,10 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
 
 
 def context(given: Any, rows: int) -> Any:
-  """A copy of what a drafter may read, for the loop will donate it.
+  """Returns a copy of the drafter's context, because the loop donates it.
 
   Args:
-    given: a tree of arrays `[B, ...]`, or None.
+    given: tree of arrays `[B, ...]`, or None.
     rows: B.
   """
   for path, x in jax.tree.leaves_with_path(given):
@@ -163,11 +169,11 @@ def context(given: Any, rows: int) -> Any:
 
 
 def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
-  """`[B]` float32.
+  """Returns the temperatures `[B]` float32.
 
   Args:
-    given: `[B]` or one number; None: the default.
-    default: the decoder's.
+    given: `[B]` or one number; None is the default.
+    default: temperature of the decoder.
     rows: B.
   """
   found = default if given is None else given
@@ -187,17 +193,17 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
 
 
 def _is_single(x: Any) -> bool:
-  # Bytes and mappings iterate over numbers that are no token ids.
+  # Bytes and mappings can be iterated, but not over token ids.
   return isinstance(x, str | bytes | Mapping) or not np.iterable(x)
 
 
 def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
-  """The ids of one row's `eos`, all of them tokens.
+  """Returns the end tokens of one row after checks.
 
   Args:
-    name: what an error calls it.
-    eos: a token id, several of them, or None.
-    vocab_size: V, of the target.
+    name: name of the argument in the error.
+    eos: token id, several of them, or None.
+    vocab_size: V of the target.
   """
   one = eos is not None and _is_single(eos)
   ids = () if eos is None else (eos,) if one else eos
@@ -208,26 +214,29 @@ def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
   return tuple(int(token) for token in ids)
 
 
+def _listed(given: Any) -> list[Any]:
+  """Returns the entries of an `eos` argument; an id is its only entry."""
+  if isinstance(given, jax.Array | np.ndarray | np.generic):
+    given = np.asarray(given).tolist()
+  if given is None:
+    return []
+  return [given] if _is_single(given) else list(given)
+
+
 def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
              ) -> np.ndarray:
-  """`[B, E]` int32, filled up with -1.
+  """Returns the end tokens `[B, E]` int32, padded with -1.
 
   Args:
-    given: a token id, or several in one flat sequence, for all rows; or B
-      lists of ids, one for each row, where None is an empty one. Which of
-      these it is depends on its nesting alone, never on its length. None: the
-      default.
-    default: the decoder's, for all rows.
+    given: token id, or a flat sequence of ids, for all rows; or B lists of ids.
+      The nesting alone decides, not the length. None is the default.
+    default: end tokens of the decoder, for all rows.
     rows: B.
-    vocab_size: V, of the target.
+    vocab_size: V of the target.
   """
   given = default if given is None else given
-  given = (
-      np.asarray(given).tolist()
-      if isinstance(given, jax.Array | np.ndarray | np.generic) else given)
-  is_id = lambda x: x is not None and _is_single(x)
-  entries = [] if given is None else [given] if is_id(given) else list(given)
-  ids = [*map(is_id, entries)]
+  entries = _listed(given)
+  ids = [x is not None and _is_single(x) for x in entries]
   if all(ids):
     lists = [eos_ids("eos", entries, vocab_size)] * rows
   elif any(ids) or len(entries) != rows:
@@ -244,11 +253,11 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
 
 
 def row_keys(key: jax.Array, request_ids: Any, rows: int) -> jax.Array:
-  """`[B]` keys: the request ids folded into the key.
+  """Returns the keys `[B]` of the rows: request ids folded into the key.
 
   Args:
-    key: a threefry key of `jax.random.key`.
-    request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None: 0..B-1.
+    key: threefry key of `jax.random.key`.
+    request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None is 0..B-1.
     rows: B.
   """
   if not (isinstance(key, jax.Array)

@@ -1,9 +1,9 @@
-"""Where weights and decoding state live on a mesh of devices.
+"""Placement of parameters and decoding state on a mesh of devices.
 
-A mesh has an axis over which models are split (tensor parallelism) and may
-have one over which the rows of a batch are. Every part answers for itself: a
-model by `param_specs`, a cache by `specs`, a drafter by `param_specs`. These
-are placements only: the loop is compiled from them, unchanged.
+A mesh has an axis over which models are split (tensor parallelism), and may
+have an axis over which the rows of a batch are split. Every component specifies
+its own split: a model and a drafter by `param_specs`, a cache by `specs`. The
+loop is compiled from these placements without changes.
 
   placement = Placement(mesh=mesh, drafter="replicate")
   params = placement.put(decoder, params)
@@ -29,22 +29,21 @@ from specjax.types import DecodeState
 from specjax.utils import processes
 from specjax.utils.fields import check_divisible
 
-if TYPE_CHECKING:  # a model does not need the loop
+if TYPE_CHECKING:  # avoids an import cycle
   from specjax.decoding.decoder import Decoder
 
-# Gate and up, `[D, 2, F]`, lie on a TPU as two matrices. As they come they
-# share the rows of a tile, and every loop over passes first copies them apart.
+# Order of axes on a TPU. In the default order, the two matrices of `[D, 2, F]`,
+# gate and up, share the rows of a tile, and every loop first copies them apart.
 _ON_TPUS = {"['gate_up']['kernel']": (1, 0, 2)}
 
 
 def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
-  """A `NamedSharding` for every leaf of a tree.
+  """Returns a `NamedSharding` for every leaf of a tree.
 
   Args:
-    mesh: the devices.
-    specs: a tree of `PartitionSpec` whose leaves are those of `tree` or whole
-      branches of it.
-    tree: of arrays, or of their shapes.
+    mesh: devices.
+    specs: tree of `PartitionSpec` for leaves or branches of `tree`.
+    tree: tree of arrays or of their shapes.
   """
   return jax.tree.map(
       lambda spec, branch: jax.tree.map(
@@ -54,19 +53,19 @@ def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-  """How a decoder lies on a mesh of devices, of one process or of several.
+  """Placement of a decoder on a mesh, in one process or several.
 
-  The text is that of one device: rows are independent, and what is split is
-  summed in another order, which float32 rounds away from the last digits only.
-  In several processes each makes the same calls with the same prompts.
+  The output is that of one device: rows are independent, and sums over split
+  axes differ only in the last digits of float32. Several processes must make
+  the same calls with the same prompts.
 
   Attributes:
-    mesh: a mesh with `axis`.
-    axis: over which models are split; on TPUs it must be "model".
-    data_axis: over which rows are split, if the mesh has it; on TPUs "data".
-    drafter: "split" as the target is, or "replicate": every device has all of
-      it and drafts for its own rows, which suits a small one and one whose
-      heads do not divide.
+    mesh: mesh with `axis`.
+    axis: mesh axis of the models; on TPUs it must be "model".
+    data_axis: mesh axis of the rows, if the mesh has it; on TPUs "data".
+    drafter: "split" as the target, or "replicate": every device has the
+      complete drafter and drafts for its own rows. This suits a small drafter,
+      and one whose heads do not divide.
   """
 
   mesh: Mesh
@@ -78,7 +77,7 @@ class Placement:
     _check_names(self.mesh, self.axis, self.data_axis)
 
   def put(self, decoder: "Decoder", params: Any) -> Any:
-    """`{"target": ..., "drafter": ...}` on the mesh.
+    """Places `{"target": ..., "drafter": ...}` on the mesh.
 
     Raises:
       ValueError: the mesh does not divide a model, or lacks `axis`.
@@ -89,15 +88,15 @@ class Placement:
 
   def start(self, decoder: "Decoder", parts: Any, *arguments: Any
             ) -> DecodeState:
-    """`rounds.start`, whose state is made where it will lie.
+    """Runs `rounds.start` and creates the state in its placement.
 
     Args:
-      decoder: whose state it is.
+      decoder: decoder of the state.
       parts: its rounds.
-      *arguments: of `rounds.start`, the parameters first.
+      *arguments: arguments of `rounds.start`, the parameters first.
 
     Raises:
-      ValueError: as in `decode_shardings`.
+      ValueError: see `decode_shardings`.
     """
     shapes = rounds.start.eval_shape(parts, *arguments)
     _, shardings = decode_shardings(
@@ -109,10 +108,11 @@ class Placement:
     return state
 
 
-# Under the constraint GSPMD splits the passes over the prompts too: no device
-# ever has the whole of a cache.
+# Under this constraint GSPMD also splits the passes over the prompts, so no
+# device ever has a complete cache.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(parts, shardings, *arguments):
+def _start(parts: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
+           ) -> DecodeState:
   state = rounds.start(parts, *arguments)
   return jax.lax.with_sharding_constraint(
       state, jax.tree.unflatten(jax.tree.structure(state), shardings))
@@ -122,32 +122,32 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
                      mesh: Mesh, *, axis: str = "model",
                      data_axis: str = "data", drafter: str = "split"
                      ) -> tuple[Any, Any]:
-  """Placements of everything that `decoder.decode_round` takes.
+  """Returns the placements of all arguments of `decoder.decode_round`.
 
-  Weights are placed as the target and the drafter say, caches as they say
-  themselves; of a model with fewer key-value heads than the axis has devices
-  each device has the whole cache of its rows. Rows, the first axis of every
-  leaf of the state, are split over `data_axis` if the mesh has one.
+  Components specify their own placement. If a model has fewer key-value heads
+  than the axis has devices, each device has the complete cache of its rows.
+  Rows, the first axis of every leaf of the state, are split over `data_axis` if
+  the mesh has one.
 
   Args:
-    decoder: the `Decoder`.
-    params: `{"target": ..., "drafter": ...}`, arrays or their shapes.
-    state: a `DecodeState` of arrays or of shapes; the drafter's part of it
-      `undivided` where the drafter is replicated on TPUs.
-    mesh: a mesh with `axis`.
-    axis: over which models are split.
-    data_axis: over which rows are split.
+    decoder: decoder.
+    params: `{"target": ..., "drafter": ...}`, arrays or shapes.
+    state: `DecodeState` of arrays or shapes. If the drafter is replicated on
+      TPUs, its state must be `undivided`.
+    mesh: mesh with `axis`.
+    axis: mesh axis of the models.
+    data_axis: mesh axis of the rows.
     drafter: "split" or "replicate", see `Placement`.
 
   Returns:
-    `(params, state)` as trees of `NamedSharding`, for `processes.placed` or
-    the `in_shardings` and `out_shardings` of a jit. On TPUs some parameters
-    have a `Format` in its place, which says in what order their axes lie too.
+    `(params, state)` as trees of `NamedSharding`, for `processes.placed` or for
+    `in_shardings` and `out_shardings` of a jit. On TPUs some parameters have a
+    `Format`, which also specifies the order of axes.
 
   Raises:
-    ValueError: the mesh lacks `axis`, or has other names than those that a TPU
-      asks for; a size is no multiple of its axis; or a part does not say how it
-      is split over an axis of several devices.
+    ValueError: the mesh lacks `axis`, or has other names than TPUs require; a
+      size is not a multiple of its axis; a component does not specify its split
+      over several devices.
   """
   _check_names(mesh, axis, data_axis)
   placed = _param_shardings(decoder, params, mesh, axis, drafter)
@@ -162,12 +162,12 @@ def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
   return placed, place(None, rest).replace(**by_part)
 
 
-def _of_tpus(mesh):
+def _of_tpus(mesh: Any) -> bool:
   return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
-def _check_names(mesh, axis, data_axis):
-  """A TPU's kernel knows by these names how to split, see `attention.tpu`."""
+def _check_names(mesh: Mesh, axis: str, data_axis: str) -> None:
+  """Checks the names that the kernel of `attention.tpu` requires on a TPU."""
   if not _of_tpus(mesh):
     return
   for name, wanted in ((axis, "model"), (data_axis, "data")):
@@ -178,7 +178,8 @@ def _check_names(mesh, axis, data_axis):
           f"the caches; call the axis {wanted!r}")
 
 
-def _param_shardings(decoder, params, mesh, axis, drafter):
+def _param_shardings(decoder: "Decoder", params: Any, mesh: Mesh, axis: str,
+                     drafter: str) -> Any:
   if axis not in mesh.shape:
     raise ValueError(f"the mesh has axes {tuple(mesh.shape)} and no {axis!r}; "
                      "give it one, of size 1 where nothing is to be split")
@@ -195,16 +196,17 @@ def _param_shardings(decoder, params, mesh, axis, drafter):
   return jax.tree_util.tree_map_with_path(_laid_out, shardings, params)
 
 
-def _laid_out(path, sharding, x):
-  """The sharding, or with it the order in which a TPU reads the axes."""
+def _laid_out(path: tuple[Any, ...], sharding: NamedSharding, x: jax.Array
+              ) -> NamedSharding | Format:
+  """Returns the sharding, with the order of axes that a TPU reads."""
   order = _ON_TPUS.get(jax.tree_util.keystr(path[-2:]))
   if order is None or len(order) != x.ndim:
     return sharding
   return Format(Layout(order), sharding)
 
 
-def _place(mesh, rows, axis, tree):
-  """`NamedSharding`s of a part of the state; `axis` None: not split by it."""
+def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: Any) -> Any:
+  """Returns the shardings of a part of the state; `axis` may be None."""
   is_cache = lambda node: isinstance(node, interfaces.Cache)
   is_spec = lambda node: isinstance(node, PartitionSpec)
   split = None if axis is None or mesh.shape[axis] == 1 else axis
@@ -220,8 +222,9 @@ def _place(mesh, rows, axis, tree):
   return jax.tree.map(one, tree, is_leaf=is_cache)
 
 
-def _fitting(mesh, axis, spec, leaf):
-  """The spec of a leaf of a cache; heads fewer than devices are replicated."""
+def _fitting(mesh: Mesh, axis: str | None, spec: PartitionSpec,
+             leaf: jax.Array) -> PartitionSpec:
+  """Returns the spec of a leaf of a cache, without an axis of too few heads."""
   def one(place, name):
     if name is None or name != axis:
       return name

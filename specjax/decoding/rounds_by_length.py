@@ -1,8 +1,8 @@
-"""Rounds of several draft lengths, of which a controller chooses one.
+"""Rounds of several draft lengths, among which a controller chooses.
 
-A `RoundsByLength` stands where a `Round` does, in the same loops. Each rung is
-a round with a draft of another length; the lowest proposes nothing and verifies
-the root alone, which is decoding without drafts.
+A `RoundsByLength` replaces a `Round` in the same loops. It has one round per
+draft length. The shortest proposes nothing and verifies the root alone, which
+is decoding without drafts.
 """
 
 from collections.abc import Callable
@@ -88,11 +88,11 @@ class Empty(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class RoundsByLength:
-  """Rounds that differ in the length of their drafts, shortest first.
+  """Rounds that differ in draft length, shortest first.
 
   Attributes:
-    rungs: a `Round` for each of the controller's lengths.
-    controller: chooses one before every round.
+    rungs: a `Round` for each length of the controller.
+    controller: controller that chooses a length before every round.
   """
 
   rungs: tuple[Round, ...]
@@ -100,32 +100,32 @@ class RoundsByLength:
 
   @property
   def drafter(self) -> Drafter:
-    """That of the longest drafts."""
+    """Drafter of the longest drafts."""
     return self.rungs[-1].drafter
 
   def start(self, *arguments: Any) -> DecodeState:
-    """As `Round.start`."""
+    """Returns the state after the prompts, see `Round.start`."""
     state = self.rungs[-1].start(*arguments)
     return state.replace(controller=self.controller.init(state.lengths))
 
   def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
-    """As `Round.draw`, enough for the longest draft."""
+    """Returns uniforms for the longest draft, see `Round.draw_uniforms`."""
     return self.rungs[-1].draw_uniforms(state, rounds)
 
   def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats, Trace]:
-    """As a `Round`; stats and trace have the size of the longest draft."""
+    """Runs one round; stats and trace have the size of the longest draft."""
     state, (stats, trace) = _round(self, params, state, uniforms, traced=True)
     return state, stats, trace
 
   def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
                ) -> tuple[DecodeState, RoundStats]:
-    """As `Round.untraced`."""
+    """Runs one round without returning its trace."""
     return _flat(*_round(self, params, state, uniforms, traced=False))
 
   def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
                   play: Callable[..., Any], carry: Any) -> Any:
-    """Plays the rounds without drafts that are due, then those with drafts.
+    """Runs the due rounds without drafts, then those with drafts.
 
     Rounds without drafts run in a separate loop that does not call the
     controller. Calling it before every round costs a small model a few percent.
@@ -160,16 +160,16 @@ class RoundsByLength:
                 chosen: jax.Array | None = None, *, traced: bool,
                 only: str | None = None
                 ) -> tuple[DecodeState, tuple[Any, ...]]:
-    """A round; besides the state its stats, and its trace if that is wanted.
+    """Runs a round; returns the state and `(stats,)` or `(stats, trace)`.
 
     Args:
-      params: as in a `Round`.
-      state: likewise.
-      uniforms: likewise.
-      chosen: `[]` int32, of the controller; None: it is asked.
-      traced: whether the trace is wanted.
-      only: "rests" or "drafts" if `chosen` is known to be, or not to be 0; with
-        the first it is not needed.
+      params: `{"target": ..., "drafter": ...}`.
+      state: state of the loop.
+      uniforms: `[B, count]` uniforms of this round.
+      chosen: `[]` int32, result of the controller, or None to call it.
+      traced: True to return the trace.
+      only: "rests" if `chosen` is known to be 0 (it is then not needed),
+        "drafts" if it is known to be positive, else None.
     """
     if only is None:
       state = self._told(params, state)
@@ -185,24 +185,24 @@ class RoundsByLength:
     return rounds.once(chosen > 0, drafts, rounds.once(
         chosen == 0, attempt.rests, carry))
 
-  def _told(self, params, state):
-    """The state whose controller knows of which kind the next round is."""
+  def _told(self, params: Any, state: DecodeState) -> DecodeState:
+    """Returns the state whose controller has the kind of the next round."""
     if not self.controller.first:
       return state
     kind = self.drafter.lacking(params, state).astype(jnp.int32)
     return state.replace(controller=state.controller.replace(kind=kind))
 
   def needed(self, draft: Draft, done: jax.Array, rung: int) -> jax.Array:
-    """`[]` int32, the lowest rung that holds all that a rung drafted.
+    """Returns `[]` int32, the lowest rung that fits all drafts of a rung.
 
     Args:
-      draft: batched.
+      draft: drafts.
       done: `[B]` bool, rows that do not count.
-      rung: the number of the one that drafted it.
+      rung: index of the rung that drafted.
     """
     if not self.controller.cuts or (
         self.drafter.with_gamma(1) is None):
-      # Look-ahead positions look like padding.
+      # Look-ahead positions would count as padding.
       return jnp.asarray(rung, jnp.int32)
     drafted = draft.drafted & ~done[:, None]
     last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
@@ -210,20 +210,25 @@ class RoundsByLength:
     return jnp.sum(last > lengths, dtype=jnp.int32)
 
 
-class _Attempt:
-  """One round of rounds by length: its rungs, of which one is climbed.
+_Carry = tuple[DecodeState, tuple[Any, ...]]
 
-  Which one is data, so that each stands under `common.once`. A carry is
-  `(state, found)`; found are the round's stats, and its trace if that is
-  wanted, in the size of those of the longest draft.
+
+class _Attempt:
+  """One round of rounds by length, of which one rung is executed.
+
+  The rung is data, so each is under `rounds.once`. A carry is `(state, found)`,
+  where `found` has the stats, and the trace if it is wanted, in the size of the
+  longest draft.
   """
 
-  def __init__(self, by_length, params, state, uniforms, chosen, traced):
+  def __init__(self, by_length: RoundsByLength, params: Any,
+               state: DecodeState, uniforms: jax.Array,
+               chosen: jax.Array | None, traced: bool):
     self._rounds, self._params, self._uniforms = by_length, params, uniforms
     self._chosen, self._kept = chosen, 1 + traced
     draft, drafter = jax.eval_shape(
         functools.partial(self._propose, -1), state)
-    # It is carried by a loop, see `common.once`.
+    # `rounds.once` carries it through a loop.
     name = type(by_length.drafter).__name__
     checks.check_same(f"the state that {name}.propose returned", drafter,
                       state.drafter)
@@ -235,16 +240,16 @@ class _Attempt:
         self._as_longest, self._stats_form, trace)
 
   def nothing_found(self):
-    """What a carry begins with."""
+    """Returns the initial `found` of a carry."""
     return _blank(self._found_form)
 
-  def rests(self, carry):
-    """A round without a draft, of which the controller learns nothing."""
+  def rests(self, carry: _Carry) -> _Carry:
+    """Runs a round without a draft; the controller does not learn from it."""
     state, _ = carry
     return self._judged(0, state, *self._propose(0, state))
 
-  def drafts_whole(self, carry):
-    """A round of the length chosen, whose drafts are always as long."""
+  def drafts_whole(self, carry: _Carry) -> _Carry:
+    """Runs a round of the chosen length, for drafters without padding."""
     before, found = carry
     carry = self._caught_up(before), found
     for i in range(1, len(self._rounds.rungs)):
@@ -253,14 +258,14 @@ class _Attempt:
               i, carry[0], *self._propose(i, carry[0])), carry)
     return self._learned(before, *carry, self._chosen)
 
-  def drafts_and_cuts(self, carry):
-    """A round of the length chosen, and a pass as long as what was drafted."""
+  def drafts_and_cuts(self, carry: _Carry) -> _Carry:
+    """Drafts the chosen length and verifies the length that was drafted."""
     before, found = carry
     state = self._caught_up(before)
     draft, drafter, size = self._drafted(state)
     carry = state.replace(drafter=drafter), found
     for i, one in enumerate(self._rounds.rungs):
-      # Cut where it is verified, or each round would write all lengths.
+      # It is cut inside the branch, so that a round writes one length only.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
       carry = rounds.once(
@@ -268,8 +273,8 @@ class _Attempt:
               i, carry[0], short(), carry[0].drafter), carry)
     return self._learned(before, *carry, size)
 
-  def _drafted(self, state):
-    """The draft, packed, the drafter's state, and the rung that holds it."""
+  def _drafted(self, state: DecodeState) -> tuple[Draft, Any, jax.Array]:
+    """Returns the packed draft, the drafter's state, and the rung that fits."""
     nodes = self._rounds.drafter.num_nodes
 
     def on(i, drafter):
@@ -283,44 +288,46 @@ class _Attempt:
           self._chosen == i, lambda carry, i=i: on(i, carry[1]), carry)
     return carry
 
-  def _propose(self, i, state):
+  def _propose(self, i: int, state: DecodeState) -> tuple[Draft, Any]:
     return _propose(self._rounds.rungs[i], self._params, state, self._uniforms)
 
-  def _judged(self, i, state, draft, drafter):
-    """The carry after rung i has verified a draft."""
+  def _judged(self, i: int, state: DecodeState, draft: Draft, drafter: Any
+              ) -> _Carry:
+    """Returns the carry after rung i has verified a draft."""
     state, stats, trace = _judge(
         self._rounds.rungs[i], self._params, state, self._uniforms, draft,
         drafter)
     return state, self._as_longest(stats, trace)
 
-  def _as_longest(self, stats, trace):
+  def _as_longest(self, stats: RoundStats, trace: Trace) -> tuple[Any, ...]:
     return _padded(stats, trace, self._stats_form)[:self._kept]
 
-  def _learned(self, before, state, found, size):
+  def _learned(self, before: DecodeState, state: DecodeState,
+               found: tuple[Any, ...], size: jax.Array) -> _Carry:
     return state.replace(controller=self._rounds.controller.learned(
         before, found[0], state.lengths, self._chosen, size)), found
 
-  def _caught_up(self, state):
-    """The state whose drafter has read what was committed without it."""
+  def _caught_up(self, state: DecodeState) -> DecodeState:
+    """Returns the state whose drafter has read the tokens that it missed."""
     drafter = self._rounds.drafter
     return state.replace(drafter=drafter.catch_up(
         self._params, state, state.controller.known))
 
-  def _packed(self, draft):
-    """A draft without what its tokens tell: `probs [B, N]` of them alone.
+  def _packed(self, draft: Draft) -> Draft:
+    """Returns a deterministic draft with `probs [B, N]` of its tokens alone.
 
-    N V numbers that are read and written a few times cost a few percent of a
-    round in which an n-gram finds nothing.
+    Passing N V numbers through the branches costs a few percent of a round in
+    which an n-gram finds nothing.
     """
     if not self._packs:
       return draft
-    own = jnp.take_along_axis(  # padding may have a token that is none
+    own = jnp.take_along_axis(  # padding may have an id out of range
         draft.probs, draft.tokens[..., None], axis=-1, mode="fill",
         fill_value=0)
     return draft.replace(probs=own[..., 0])
 
-  def _unpacked(self, draft):
-    """The draft that `_packed` was given."""
+  def _unpacked(self, draft: Draft) -> Draft:
+    """Inverts `_packed`."""
     if not self._packs:
       return draft
     ids = jnp.arange(self._rounds.rungs[0].target.vocab_size)
@@ -329,13 +336,13 @@ class _Attempt:
 
   @property
   def _packs(self):
-    # What a drafter wrongly declares must not be mended before it is checked.
+    # Unpacking would repair a wrong declaration before debug checks it.
     return not self._rounds.rungs[0].debug and (
         "deterministic" in interfaces.capabilities(self._rounds.drafter))
 
 
-# A single round is compiled too. Its parts are under a jit of their own, so
-# that shapes and program share a trace.
+# A single round is also compiled. Its two steps have their own jit, so that
+# `eval_shape` and the program share a trace.
 _round = jax.jit(RoundsByLength.one_round, static_argnums=0,
                  static_argnames=("traced", "only"))
 _propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
@@ -345,13 +352,13 @@ _judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
 
 
 def build(one: Round, controller: Controller) -> RoundsByLength:
-  """The rounds by length of a round, whose drafter is bound.
+  """Returns the rounds by length of a round whose drafter is bound.
 
   Raises:
-    ValueError: the rule has a state, which is made for drafts of one length;
-      the drafter cannot draft that many tokens, begins the verifying pass, has
-      a model that cannot catch up with rounds in which it did not draft, or
-      cannot tell rounds of two kinds apart, which the controller does.
+    ValueError: the rule has a state, which depends on the draft length; the
+      drafter cannot draft a length, shares the verifying pass, has a model but
+      no `catch_up`, or has no kinds of rounds although the controller has costs
+      of two.
   """
   if one.rule.has_state:
     raise ValueError(
@@ -383,8 +390,8 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
   return RoundsByLength(tuple(rungs), controller)
 
 
-def _of_length(one, length):
-  """The drafter of a round with drafts of `length` tokens."""
+def _of_length(one: Round, length: int) -> Drafter:
+  """Returns the drafter with drafts of `length` tokens."""
   drafter, name = one.drafter, type(one.drafter).__name__
   if drafter.num_nodes == length + 1:
     return drafter
@@ -402,19 +409,21 @@ def _of_length(one, length):
   return drafter
 
 
-def _flat(state, found):
+def _flat(state: DecodeState, found: tuple[RoundStats]
+          ) -> tuple[DecodeState, RoundStats]:
   [stats] = found
   return state, stats
 
 
-def _blank(shapes):
+def _blank(shapes: Any) -> Any:
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _padded(stats, trace, like):
-  """Stats and trace of a rung, in the size of those of the longest draft."""
+def _padded(stats: RoundStats, trace: Trace, like: RoundStats
+            ) -> tuple[RoundStats, Trace]:
+  """Returns stats and trace in the size of those of the longest draft."""
   nodes = like.survival.shape[2]
-  # Checks name the size of the draft; all rungs have the same ones in order.
+  # Texts of checks contain the draft size; all rungs have them in one order.
   checks = stats.checks and dict(zip(like.checks, stats.checks.values()))
   return stats.replace(
       survival=_longer(stats.survival, nodes, axis=2), checks=checks), Trace(
@@ -424,15 +433,15 @@ def _padded(stats, trace, like):
               path=_longer(trace.verdict.path, nodes)))
 
 
-def _longer(x, size, axis=1):
-  """`x` with zeros after its end, up to `size` along an axis."""
+def _longer(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
+  """Appends zeros to `x`, up to `size` along an axis."""
   pads = [(0, 0)] * x.ndim
   pads[axis] = 0, size - x.shape[axis]
   return jnp.pad(x, pads)
 
 
-def _padded_draft(draft, nodes):
-  """A draft with padding up to N = `nodes`, in line after its last node."""
+def _padded_draft(draft: Draft, nodes: int) -> Draft:
+  """Appends padding up to `nodes` nodes, as a chain below the last node."""
   order = jnp.arange(-1, nodes - 1, dtype=draft.parents.dtype)
   count = draft.parents.shape[1]
   parents = _longer(draft.parents, nodes)
